@@ -13,28 +13,28 @@ from typing import Any
 import pytest
 import torch
 
-# Without a GPU, Triton's kernels run in its interpreter. Triton reads this when it is imported, which other libraries
-# do, too: so it is set before any test is read.
+# Without a GPU, Triton's kernels run in its interpreter. Triton reads this variable when it is imported, and other
+# libraries import it too. So set it before any test is collected.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# Begun in the background by a script, pytest ignores SIGINT, under nohup SIGHUP, and so would every command that a test
-# starts and ends. A handler of our own is not passed on; being ignored is.
+# A script that starts pytest in the background makes it ignore SIGINT; nohup makes it ignore SIGHUP. Child processes
+# inherit ignored signals but not handlers, so without this the commands that tests start could not be interrupted.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
-# The pool of processes is a module of the distributed tests, which need not be among those that are run.
+# The fixture `pool` imports a module from tests/distributed, even if no test of that folder is collected.
 sys.path.append(str(Path(__file__).parent / "distributed"))
-# Where the programs, started by hand, find what they share.
+# The programs in tools import each other from their own folder, as when started by hand.
 sys.path.append(str(Path(__file__).parents[1] / "tools"))
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Tests and what they import stay to the end: garbage is looked for in them neither now nor later."""
+    """Exclude tests and imported modules from garbage collection: they live to the end of the session."""
     gc.disable()
     try:
         return (yield)
@@ -44,10 +44,10 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with what takes minutes: begun last, it would run while the other workers have nothing left to do.
+    """Start with the test that takes minutes, so that it does not run last while the other workers are idle.
 
-    Each worker collects for itself, and all must find the same names. A set in a name, which each process writes in an
-    order of its own, would end the whole run in most cases and pass in a few; a process's number would always end it.
+    Each worker collects the tests by itself, and all workers must find the same names. A set in a test's name is
+    printed in a different order by each process, which makes most runs fail and a few pass. A process id always fails.
     """
     own = re.compile(rf"(?<!\d){os.getpid()}(?!\d)")
     for item in items:
@@ -63,7 +63,7 @@ SET_IN_NAME = re.compile(r"(?<!\w)(frozenset\(|set\(\)|\{'[^:{}]*\})")
 
 @pytest.fixture(scope="module", autouse=True)
 def _nothing_left_behind() -> Iterator[None]:
-    """Release what a module's trainings in this process hold, and their threads, after its last test."""
+    """Release models and threads that a module's training runs hold in this process, after the module's last test."""
     from left_behind import has_many_threads, release_models
 
     yield
@@ -73,7 +73,7 @@ def _nothing_left_behind() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small prepared folder, not to be written to."""
+    """Small prepared data folder. Tests must not write to it."""
     from corpora import prepared
 
     return prepared(tmp_path_factory.mktemp("prepared"))
@@ -81,13 +81,13 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def own_data(tmp_path: Path, data: Path) -> Path:
-    """A copy to damage."""
+    """Copy of the prepared data that a test may damage."""
     return Path(shutil.copytree(data, tmp_path / "data"))
 
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Any]:
-    """Four processes for the whole session that work together as the ranks of a group."""
+    """Pool of four processes, kept for the session, that run functions as the ranks of a process group."""
     from pool import WorkerPool
 
     workers = WorkerPool(4)
@@ -97,7 +97,7 @@ def pool() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def one_process() -> Iterator[Any]:
-    """Megatron's process groups for this one process, on the CPU. Megatron is imported only where asked for."""
+    """Megatron process groups of this single process, on the CPU. Megatron is imported only by tests that use them."""
     import torch.distributed as dist
 
     if torch.cuda.is_available():

@@ -1,7 +1,7 @@
-"""Watches for code that asks CUDA for something: each such call is written down with its place, and raises.
+"""Detection of CUDA calls: each call is recorded with its location, and raises.
 
-The watch covers the functions of `torch.cuda`, the lazy start of CUDA that a CUDA device in any tensor function leads
-to, `.cuda()` and pinned memory. What only asks whether there is a GPU may be called.
+Detected calls are the functions of `torch.cuda`, `.cuda()`, pinned memory, and the lazy initialization of CUDA that any
+tensor function with a CUDA device causes. Functions that only query for a GPU are allowed.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from megatron_ext.parallel.groups import make_process_groups
 from megatron_ext.platform import select_platform
 from megatron_ext.training.build import build_trainer, model_shape
 
-# Questions that the CPU build of torch answers, and seeds, which torch.manual_seed itself hands on.
+# Queries that the CPU build of torch supports, and the seeds, which torch.manual_seed itself passes to CUDA.
 _ALLOWED = {"is_available", "device_count", "is_initialized", "is_bf16_supported", "manual_seed", "manual_seed_all"}
 
 
 @contextmanager
 def watched() -> Iterator[list[str]]:
-    """Inside, calls to CUDA are collected as "function, called at file:line in name" and raise."""
+    """Context manager in which calls to CUDA raise and are recorded as "function, called at file:line in name"."""
     calls: list[str] = []
     with ExitStack() as stack:
         for owner, name in _entry_points():
@@ -59,7 +59,7 @@ def _entry_points() -> list[tuple[Any, str]]:
 
 def _watch(what: str, calls: list[str]) -> Callable[..., Any]:
     def call(*_: Any, **__: Any) -> Any:
-        # The innermost frame outside torch and this file is whoever asked.
+        # The caller is the innermost frame outside torch and this file.
         frames = [f for f in traceback.extract_stack() if f.filename != __file__ and "/torch/" not in f.filename]
         calls.append(f"{what}, called at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}")
         raise AssertionError(f"CUDA was asked for: {calls[-1]}")
@@ -68,7 +68,7 @@ def _watch(what: str, calls: list[str]) -> Callable[..., Any]:
 
 
 def modules_without_the_proxy() -> list[str]:
-    """Loaded modules of megatron.core that see the real torch, or torch.cuda under a name of their own."""
+    """Loaded modules of megatron.core that reference the real torch or torch.cuda instead of the proxy."""
     real = {id(torch): "torch", id(torch.cuda): "torch.cuda"}
     return [
         f"{name}.{attribute} is {real[id(value)]}"
@@ -80,10 +80,10 @@ def modules_without_the_proxy() -> list[str]:
 
 
 def run_watched(rank: int, world_size: int, config: RunConfig, folder: Path) -> tuple[list[str], list[str], int]:
-    """Train, evaluate, save, load and train again under watch.
+    """Train, evaluate, save, load and train again inside `watched`.
 
     Returns:
-        The calls to CUDA, the modules that the adapter missed, and how many modules it reached.
+        The calls to CUDA, the modules without the proxy, and the number of modules of megatron.core that have it.
     """
     platform = select_platform("cpu")
     with watched() as calls:

@@ -1,4 +1,4 @@
-"""What one rank does in the tests of exchanges and of initial weights."""
+"""Functions run by each rank in the tests of exchanges and of initial weights."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from megatron_ext.platform import select_platform
 from megatron_ext.training.build import model_shape
 
 Moved = tuple[Tensor, Tensor]
-"""What an exchange gave, and the gradient that it gave back."""
+"""Output of an exchange, and the gradient of its input."""
 
 
 def _to_heads(x_tbnw: Tensor, group: ProcessGroup, rounds: int) -> Tensor:
@@ -50,14 +50,15 @@ EXCHANGES = {
 
 
 def whole(t: int, heads: int, dtype: torch.dtype) -> Tensor:
-    """[t, 2, heads, 3]: every element a number of its own, small enough for bf16 to hold sums of them exactly."""
+    """Tensor [t, 2, heads, 3] of integers below 61, so that bf16 represents sums of a few of them exactly."""
     return (torch.arange(t * 2 * heads * 3) % 61).view(t, 2, heads, 3).to(dtype)
 
 
 def move(rank: int, world_size: int, name: str, x_tbnw: Tensor) -> Moved:
-    """Apply an exchange to this rank's part of x.
+    """Apply an exchange to this rank's shard of x, forward and backward.
 
-    The upstream gradient is what a perfect exchange gives of x itself, for `gather` (rank + 1) times that.
+    The upstream gradient is this rank's shard of x after the exchange. It is (rank + 1) times x for `gather`, and twice
+    the output for the zigzag exchanges.
     """
     group = dist.group.WORLD
     assert group is not None
@@ -79,7 +80,7 @@ def move(rank: int, world_size: int, name: str, x_tbnw: Tensor) -> Moved:
 
 @contextmanager
 def messages_told(happened: list[str]) -> Iterator[None]:
-    """Note when a message is sent, and when it is waited for."""
+    """Context manager that records each send of a message and each wait for one in `happened`."""
 
     def told(what: str) -> Any:
         original = getattr(heads._Message, what)
@@ -95,7 +96,7 @@ def messages_told(happened: list[str]) -> Iterator[None]:
 
 
 def order_of_rounds(rank: int, world_size: int, rounds: int) -> list[str]:
-    """What happens, forward and backward, while heads are exchanged in rounds and doubled."""
+    """Events in order, forward and backward, while heads are exchanged in rounds and doubled."""
     group = dist.group.WORLD
     assert group is not None
     transport = Collective(group)
@@ -129,7 +130,7 @@ def order_of_rounds(rank: int, world_size: int, rounds: int) -> list[str]:
 
 
 def order_in_mixer(rank: int, world_size: int, config: RunConfig) -> list[str]:
-    """What happens, forward and backward, while the first mixer of a model is given two samples."""
+    """Events in order, forward and backward, while the first mixer of a model processes two samples."""
     platform = select_platform("cpu")
     groups = make_process_groups(config.parallel, config.training.seed)
     (model,) = build_model(model_shape(config, platform, VOCABULARY), platform, groups, config.training.seed)
@@ -157,7 +158,7 @@ def order_in_mixer(rank: int, world_size: int, config: RunConfig) -> list[str]:
 
 
 def transposed_gradient(rank: int, world_size: int, x: Tensor) -> Tensor:
-    """The gradient of x where rank r weighs it with r + 1; it does not lie contiguous in memory."""
+    """Gradient of x for a loss that rank r weights with r + 1. The upstream gradient is not contiguous in memory."""
     group = dist.group.WORLD
     assert group is not None
     leaf = x.clone().requires_grad_()

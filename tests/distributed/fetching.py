@@ -1,4 +1,4 @@
-"""What one rank does in the tests of chunks that are fetched."""
+"""Functions run by each rank in the tests of fetched chunks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _world() -> dist.ProcessGroup:
 
 
 def blocks(rank: int, world_size: int, blocks_rnx: Tensor, wanted_rrn: Tensor) -> tuple[Tensor, Tensor]:
-    """What a rank fetches, and the gradient of its own blocks where rank r weighs what it fetched with r + 1."""
+    """Fetched blocks, and the gradient of this rank's own blocks when rank r weights what it fetched with r + 1."""
     own = blocks_rnx[rank].clone().requires_grad_()
     fetched = fetch_blocks(own, wanted_rrn[rank], _world())
     (gradient,) = torch.autograd.grad(fetched, own, torch.full_like(fetched, rank + 1.0))
@@ -33,7 +33,7 @@ def earlier_parts(rank: int, world_size: int, x_rw: Tensor) -> list[tuple[int, T
 
 
 def inputs(length: int, ties: bool) -> list[Tensor]:
-    """q, k and v, four query heads to two of keys, and what outputs are weighed with: [2, length, heads, 4], fp64."""
+    """q with four heads, k and v with two, and weights of the outputs: [2, length, heads, 4], fp64."""
     generator = torch.Generator().manual_seed(5)
     tensors = [torch.randn(2, length, heads, 4, generator=generator, dtype=torch.float64) for heads in (4, 2, 2, 4)]
     return [x.sign() for x in tensors[:2]] + tensors[2:] if ties else tensors
@@ -42,7 +42,7 @@ def inputs(length: int, ties: bool) -> list[Tensor]:
 def chunks_by_parts(
     rank: int, world_size: int, length: int, ties: bool, local: bool, rule: dict[str, Any]
 ) -> tuple[Tensor, Tensor, list[Tensor], int]:
-    """This rank's choice, output and gradients of q, k and v, and how many chunks of others it holds."""
+    """Choice, output and gradients of q, k and v on this rank, and the number of chunks fetched from other ranks."""
     *parts, weights = (x.chunk(world_size, 1)[rank].clone() for x in inputs(length, ties))
     q, k, v = (x.requires_grad_() for x in parts)
     chosen = choose_over_ranks(q, k, group=_world(), **rule)

@@ -42,7 +42,7 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "tp2_pp2": (4, ["parallel.tensor=2", "parallel.sequence=true", "parallel.pipeline=2"]),
     "dp4": (4, []),
 }
-"""By name: GPUs, and what a run is told."""
+"""Number of GPUs and overrides of each layout."""
 CONFIG = """
 data: {{path: {data}, seq_length: 1024}}
 model: {{pattern: "(top1_chunk,attention)*4", hidden_size: 512, num_attention_heads: 8}}
@@ -54,14 +54,14 @@ run: {{device: cuda}}
 
 
 def corpus(folder: Path) -> Path:
-    """The prepared text of these runs, made anew: the same wherever it is made."""
-    from corpora import prepared  # what prepares text need not be where it is read
+    """Prepare the training text of these runs. The result is the same on every machine."""
+    from corpora import prepared  # its dependencies are needed only where text is prepared
 
     return prepared(folder, documents=1500, words=(50, 400))
 
 
 def configuration(folder: Path, data: Path) -> Path:
-    """Written into a folder."""
+    """Write the configuration into a folder and return its path."""
     path = folder / "config.yaml"
     path.write_text(CONFIG.format(data=data, steps=STEPS))
     return path
@@ -71,9 +71,9 @@ def train(config: Path, layout: str, first: int = 0) -> list[float]:
     """Train under a layout, in a folder `runs` beside the configuration, and return the loss of every step.
 
     Args:
-        config: of `configuration`.
-        layout: of `LAYOUTS`.
-        first: GPU; the next ones are taken with it, around from the last.
+        config: path returned by `configuration`.
+        layout: key of `LAYOUTS`.
+        first: first GPU. The run uses consecutive GPUs from it, modulo the number of GPUs.
     """
     processes, told = LAYOUTS[layout]
     count = torch.cuda.device_count()
@@ -86,22 +86,22 @@ def train(config: Path, layout: str, first: int = 0) -> list[float]:
 
 
 def fingerprint(data: Path) -> str:
-    """Of the tokens, wherever they lie: curves of others are not to be compared."""
+    """Hash of the tokens, independent of their folder. Only curves of the same tokens may be compared."""
     manifest = json.loads((data / "manifest.json").read_text())
     return hashlib.sha256(json.dumps([manifest["tokenizer"], manifest["domains"]]).encode()).hexdigest()
 
 
 def kept_layouts(path: Path, data: str) -> dict[str, Any]:
-    """What a file keeps of the same tokens, by layout; nothing if there is no such file."""
+    """Read the curves in a file by layout. The result is empty if the file does not exist or holds other tokens."""
     kept = json.loads(path.read_text()) if path.exists() else {"data": data, "layouts": {}}
     return kept["layouts"] if kept["data"] == data else {}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train under layouts that there are GPUs for, and keep the curve of each as soon as it is there.
+    """Train under the layouts that fit the GPUs of this machine, and write each curve as soon as its run is done.
 
-    Runs share the GPUs: they are small, and most of their time is their start. More than a few at once wait for each
-    other's messages, though.
+    Runs share GPUs, because they are small and spend most of their time starting. More than a few concurrent runs
+    would delay each other's messages.
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="curves of the same tokens in it stay")

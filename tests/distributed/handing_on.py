@@ -1,4 +1,4 @@
-"""What one rank does in the tests of states that are handed on."""
+"""Functions run by each rank in the tests of states passed between ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_ext.parallel.states import rows_before, walk_by_parts
 
 
 def delta_inputs(length: int) -> list[Tensor]:
-    """q, k, v, log decay and beta of the gated delta rule, [1, length, 2, ...], float64."""
+    """Random q, k, v, log decay and beta of the gated delta rule, [1, length, 2, ...], float64."""
     generator = torch.Generator().manual_seed(3)
     q, k, v = (torch.randn(1, length, 2, d, generator=generator, dtype=torch.float64) for d in (4, 4, 3))
     g, beta = (torch.rand(1, length, 2, generator=generator, dtype=torch.float64) for _ in range(2))
@@ -21,9 +21,9 @@ def delta_inputs(length: int) -> list[Tensor]:
 def delta_rule_by_parts(
     rank: int, world_size: int, length: int, dtype: torch.dtype = torch.float64
 ) -> tuple[Tensor, list[Tensor]]:
-    """This rank's output, and the gradients of its inputs where every rank's outputs are summed with weights.
+    """Output of this rank, and gradients of its inputs for the weighted sum of all ranks' outputs.
 
-    Queries, keys and values are of the dtype.
+    Queries, keys and values have the given dtype.
     """
     group = dist.group.WORLD
     assert group is not None
@@ -41,12 +41,12 @@ def delta_rule_by_parts(
 
 
 def weights(length: int) -> Tensor:
-    """What the outputs are weighed with, [1, length, 2, 3]."""
+    """Weights of the outputs in the loss, [1, length, 2, 3]."""
     return torch.randn(1, length, 2, 3, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
 
 
 def rows(rank: int, world_size: int, x_tbuw: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Rows before this rank's part, and the gradient of that part where rank r weighs them with r + 1."""
+    """Rows before this rank's shard, and the gradient of that shard when rank r weights its rows with r + 1."""
     group = dist.group.WORLD
     assert group is not None
     part = x_tbuw.chunk(world_size)[rank].clone().requires_grad_()

@@ -1,4 +1,4 @@
-"""`selectron train` in processes of its own, as a user starts it."""
+"""Helpers that start `selectron train` in separate processes, as a user does."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ run: {{dir: {runs}, name: run, device: cpu}}
 
 
 def write_config(folder: Path, data: Path, runs: Path) -> Path:
-    """The configuration of all runs here; its run folder is `runs/run`."""
+    """Write the configuration of all runs of these tests. Its run folder is `runs/run`."""
     path = folder / "config.yaml"
     path.write_text(CONFIG.format(data=data, runs=runs, steps=STEPS))
     return path
 
 
 def environment() -> dict[str, str]:
-    """Of a command, whatever launcher the tests themselves run under."""
+    """Environment of a command, without the variables of a launcher that the tests themselves may run under."""
     launcher = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     return {key: value for key, value in os.environ.items() if key not in launcher} | ENVIRONMENT
 
 
 def start(config: Path, arguments: Sequence[str], processes: int) -> subprocess.Popen[str]:
-    """`selectron train` as a user starts it."""
+    """Start `selectron train` as a user does."""
     command = [sys.executable, "-m", "megatron_ext.cli", "train", str(config), *arguments]
     command += ["--processes", str(processes)]
     return subprocess.Popen(
@@ -53,7 +53,7 @@ def start(config: Path, arguments: Sequence[str], processes: int) -> subprocess.
 
 
 def run(config: Path, arguments: Sequence[str], processes: int = 1) -> tuple[int, str]:
-    """Run the command to its end; exit code and standard error."""
+    """Run the command to its end. Return exit code and standard error."""
     process = start(config, arguments, processes)
     try:
         _, errors = process.communicate(timeout=240)
@@ -63,14 +63,14 @@ def run(config: Path, arguments: Sequence[str], processes: int = 1) -> tuple[int
 
 
 def must_run(config: Path, arguments: Sequence[str], processes: int = 1) -> str:
-    """Run the command, which must succeed; its standard error."""
+    """Run the command, which must succeed. Return standard error."""
     code, errors = run(config, arguments, processes)
     assert code == 0, errors
     return errors
 
 
 def call(config: Path, *arguments: str) -> int:
-    """The command in this process: what is refused before a model is built, or trains a small one alone."""
+    """Run the command in this process: for errors before a model is built, or to train a small model on one rank."""
     from megatron_ext.parallel.groups import destroy_process_groups
 
     with patch.dict(os.environ, environment(), clear=True):
@@ -81,14 +81,14 @@ def call(config: Path, *arguments: str) -> int:
 
 
 def records(run_folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
-    """Lines of a record file, as far as they are whole."""
+    """Read the complete lines of a record file."""
     path = run_folder / name
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
     return [json.loads(line) for line in lines]
 
 
 def curve(run_folder: Path) -> list[tuple[int, float, float, float, int]]:
-    """What must be the same to the last bit: every step's loss, gradient norm, rate and token count."""
+    """Values that must be bit-identical: step, loss, gradient norm, learning rate and token count of every step."""
     return [(r["step"], r["loss"], r["grad_norm"], r["lr"], r["tokens"]) for r in records(run_folder)]
 
 
@@ -98,7 +98,7 @@ def losses(run_folder: Path) -> list[float]:
 
 
 def snapshot(folder: Path) -> dict[str, tuple[int, bytes]]:
-    """Every file but a lock's, with its time and content, to show that nothing was touched."""
+    """Modification time and content of every file except locks, to show that nothing was changed."""
     return {
         str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes())
         for path in sorted(folder.rglob("*"))

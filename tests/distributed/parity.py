@@ -1,7 +1,7 @@
-"""What one rank does in a parity case: train a few steps and hand back the numbers, with the whole parameters.
+"""Functions run by each rank in a parity case: train a few steps and return the numbers with the whole parameters.
 
-The parameters are put together here without the code under test: which dimension of which weight is split stands in a
-table of this file, and layers are named by the number that Megatron gives them.
+The parameters are assembled here independently of the code under test. The table `SPLIT` lists which dimension of which
+weight is split, and layers are named by Megatron's layer numbers.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from megatron_ext.training import run
 from megatron_ext.training.build import build_trainer, model_shape
 from megatron_ext.training.trainer import Trainer
 
-VOCABULARY, LENGTH, STEPS, SEED = 117, 32, 5, 1234  # in 128 rows: the last tensor-parallel rank has those in excess
+VOCABULARY, LENGTH, STEPS, SEED = 117, 32, 5, 1234  # padded to 128 rows, on the last tensor-parallel rank
 CLIP = 0.5  # below the first gradient norm of every model, so that steps are clipped
 
-# Dimension that tensor parallelism splits, by the end of a weight's name; every other weight is whole on every rank.
+# Dimension that tensor parallelism splits, by suffix of the weight's name. All other weights are replicated.
 SPLIT = {
     "in_proj.weight": 0,
     "out_proj.weight": 1,
@@ -83,14 +83,14 @@ SPLIT = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run was.
+    """Results of a run.
 
     Attributes:
-        losses: of each step.
+        losses: loss of each step.
         norms: gradient norm of each step.
-        tokens: predicted tokens of each step.
-        parameters: whole parameters after the last step, by their name in the whole model.
-        exchanges: calls of each context-parallel exchange, on rank 0.
+        tokens: number of predicted tokens of each step.
+        parameters: whole parameters after the last step, by name in the whole model.
+        exchanges: number of calls of each context-parallel exchange on rank 0.
     """
 
     losses: list[float]
@@ -112,7 +112,7 @@ def run_config(
     micro_batch_size: int = 2,
     **optimizer: Any,
 ) -> RunConfig:
-    """The one small model and batch of all parity cases."""
+    """Configuration of the small model and batch of all parity cases."""
     return derive(
         RunConfig(
             data=DataConfig(path="in memory", seq_length=LENGTH),
@@ -133,8 +133,8 @@ def run_config(
                 schedule="constant",
                 weight_decay=0.1,
                 clip_grad=CLIP,
-                # Adam divides a gradient by its own size: with 1e-8 the few elements whose whole gradient is rounding
-                # noise, a handful of 200,000, move by some 1e-5 either way when a sum is taken in another order.
+                # Adam normalizes a gradient by its magnitude. With 1e-8, the few elements (of 200,000) whose gradient
+                # is only rounding noise would move by about 1e-5 in either direction if the order of a sum changes.
                 epsilon=1e-6,
                 sharding=cast(Any, sharding),
                 **optimizer,
@@ -144,7 +144,7 @@ def run_config(
 
 
 def train(rank: int, world_size: int, config: RunConfig) -> Outcome | None:
-    """Train; the outcome on rank 0, None on the others."""
+    """Train. Return the outcome on rank 0 and None on other ranks."""
     platform = select_platform("cpu")
     check(config, world_size, load_all())
     groups = make_process_groups(config.parallel, config.training.seed)
@@ -166,7 +166,7 @@ def train(rank: int, world_size: int, config: RunConfig) -> Outcome | None:
 
 
 def count_anew() -> None:
-    """Let DeepSpeed number parameters and modules from zero: ranks compare numbers, and some made models before."""
+    """Reset DeepSpeed's numbering of parameters and modules. Ranks compare numbers, and some built models before."""
     if "deepspeed" in sys.modules:
         from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
         from deepspeed.runtime.zero.partition_parameters import Init
@@ -176,14 +176,14 @@ def count_anew() -> None:
 
 
 def flops_per_token(rank: int, world_size: int, config: RunConfig) -> float:
-    """Model FLOPs a token that a run would report."""
+    """Model FLOPs per token that a run would report."""
     shape, trainer = _built(config)
     with trainer.optimizer.whole():
         return training_flops_per_token(shape, trainer.optimizer.chunks, LENGTH)
 
 
 def model_size(rank: int, world_size: int, config: RunConfig) -> ParameterCount:
-    """Number of parameters that a run would keep."""
+    """Number of parameters that a run would record."""
     _, trainer = _built(config)
     with trainer.optimizer.whole():
         return run.model_size(trainer)
@@ -200,7 +200,7 @@ def _built(config: RunConfig) -> tuple[ModelShape, Trainer]:
 def plain_first_step(rank: int, world_size: int, config: RunConfig) -> tuple[float, float]:
     """Loss and gradient norm of the first step, without schedule, optimizer and loss reduction of the code under test.
 
-    The whole batch at once through the bare model, cross entropy over the tokens that count, torch's autograd.
+    Run the whole batch through the bare model, with cross entropy over the unmasked tokens and torch's autograd.
     """
     platform = select_platform("cpu")
     groups = make_process_groups(config.parallel, config.training.seed)
@@ -215,7 +215,7 @@ def plain_first_step(rank: int, world_size: int, config: RunConfig) -> tuple[flo
 
 
 def packed_first_step(rank: int, world_size: int, config: RunConfig, bounds: list[int]) -> tuple[float, float]:
-    """Loss and gradient norm of a step on one micro-batch, whose documents begin at `bounds` and are kept apart."""
+    """Loss and gradient norm of a step on one micro-batch whose documents, bounded by `bounds`, are isolated."""
     platform = select_platform("cpu")
     check(config, world_size, load_all())
     groups = make_process_groups(config.parallel, config.training.seed)
@@ -227,7 +227,7 @@ def packed_first_step(rank: int, world_size: int, config: RunConfig, bounds: lis
 
 
 def first_step_by_document(rank: int, world_size: int, config: RunConfig, bounds: list[int]) -> tuple[float, float]:
-    """As `packed_first_step`, each document by itself through a bare model that is told nothing of documents."""
+    """Expected result of `packed_first_step`: each document passes alone through a bare model without `cu_seqlens`."""
     platform = select_platform("cpu")
     groups = make_process_groups(config.parallel, config.training.seed)
     (model,) = build_model(model_shape(config, platform, VOCABULARY), platform, groups, config.training.seed)
@@ -244,7 +244,7 @@ def first_step_by_document(rank: int, world_size: int, config: RunConfig, bounds
 
 
 class RandomSamples:
-    """Stands for the training samples: sample i is random tokens, a function of i alone."""
+    """Fake of the training samples: sample i consists of random tokens that depend only on i."""
 
     seq_length = LENGTH
 
@@ -253,14 +253,14 @@ class RandomSamples:
 
 
 def loss_mask(index: int) -> np.ndarray:
-    """Holes in a sample's loss: none in every third, else a share of its own, so that every rank counts differently."""
+    """Loss mask of a sample. Every third has no holes, others a random share, so that token counts differ by rank."""
     random = np.random.default_rng([SEED + 1, index])
     share = 0.0 if index % 3 == 0 else random.uniform(0.1, 0.9)
     return (random.random(LENGTH) >= share).astype(np.float32)
 
 
 def step_batches(config: RunConfig, groups: Any, step: int) -> list[Batch]:
-    """This rank's micro-batches of a step."""
+    """Micro-batches of this rank in a step."""
     size, first = config.training.micro_batch_size, step * config.training.global_batch_size
     count = layout_of(config, dist.get_world_size()).num_micro_batches
     return [
@@ -270,7 +270,7 @@ def step_batches(config: RunConfig, groups: Any, step: int) -> list[Batch]:
 
 
 def masked_batch(indices: list[int], groups: Any) -> Batch:
-    """A batch of the loader's, with holes in its loss mask."""
+    """Batch as the loader builds it, with holes in its loss mask."""
     cp_rank, cp_size = groups.cp.rank(), groups.cp.size()
     batch = training_batch(cast(TrainingSamples, RandomSamples()), indices, cp_rank, cp_size)
     masks = torch.from_numpy(np.stack([loss_mask(index) for index in indices]))
@@ -278,15 +278,15 @@ def masked_batch(indices: list[int], groups: Any) -> Batch:
 
 
 def whole_parameters(chunks: Any, tp_rank: int, values: dict[int, Tensor] | None = None) -> dict[str, Tensor]:
-    """The whole model's parameters from all ranks' parts, on rank 0; empty on the others.
+    """Assemble the parameters of the whole model from all ranks, on rank 0. Return an empty dict on other ranks.
 
     Args:
-        chunks: of this rank.
-        tp_rank: of this rank.
-        values: what to put together in place of the parameters' own values, by their `id`.
+        chunks: model chunks of this rank.
+        tp_rank: tensor-parallel rank of this rank.
+        values: tensors to assemble instead of the parameters, by `id` of the parameter.
 
     Raises:
-        AssertionError: ranks that should hold the same values do not, to the last bit.
+        AssertionError: replicas of a parameter are not bit-identical.
     """
     gated = chunks[0].config.gated_linear_unit
     named = [(name, p if values is None else values[id(p)]) for chunk in chunks for name, p in _named_globally(chunk)]
@@ -314,7 +314,7 @@ def _named_globally(chunk: Any) -> Iterator[tuple[str, Tensor]]:
             if name.startswith(local):
                 name = f"layer {number} " + name[len(local) :]
                 break
-        # The last stage's copy of a tied embedding must stay equal to the first stage's.
+        # The last stage's copy of a tied embedding must stay equal to that of the first stage.
         if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
             name = "embedding.word_embeddings.weight"
         yield name, parameter
@@ -327,7 +327,7 @@ def _split_dimension(name: str) -> int | None:
 def _join(name: str, parts: list[Tensor], gated: bool) -> Tensor:
     if len(parts) == 1:
         return parts[0]
-    if gated and name.endswith("linear_fc1.weight"):  # each rank holds its rows of the gate above its rows of the value
+    if gated and name.endswith("linear_fc1.weight"):  # each rank stacks its rows of the gate and of the value
         return torch.cat([torch.cat([part.chunk(2)[half] for part in parts]) for half in range(2)])
     dim = _split_dimension(name)
     assert dim is not None
@@ -336,7 +336,7 @@ def _join(name: str, parts: list[Tensor], gated: bool) -> Tensor:
 
 @contextmanager
 def counted_exchanges() -> Iterator[Counter[str]]:
-    """Count which context-parallel exchange the mixers use."""
+    """Context manager that counts the calls of each context-parallel exchange in the mixers."""
     calls: Counter[str] = Counter()
     names = {
         base: ["sequence_to_heads", "heads_to_sequence"],

@@ -1,6 +1,6 @@
-"""The models and layouts that `test_parity.py` compares, and the table of them in the README.
+"""Models and layouts that `test_parity.py` compares, and their table in the README.
 
-python tests/distributed/parity_cases.py      writes the table anew
+`python tests/distributed/parity_cases.py` rewrites the table.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ README = Path(__file__).parents[2] / "README.md"
 
 @dataclass(frozen=True)
 class Model:
-    """A model to train: layer pattern, mixer configurations, further fields of `model`; the layouts, if not all."""
+    """Model to train: layer pattern, mixer configurations, further fields of `model`, and layouts (empty: all)."""
 
     pattern: str
     mixers: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -29,16 +29,16 @@ class Model:
 
 
 def chunks(score: str, **more: Any) -> dict[str, dict[str, Any]]:
-    """Top-1 Chunk's settings for a sequence of 32."""
+    """Settings of Top-1 Chunk for sequences of 32 tokens."""
     return {"top1_chunk": {"chunk_size": 8, "score": score} | more}
 
 
-# Each kind of model parallelism once: for a further variant of a mixer that is held to every layout. The others only
-# combine these, or share out data, in code that a variant shares with its mixer.
+# Each kind of model parallelism once, for further variants of a mixer that is itself compared under every layout. The
+# other layouts only combine these kinds or split data, in code that a variant shares with its mixer.
 KINDS = ("tp2_sp", "pp2", "cp2", "cp2_states", "cp2_chunks")
 
 
-# A new mixer adds its line here, and is then held to every layout below; two layers, for a stage each.
+# A new mixer adds its line here and is then compared under every layout below. Two layers give two pipeline stages.
 MODELS = {
     "attention": Model("attention*2"),
     "attention_window_gqa": Model("attention*2", {"attention": {"window": 5}}, {"num_query_groups": 2}, layouts=KINDS),
@@ -53,8 +53,8 @@ MODELS = {
     "top1_chunk_exact": Model("top1_chunk*2", chunks("exact")),
     "top1_chunk_exact_lse": Model("top1_chunk*2", chunks("exact_lse"), layouts=KINDS),
     "top1_chunk_top2_gqa": Model("top1_chunk*2", chunks("exact", top_k=2), {"num_query_groups": 2}, layouts=KINDS),
-    # With its gate: without, the norm turns a first token's output, (q.k) v, over with the sign of q.k, and five steps
-    # let rounding grow to 1e-5. Rows without a gate are linear_attention's, too.
+    # With the output gate: without it, the norm makes the first token's output, (q.k) v, flip with the sign of q.k, and
+    # rounding differences grow to 1e-5 in five steps. linear_attention covers layers without a gate.
     "deltanet": Model("deltanet*2", {"deltanet": {"output_gate": True}}),
     "gated_deltanet": Model("gated_deltanet*2"),
     "gla": Model("gla*2"),
@@ -63,7 +63,7 @@ MODELS = {
     "based": Model("based*2"),
     "moba": Model("moba*2", {"moba": {"block_size": 8, "top_k": 2}}),
     "nsa_gqa": Model("nsa*2", {"nsa": {"block_size": 4, "num_selected": 4, "window": 5}}, {"num_query_groups": 2}),
-    "mamba": Model("mamba*4"),  # of two layers the gradient is so small that no step is clipped
+    "mamba": Model("mamba*4"),  # with two layers the gradient is too small for clipping
     "mamba2": Model("mamba2*2", {"mamba2": {"state_size": 16}}),
     "mamba2_fixed_gqa": Model(
         "mamba2*2",
@@ -73,7 +73,7 @@ MODELS = {
     ),
     "rwkv6": Model("rwkv6*2"),
     "rwkv7": Model("rwkv7*2"),
-    # Of a mixer whose tokens the block shifts, and of one that does it itself.
+    # One mixer whose tokens the block shifts, and one with its own token shift.
     "rwkv7_block": Model("(top1_chunk,rwkv7)*2", chunks("exact"), {"block": "rwkv7"}),
     "layer_norm": Model(
         "(gated_deltanet,attention)*2",
@@ -108,13 +108,13 @@ LAYOUTS = {name: (2, parallel) for name, parallel in TWO.items()} | {n: (4, para
 
 
 def deep_enough(model: Model, parallel: dict[str, Any]) -> Model:
-    """The model, twice as deep where two layers are fewer than a layout's pieces of the pipeline."""
+    """Return the model, with twice as many layers if it has fewer than the layout's (virtual) pipeline stages."""
     pieces = parallel.get("pipeline", 1) * parallel.get("virtual_pipeline", 1)
     return model if len(parse_pattern(model.pattern)) >= pieces else replace(model, pattern=f"({model.pattern})*2")
 
 
 def compared() -> Iterator[tuple[str, str]]:
-    """Each model and layout that are compared with one process."""
+    """Yield each pair of model and layout that is compared with one process."""
     for name, model in MODELS.items():
         mixers = [load_all()[mixer] for mixer in parse_pattern(model.pattern)]
         have_choice = {
@@ -141,7 +141,7 @@ COLUMNS = {
 
 
 def table() -> str:
-    """For each mixer the layouts under which it is compared, as Markdown; models of one mixer alone count."""
+    """Markdown table of the layouts under which each mixer is compared. Only models of a single mixer count."""
     held = {(MODELS[model].pattern.partition("*")[0], layout) for model, layout in compared()}
     rows = [
         [f"`{mixer}`", *("yes" if (mixer, layout) in held else "" for layout in COLUMNS)]
@@ -151,7 +151,7 @@ def table() -> str:
 
 
 def readme_with_table() -> str:
-    """The README with the table as it is now."""
+    """Return the README with the current table."""
     text = README.read_text(encoding="utf-8")
     return re.sub(r"(?<=<!-- parity -->\n\n).*?\n(?=\n<!-- end -->)", table(), text, flags=re.DOTALL)
 

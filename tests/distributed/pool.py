@@ -1,7 +1,7 @@
-"""A few processes, started once a test session, that run a function together as the ranks of one process group.
+"""Pool of processes, started once per test session, that run a function as the ranks of a process group.
 
-Imports neither torch nor Megatron itself: the server does that forks the workers, once for all pools of a session, and
-that is most of what a case would cost.
+This module imports neither torch nor Megatron. The fork server imports them once for all pools of a session, which
+would otherwise take most of a case's time.
 """
 
 from __future__ import annotations
@@ -23,37 +23,37 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-# CPU tests on a GPU machine stay CPU tests; one thread a process, as every process has the others beside it.
+# CPU tests stay on the CPU on a GPU machine. One thread per process, because several processes share the cores.
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "CUDA_VISIBLE_DEVICES": "",
-    # Before whatever the tests themselves are run with: there may be no installed environment besides.
+    # Put the repository before the PYTHONPATH of the tests, because Selectron need not be installed.
     "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")])),
-    # Megatron hands functions of a line to torch.compile. On the CPU importing it takes as long as torch itself, and
-    # compiling one, in every process, longer than most cases.
+    # Megatron passes small functions to torch.compile. On the CPU its import takes as long as that of torch, and
+    # compiling one function in every process takes longer than most cases.
     "TORCHDYNAMO_DISABLE": "1",
 }
-# None of them starts a thread when it is imported: forking would leave it behind.
+# None of these modules starts a thread at import. A thread would not survive the fork.
 _IMPORTED_ONCE = ["megatron_ext.training.build", "megatron_ext.optim.zero1", "megatron_ext.optim.zero23"]
 
 
 class WorkerFailed(AssertionError):
-    """A worker raised, died or did not answer in time. The message holds its traceback."""
+    """Error of a worker that raised, died or did not answer in time. The message contains its traceback."""
 
 
 class WorkerPool:
-    """Workers that wait for work. After a failure all are killed, and the next call starts fresh ones.
+    """Pool of worker processes. After a failure all are killed, and the next call starts new ones.
 
     Args:
         size: largest world size.
     """
 
     patience = 2.0
-    """Seconds in which an idle worker may end before it is killed."""
+    """Seconds that an idle worker has to exit before it is killed."""
 
     life = 30
-    """Calls after which workers are replaced. Nobody trains hundreds of models, one after the other, in one process:
-    a heap was once found corrupted in one that had, and nowhere else. Starting one takes half a second."""
+    """Number of calls after which workers are replaced. A heap was once found corrupted in a process that had trained
+    hundreds of models, and nowhere else. Users do not do that. Starting a worker takes half a second."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -66,12 +66,12 @@ class WorkerPool:
 
         Args:
             function: a function of a module (pickled by name).
-            world_size: how many processes.
-            args: picklable.
-            timeout: seconds until a call that hangs is given up.
+            world_size: number of processes.
+            args: further arguments, picklable.
+            timeout: seconds until a hanging call is aborted.
 
         Returns:
-            What each rank returned.
+            The return value of each rank.
 
         Raises:
             WorkerFailed: one of them raised, died or did not answer.
@@ -91,7 +91,7 @@ class WorkerPool:
                 raise
 
     def stop(self) -> None:
-        """End the workers of this pool and what they started, and only those; idle ones end by themselves."""
+        """End the workers of this pool with their child processes. Idle workers exit by themselves, others are killed."""
         for _, connection in self._workers:
             connection.close()
         for process, _ in self._workers:
@@ -104,10 +104,10 @@ class WorkerPool:
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_IMPORTED_ONCE)
-        with _environment(ENVIRONMENT):  # the server's, which the first pool starts, and through it the workers'
+        with _environment(ENVIRONMENT):  # for the fork server, which the first pool starts and workers inherit from
             for rank in range(self.size):
                 ours, theirs = context.Pipe()
-                # Not daemons: saving a checkpoint starts processes of its own.
+                # Not daemons, because saving a checkpoint starts child processes.
                 process = context.Process(target=_serve, args=(theirs,), name=f"worker {rank}")
                 process.start()
                 theirs.close()
@@ -127,7 +127,7 @@ class WorkerPool:
                 ok, results[rank] = _receive(connection, _stack_file(folder, rank))  # type: ignore[arg-type]
                 if not ok:
                     failures.append(f"rank {rank} {results[rank]}")
-                    # The others may hang for want of this one, or say more about what happened.
+                    # The other ranks may hang without this one. They may also report further errors.
                     deadline = min(deadline, time.monotonic() + 5.0)
         if failures:
             raise WorkerFailed("\n".join(failures))
@@ -142,13 +142,13 @@ def _receive(connection: Connection, stack: Path) -> tuple[bool, Any]:
 
 
 def _stack_file(folder: Path, rank: int) -> Path:
-    """Where a worker that a signal ends says what it was doing."""
+    """File that receives the stack of a worker killed by a signal."""
     return folder / f"stack_{rank}"
 
 
 @contextmanager
 def _environment(values: dict[str, str]) -> Iterator[None]:
-    """Set environment variables for processes started inside."""
+    """Context manager that sets environment variables for processes started inside."""
     before = dict(os.environ)
     os.environ.update(values)
     try:
@@ -159,9 +159,9 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
 
 
 def _serve(connection: Connection) -> None:
-    """What a worker does until it is killed or its pool is gone."""
-    os.setpgrp()  # so that it can be ended with all it started
-    gc.freeze()  # what imports made stays; looking through it after every call would take longer than the call
+    """Main loop of a worker: execute calls until the pool is gone."""
+    os.setpgrp()  # so that `stop` can kill the worker with its child processes
+    gc.freeze()  # imported objects live on; collecting over them after every call would take longer than the call
     while True:
         try:
             function, rank, world_size, store, timeout, args = connection.recv()
@@ -187,7 +187,7 @@ def _stack_kept(file: Path) -> Iterator[None]:
 
 @contextmanager
 def _process_group(rank: int, world_size: int, store: Path, timeout: float) -> Iterator[None]:
-    """A fresh gloo group, and afterwards neither it nor Megatron's groups."""
+    """Context manager with a new gloo group. On exit it destroys this group and Megatron's groups."""
     from datetime import timedelta
 
     import torch
@@ -197,11 +197,11 @@ def _process_group(rank: int, world_size: int, store: Path, timeout: float) -> I
 
     torch.set_num_threads(1)
     store_ = dist.FileStore(str(store), world_size)
-    os.environ.update({"RANK": str(rank), "WORLD_SIZE": str(world_size)})  # as a launcher says it
+    os.environ.update({"RANK": str(rank), "WORLD_SIZE": str(world_size)})  # as a launcher sets them
     dist.init_process_group("gloo", store=store_, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout))
     try:
         yield
-        dist.barrier()  # none leaves while another still connects to it or reads from it
+        dist.barrier()  # no rank leaves while another still connects to it or reads from it
     finally:
         if "deepspeed" in sys.modules:
             _forget_deepspeed()
@@ -211,21 +211,21 @@ def _process_group(rank: int, world_size: int, store: Path, timeout: float) -> I
 
 
 def _forget_models() -> None:
-    """Free what still holds process groups: every gloo group is a few polling threads, soon thousands."""
+    """Free objects that hold process groups. Each gloo group has a few polling threads, soon thousands."""
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
-    RotaryEmbedding.forward.cache_clear()  # of the modules themselves, with their groups
+    RotaryEmbedding.forward.cache_clear()  # the cache holds modules with their groups
     for thing in gc.get_objects():
         if type(thing) is DistributedDataParallel:
-            # A cycle through hooks on autograd's nodes, which the collector cannot see: their dictionary is emptied.
+            # Hooks on autograd nodes form a cycle that the collector cannot see. Clearing their dictionary breaks it.
             for node in thing.grad_accs:
                 node.register_hook(lambda *_: None).hooks_dict_ref().clear()
     gc.collect()
 
 
 def _forget_deepspeed() -> None:
-    """DeepSpeed keeps hooks on parameters, groups in modules, and names of parameters for its messages."""
+    """Remove DeepSpeed's hooks on parameters, groups in modules, and parameter names kept for its messages."""
     import deepspeed
     from deepspeed.runtime.base_optimizer import ZeROOptimizer
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -235,15 +235,15 @@ def _forget_deepspeed() -> None:
     found = [thing for thing in gc.get_objects() if issubclass(type(thing), kinds) and vars(thing)]
     engines = [thing for thing in found if isinstance(thing, DeepSpeedEngine)]
     for thing in found:
-        if all(thing is not engine.optimizer for engine in engines):  # those an engine ends itself
+        if all(thing is not engine.optimizer for engine in engines):  # an engine destroys its own optimizer
             thing.destroy()
-    # ZeRO-3's hooks and methods on modules and parameters are part of cycles that the collector cannot see.
+    # ZeRO-3's hooks and methods on modules and parameters form cycles that the collector cannot see.
     modules = [module for engine in engines for module in engine.module.modules()]
     parameters = [parameter for engine in engines for parameter in engine.module.parameters()]
     for engine in engines:
         engine.module.config.finalize_model_grads_func = None
     for parameter in parameters:
-        (parameter._backward_hooks or {}).clear()  # our own, which sum over a group
+        (parameter._backward_hooks or {}).clear()  # Selectron's own hooks, which reduce over a group
     for thing in [*parameters, *modules, *found]:
         vars(thing).clear()
     deepspeed.utils.debug.debug_clear_module_and_param_names()
