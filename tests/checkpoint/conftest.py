@@ -3,5 +3,5 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-# What a rank does in a case; the tests of conversion use it, too, and may be run without those here.
+# Functions run by each rank. The tests of conversion also use them, and may be run alone.
 sys.path.append(str(Path(__file__).parent))

@@ -1,4 +1,4 @@
-"""What one rank does in a case of `test_checkpoint_fp32_values.py`."""
+"""Functions run by each rank in a case of `test_checkpoint_fp32_values.py`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Values = dict[str, dict[str, Tensor]]
 
 
 def _values(chunks: Any, trainer: Trainer) -> dict[str, Tensor]:
-    """fp32 values of the whole model's parameters that have any; on rank 0."""
+    """Return the fp32 values of those of the whole model's parameters that have them, on rank 0."""
     nothing = torch.full((2, 2), torch.inf)
     held = {id(p): nothing if fp32_values(p) is None else fp32_values(p) for c in chunks for p in c.parameters()}
     found = parity.whole_parameters(chunks, trainer.groups.tp.rank(), held)  # type: ignore[arg-type]
@@ -32,7 +32,7 @@ def _values(chunks: Any, trainer: Trainer) -> dict[str, Tensor]:
 
 
 def _state(trainer: Trainer) -> Values:
-    """What the forward pass takes, the optimizer's copy, and the parameters themselves; on rank 0."""
+    """Return the values used in the forward pass, the optimizer's copy, and the parameters, on rank 0."""
     trainer.optimizer.make_moments()
     found = resharded.whole(trainer)
     values = _values(trainer.optimizer.chunks, trainer)
@@ -44,7 +44,7 @@ def _state(trainer: Trainer) -> Values:
 
 
 def train(rank: int, world_size: int, run: Run, as_before: bool) -> tuple[Values, Values]:
-    """State of a run before its first step, and after two; saved, maybe as older versions did: rounded."""
+    """Train and save, with `as_before` rounded as older versions did. Return the state before training and after."""
     config, trainer, store = begun(run, seed=1)
     first = _state(trainer)
     for step in range(resharded.STEPS):
@@ -59,7 +59,7 @@ def train(rank: int, world_size: int, run: Run, as_before: bool) -> tuple[Values
 
 
 def load(rank: int, world_size: int, run: Run) -> tuple[Values, dict[str, Tensor]]:
-    """State of a run that goes on from the checkpoint, and what its model alone has of it."""
+    """Return the state of a run resumed from the checkpoint, and the values of a model loaded without optimizer."""
     config, trainer = loaded(run)
     store = CheckpointStore(run.root, {}, trainer.groups, trainer.platform)
     shape = model_shape(config, trainer.platform, parity.VOCABULARY)

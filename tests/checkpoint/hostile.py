@@ -1,4 +1,4 @@
-"""Pickles that do harm where pickle itself loads them, and others that no checkpoint may hold."""
+"""Pickles that do harm when loaded by pickle, and others that no checkpoint may contain."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ def method_caller(mark: Path) -> bytes:
 
 
 def storage_loader(mark: Path) -> bytes:
-    """torch's own way from bytes to a storage, which is a pickle again."""
+    """Pickle that calls torch's storage loader, which unpickles its bytes again."""
     inner = torch_file(call(SYSTEM, touch(mark)))
     return call(name("torch.storage", "_load_from_bytes"), b"B" + struct.pack("<I", len(inner)) + inner)
 
 
 def state_of_an_instance(mark: Path) -> bytes:
-    """BUILD calls an attribute that BUILD has set."""
+    """Pickle whose BUILD calls an attribute that an earlier BUILD has set."""
     made = name(METADATA, "StorageMeta") + b")\x81}" + text("__setstate__") + SYSTEM + b"sb"
     return made + touch(mark) + b"b"
 
@@ -85,18 +85,18 @@ HARMFUL: dict[str, Callable[[Path], bytes]] = {
     ),
     "methodcaller": method_caller,
     "torch's storages": storage_loader,
-    # Named where it is thrown away, and called by its number.
+    # The function is named where it is discarded, and called by its memo index.
     "memo": lambda mark: SYSTEM + b"\x940h\x00(" + touch(mark) + b"tR",
     "state of an instance": state_of_an_instance,
     "INST": lambda mark: b"(" + touch(mark) + b"ios\nsystem\n",
     "OBJ": lambda mark: b"(" + SYSTEM + touch(mark) + b"o",
     "subprocess": lambda mark: call(name("subprocess", "getoutput"), touch(mark)),
 }
-"""By what they do it with: a program that changes what lies at a path."""
+"""Programs that change the file at a path, by the mechanism that they use."""
 
 DEEP = 100_000
 DOUBLED = b"(](NNe" + b"q\x00](h\x00h\x00e" * 60 + b"t"
-"""Lists, each of which holds the one before twice: 2^61 items."""
+"""Nested lists, each of which contains the previous one twice: 2^61 items."""
 ENCODED = call(name("_codecs", "encode"), b"h\x00" + text("latin1"))
 
 BURDENSOME: dict[str, bytes] = {
@@ -126,16 +126,16 @@ BURDENSOME: dict[str, bytes] = {
     "text": b"not a pickle",
     "nothing": b"",
 }
-"""Programs that do no harm in themselves: they take memory or the stack, or are none."""
+"""Programs that exhaust memory or the stack, or are malformed."""
 
 
 def whole(program: bytes) -> bytes:
-    """A pickle of a program."""
+    """Return a complete pickle of a program."""
     return b"\x80\x04" + program + STOP
 
 
 def torch_file(program: bytes) -> bytes:
-    """A file of torch.save whose pickle is a program."""
+    """Return a file of torch.save whose pickle is a program."""
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w") as archive:
         archive.writestr("archive/data.pkl", b"\x80\x02" + program + STOP)
@@ -145,12 +145,12 @@ def torch_file(program: bytes) -> bytes:
 
 
 def index(size: int = 4, file: str = "a.distcp", **changed: Any) -> bytes:
-    """An index of one tensor.
+    """Index of one tensor.
 
     Args:
-        size: elements that it says the tensor has.
-        file: in which it lies.
-        changed: attributes of the metadata.
+        size: number of elements in the tensor's entry.
+        file: file of the tensor.
+        changed: attributes of the metadata to replace.
     """
     whole_size = torch.Size([size])
     entry = TensorStorageMetadata(TensorProperties(torch.float32), whole_size, [])
@@ -163,14 +163,14 @@ def index(size: int = 4, file: str = "a.distcp", **changed: Any) -> bytes:
 
 
 def as_object(content: bytes, key: str) -> bytes:
-    """An index that says of an entry that it is an object, not a tensor."""
+    """Change an entry of an index from a tensor to an object."""
     metadata = pickle.loads(content)
     metadata.state_dict_metadata[key] = BytesStorageMetadata()
     return pickle.dumps(metadata)
 
 
 def compress(path: Path, packed: Path) -> None:
-    """A file of torch.save with its records compressed."""
+    """Copy a file of torch.save with compressed records."""
     with zipfile.ZipFile(path) as archive, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as other:
         for info in archive.infolist():
             other.writestr(info.filename, archive.read(info))

@@ -1,4 +1,4 @@
-"""What one rank does in a case of `test_checkpoint_resharding.py`: train and save, or load; then show its state."""
+"""Functions run by each rank in `test_checkpoint_resharding.py`: train and save, or load, and return the state."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ STEPS = 2
 
 @dataclass(frozen=True)
 class Run:
-    """A model under a layout, and the folder of its checkpoints.
+    """Model under a layout, and the folder of its checkpoints.
 
     Attributes:
-        root: that folder.
-        pattern: of the model's layers.
+        root: folder of the checkpoints.
+        pattern: pattern of the model's layers.
         parallel: fields of `parallel`.
         model: further fields of `model`.
-        fields: what else `parity.run_config` takes.
+        fields: further arguments of `parity.run_config`.
     """
 
     root: Path
@@ -48,7 +48,7 @@ class Run:
 
 
 def begun(run: Run, seed: int) -> tuple[RunConfig, Trainer, CheckpointStore]:
-    """The run before its first step, from the initial weights of a seed."""
+    """Build the run before its first step, with initial weights of a seed."""
     config, platform = run.config(seed), select_platform("cpu")
     parity.count_anew()
     groups = make_process_groups(config.parallel, seed)
@@ -57,14 +57,14 @@ def begun(run: Run, seed: int) -> tuple[RunConfig, Trainer, CheckpointStore]:
 
 
 def loaded(run: Run) -> tuple[RunConfig, Trainer]:
-    """The run after its checkpoint, which is loaded into a model of other initial weights."""
+    """Build the run with other initial weights, and load its checkpoint."""
     config, trainer, store = begun(run, seed=2)
     store.load(trainer.optimizer, store.check(STEPS))
     return config, trainer
 
 
 def whole(trainer: Trainer) -> dict[str, dict[str, Tensor]]:
-    """Parameters and the optimizer's state of the whole model; on rank 0."""
+    """Return parameters and optimizer state of the whole model on rank 0."""
     optimizer, groups = trainer.optimizer, trainer.groups
     with optimizer.whole():
         found = {"parameters": parity.whole_parameters(optimizer.chunks, groups.tp.rank())}
@@ -73,7 +73,7 @@ def whole(trainer: Trainer) -> dict[str, dict[str, Tensor]]:
         values = {}
         for chunk in optimizer.chunks:
             for parameter in chunk.parameters():
-                shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 leaves nothing in the parameter
+                shape = getattr(parameter, "ds_shape", parameter.shape)  # under ZeRO-3 the parameter itself is empty
                 filled = torch.full([shape.numel()], -torch.inf)
                 for stretch in held:
                     if stretch.parameter is parameter:
@@ -87,7 +87,7 @@ def whole(trainer: Trainer) -> dict[str, dict[str, Tensor]]:
 
 
 def save(rank: int, world_size: int, run: Run) -> dict[str, dict[str, Tensor]]:
-    """Train a little, save, and return the whole state."""
+    """Train briefly, save, and return the whole state."""
     config, trainer, store = begun(run, seed=1)
     for step in range(STEPS):
         trainer.train_step(parity.step_batches(config, trainer.groups, step))
@@ -96,14 +96,14 @@ def save(rank: int, world_size: int, run: Run) -> dict[str, dict[str, Tensor]]:
 
 
 def load(rank: int, world_size: int, run: Run) -> tuple[dict[str, dict[str, Tensor]], int]:
-    """Load; the whole state, and the steps that the schedule counts."""
+    """Load. Return the whole state and the step count of the schedule."""
     _, trainer = loaded(run)
     counted = trainer.optimizer._scheduler.num_steps  # type: ignore[attr-defined]
     return whole(trainer), counted
 
 
 def go_on(rank: int, world_size: int, run: Run) -> list[float]:
-    """Load; losses of the steps after the checkpoint."""
+    """Load. Return the losses of the steps after the checkpoint."""
     config, trainer = loaded(run)
     steps = range(STEPS, STEPS + 3)
     return [trainer.train_step(parity.step_batches(config, trainer.groups, step)).loss for step in steps]

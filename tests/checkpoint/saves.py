@@ -1,4 +1,4 @@
-"""What one rank does in `test_checkpoint_saving.py`: saves that are held up, fail or are killed on their way."""
+"""Functions run by each rank in `test_checkpoint_saving.py`: saves that are delayed, fail or are killed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ State = dict[str, dict[str, Tensor]]
 
 
 class Run:
-    """A model that is trained a step at a time, and a store that saves it in the background."""
+    """Model that is trained step by step, and a store that saves it in the background."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Run:
 
 @contextmanager
 def before_item(act: Callable[[], None]) -> Iterator[None]:
-    """Have the background do something before it writes an item."""
+    """Context manager in which the background writer calls `act` before it writes an item."""
     write_item = saving._write_item
 
     def acting(*args: Any) -> Any:
@@ -69,11 +69,11 @@ def before_item(act: Callable[[], None]) -> Iterator[None]:
 
 
 def train_on(rank: int, world_size: int, root: Path, sharding: str) -> tuple[State, State, list[Any]]:
-    """Save after each of four steps, the writing held up until the model has gone on by one.
+    """Save after each of four steps, with writing blocked until the model has trained one more step.
 
     Returns:
-        The state at the last save and the state that training made of it meanwhile, whole; and for each save the
-        exchanges that planning took, and whether anything was to be seen of the checkpoint before it was let go.
+        The whole state at the last save, the whole state after the next step, and for each save the exchanges used for
+        planning and whether any part of the checkpoint was visible before writing was released.
     """
     run, told = Run(root, sharding=sharding), []
     run.train()
@@ -93,7 +93,7 @@ def train_on(rank: int, world_size: int, root: Path, sharding: str) -> tuple[Sta
 
 @contextmanager
 def counted_exchanges() -> Iterator[list[str]]:
-    """The exchanges of objects between ranks."""
+    """Context manager that records the exchanges of objects between ranks."""
     calls: list[str] = []
     names = ("all_gather_object", "gather_object", "scatter_object_list")
     originals = {name: getattr(dist, name) for name in names}
@@ -106,7 +106,7 @@ def counted_exchanges() -> Iterator[list[str]]:
 
 
 def save_at_once(rank: int, world_size: int, root: Path, steps: int, sharding: str) -> None:
-    """The same run, saved once, with training waiting for it."""
+    """Save the same run once, synchronously."""
     run = Run(root, asynchronous=False, sharding=sharding)
     for _ in range(steps):
         run.train()
@@ -115,7 +115,7 @@ def save_at_once(rank: int, world_size: int, root: Path, steps: int, sharding: s
 
 
 def read(rank: int, world_size: int, root: Path, step: int) -> tuple[State, Progress]:
-    """What a checkpoint holds, put into a model of other weights, and the progress that its record tells."""
+    """Load a checkpoint into a model with other weights. Return the state and the recorded progress."""
     _, trainer, store = resharded.begun(resharded.Run(root, "attention", {}), seed=2)
     record = store.check(step)
     store.load(trainer.optimizer, record)
@@ -123,10 +123,10 @@ def read(rank: int, world_size: int, root: Path, step: int) -> tuple[State, Prog
 
 
 def poll(rank: int, world_size: int, root: Path) -> list[tuple[int, list[int]]]:
-    """Bring saves forward as the training loop does, rank 1 being the slower by two polls.
+    """Poll background saves as the training loop does. Rank 1 is slower by two polls.
 
     Returns:
-        After each poll, the newest checkpoint there is (0: none) and those there are.
+        After each poll, the newest checkpoint (0 if there is none) and all checkpoints.
     """
     run, told = Run(root, retention=Retention(newest=1)), []
     let_go = Event()
@@ -153,7 +153,7 @@ def fail(rank: int, world_size: int, root: Path, error: Exception) -> tuple[list
     """Save; fail on rank 1 while saving again; save a third time.
 
     Returns:
-        What the failing save said, what was left of it, and the checkpoints there are in the end.
+        The error of the failing save, its remaining files, and the checkpoints at the end.
     """
     run, said = Run(root), []
 
@@ -174,7 +174,7 @@ def fail(rank: int, world_size: int, root: Path, error: Exception) -> tuple[list
 
 
 def disk_that_forgets(rank: int, world_size: int, root: Path) -> str:
-    """Save onto a disk that gives a bit back that it was not given; what is said."""
+    """Save to a disk that returns a flipped bit. Return the error."""
     run, check = Run(root), saving._check
 
     def forgetting(path: Path, written: Any) -> None:
@@ -195,7 +195,7 @@ def disk_that_forgets(rank: int, world_size: int, root: Path) -> str:
 
 
 def abandon(rank: int, world_size: int, root: Path) -> tuple[list[str], int | None]:
-    """Save, begin to save again, and give that up; what there is then."""
+    """Save, start another save, and abandon it. Return the remaining files and the newest checkpoint."""
     run, let_go = Run(root), Event()
     run.train()
     run.save()
@@ -212,10 +212,10 @@ def abandon(rank: int, world_size: int, root: Path) -> tuple[list[str], int | No
 
 
 def take_its_time(rank: int, world_size: int, root: Path) -> tuple[list[int], list[str]]:
-    """Saves whose background would begin in an hour: two that are waited for in the end, one that is given up.
+    """Start saves whose background thread would begin in an hour. Wait for two of the saves and abandon one.
 
     Returns:
-        How many checkpoints there were before each was waited for or given up, and what there is in the end.
+        The number of checkpoints before each wait or abandonment, and the content of the folder at the end.
     """
     run, there = Run(root), []
     with patch.object(saving, "HEAD_START", 3600.0):
@@ -229,7 +229,7 @@ def take_its_time(rank: int, world_size: int, root: Path) -> tuple[list[int], li
 
 
 def be_killed(rank: int, world_size: int, root: Path) -> None:
-    """Save; then be killed, rank 1 alone, in the middle of a file of the next save."""
+    """Save. Then kill rank 1 in the middle of a file of the next save."""
     run, items = Run(root), []
     run.train()
     run.save()

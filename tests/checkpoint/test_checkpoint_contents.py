@@ -1,4 +1,4 @@
-"""What a file is said to hold, against xxHash's own published values and what lies on the disk."""
+"""Recorded content of files, compared with published values of xxHash and with the files on disk."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_ext.checkpoint import contents
 from megatron_ext.checkpoint.contents import CheckedFile, Content, content_of
 
 EMPTY = Content(0, "99aa06d3014798d86001c324468d497f")
-"""xxHash's own value for no bytes, with the seed 0."""
+"""Published xxHash value of empty input with seed 0."""
 
 
 def test_of_an_empty_file(tmp_path: Path) -> None:

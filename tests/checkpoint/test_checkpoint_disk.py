@@ -1,4 +1,4 @@
-"""Which failures are the disk's, and what a failure says on its way between ranks."""
+"""Classification of disk failures, and their messages across ranks."""
 
 from __future__ import annotations
 
@@ -87,5 +87,5 @@ def test_a_failure_travels_with_its_traceback(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_the_reason_whatever_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "_NEXT_TO_NOTHING", 1 << 62)  # as on a disk that is full
+    monkeypatch.setattr(disk, "_NEXT_TO_NOTHING", 1 << 62)  # simulates a full disk
     assert Failure.of(ValueError("half a zip file"), tmp_path).problem == "No space left on device"

@@ -1,4 +1,4 @@
-"""The folder of checkpoints: what is whole, what is newest, and what is left by runs that did not come to an end."""
+"""Folder of checkpoints: complete checkpoints, the newest one, and leftovers of interrupted runs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def save(folder: CheckpointFolder, step: int, retention: Retention = KEEP_ALL, c
 
 
 def read(folder: CheckpointFolder, step: int) -> Record:
-    """The record of a checkpoint whose files are all as they were written."""
+    """Read the record of a checkpoint, verifying all its files."""
     record = folder.read_record(step)
     for name, content in record.files.items():
         folder.check_file(step, name, content)
@@ -92,7 +92,7 @@ def test_steps_are_in_the_order_of_numbers(folder: CheckpointFolder) -> None:
     for step in (9, 10, 100, 2):
         save(folder, step)
     assert folder.steps() == [2, 9, 10, 100]
-    assert folder.latest() == 2  # what was saved last, as after --from-step
+    assert folder.latest() == 2  # the last save, not the highest step, as after --from-step
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_the_newest_are_kept_and_each_so_many_steps(
 def test_what_was_just_saved_is_kept_whatever_later_steps_there_are(folder: CheckpointFolder) -> None:
     for step in (3, 6, 9):
         save(folder, step)
-    save(folder, 4, Retention(newest=1))  # continued from 3
+    save(folder, 4, Retention(newest=1))  # resumed from 3
     assert folder.steps() == [4, 6, 9]
     assert folder.latest() == 4
     save(folder, 6, Retention(newest=1))
@@ -151,7 +151,7 @@ def test_an_abandoned_checkpoint_leaves_nothing(folder: CheckpointFolder) -> Non
     save(folder, 3)
     (folder.begin(6) / "data.bin").write_bytes(b"half")
     folder.abandon(6)
-    folder.abandon(6)  # every rank does
+    folder.abandon(6)  # every rank calls this
     assert names(folder) == [LATEST, "step_3"]
     assert folder.latest() == 3
 
@@ -187,7 +187,7 @@ def _half_a_file(path: Path) -> str:
 
 
 def _another_bit(path: Path) -> str:
-    (path / "data.bin").write_bytes(b"statd")  # of the same size
+    (path / "data.bin").write_bytes(b"statd")  # same size
     return "data.bin: has the checksum "
 
 

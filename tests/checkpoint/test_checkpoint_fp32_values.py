@@ -1,4 +1,4 @@
-"""In a run in bf16 decays and steps are taken in fp32: as the optimizer has them, whoever shares it out or saved it."""
+"""Decays and steps in fp32 in bf16 runs: values equal the optimizer's, under any sharding and after any load."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TP2 = {"tensor": 2}
 
 
 def _check(state: fp32_values.Values) -> None:
-    """The forward pass takes the optimizer's values, whose parameters are their roundings."""
+    """Check that the forward pass uses the optimizer's values, and that the parameters are their roundings."""
     assert state["taken"].keys() == {f"layer {n} self_attention.{name}" for n, names in NAMES.items() for name in names}
     for name, taken in state["taken"].items():
         assert torch.equal(taken, state["held"][name]), name
@@ -60,7 +60,7 @@ def test_the_forward_pass_takes_what_the_optimizer_holds(
 
 
 def test_checkpoints_that_hold_rounded_parameters_are_taken(pool: Any, tmp_path: Path) -> None:
-    """As versions before wrote them: training goes on from the optimizer's values, a model alone from rounded ones."""
+    """Older versions saved rounded parameters. A model alone loads these, training resumes from the optimizer's values."""
     run = Run(tmp_path / "old", PATTERN, {}, {}, {"precision": "bf16"})
     _, last = pool.run(fp32_values.train, 1, run, True)[0]
     loaded, of_model = pool.run(fp32_values.load, 1, run)[0]

@@ -1,4 +1,4 @@
-"""The index is torch's, and made anew only where something lies elsewhere."""
+"""Index of a checkpoint: equal to torch's, and rebuilt only if a location changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plan of a save, once settled, is what describing the whole state anew would give."""
+"""Reused plan of a save, compared with a new plan of the whole state."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def held(run: TimedRun) -> list[torch.Tensor]:
 
 
 def told(plan: Plan) -> Any:
-    """What a plan says, bytes as such."""
+    """Content of a plan, with byte entries as bytes."""
     files = {
         name: [(item, None if data is None else data.getvalue()) for item, data in items]
         for name, items in plan.files.items()
@@ -73,7 +73,7 @@ def test_a_settled_plan_is_that_of_the_state(
     expected_plan, expected = planned(Planner(), run, one_process, tmp_path)
     assert told(plan) == told(expected_plan)
     assert plan.common["optimizer"]["schedule"]["num_steps"] == 5
-    # The very same memory, not only the same numbers.
+    # Same memory, not only equal numbers.
     places = [(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors]
     assert places == [(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in expected]
     assert all(t.dim() == 1 for t in tensors)

@@ -1,4 +1,4 @@
-"""A checkpoint of one layout holds the same model and optimizer for every other, to the last bit."""
+"""Resharding: a checkpoint of one layout loads bit-identically under every other layout."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HYBRID = "top1_chunk,gated_deltanet,attention,top1_element"
 
 
 def _models_of_all_mixers() -> list[str]:
-    """Every mixer in a model of four layers."""
+    """Patterns of four-layer models that cover every mixer."""
     names = sorted(load_all())
     names += ["attention"] * (-len(names) % 4)
     return [",".join(names[i : i + 4]) for i in range(0, len(names), 4)]
@@ -30,7 +30,7 @@ def _models_of_all_mixers() -> list[str]:
 
 @pytest.fixture(scope="module")
 def saved(pool: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Save a model under a layout, once: (the run, the whole state that its ranks held)."""
+    """Function that saves a model under a layout, once. Returns the run and the whole state of its ranks."""
     known: dict[str, tuple[Run, State]] = {}
 
     def save(
@@ -66,7 +66,7 @@ def test_parameters_and_moments_are_the_same_on_another_layout(
     assert steps == resharded.STEPS
     assert len(found) == 4
     _check(found, expected)
-    # The moments are there, and no kind of state is a copy of another.
+    # The moments exist, and no kind of state is a copy of another.
     assert all(float(tensor.abs().max()) > 0 for tensor in expected["exp_avg_sq"].values())
     name = "embedding.word_embeddings.weight"
     assert not torch.equal(expected["exp_avg"][name], expected["parameters"][name])
@@ -121,8 +121,7 @@ def test_other_blocks_move_from_tp2_pp2(
     _check(found, expected)
 
 
-# Everything that optimizer state is cut by: each optimizer where it shares state out over two ranks beside what
-# model parallelism has split.
+# All ways to cut optimizer state: each optimizer with two data-parallel shards, in addition to model parallelism.
 OPTIMIZERS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "none tp2": (2, {"tensor": 2}, {"sharding": "none"}),
     "megatron pp2_dp2": (4, {"pipeline": 2}, {"sharding": "megatron"}),
@@ -134,7 +133,7 @@ OPTIMIZERS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-# What is saved has one form, whoever wrote it: each optimizer takes over from two others, and others from it twice.
+# All optimizers save in one format. Each loads checkpoints of two others, and two others load its checkpoints.
 NAMES = list(OPTIMIZERS)
 PAIRS = [(NAMES[i], NAMES[(i + step) % len(NAMES)]) for step in (1, 3) for i in range(len(NAMES))]
 
@@ -152,7 +151,7 @@ def test_any_optimizer_takes_over_from_any_other(source: str, target: str, saved
 
 @pytest.fixture(scope="module")
 def gone_on(saved: Any, pool: Any) -> tuple[Run, list[float]]:
-    """A run with a checkpoint, and its losses after that."""
+    """Run with a checkpoint, and its losses after the checkpoint."""
     size, parallel, fields = OPTIMIZERS["zero1 tp2_sp_pp2"]
     run, _ = saved(HYBRID, size, parallel, **fields)
     return run, pool.run(resharded.go_on, size, run)[0]
@@ -162,7 +161,7 @@ def gone_on(saved: Any, pool: Any) -> tuple[Run, list[float]]:
 def test_training_goes_on_as_under_the_first_optimizer(
     target: str, gone_on: tuple[Run, list[float]], pool: Any
 ) -> None:
-    """Moments, steps and rates that are taken over wrongly would show in the steps that follow."""
+    """Wrong moments, step counts or learning rates would change the losses of the following steps."""
     run, expected = gone_on
     size, parallel, fields = OPTIMIZERS[target]
     found = pool.run(resharded.go_on, size, replace(run, parallel=parallel, fields=fields))[0]

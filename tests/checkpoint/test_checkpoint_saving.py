@@ -1,4 +1,4 @@
-"""Saves in the background: what is saved is the state at the save, and nothing counts before all of it is there."""
+"""Background saves: they hold the state at the save, and a checkpoint counts only once it is complete."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def same(a: saves.State, b: saves.State) -> bool:
 
 
 def contents(root: Path, step: int) -> dict[str, bytes]:
-    """The files of the state; the index names ranks' plans in an order that may differ."""
+    """Files of the state, without the index, in which the order of the ranks' plans may differ."""
     return {path.name: path.read_bytes() for path in (root / f"step_{step}").glob("*.distcp")}
 
 
@@ -35,13 +35,13 @@ def test_the_state_at_the_save_is_saved_whatever_training_does(pool: Any, tmp_pa
     assert not same(at_save, later)
     found, progress = pool.run(saves.read, 2, root, 4)[0]
     assert same(found, at_save)
-    assert progress == Progress(4, 32, 1024)  # of the save, not of the step that was made meanwhile
-    # Planned together twice, then no more; and nothing of a checkpoint is to be seen before it is whole.
+    assert progress == Progress(4, 32, 1024)  # progress at the save, not after the next step
+    # Ranks plan together twice, then reuse the plan. No part of a checkpoint is visible before it is complete.
     assert [busy for _, busy, _ in told] == [True] * 4
     assert [there for *_, there in told] == [False] * 4
     assert told[0][0] > told[1][0] > 0
     assert [planning for planning, *_ in told[2:]] == [0, 0]
-    # To the last bit what a save without all this writes.
+    # Bit-identical to a synchronous save.
     pool.run(saves.save_at_once, 2, at_once, 4, sharding)
     assert contents(root, 4) == contents(at_once, 4)
     assert len(contents(root, 4)) == 4
@@ -49,7 +49,7 @@ def test_the_state_at_the_save_is_saved_whatever_training_does(pool: Any, tmp_pa
 
 def test_a_checkpoint_is_whole_when_all_ranks_are_done(pool: Any, tmp_path: Path) -> None:
     told = pool.run(saves.poll, 2, tmp_path)
-    # Two polls while rank 1 writes; one in which the first rank is told of all files; one in which all know.
+    # Two polls while rank 1 writes, one that reports all files to the first rank, one that informs all ranks.
     assert [[(newest, there) for newest, there, _ in rank][:2] for rank in told] == [[(0, []), (0, [])]] * 2
     assert [[known for *_, known in rank] for rank in told] == [[False, False, False, True]] * 2
     assert [rank[3] for rank in told] == [(1, [1], True)] * 2
@@ -62,7 +62,7 @@ def test_a_disk_that_is_full_on_one_rank_is_an_error_on_all(pool: Any, tmp_path:
             "make room and start again with --resume (from step 1)"
         ]
         assert left == LEFT
-        assert steps == [1, 3]  # whoever goes on all the same can
+        assert steps == [1, 3]  # training can continue all the same
 
 
 def test_an_error_of_ours_on_one_rank_is_raised_on_all_with_its_traceback(pool: Any, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Copies of the state: of their own, exact, and in the same memory save after save."""
+"""Copies of the state: separate storage, exact values, and reused memory over saves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CPU = Platform(torch.device("cpu"), "gloo")
 
 
 def tensors() -> list[Tensor]:
-    """Of several types, some of them parts of others."""
+    """Tensors of several dtypes, some of them views of others."""
     whole = torch.arange(60.0)
     return [whole[10:30], torch.randn(7).bfloat16(), whole[40:50], torch.tensor([3]), torch.empty(0), whole[5::10]]
 

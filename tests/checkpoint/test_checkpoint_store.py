@@ -1,4 +1,4 @@
-"""The store: which runs may continue a checkpoint, and from which when some are damaged."""
+"""Checkpoint store: runs that may resume a checkpoint, and fallback when some are damaged."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def store(root: Path, identity: dict[str, Any], judge: Callable[[Record, Path], 
 
 
 def write(root: Path, step: int) -> Path:
-    """A checkpoint as the store leaves it, of one file."""
+    """Write a checkpoint of one file as the store does."""
     folder, content = CheckpointFolder(root), f"state of {step}".encode()
     with CheckedFile(folder.begin(step) / "data.bin") as file:
         file.write(content)
@@ -50,7 +50,7 @@ def test_the_same_run_may_continue(saved: Path) -> None:
 
 
 def refusing(field: str) -> Callable[[Record, Path], None]:
-    """A judge that goes on from no checkpoint whose identity has this field."""
+    """Return a judge that refuses checkpoints whose identity has this field."""
 
     def judge(record: Record, path: Path) -> None:
         if field in record.identity:
@@ -88,7 +88,7 @@ def test_the_newest_is_taken(three: Path) -> None:
 
 
 def test_the_newest_is_the_one_that_the_pointer_names(three: Path) -> None:
-    (three / LATEST).write_text("step_6\n")  # continued from 3 by --from-step: 9 is of another past
+    (three / LATEST).write_text("step_6\n")  # resumed from 3 with --from-step: 9 belongs to another history
     flip_a_bit(three / "step_6" / "data.bin")
     record, damages = store(three, IDENTITY).check_newest()
     assert record.progress.step == 3

@@ -1,4 +1,4 @@
-"""Every command that reads a checkpoint refuses one that would run code, whichever of its files holds it."""
+"""Hostile checkpoints: every command that reads checkpoints refuses code in any of their files."""
 
 from __future__ import annotations
 
@@ -45,19 +45,19 @@ DOORS: dict[str, Callable[[Path, Path], list[str]]] = {
 
 
 def _main(arguments: list[str]) -> int:
-    with patch.dict(os.environ):  # a command says there which rank it is
+    with patch.dict(os.environ):  # commands set the rank there
         try:
             return main(arguments)
         except SystemExit as stop:
             return int(stop.code or 0)
         finally:
-            destroy_process_groups()  # a command ends with its process
+            destroy_process_groups()  # a real command would end its process here
             release_models()
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A run's folder, and its configuration."""
+    """Folder of a run, and its configuration."""
     folder = tmp_path_factory.mktemp("trained")
     config = folder / "config.yaml"
     config.write_text(CONFIG.format(data=prepared(folder, documents=20), runs=folder))
@@ -76,12 +76,12 @@ def _common(step: Path, program: bytes) -> Path:
 
 
 def _tensor(step: Path, program: bytes) -> Path:
-    """The place of a weight is that of an object, which torch unpickles with nothing held back."""
+    """Replace a weight by an object, which torch unpickles without restriction."""
     return _entry(step, program, "embedding.word_embeddings.weight", is_object=False)
 
 
 def _generators(step: Path, program: bytes) -> Path:
-    """The states of random generators, which are no tensors."""
+    """Replace the states of the random generators, which are not tensors."""
     return _entry(step, program, "generators/", is_object=True)
 
 
@@ -99,7 +99,7 @@ def _entry(step: Path, program: bytes, begins: str, *, is_object: bool) -> Path:
 
 
 def _sealed(step: Path) -> None:
-    """The record of a checkpoint says what its files hold: its author can write that, too."""
+    """Update the checksums in the record of a checkpoint, as an attacker could."""
     record = json.loads((step / "checkpoint.json").read_text())
     names = [path.name for path in step.iterdir() if path.name != "checkpoint.json"]
     record["files"] = {name: asdict(content_of(step / name)) for name in sorted(names)}

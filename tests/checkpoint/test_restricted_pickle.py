@@ -1,4 +1,4 @@
-"""No file runs code, whatever is in it; what pickle and torch write for checkpoints is read as it was."""
+"""Restricted unpickling: no file runs code, and pickles written for checkpoints load unchanged."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from megatron_ext.checkpoint.torch_file import NAMES, load_file
 from megatron_ext.errors import UserError
 
 INDEX_READERS = (read_metadata, read_plain)
-"""With torch's classes, and with stand-ins for them."""
+"""Readers of the index, with torch's classes and with stand-ins for them."""
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def test_harm_is_refused(kind: str, mark: Path) -> None:
         with pytest.raises(UserError, match=rf"^{mark.parent}/{file}: cannot be read: it [^\n]*; copy [^\n]*$"):
             read(mark.parent)
     assert mark.read_text() == "precious" if "FileIO" in kind else not mark.exists()
-    # pickle itself does the harm: there was something to refuse.
+    # pickle itself does the harm, so the refusal is not vacuous.
     pickle.loads(hostile.whole(program))
     assert mark.read_text() == ""
 
@@ -172,7 +172,7 @@ def test_pickles_of_plain_values() -> None:
     value["again"] = value["numbers"]
     names = {("argparse", "Namespace"): namespace()}
     for protocol in range(2, 6):
-        value["texts"] = value["texts"][:3] if protocol == 2 else value["texts"]  # bytes are calls there
+        value["texts"] = value["texts"][:3] if protocol == 2 else value["texts"]  # protocol 2 writes bytes as calls
         found = load(pickle.dumps(value, protocol), names)
         assert found == value
         assert found["again"] is found["numbers"]
@@ -188,7 +188,7 @@ def test_depth_has_a_bound() -> None:
     check_extent(value)
     with pytest.raises(RefusedPickle, match="nests containers deeper than"):
         check_extent([value])
-    # Held in a short chain, too, and visited there first.
+    # The deep container is also reachable by a short chain, which is visited first.
     with pytest.raises(RefusedPickle, match="nests containers deeper than"):
         check_extent([value, value])
     value = []
@@ -217,7 +217,7 @@ DTYPES = [
 
 @pytest.mark.parametrize("on_disk", [False, True])
 def test_files_of_torch(tmp_path: Path, on_disk: bool) -> None:
-    """Every value that torch.load gives."""
+    """Compare every value with the result of torch.load."""
     base = torch.arange(24.0).view(4, 6)
     views = [base, base.T, base[1:, 2:4], base[:, 0], torch.empty(0), torch.empty(3, 0), torch.tensor(3.0)]
     value = {
@@ -270,7 +270,7 @@ def test_a_file_that_is_cut_off_or_compressed(tmp_path: Path, on_disk: bool) -> 
 
 
 PRIME = (1 << 61) - 1
-"""Python's hash of a whole number is its remainder."""
+"""Modulus of Python's hash of integers."""
 
 
 def written(keys: list[Any]) -> bytes:
@@ -289,7 +289,7 @@ def written(keys: list[Any]) -> bytes:
     ],
 )
 def test_keys_of_one_hash_are_refused(kind: str, keys: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a hundred thousand, each would be compared with all before it, for minutes."""
+    """A hundred thousand such keys would each be compared with all previous ones, for minutes."""
     assert restricted_pickle._MOST_COMPARISONS <= 20_000_000
     monkeypatch.setattr(restricted_pickle, "_MOST_COMPARISONS", 200_000)
     assert len({hash(key) for key in keys}) == 1
@@ -304,7 +304,7 @@ def test_keys_of_one_hash_are_refused(kind: str, keys: list[Any], monkeypatch: p
 def test_keys_that_checkpoints_have_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(restricted_pickle, "_MOST_COMPARISONS", 0)
     texts = [f"decoder.layers.{number}.weight" for number in range(3_000)]
-    ids = [number + number // 3 for number in range(3_000)]  # of parameters, some of which are frozen
+    ids = [number + number // 3 for number in range(3_000)]  # ids of parameters, with gaps for frozen ones
     places = [MetadataIndex("w", torch.Size([number, 0])) for number in range(3_000)]
     for keys in (texts, ids, places, [None, True]):
         assert list(load(written(keys), METADATA_NAMES)) == keys

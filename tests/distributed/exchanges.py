@@ -168,7 +168,7 @@ def transposed_gradient(rank: int, world_size: int, x: Tensor) -> Tensor:
 
 
 def initial_weights(rank: int, world_size: int, config: RunConfig) -> dict[str, Tensor]:
-    """Whole initial parameters, on rank 0; empty on the others."""
+    """Return the whole initial parameters on rank 0, and an empty dict on other ranks."""
     platform = select_platform("cpu")
     groups = make_process_groups(config.parallel, config.training.seed)
     chunks = build_model(model_shape(config, platform, VOCABULARY), platform, groups, config.training.seed)

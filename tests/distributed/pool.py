@@ -91,7 +91,7 @@ class WorkerPool:
                 raise
 
     def stop(self) -> None:
-        """End the workers of this pool with their child processes. Idle workers exit by themselves, others are killed."""
+        """End the workers and their child processes. Idle workers exit by themselves, others are killed."""
         for _, connection in self._workers:
             connection.close()
         for process, _ in self._workers:

@@ -1,4 +1,4 @@
-"""Fails if a CUDA call of megatron-core's, or of ours, slips past the adapter in a real run on the CPU."""
+"""No code of megatron-core or Selectron bypasses the CPU adapter and calls CUDA in a real run on the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exchanges over a group of ranks against plain indexing of the whole tensor, forward and backward."""
+"""Exchanges over a group of ranks, compared with plain indexing of the whole tensor, forward and backward."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_heads_to_sequence(pool: WorkerPool, world_size: int, dtype: torch.dtype
 
 
 def test_messages_of_a_round_travel_while_another_is_mixed(pool: WorkerPool) -> None:
-    """Of three rounds' messages, those of one are waited for with nothing to do, each way; backward it is the same."""
+    """Only one of three rounds' messages is waited for without overlapping work, per direction. So too in backward."""
     to_heads = ["send"] * 3
     mixing = ["wait", "mix 0", "send", "wait", "mix 1", "send", "wait", "mix 2", "send"]
     forward = [*to_heads, *mixing, *["wait"] * 3]
@@ -45,7 +45,7 @@ def test_messages_of_a_round_travel_while_another_is_mixed(pool: WorkerPool) -> 
 
 
 def test_messages_of_a_sample_travel_while_another_is_projected_or_mixed(pool: WorkerPool) -> None:
-    """Whatever is waited for was sent before something else was computed, each way; backward it is the same."""
+    """Each message is sent before other computation and waited for after it, per direction. So too in backward."""
     to_heads = ["in", "send"] * 2
     forward = [*to_heads, *["wait", "mix", "send"] * 2, *["wait", "out"] * 2]
     backward = [{"in": "out", "out": "in"}.get(what, what) for what in forward]

@@ -1,4 +1,4 @@
-"""What goes wrong outside the program: one line names the file or the field, and nothing is overwritten."""
+"""External faults: one line names the file or the field, and nothing is overwritten."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from launching import TP2, call, must_run, records, run, snapshot, write_config
 
 
 def one_line(errors: str) -> str:
-    """The error in what a failed command said; there must be exactly one, and no traceback beside it."""
+    """Return the error line of a failed command. There must be exactly one, and no traceback."""
     assert "Traceback" not in errors
-    # The error of another rank may stand behind the first rank's progress bar, on the same line.
+    # The error of another rank may follow the first rank's progress bar on the same line.
     lines = re.findall(r"selectron: .*", errors.replace("\r", "\n"))
     assert len(lines) == 1, errors
     assert lines[0].startswith("selectron: error: "), errors
@@ -24,14 +24,14 @@ def one_line(errors: str) -> str:
 
 
 def only_line(errors: str) -> str:
-    """The error of a command that failed before it had anything else to say."""
+    """Return the error line of a command that must have printed nothing else."""
     assert errors.count("\n") == 1, errors
     return one_line(errors)
 
 
 @pytest.fixture
 def config(tmp_path: Path, data: Path) -> Path:
-    """A configuration whose run folder, `tmp_path / "run"`, is not there yet."""
+    """Configuration whose run folder, `tmp_path / "run"`, does not exist yet."""
     return write_config(tmp_path, data, tmp_path)
 
 
@@ -92,7 +92,7 @@ def test_a_damaged_shard_is_named(
 @pytest.mark.slow
 def test_a_damaged_shard_is_named_once_by_all_ranks(tmp_path: Path, own_data: Path, config: Path) -> None:
     shards = sorted((own_data / "train" / "First").glob("*.tar"))
-    for shard in shards[:2]:  # the ranks share the shards: each finds one
+    for shard in shards[:2]:  # ranks verify different shards: each finds one
         flip_a_byte(shard)
     before = snapshot(tmp_path)
     code, errors = run(config, [*TP2, f"data.path={own_data}"], processes=2)
@@ -112,7 +112,7 @@ def test_a_damaged_shard_is_skipped_where_that_is_asked_for(
     assert "the run does without" in said[1]
     (line,) = (tmp_path / "run" / "skipped_shards.jsonl").read_text().splitlines()
     assert '"shard": "train/First/000000.tar"' in line
-    flip_a_byte(own_data / "validation/First/000000.tar")  # results rest on it
+    flip_a_byte(own_data / "validation/First/000000.tar")  # results depend on validation data
     assert call(config, *skip, "run.name=other") == 2
     assert str(own_data / "validation/First/000000.tar") in one_line(capsys.readouterr().err)
 
@@ -140,14 +140,14 @@ def test_data_of_another_tokenizer_is_refused(
 # --- checkpoints -----------------------------------------------------------------------------------------------------
 
 
-# A rate that does not depend on the length of the run.
+# The learning rate must not depend on the length of the run.
 SIX = ["training.steps=6", "optimizer.schedule=constant"]
 SEVEN = ["training.steps=7", "optimizer.schedule=constant"]
 
 
 @pytest.fixture(scope="module")
 def six_steps(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
-    """The folder of a run with checkpoints after steps 3 and 6, to copy."""
+    """Folder of a run with checkpoints after steps 3 and 6. Tests copy it."""
     folder = tmp_path_factory.mktemp("six")
     assert call(write_config(folder, data, folder), *SIX) == 0
     return folder / "run"
@@ -214,7 +214,7 @@ def test_a_run_whose_newest_checkpoint_is_damaged_continues_from_the_one_before(
     assert str(damaged) in warning
     assert "has the checksum" in warning
     assert warning.endswith("continuing from step 3 instead of step 6")
-    # Nothing of the steps that were lost is left twice, and each is as it was.
+    # Each lost step is recorded once, with the same values as before.
     assert [r["step"] for r in records(run_folder)] == list(range(1, 8))
     assert [r["loss"] for r in records(run_folder)][:6] == pytest.approx(
         [r["loss"] for r in records(six_steps)], abs=1e-5, rel=0
@@ -222,7 +222,7 @@ def test_a_run_whose_newest_checkpoint_is_damaged_continues_from_the_one_before(
     assert [r["step"] for r in records(run_folder, "evaluation.jsonl")] == [5, 5, 5, 7, 7, 7]
     checkpoints = run_folder / "checkpoints"
     assert sorted(path.name for path in checkpoints.iterdir()) == ["latest", "step_3", "step_6", "step_7"]
-    assert damaged.read_bytes() != content  # saved again
+    assert damaged.read_bytes() != content  # the checkpoint has been saved again
     assert (checkpoints / "latest").read_text() == "step_7\n"
 
 
@@ -261,7 +261,7 @@ def test_a_checkpoint_of_another_run_is_refused_by_field(
 
 @pytest.fixture
 def mount(tmp_path: Path) -> Iterator[Path]:
-    """A folder to mount a small disk on; unmounted at the end."""
+    """Folder to mount a small disk on. The disk is unmounted at the end."""
     if os.geteuid() != 0 or shutil.which("mount") is None:
         pytest.skip("mounting a small disk needs root")
     folder = tmp_path / "disk"
@@ -280,7 +280,7 @@ def _mount(folder: Path, size: int, *options: str) -> None:
 @pytest.mark.slow
 def test_a_disk_that_fills_while_saving(tmp_path: Path, data: Path, six_steps: Path, mount: Path) -> None:
     size = sum(file.stat().st_size for file in (six_steps / "checkpoints" / "step_3").iterdir())
-    _mount(mount, int(1.7 * size))  # room for one checkpoint and the records, not for two: it fills in the background
+    _mount(mount, int(1.7 * size))  # room for one checkpoint, not two: the disk fills in the background
     config, checkpoints = write_config(tmp_path, data, mount), mount / "run" / "checkpoints"
     code, errors = run(config, [*TP2, *SIX], processes=2)
     assert code == 2, errors
@@ -290,7 +290,7 @@ def test_a_disk_that_fills_while_saving(tmp_path: Path, data: Path, six_steps: P
     assert "from step 3" in line
     assert sorted(path.name for path in checkpoints.iterdir()) == ["latest", "step_3"]
     _mount(mount, 4 * size, "remount")
-    assert call(config, *SIX, "--resume") == 0  # nothing is left that stands in the way, of one process either
+    assert call(config, *SIX, "--resume") == 0  # leftovers do not prevent a resume, even by one process
     assert [r["step"] for r in records(mount / "run")] == list(range(1, 7))
     assert [r["loss"] for r in records(mount / "run")] == pytest.approx(
         [r["loss"] for r in records(six_steps)], abs=1e-5, rel=0
@@ -300,18 +300,18 @@ def test_a_disk_that_fills_while_saving(tmp_path: Path, data: Path, six_steps: P
 @pytest.mark.slow
 @pytest.mark.parametrize("blocks", [4, 5])
 def test_a_disk_that_fills_while_recording(tmp_path: Path, data: Path, mount: Path, blocks: int) -> None:
-    """As TensorBoard begins, in a thread of its own, and some steps later."""
+    """The disk fills when TensorBoard starts its writer thread, or some steps later."""
     _mount(mount, 64 << 10)
     config = write_config(tmp_path, data, mount)
     disk = os.statvfs(mount)
-    room = blocks * disk.f_frsize  # for the configuration, what was verified, and the first block of a file or two
+    room = blocks * disk.f_frsize  # for the configuration, the verification record, and one or two blocks more
     (mount / "fill").write_bytes(b"x" * (disk.f_bavail * disk.f_frsize - room))
     code, errors = run(config, ["training.steps=3"])
     assert code == 2, errors
     assert "Traceback" not in errors
     line = one_line(errors)
     assert str(mount / "run") in line
-    assert "No space left on device" in line or "it may be full" in line  # torch's own streams do not say why
+    assert "No space left on device" in line or "it may be full" in line  # torch's streams do not report the reason
 
 
 @pytest.mark.slow

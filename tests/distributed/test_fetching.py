@@ -1,4 +1,4 @@
-"""Chunks chosen over parts of a sequence and fetched, against the whole sequence in one process."""
+"""Chunks chosen and fetched over shards of a sequence, compared with the whole sequence in one process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WORLDS = pytest.mark.parametrize("world_size", [1, 2, 4])
 
 @WORLDS
 def test_blocks_come_by_rank_and_their_gradients_go_back_summed(pool: WorkerPool, world_size: int) -> None:
-    """The last rank wants nothing, and nobody its second block."""
+    """The last rank fetches nothing, and no rank fetches its second block."""
     blocks = torch.arange(world_size * 3 * 2, dtype=torch.float32).view(world_size, 3, 2)
     generator = torch.Generator().manual_seed(2)
     wanted = torch.rand(world_size, world_size, 3, generator=generator) < 0.5
@@ -54,7 +54,7 @@ def test_chosen_chunks_by_parts_are_those_of_the_whole(
     for i, expected in enumerate(gradients):
         found = torch.cat([part[2][i] for part in parts], 1)
         torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
-    # And nothing comes that no query of some sample and group chose.
+    # Only chunks that a query of some sample and group chose are fetched.
     for rank, (own, *_, held) in enumerate(parts):
         groups = own.unflatten(2, (2, 2)).permute(0, 2, 1, 3, 4).reshape(4, -1)
         assert held == max(len({c for c in row if 0 <= c < rank * per_rank}) for row in groups.tolist())

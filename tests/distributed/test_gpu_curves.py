@@ -1,4 +1,4 @@
-"""What curves are kept for: only those of the same tokens are compared."""
+"""Stored curves: only those of the same tokens are compared."""
 
 from __future__ import annotations
 

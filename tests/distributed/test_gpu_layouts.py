@@ -1,4 +1,4 @@
-"""On GPUs: the same curve in bf16 under every layout, that of before, and after a fault on fewer GPUs."""
+"""GPU tests: bf16 curves agree under every layout, with stored curves, and after a fault on fewer GPUs."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from launching import records, wait_for_step
 
 KEPT = Path(__file__).parents[2] / "docs" / "benchmarks" / "layouts_bf16.json"
 APART, ON_AVERAGE = 0.03, 0.005
-"""Nats a token: the farthest that two curves may be apart at a step, and over all steps. Rounding grows with training:
-`docs/benchmarks/layouts.md` says what was measured."""
+"""Bounds on the difference of two curves, nats per token: maximum over steps, and mean. Rounding differences grow with
+training. `docs/benchmarks/layouts.md` has the measurements."""
 FAULTS = [("dp2", "one"), ("dp4", "dp2"), ("tp2_pp2", "cp2")]
-"""Layouts before one rank is killed, and with fewer GPUs after it."""
+"""Pairs of layouts: before a rank is killed, and on fewer GPUs after it."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -30,7 +30,7 @@ def needs(gpus: int) -> Any:
 
 
 class Curves:
-    """Losses by layout, each trained when it is first asked for."""
+    """Losses by layout. Each layout is trained at first use."""
 
     def __init__(self, folder: Path) -> None:
         self.data = gpu_curves.corpus(folder)

@@ -1,4 +1,4 @@
-"""On GPUs: copy engines bring what NCCL brings, however many messages are under way."""
+"""GPU tests: transfers by copy engines equal those by NCCL, with any number of messages in flight."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = [
 
 
 def _parts(rank: int, size: int, number: int) -> torch.Tensor:
-    """[ranks, 3, n, 64] of a size that differs from message to message; every other two lie in order."""
+    """Tensor [ranks, 3, n, 64] whose size, dtype and memory layout vary with the message."""
     dice = torch.Generator("cuda").manual_seed(100 * rank + number)
     width = 1000 * (number % 3 + 1)
     dtype = torch.bfloat16 if number % 2 else torch.float32
@@ -37,7 +37,7 @@ def _send_both_ways(rank: int, size: int, rendezvous: str, under_way: int) -> No
     for first in range(0, 60, under_way):
         numbers = range(first, first + under_way)
         sent = [copies.send(_parts(rank, size, number)) for number in numbers]
-        if rank == first % size:  # the ranks are not in step
+        if rank == first % size:  # delay one rank
             for _ in range(20):
                 busy @ busy
         for number, message in zip(numbers, sent, strict=True):

@@ -1,4 +1,4 @@
-"""States and rows handed on from part to part of a sequence, against the whole sequence in one process."""
+"""States and rows passed between shards of a sequence, compared with the whole sequence in one process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_the_delta_rule_by_parts_is_that_of_the_whole(pool: WorkerPool, world_si
 
 
 def test_in_16_bits_parts_are_little_further_off_than_a_rounded_output(pool: WorkerPool) -> None:
-    """What tokens read of a state is rounded, and the state; the sum of both parts once."""
+    """Rounding applies to the state, to what tokens read from it, and once to the sum of both parts of the output."""
     inputs = [x.bfloat16().double() for x in handing_on.delta_inputs(400)[:3]] + handing_on.delta_inputs(400)[3:]
     exact = gated_delta_rule(*inputs)
     parts = pool.run(handing_on.delta_rule_by_parts, 2, 400, torch.bfloat16)

@@ -1,4 +1,4 @@
-"""The model that a run starts from does not depend on its layout, to the last bit."""
+"""Initial weights of a run are bit-identical under every layout."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _initial(pool: WorkerPool, world_size: int, parallel: dict[str, Any], **mode
 
 @pytest.fixture(scope="module")
 def of_one_process(pool: WorkerPool) -> dict[bool, dict[str, torch.Tensor]]:
-    """The weights of one process, with embeddings that are tied or not."""
+    """Initial weights in one process, by whether embeddings are tied."""
     return {tied: _initial(pool, 1, {}, tie_embeddings=tied) for tied in (False, True)}
 
 
@@ -51,7 +51,7 @@ def test_every_layout_starts_from_the_same_bits(
 
 
 def test_two_matrices_of_a_channel_mix_start_from_the_same_bits(pool: WorkerPool) -> None:
-    """The first has no gate, whose half would be split by itself."""
+    """The first matrix has no gate, so tensor parallelism does not split it by halves."""
     one, two = (_initial(pool, size, {"tensor": size}, block="rwkv7") for size in (1, 2))
     assert one["layer 1 mlp.linear_fc1.weight"].shape == (256, 64)
     assert [name for name, value in one.items() if not torch.equal(two[name], value)] == []

@@ -1,7 +1,7 @@
-"""Every mixer under every layout gives the numbers of one process: losses, gradient norms and parameters of five steps.
+"""Parity of every mixer and layout with one process: losses, gradient norms and parameters over five steps.
 
-fp32; the reference never recomputes activations. A Top-1 choice could in principle be turned over by a rounding
-difference between layouts; the seed in parity.py is one with which no two scores come that close.
+Runs are in fp32, and the reference never recomputes activations. In principle, rounding differences between layouts
+could change a Top-1 choice. With the seed in parity.py no two scores are that close.
 """
 
 from __future__ import annotations
@@ -19,24 +19,25 @@ from megatron_ext.config.pattern import parse_pattern
 from megatron_ext.mixers.registry import load_all
 
 LOSS, NORM, PARAMETER = 2e-6, 1e-6, 2e-5
-# Five times what two layouts were measured to differ by; a parameter by one rounding of a weight near 1 (2**-7).
-# Rounding turns some outputs of linear attention over (see `MODELS`): of five seeds its norms differ by up to 5.6e-3.
+# Five times the measured difference of two layouts. A parameter may differ by one rounding of a weight near 1 (2**-7).
+# Rounding flips the sign of some outputs of linear attention (see `MODELS`): over five seeds its norms differ by up to
+# 5.6e-3.
 BF16 = 2e-3, 5e-3, 1e-2
 BF16_NORMS = {"linear_attention": 3e-2}
 
 
-# What a quick run takes; the rest of the cross product is marked slow.
+# Cases of a quick run. The rest of the cross product is marked slow.
 QUICK = {"tp2_cp2": {"attention", "hybrid"}, "tp2_pp2_sp": {"top1_chunk_exact", "gated_deltanet"}}
 QUICK |= {layout: {"hybrid"} for layout in LAYOUTS if layout not in QUICK}
 
-# Runs with and without recomputation everywhere; the others with it on two processes, without on four.
+# Models compared with and without recomputation under every layout. Other models use it on two processes, not on four.
 BOTH = {"hybrid"}
 
 _references: dict[str, Outcome] = {}
 
 
 def _reference(pool: WorkerPool, model: Model, precision: str = "fp32") -> Outcome:
-    """One process, no recomputation; run once a session for each model."""
+    """Train in one process without recomputation, once per session for each model."""
     config = parity.run_config(model.pattern, model.mixers, model.model, {}, precision=precision)
     key = repr(config)
     if key not in _references:
@@ -51,7 +52,7 @@ def _train(pool: WorkerPool, model: Model, world_size: int, parallel: dict[str, 
 
 
 def _micro_batch_size(world_size: int, parallel: dict[str, Any]) -> int:
-    """Every rank adds up the gradients of two micro-batches; of the reference's four if a pipeline must fill."""
+    """Micro-batch size with which every rank accumulates over two micro-batches, or four to fill a pipeline."""
     fills = parallel.get("pipeline", 1) > 1
     shares_out = world_size > parallel.get("tensor", 1) * parallel.get("context", 1)
     return 2 if fills or shares_out else 4
@@ -59,7 +60,7 @@ def _micro_batch_size(world_size: int, parallel: dict[str, Any]) -> int:
 
 def _check(outcome: Outcome, reference: Outcome, loss: float = LOSS, norm: float = NORM, parameter: float = PARAMETER):
     assert outcome.tokens == reference.tokens
-    assert len(set(reference.tokens)) == parity.STEPS  # the holes in the loss differ
+    assert len(set(reference.tokens)) == parity.STEPS  # masked tokens differ between steps
     assert outcome.losses == pytest.approx(reference.losses, abs=loss, rel=0)
     assert outcome.norms == pytest.approx(reference.norms, rel=norm, abs=0)
     assert max(reference.norms) > parity.CLIP
@@ -73,8 +74,8 @@ def _check(outcome: Outcome, reference: Outcome, loss: float = LOSS, norm: float
 
 
 def _exchanges(model: Model, parallel: dict[str, Any]) -> set[str]:
-    """What a model's mixers have to exchange under a layout with context parallelism."""
-    # Four heads divide by every context-parallel size here, the groups of some models under tp2_cp2 do not.
+    """Exchanges that a model's mixers must use under a layout with context parallelism."""
+    # Four heads are divisible by every context-parallel size here. The groups of some models under tp2_cp2 are not.
     groups_divide = model.model.get("num_query_groups", 4) // parallel.get("tensor", 1) % parallel["context"] == 0
     names, chosen = set(), parallel["context_exchange"]
     for mixer in parse_pattern(model.pattern):
@@ -83,7 +84,7 @@ def _exchanges(model: Model, parallel: dict[str, Any]) -> set[str]:
         if entry.chunk_field is not None and (chosen == "chunks" or (not divides and chosen != "heads")):
             names.add("fetch_blocks")
         elif entry.hands_on_states and (chosen != "heads" or not divides):
-            # Where it is bytes that count, states are fewer than heads in these models.
+            # With `auto`, which compares bytes, states are smaller than heads in these models.
             names.add("diagonal_state_before" if mixer == "mamba" else "walk_by_parts")
         else:
             names.add("sequence_to_heads" if divides else "gather_sequence")
@@ -119,7 +120,7 @@ def test_a_layout_gives_the_numbers_of_one_process(pool: WorkerPool, model: str,
         assert set(outcome.exchanges) - {"heads_to_sequence", "to_zigzag"} == _exchanges(of, parallel)
 
 
-# The feed-forwards of the second block look at the token before, which context parallelism may leave on another rank.
+# The feed-forwards of the second block read the previous token, which context parallelism may place on another rank.
 @pytest.mark.parametrize(
     ("name", "layout"),
     [("hybrid", "tp2_sp"), ("rwkv7_block", "tp2_sp"), pytest.param("rwkv7_block", "cp2", marks=pytest.mark.slow)],
@@ -133,7 +134,7 @@ def test_feed_forwards_and_norms_are_recomputed(pool: WorkerPool, name: str, lay
     "name", ["rwkv7_block", *(pytest.param(name, marks=pytest.mark.slow) for name in ("rwkv6", "rwkv7"))]
 )
 def test_tokens_are_shifted_over_sequence_and_context_parallel_ranks(pool: WorkerPool, name: str) -> None:
-    """The row before a rank's first is a tensor-parallel neighbour's, or the last one's of the context before."""
+    """The row before a rank's first is on the previous tensor-parallel or context-parallel rank."""
     parallel = {"tensor": 2, "sequence": True, "context": 2}
     _check(_train(pool, MODELS[name], 4, parallel), _reference(pool, MODELS[name]))
 
@@ -142,7 +143,7 @@ def test_tokens_are_shifted_over_sequence_and_context_parallel_ranks(pool: Worke
     "name",
     [
         *("top1_chunk_exact", "hybrid"),
-        # Of several tensors of features; with features that all heads are given; and with a shift of their tokens.
+        # Mixers with several feature tensors, with features shared by all heads, and with a token shift.
         *(
             pytest.param(name, marks=pytest.mark.slow)
             for name in ("attention", "mamba", "mamba2", "rwkv6", "rwkv7_block")
@@ -150,13 +151,13 @@ def test_tokens_are_shifted_over_sequence_and_context_parallel_ranks(pool: Worke
     ],
 )
 def test_heads_are_exchanged_in_rounds(pool: WorkerPool, name: str) -> None:
-    """By heads where a micro-batch is one sample, else by samples."""
+    """Rounds are groups of heads if a micro-batch is one sample, else samples."""
     parallel = {"context": 2, "context_exchange": "heads", "context_exchange_rounds": 2}
     for micro_batch_size, sent in ((1, 1), (4, 2)):
         outcome = _train(pool, MODELS[name], 2, parallel, micro_batch_size=micro_batch_size)
         _check(outcome, _reference(pool, MODELS[name]))
         there, back = (outcome.exchanges[exchange] for exchange in ("sequence_to_heads", "heads_to_sequence"))
-        rounds = 1 if name == "mamba" else 2 // sent  # its heads depend on one another
+        rounds = 1 if name == "mamba" else 2 // sent  # its heads are not independent
         assert back == rounds * there > 0
         assert there % sent == 0
 
@@ -176,7 +177,7 @@ GATHERING = [
 ]
 
 
-# A window leaves all queries as much to do; the gates of NSA stay with theirs.
+# With a window all queries cost the same, so none move. In NSA the gates stay with their queries.
 KEEPING_QUERIES = {"attention_window_gqa", "nsa_gqa"}
 
 
@@ -206,9 +207,9 @@ def test_groups_that_do_not_divide_by_the_context_gather_keys_and_values(
 @pytest.mark.parametrize(
     ("score", "context", "size", "exchange"),
     [
-        ("exact", 4, 8, "fetch_blocks"),  # a chunk a rank
+        ("exact", 4, 8, "fetch_blocks"),  # one chunk per rank
         pytest.param("approx", 4, 4, "fetch_blocks", marks=pytest.mark.slow),
-        pytest.param("exact", 2, 32, "gather_sequence", marks=pytest.mark.slow),  # which straddles the ranks
+        pytest.param("exact", 2, 32, "gather_sequence", marks=pytest.mark.slow),  # a chunk spans two ranks
     ],
 )
 def test_groups_that_do_not_divide_by_the_context_fetch_chunks_where_they_can(
@@ -240,7 +241,7 @@ def test_unsharded_optimizer_under_model_parallelism(pool: WorkerPool, layout: s
         (4, {"tensor": 2, "pipeline": 2, "sequence": True}),
         pytest.param(2, {"pipeline": 2, "virtual_pipeline": 2}, marks=pytest.mark.slow),
         pytest.param(4, {"pipeline": 2, "context": 2}, marks=pytest.mark.slow),
-        pytest.param(4, {"pipeline": 2}, marks=pytest.mark.slow),  # with DP2
+        pytest.param(4, {"pipeline": 2}, marks=pytest.mark.slow),  # with a data-parallel size of 2
     ],
 )
 def test_tied_embeddings_are_one_weight_on_two_stages(
@@ -266,7 +267,7 @@ def test_every_layout_counts_the_parameters_of_the_whole_model(pool: WorkerPool,
             assert tuple(asdict(counted).values()) == expected, parallel
 
 
-# Not Top-1 Element: rounding turns its choices over, each a finite step.
+# Without Top-1 Element: rounding changes its choices, and each changed choice is a finite step.
 IN_BF16 = ["attention", "top1_chunk_exact", "moba", "nsa_gqa", "deltanet", "gated_deltanet", "gla", "linear_attention"]
 IN_BF16 += ["retnet", "based", "mamba", "mamba2", "rwkv6", "rwkv7_block"]
 
@@ -282,14 +283,14 @@ def test_layouts_in_bf16_are_as_close_as_its_rounding_lets_them(pool: WorkerPool
     outcome = _train(pool, MODELS[name], *LAYOUTS[layout], precision="bf16")
     loss, norm, parameter = BF16
     _check(outcome, reference, loss, BF16_NORMS.get(name, norm), parameter)
-    # And bf16 is bf16: nearer to its own kind than a run that had silently stayed in fp32 could be.
+    # Check that the run is really in bf16: it is closer to the bf16 reference than a run in fp32 would be.
     exact = _reference(pool, MODELS[name])
     assert outcome.losses == pytest.approx(exact.losses, abs=0.05)
     assert outcome.losses != pytest.approx(exact.losses, abs=1e-5)
 
 
 def test_one_process_is_plain_autograd_over_the_whole_batch(pool: WorkerPool) -> None:
-    """The reference itself: micro-batches whose tokens differ in number weigh a token the same, not a micro-batch."""
+    """Reference itself: micro-batches with different token counts weight each token equally, not each micro-batch."""
     config = parity.run_config(MODELS["hybrid"].pattern, MODELS["hybrid"].mixers, {}, {})
     loss, norm = pool.run(parity.plain_first_step, 1, config)[0]
     reference = _reference(pool, MODELS["hybrid"])
@@ -300,5 +301,5 @@ def test_one_process_is_plain_autograd_over_the_whole_batch(pool: WorkerPool) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", [{"tensor": 2}, {"context": 2}, {"pipeline": 2}], ids=str)
 def test_data_parallelism_beside_model_parallelism(pool: WorkerPool, parallel: dict[str, Any]) -> None:
-    """Four processes, so that the distributed optimizer shards what model parallelism has split already."""
+    """With four processes the distributed optimizer shards parameters that model parallelism has split already."""
     _check(_train(pool, MODELS["hybrid"], 4, parallel), _reference(pool, MODELS["hybrid"]))

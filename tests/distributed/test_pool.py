@@ -1,4 +1,4 @@
-"""The pool itself: results, tracebacks, deaths and hangs."""
+"""Pool of processes: results, tracebacks, deaths and hangs."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _threads(rank: int, world_size: int) -> int:
 
 
 def test_a_case_leaves_no_process_groups_behind(pool: WorkerPool) -> None:
-    """A model that is not freed holds its groups, and each has polling threads: thousands after some hundred cases."""
+    """Models that are not freed hold groups with polling threads: thousands after some hundred cases."""
     config = parity.run_config("attention,gla,rwkv6,rwkv7", {}, {}, {"tensor": 2})
     counts = []
     pool.stop()

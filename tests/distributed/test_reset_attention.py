@@ -1,4 +1,4 @@
-"""A training step with documents kept apart, under several layouts, against each document alone in one process."""
+"""Training steps with isolated documents under several layouts, compared with each document alone in one process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pool import WorkerPool
 
 PATTERN = "attention,gated_deltanet,top1_chunk,mamba2"
 BOUNDS = [0, 1, 7, 30, 32, 45, 64]
-"""Of the documents of two samples of 32 tokens; one lies in the tokens of both tensor-parallel ranks."""
+"""Bounds of the documents in two samples of 32 tokens. One document spans both tensor-parallel ranks."""
 
 
 def _config(pattern: str, parallel: dict[str, Any], **fields: Any) -> Any:
@@ -23,7 +23,7 @@ def _config(pattern: str, parallel: dict[str, Any], **fields: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def alone(pool: WorkerPool) -> tuple[float, float]:
-    """Loss and gradient norm of each document by itself, in one process."""
+    """Loss and gradient norm in one process, with each document passed alone."""
     return pool.run(parity.first_step_by_document, 1, _config(PATTERN, {}), BOUNDS)[0]
 
 

@@ -1,4 +1,4 @@
-"""Runs of the real command that are stopped, in every way there is, and continued: the curve must be the same."""
+"""Runs of the real command that are stopped in different ways and resumed: the curve must be the same."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from megatron_ext.errors import EXIT_STOPPED
 
 
 class References:
-    """Uninterrupted runs, each made when it is first asked for and never touched again."""
+    """Uninterrupted runs. Each is trained at first use and never changed."""
 
     def __init__(self, pool: WorkerPool, folder: Path, data: Path) -> None:
         self._pool, self._folder, self._data = pool, folder, data
         self._made: dict[str, Path] = {}
 
     def __call__(self, layout: str) -> Path:
-        """The run folder of `one`, `dp2` or `tp2`."""
+        """Return the run folder of `one`, `dp2` or `tp2`."""
         if layout not in self._made:
             folder = self._folder / layout
             folder.mkdir()
@@ -60,7 +60,7 @@ def reference(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory, data: 
 
 @pytest.fixture
 def config(tmp_path: Path, data: Path) -> Path:
-    """A configuration whose run folder, `tmp_path / "run"`, is not there yet."""
+    """Configuration whose run folder, `tmp_path / "run"`, does not exist yet."""
     return write_config(tmp_path, data, tmp_path)
 
 
@@ -72,7 +72,7 @@ def test_a_run_killed_at_a_random_step_continues_to_the_last_bit(
     tmp_path: Path, config: Path, reference: References
 ) -> None:
     folder, seed = tmp_path / "run", random.SystemRandom().randrange(2**32)
-    step = random.Random(seed).randint(4, STEPS - 2)  # from the first checkpoint on, and before the end
+    step = random.Random(seed).randint(4, STEPS - 2)  # after the first checkpoint and before the end
     print(f"seed {seed}: killed after step {step}")
     process = start(config, TP2, 2)
     wait_for_step(process, folder, step)
@@ -84,7 +84,7 @@ def test_a_run_killed_at_a_random_step_continues_to_the_last_bit(
     assert curve(folder) == curve(reference("tp2"))
     assert records(folder, "evaluation.jsonl") == records(reference("tp2"), "evaluation.jsonl")
     assert not list((folder / "checkpoints").glob(".*"))
-    # TensorBoard shows what the records hold, also of steps whose events died with the process.
+    # TensorBoard shows all recorded steps, including those whose events were lost with the process.
     shown = EventAccumulator(str(folder / "tensorboard")).Reload().Scalars("train/loss")
     assert [one.step for one in shown] == list(range(1, STEPS + 1))
     assert [one.value for one in shown] == pytest.approx(losses(folder), rel=1e-6)
@@ -99,7 +99,7 @@ def test_a_run_killed_before_its_first_checkpoint_begins_anew(
     wait_for_step(process, folder, 1)
     process.kill()
     process.communicate()
-    shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # had the machine been quick
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # a fast machine may have written checkpoints
     assert call(config, "--resume=auto") == 0
     assert curve(folder) == curve(reference("one"))
 
@@ -122,7 +122,7 @@ def test_signals_end_a_run_with_a_checkpoint_from_which_it_continues(
         assert (folder / "checkpoints" / "latest").read_text() == f"step_{done}\n"
         assert "Traceback" not in errors
         resume = ["--resume"]
-    # As the message says: with the configuration that the run has kept.
+    # Follow the message: use the configuration that the run has saved.
     must_run(folder / "config.yaml", ["--resume"], processes=2)
     assert curve(folder) == curve(reference("tp2"))
     assert records(folder, "evaluation.jsonl") == records(reference("tp2"), "evaluation.jsonl")
@@ -132,7 +132,7 @@ def test_signals_end_a_run_with_a_checkpoint_from_which_it_continues(
 def test_a_rank_that_hangs_ends_the_run_with_stacks_and_it_continues_to_the_last_bit(
     tmp_path: Path, config: Path, reference: References
 ) -> None:
-    """A rank that is stopped says nothing and holds its connections, as behind a link that is cut."""
+    """A stopped rank is silent and keeps its connections open, as behind a cut link."""
     folder, limit = tmp_path / "run", 20.0
     process = start(config, [*TP2, f"run.hang_timeout={limit}"], 2)
     wait_for_step(process, folder, 1)
@@ -186,7 +186,7 @@ def test_a_run_continues_on_another_layout(
     assert [r["loss"] for r in ours] == pytest.approx([r["loss"] for r in theirs], abs=1e-5, rel=0)
     for field in ("step", "tokens", "domain", "split", "documents", "document_tokens", "num_tokens"):
         assert [r[field] for r in ours] == [r[field] for r in theirs]
-    assert curve(folder)[:3] == curve(reference(before))[:3]  # what was done is kept
+    assert curve(folder)[:3] == curve(reference(before))[:3]  # completed steps are kept
     assert (folder / "config.until_step_3.yaml").exists()
     assert (folder / "checkpoints" / "latest").read_text() == f"step_{STEPS}\n"
 
@@ -197,7 +197,7 @@ def test_layouts_have_one_curve(reference: References) -> None:
         assert losses(reference(layout)) == pytest.approx(losses(reference("one")), abs=1e-5, rel=0)
 
 
-# --- asked for what cannot be done -----------------------------------------------------------------------------------
+# --- refused requests ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO gives the numbers of one process: stages, layouts, losses, gradient norms and parameters."""
+"""Parity of DeepSpeed's ZeRO stages and layouts with one process: losses, gradient norms and parameters."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from parity_cases import LAYOUTS, MODELS, Model, chunks, deep_enough
 from pool import WorkerPool
 from test_parity import BF16, _check, _reference, _train
 
-# Model parallelism alone leaves one data-parallel rank; these have two that share out.
+# Layouts with model parallelism and two data-parallel ranks, between which ZeRO shards.
 WITH_TWO_REPLICAS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2_sp_dp2": (4, {"tensor": 2, "sequence": True}),
     "cp2_dp2": (4, {"context": 2}),
     "pp2_dp2": (4, {"pipeline": 2}),
 }
 ALL = LAYOUTS | WITH_TWO_REPLICAS
-# Stages see parameters and gradients, not what a mixer does with them: one model is held to every kind of layout, two
-# more to those in which their own parts are shared out.
+# ZeRO stages handle parameters and gradients, independent of the mixer. So one model is compared under every kind of
+# layout, and two more under those that shard their specific parts.
 COMPARED = {
     "attention": ("dp2", "tp2_sp_dp2"),
     "top1_chunk_exact": ("dp2", "cp2_chunks"),
@@ -73,7 +73,7 @@ def test_offloading_changes_no_number(pool: WorkerPool, sharding: str, offload: 
 @pytest.mark.skipif("SELECTRON_TEST_NVME" not in os.environ, reason="needs libaio, and minutes to build an operator")
 @pytest.mark.parametrize("sections", [["offload_optimizer"], ["offload_optimizer", "offload_param"]], ids="+".join)
 def test_offloading_to_a_disk_changes_no_number(pool: WorkerPool, tmp_path: Path, sections: list[str]) -> None:
-    model = Model("gated_deltanet*4", model={"ffn_hidden_size": 4096})  # what is below 1 MiB is not brought to a disk
+    model = Model("gated_deltanet*4", model={"ffn_hidden_size": 4096})  # tensors below 1 MiB are not offloaded to disk
     disk = {"device": "nvme", "nvme_path": str(tmp_path / "disk"), "pin_memory": False}
     of_parameters = {"max_in_cpu": 0, "buffer_size": 10**6}
     zero = {section: disk | (of_parameters if section == "offload_param" else {}) for section in sections}

@@ -1,4 +1,4 @@
-"""What one rank does where a test needs a whole run: it is made in a process group that is there already."""
+"""Functions run by each rank in tests that need a whole run, inside an existing process group."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from megatron_ext.training.run import train
 
 
 def resume(rank: int, world_size: int, path: Path, overrides: list[str]) -> None:
-    """Go on as `selectron train --resume` does."""
+    """Resume as `selectron train --resume` does."""
     run(rank, world_size, path, overrides, resume=True)
 
 
 def run_from_step(rank: int, world_size: int, path: Path, overrides: list[str], step: int) -> None:
-    """Go on as `selectron train --from-step` does."""
+    """Resume as `selectron train --from-step` does."""
     run(rank, world_size, path, overrides, from_step=step)
 
 
 def run(
     rank: int, world_size: int, path: Path, overrides: list[str], resume: bool = False, from_step: int | None = None
 ) -> None:
-    """Train as `selectron train` does in each process that it starts."""
+    """Train as each process of `selectron train` does."""
     mixers = load_all()
     config = load_config(path, overrides, mixers)
     check(config, world_size, mixers)
-    with patch("torch.distributed.destroy_process_group"):  # the group is another's
+    with patch("torch.distributed.destroy_process_group"):  # the group belongs to the pool
         train(config, resume=resume, from_step=from_step)

@@ -1,9 +1,9 @@
-"""Fault drills: what goes wrong on a cluster is made to, and the run ends as if it had not.
+"""Fault drills: inject a fault into a run on a cluster, and check that the run ends as if undisturbed.
 
     PYTHONPATH=tests:tests/distributed:tests/launch python -m drills [FAULT ...]
 
-prints a table of the times to detection and to resumed training, of all faults or of those named.
-`test_fault_drills.py` holds each of them to the run that nothing disturbs.
+prints a table of the times to detection and to resumed training, for all faults or for those named.
+`test_fault_drills.py` compares each run with an undisturbed one.
 """
 
 from __future__ import annotations
@@ -43,37 +43,37 @@ from megatron_ext.reports import table
 
 HANG_SECONDS = 15
 SLURMD_SECONDS = 36
-"""Slurm asks a node each third of it: it notices a cut link 24 s later at the earliest, after the watch of ranks."""
+"""Slurm pings nodes at a third of this interval. It notices a cut link after 24 s or more, later than the watchdog."""
 KILL_SECONDS = 10
-"""Enough for what a job does between SIGTERM and SIGKILL on a machine with little to spare."""
+"""Time between SIGTERM and SIGKILL, long enough for a job on a busy machine."""
 LOOKS_AT_LIMITS = 30
-"""Seconds between two looks of Slurm at the limits of jobs, which no configuration changes."""
+"""Seconds between two checks of job time limits by Slurm. It is not configurable."""
 CHECKPOINT_EVERY = 3
 MIB = 2**20
 FULL_DISK = "full disk during a checkpoint"
 
 Act = Callable[[SlurmCluster, Path], object]
-"""Does something to a cluster or to a run, of which it gets the folder."""
+"""Function that acts on a cluster, or on the run in the given folder."""
 
 
 def _nothing(cluster: SlurmCluster, folder: Path) -> None:
-    """Some faults pass by themselves."""
+    """Do nothing: some faults pass by themselves."""
 
 
 @dataclass(frozen=True)
 class Drill:
-    """A fault.
+    """Fault to inject.
 
     Attributes:
-        name: as the table has it.
-        noticed_by: as the table has it.
-        cause: brings it about, in the middle of the run.
-        mend: ends it, once it has been noticed.
-        fields: of the run's configuration.
-        sabotage: of `sabotaged.py`.
-        is_outage: whether the job ends by it and starts anew.
-        since: what the job notes when the time to detection begins; empty: it begins with the cause.
-        goes_back: steps before the newest checkpoint from which the run goes on.
+        name: name in the table.
+        noticed_by: detector named in the table.
+        cause: function that injects the fault in the middle of the run.
+        mend: function that removes the fault once it has been detected.
+        fields: overrides of the run's configuration.
+        sabotage: key of `sabotaged.FAULTS`, or empty.
+        is_outage: whether the job ends because of the fault and is requeued.
+        since: event of the job from which the time to detection is measured; empty: measured from the cause.
+        goes_back: steps that the run resumes before the newest checkpoint.
     """
 
     name: str
@@ -89,15 +89,15 @@ class Drill:
 
 @dataclass(frozen=True)
 class Course:
-    """How a drill went.
+    """Result of a drill.
 
     Attributes:
-        folder: of the finished run.
-        detected: seconds from the fault to its being noticed; None: nothing had to notice it.
-        resumed: seconds from there to the first step after it, without the time that Slurm holds a job back; None: the
-            run went on.
-        newest: step of the newest checkpoint when the job was down; None: it was not.
-        first: step that the job recorded first when it had started anew; None: it had not.
+        folder: folder of the finished run.
+        detected: seconds from the fault to its detection; None if the job did not end.
+        resumed: seconds from the release of the requeued job to its first step, so without the time for which Slurm
+            holds the job; None if the job did not end.
+        newest: step of the newest checkpoint while the job was down; None if the job did not end.
+        first: first step recorded after the restart; None if the job did not end.
     """
 
     folder: Path
@@ -108,17 +108,17 @@ class Course:
 
 
 def kill_a_rank(cluster: SlurmCluster, folder: Path) -> None:
-    """As the kernel does when memory runs out."""
+    """Kill a rank with SIGKILL, as the kernel does when memory runs out."""
     os.kill(ranks_of(folder)[-1], signal.SIGKILL)
 
 
 def stop_a_rank(cluster: SlurmCluster, folder: Path) -> None:
-    """It neither ends nor gets further."""
+    """Stop a rank, so that it neither ends nor makes progress."""
     os.kill(ranks_of(folder)[-1], signal.SIGSTOP)
 
 
 def damage_newest_checkpoint(cluster: SlurmCluster, folder: Path) -> None:
-    """A bit of its largest file changes."""
+    """Flip a bit of the largest file of the newest checkpoint."""
     checkpoints = folder / "checkpoints"
     newest = checkpoints / f"{(checkpoints / 'latest').read_text().strip()}"
     largest = max((path for path in newest.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
@@ -128,7 +128,7 @@ def damage_newest_checkpoint(cluster: SlurmCluster, folder: Path) -> None:
 
 
 def preempt(cluster: SlurmCluster, folder: Path) -> None:
-    """A job of another partition wants the nodes, for three seconds."""
+    """Submit a job of another partition that takes the nodes for three seconds."""
     where = ["--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null"]
     cluster.run("sbatch", *where, "--wrap=sleep 3")
 
@@ -138,30 +138,30 @@ def _signal(name: str) -> Act:
 
 
 def shorten(cluster: SlurmCluster, folder: Path) -> None:
-    """The job's time is up in half a minute.
+    """Set the job's end time to half a minute from now.
 
-    Slurm looks at the limits of jobs every half minute, and warns of those that will be up before it looks again: so it
-    warns first, and ends the job when it looks the next time.
+    Slurm checks time limits every half minute. It first warns of limits that expire before the next check, and ends the
+    job at that check.
     """
     cluster.run("scontrol", "update", f"JobId={number(folder)}", f"EndTime=now+{LOOKS_AT_LIMITS + 1}")
 
 
 def lengthen(cluster: SlurmCluster, folder: Path) -> None:
-    """Its next start has time enough."""
+    """Give the next start of the job enough time."""
     cluster.run("scontrol", "update", f"JobId={number(folder)}", "TimeLimit=10")
 
 
 def lengthen_next_start(cluster: SlurmCluster, folder: Path) -> None:
-    """As `lengthen`, for a job whose time is up: Slurm takes no limit for it until the job has been made to wait."""
+    """Do the same as `lengthen` for a job past its limit. Slurm accepts a new limit only once the job is pending."""
     wait_for(folder, lambda: state(cluster, folder) == "PENDING")
     lengthen(cluster, folder)
 
 
 def mend_link(cluster: SlurmCluster, folder: Path) -> None:
-    """The node is there again, and the job begins when Slurm lets it, two minutes after its end.
+    """Restore the link of the node, and wait until Slurm starts the job, two minutes after its end.
 
-    The other drills do not wait for these. Here Slurm needs them: for more than a minute the node may tell it of the
-    end of the step that ran there, and end what has the job's number. The next start's step has the same.
+    Other drills shorten this wait. Here it is needed: for more than a minute the node may still report the end of the
+    old step and end everything with the job's id. The step of the next start has the same id.
     """
     cluster.mend_link("n2")
     wait_for(folder, lambda: state(cluster, folder) == "RUNNING")
@@ -179,7 +179,7 @@ DRILLS = [
         "the job's script, by Slurm's SIGTERM",
         shorten,
         lengthen_next_start,
-        # A checkpoint that is written beside the steps is finished by a later one, and none comes.
+        # A background checkpoint is completed in a later step, which would never come here.
         fields=("training.async_checkpoints=false",),
         sabotage="stuck_once",
         since="asked to stop by USR1",
@@ -201,13 +201,13 @@ DRILLS = [
 
 
 def cluster_for_drills(folder: Path) -> SlurmCluster:
-    """Two nodes, and limits that are short, but not so short that what they limit has no time."""
+    """Cluster of two nodes with limits as short as a busy machine permits."""
     limits = {"slurmd_timeout": SLURMD_SECONDS, "kill_wait": KILL_SECONDS}
     return SlurmCluster(folder, nodes=2, cpus=2, is_preempting=True, **limits)
 
 
 def perform(cluster: SlurmCluster, config: Path, drill: Drill) -> Course:
-    """Launch a run on two nodes, let the fault happen in its middle, and wait for its end."""
+    """Launch a run on two nodes, inject the fault in its middle, and wait for its end."""
     program = ["--python", str(sabotaged.program(config.parent, drill.sabotage))] if drill.sabotage else []
     name = "-".join(word for word in drill.name.lower().split() if word.isalnum())
     options = ["--time", "10", "--save-before", "20", *program]
@@ -235,7 +235,7 @@ def perform(cluster: SlurmCluster, config: Path, drill: Drill) -> Course:
 
 @contextlib.contextmanager
 def small_disk(folder: Path) -> Iterator[Path]:
-    """A disk of 32 MiB, a new folder; nodes that are started later see it."""
+    """Context manager that mounts a disk of 32 MiB on a new folder. Nodes started later see it."""
     folder.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", str(folder)], check=True)
     try:
@@ -245,9 +245,9 @@ def small_disk(folder: Path) -> Iterator[Path]:
 
 
 def fill_disk(cluster: SlurmCluster, config: Path, disk: Path, name: str, fields: Sequence[str] = ()) -> Course:
-    """Launch a run on a disk that fills up in its middle, make room when its job has ended, and resume it by hand.
+    """Launch a run, fill its disk in the middle, free space when its job has ended, and launch it again to resume.
 
-    Seconds to the first step are from the second `selectron launch` on.
+    `Course.resumed` is measured from the second `selectron launch`.
     """
     fields = [*fields, "training.keep_checkpoints=2"]
     folder = launched(cluster, config, name, fields, processes_per_node=1, runs=disk)
@@ -270,7 +270,7 @@ def fill_disk(cluster: SlurmCluster, config: Path, disk: Path, name: str, fields
 
 
 def _is_filled(filler: Path) -> bool:
-    """Fill a disk with a file, but for some lines of metrics and events, if nobody takes the room in this moment."""
+    """Fill a disk with a file, except for room for some records. Return False if the space is taken meanwhile."""
     with filler.open("wb") as file, contextlib.suppress(OSError):
         os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(filler.parent).free - MIB // 8)
         return True
@@ -278,31 +278,31 @@ def _is_filled(filler: Path) -> bool:
 
 
 def _is_under_way(folder: Path) -> bool:
-    """Whether a run is past its eighth step and has two checkpoints, of which one may be lost.
+    """Return True once a run is past its eighth step and has two checkpoints, of which one may be lost.
 
-    Steps do not wait for a checkpoint that is written beside them: where cores are busy they may be well ahead of it.
+    Steps do not wait for a background checkpoint, and may be well ahead of it on busy cores.
     """
     saved = CheckpointFolder(folder / "checkpoints").latest() or 0
     return len(records(folder)) >= 8 and saved >= 2 * CHECKPOINT_EVERY
 
 
 def _inode(folder: Path) -> int:
-    """Of a run's metrics, which each start of its job writes anew."""
+    """Inode of a run's metrics file, which each start of its job replaces."""
     return (folder / "metrics.jsonl").stat().st_ino
 
 
 def _until_begun_anew(cluster: SlurmCluster, folder: Path, inode: int) -> tuple[float, int | None]:
-    """Wait until the run has other metrics than before: when Slurm let it, and the newest checkpoint until then."""
+    """Wait until a new start replaces the metrics file. Return the release time and the newest checkpoint before."""
     again, newest = time.monotonic(), None
 
     def has_begun_anew() -> bool:
         nonlocal again, newest
-        if released(cluster, folder):  # more than once, where Slurm and the job itself both want it to begin anew
+        if released(cluster, folder):  # may happen twice: Slurm and the job itself both requeue
             again = time.monotonic()
         before = CheckpointFolder(folder / "checkpoints").latest()
         if _inode(folder) != inode:
             return True
-        newest = before  # by the start before, which may have ended with a checkpoint: there are no other metrics yet
+        newest = before  # the metrics file is still the old one, so the previous start wrote this checkpoint
         return False
 
     wait_for(folder, has_begun_anew)
@@ -313,7 +313,7 @@ HEADINGS = ("fault", "noticed by", "s to detection", "s from then to training", 
 
 
 def main() -> None:
-    """Print the table."""
+    """Print the table of drills."""
     named = sys.argv[1:]
     with tempfile.TemporaryDirectory() as name, small_disk(Path(name) / "disk") as disk:
         place = Path(name)

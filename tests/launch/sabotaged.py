@@ -1,4 +1,4 @@
-"""`python FAULT -m megatron_ext.cli ...`: the command, but that something goes wrong in training."""
+"""Replacement of `python` that runs the command with a fault in training: `python FAULT -m megatron_ext.cli ...`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FOREVER = 3600
 
 
 def nan_once(*arguments: Any, **keywords: Any) -> Trainer:
-    """Rank 1's gradient is not a number at its ninth attempt at a step."""
+    """Build a trainer in which rank 1 has a NaN gradient at its ninth call of `train_step`."""
     trainer = build_trainer(*arguments, **keywords)
     count, train_step = 0, trainer.train_step
 
@@ -37,7 +37,7 @@ def nan_once(*arguments: Any, **keywords: Any) -> Trainer:
 
 
 def slow_start(*arguments: Any, **keywords: Any) -> Trainer:
-    """Steps take a second until the job starts anew."""
+    """Build a trainer whose steps take a second until the job is requeued."""
     trainer = build_trainer(*arguments, **keywords)
     train_step = trainer.train_step
 
@@ -50,7 +50,7 @@ def slow_start(*arguments: Any, **keywords: Any) -> Trainer:
 
 
 def stuck_once(*arguments: Any, **keywords: Any) -> Trainer:
-    """A ninth step that no signal but KILL ends, until the job starts anew."""
+    """Build a trainer whose ninth step hangs until SIGKILL, until the job is requeued."""
     trainer = build_trainer(*arguments, **keywords)
     count, train_step = 0, trainer.train_step
 
@@ -58,7 +58,7 @@ def stuck_once(*arguments: Any, **keywords: Any) -> Trainer:
         nonlocal count
         count += 1
         if count == 9 and not os.environ.get("SLURM_RESTART_COUNT"):
-            time.sleep(FOREVER)  # a signal whose handler returns does not shorten it
+            time.sleep(FOREVER)  # sleep continues after a signal handler returns
         return train_step(*arguments)
 
     trainer.train_step = stuck  # type: ignore[method-assign]
@@ -69,7 +69,7 @@ FAULTS = {build.__name__: build for build in (nan_once, slow_start, stuck_once)}
 
 
 def program(folder: Path, fault: str) -> Path:
-    """Write what stands in the place of Python where a run is launched."""
+    """Write a script to pass as the Python interpreter of a launched run."""
     path = folder / fault
     path.write_text(f'#!/bin/sh\nexec {sys.executable} {Path(__file__).resolve()} {fault} "$@"\n')
     path.chmod(0o755)

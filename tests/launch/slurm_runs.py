@@ -1,4 +1,4 @@
-"""Runs that are launched on a cluster of virtual nodes: how a test starts and watches them, and waits for their end."""
+"""Helpers that launch runs on a cluster of virtual nodes, watch them, and wait for their end."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def launched(
     options: Sequence[str] = ("--time", "10"),
     runs: Path | None = None,
 ) -> Path:
-    """Launch a run, as a user does; its folder, in `runs` beside the configuration or elsewhere."""
+    """Launch a run as a user does. Return its folder, in `runs` beside the configuration by default."""
     where = ["--nodes", str(nodes), "--processes-per-node", str(processes_per_node), *options]
     printed = cluster.run(*LAUNCH, str(config), *FIELDS, *fields, f"run.name={name}", *where)
     folder = (runs or config.parent / "runs") / name
@@ -48,12 +48,12 @@ def happened(folder: Path) -> list[str]:
 
 
 def number(folder: Path) -> str:
-    """Of a run's newest job."""
+    """Job id of a run's newest job."""
     return str(jobs_of(folder)[-1].number)
 
 
 def state(cluster: SlurmCluster, folder: Path) -> str:
-    """Of a run's newest job, as Slurm has it."""
+    """Slurm state of a run's newest job."""
     said = cluster.run("squeue", "--noheader", "--states=all", f"--jobs={number(folder)}", "--format=%T", check=False)
     return said.strip()
 
@@ -67,26 +67,26 @@ def wait_for(folder: Path, condition: Callable[[], object], seconds: float = 300
 
 
 def released(cluster: SlurmCluster, folder: Path) -> bool:
-    """As `release`, for a run's newest job."""
+    """Call `release` for a run's newest job."""
     return release(cluster, number(folder))
 
 
 def release(cluster: SlurmCluster, job: str) -> bool:
-    """Let a job begin in three seconds, and wait for them, if Slurm holds it; whether it did.
+    """If Slurm holds a job, set its start time to three seconds from now, wait, and return True.
 
-    A job that starts anew is held for two minutes by Slurm, and must be for some time: a node takes a job begun in the
-    second in which it was requeued for the one that it has just ended.
+    Slurm holds a requeued job for two minutes. Some delay is necessary: if the job starts within the second of its
+    requeue, a node mistakes it for the job that just ended.
     """
     held = cluster.run("squeue", "--noheader", f"--jobs={job}", "--format=%T %r", check=False)
     if held.strip() != "PENDING BeginTime":
         return False
-    cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now+3", check=False)  # it may begin in this moment
+    cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now+3", check=False)  # the job may start just now
     time.sleep(3)
     return True
 
 
 def finished(cluster: SlurmCluster, folder: Path) -> Path:
-    """Wait for the end of a run, whose job Slurm may hold."""
+    """Wait until a run is finished, releasing its job if Slurm holds it. Return its folder."""
 
     def is_finished() -> bool:
         released(cluster, folder)
@@ -102,9 +102,9 @@ def wait_for_step(folder: Path, step: int) -> None:
 
 
 def first_steps(folder: Path) -> list[int]:
-    """The step that each start of a run recorded first, of those that recorded one.
+    """First recorded step of each start of a run that recorded any.
 
-    From TensorBoard's files: each start writes its own, where metrics.jsonl is one for all.
+    The steps come from TensorBoard's files: each start writes its own, while metrics.jsonl is shared.
     """
     firsts = []
     for file in sorted((folder / "tensorboard").iterdir()):  # their names begin with the time
@@ -114,7 +114,7 @@ def first_steps(folder: Path) -> list[int]:
 
 
 def ranks_of(folder: Path) -> list[int]:
-    """Processes of a run's ranks, whatever node they are on."""
+    """Process ids of a run's ranks on all nodes."""
     found = subprocess.run(["pgrep", "-f", f"cli train {folder}/launch"], capture_output=True, text=True, check=False)
     pids = [int(pid) for pid in found.stdout.split()]
     return [pid for pid in pids if os.path.basename(os.readlink(f"/proc/{pid}/exe")).startswith("python")]

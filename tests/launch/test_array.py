@@ -1,4 +1,4 @@
-"""Arrays of Slurm: what is written and noted, without a Slurm; `test_slurm_jobs.py` has one."""
+"""Slurm arrays: written files and recorded events, without Slurm. `test_slurm_jobs.py` runs a real one."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_what_slurm_is_asked_for(tmp_path: Path) -> None:
 
 
 def test_a_task_becomes_its_runs_job(tmp_path: Path) -> None:
-    """As Slurm would start it; without SLURM_JOB_ID, so that the job's own script starts no srun."""
+    """Start the task as Slurm would, but without SLURM_JOB_ID, so that the job's script does not call srun."""
     array = array_of(tmp_path, ["a", "b c"])
     given = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
     given |= {"SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_JOB_ID": "40"}

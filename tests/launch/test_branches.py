@@ -1,4 +1,4 @@
-"""Runs of a sweep that wait for others of it."""
+"""Runs of a sweep that wait for other runs of it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_who_waits_for_whom(tmp_path: Path) -> None:
     trunks = trunks_of(tmp_path, configs)
     assert trunks == {"twig": "branch", "branch": "trunk", "second": "trunk"}
     assert in_order(configs, trunks) == {None: ["trunk", "other"], "trunk": ["branch", "second"], "branch": ["twig"]}
-    # A trunk that is not among them is finished.
+    # A trunk that is not in the list is finished.
     assert in_order(["twig", "second"], trunks) == {None: ["twig", "second"]}
 
 
@@ -56,7 +56,7 @@ def test_a_checkpoint_that_will_not_be_there(tmp_path: Path, trunk: dict[str, in
     with pytest.raises(UserError) as caught:
         trunks_of(tmp_path, {"trunk": run(**trunk), "short": run(checkpoint)})
     assert str(caught.value) == line
-    checkpoint.mkdir(parents=True)  # it was kept before
+    checkpoint.mkdir(parents=True)  # a checkpoint kept earlier
     assert trunks_of(tmp_path, {"trunk": run(**trunk), "short": run(checkpoint)}) == {"short": "trunk"}
 
 

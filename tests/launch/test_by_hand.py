@@ -1,4 +1,4 @@
-"""`status`, `logs` and `cancel` of runs that `selectron train` was called for by hand."""
+"""Commands `status`, `logs` and `cancel` for runs started by hand with `selectron train`."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_run_that_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         (20, GONE, False, "failed", f"gone ({GONE})"),
         (50, GONE, False, "finished", "finished"),
     ],
-    ids=["finished", "stopped", "killed", "killed at its end"],  # not by pids, which differ between processes
+    ids=["finished", "stopped", "killed", "killed at its end"],  # explicit ids: pids differ between processes
 )
 def test_a_run_that_has_ended(
     tmp_path: Path, step: int, process: object, released: bool, standing: str, said: str
@@ -88,7 +88,7 @@ def test_what_is_no_run_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_a_launched_run_that_goes_on_by_hand_has_one_story(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its job ended long ago; its own process is not taken for a stranger's."""
+    """The job has ended long ago. The run's own process is recognized as its own."""
     run = trained(job_of(tmp_path / "a", "7", "begun on n1", "stopped").run)
     monkeypatch.setattr(status, "job_state", lambda _: None)
     assert status_of(run).standing == "stopped"
@@ -103,7 +103,7 @@ def test_a_launched_run_that_goes_on_by_hand_has_one_story(tmp_path: Path, monke
 
 
 def test_the_template_by_hand_is_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A script that was submitted without `launch` has no folder of its job beside the run."""
+    """A script submitted without `launch` has no job folder in the run folder."""
     monkeypatch.setenv(lock_file.LAUNCH_VARIABLE, "work")
     held(trained(tmp_path / "a"))
     assert (status_of(tmp_path / "a").standing, status_of(tmp_path / "a").job) == ("running", "by hand")
@@ -152,7 +152,7 @@ def test_a_process_knows_the_file_that_it_prints_to(tmp_path: Path, to: str, exp
 
 
 def test_ranks_of_another_start_are_not_counted(tmp_path: Path) -> None:
-    """The folder was removed and the run begun again, while processes of the first start lived on."""
+    """The folder was removed and the run restarted while processes of the first start were still alive."""
     run = trained(tmp_path / "a")
     lock = held(run)
     for rank, start in ((0, lock.token), (1, "of another"), (2, "")):

@@ -1,4 +1,4 @@
-"""A sweep that was edited, or whose data was prepared again, does not take its old runs for its own."""
+"""Sweeps that were edited, or whose data was prepared again, do not reuse old runs."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ cp $config $run/config.yaml; echo '{"step": 10}' >$run/metrics.jsonl
 
 @pytest.fixture(scope="module")
 def corpora_of(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Prepared data, and the same with some documents more."""
+    """Two prepared data folders. The second has some more documents."""
     folders = [tmp_path_factory.mktemp("corpus") for _ in range(2)]
     return prepared(folders[0], documents=90), prepared(folders[1], documents=99)
 
 
 @pytest.fixture
 def sweep(tmp_path: Path, corpora_of: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """Calls `selectron sweep`; without arguments as the runs of the fixture were begun."""
+    """Function that calls `selectron sweep`, by default with the arguments that started the runs of the fixture."""
     changed_runs._digests.cache_clear()
-    monkeypatch.setattr(job, "PACKAGES", ())  # the code need not be copied
+    monkeypatch.setattr(job, "PACKAGES", ())  # skip copying the code
     shutil.copytree(corpora_of[0], tmp_path / "data")
     write_config(tmp_path, tmp_path / "data", tmp_path / "runs").rename(tmp_path / "base.yaml")
     python = tmp_path / "python"
@@ -53,7 +53,7 @@ def sweep(tmp_path: Path, corpora_of: tuple[Path, Path], monkeypatch: pytest.Mon
 
 @pytest.fixture
 def runs(tmp_path: Path, sweep: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> Path:
-    """Of the sweep, all finished."""
+    """Folder of the sweep's runs, all finished."""
     assert sweep() == 0
     capsys.readouterr()
     return tmp_path / "runs" / "sizes"
@@ -99,7 +99,7 @@ def test_a_changed_field_is_named_for_each_run(
     assert "; seed2 (" in error
     assert "begin them anew with --restart seed1 --restart seed2" in error
     assert number_of_jobs(runs) == [1, 1]
-    assert sweep(*more, field, "--dry-run") == 0  # which lists them, and warns
+    assert sweep(*more, field, "--dry-run") == 0  # lists the runs and warns
     said = capsys.readouterr()
     assert phrase in said.err
     assert "seed1" in said.out
@@ -122,7 +122,7 @@ def test_other_data_of_the_same_place_is_named(
 ) -> None:
     shutil.move(tmp_path / "data", tmp_path / "moved")
     changed_runs._digests.cache_clear()
-    assert sweep(f"data.path={tmp_path}/moved") == 0  # the same data at another place
+    assert sweep(f"data.path={tmp_path}/moved") == 0  # same data in another folder
     shutil.copytree(corpora_of[1], tmp_path / "data")
     capsys.readouterr()
     assert sweep() == 2
@@ -133,7 +133,7 @@ def test_a_run_is_begun_anew_and_what_it_was_is_kept(
     runs: Path, sweep: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = (runs / "seed1" / "config.yaml").read_text()
-    assert sweep("--restart", "seed1", steps=20) == 2  # the other one differs, too
+    assert sweep("--restart", "seed1", steps=20) == 2  # the other run differs, too
     assert (runs / "seed1" / "config.yaml").read_text() == before
     capsys.readouterr()
     assert sweep("--restart", "seed1", "--restart", "seed2", steps=20) == 0
@@ -230,7 +230,7 @@ def test_older_sweeps_are_compared_by_their_configuration(
 ) -> None:
     for name in ("seed1", "seed2"):
         (runs / name / "launch" / "1" / "data.json").unlink()
-        path = runs / name / "config.yaml"  # as written before there were some fields
+        path = runs / name / "config.yaml"  # as written by a version that lacked some fields
         tree = YAML(typ="safe").load(path)
         del tree["data"]["reset_attention"], tree["resilience"]
         with path.open("w") as file:

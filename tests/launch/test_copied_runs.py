@@ -1,4 +1,4 @@
-"""A copy of a run's folder names the original's job and process: neither is taken for the copy's own."""
+"""Copied run folders: the job and process of the original, named in the copy, are not attributed to the copy."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def job_at(run: Path, number: str) -> Job:
 
 @pytest.fixture
 def cancelled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
-    """Numbers of the jobs that are cancelled; job 7 runs, whose script is the original's."""
+    """Ids of cancelled jobs. Job 7 is running, and its script is that of the original."""
     runs = JobState("RUNNING", "", "n1", str(tmp_path / "run" / "launch" / "1" / "job.sbatch"))
     numbers: list[str] = []
     monkeypatch.setattr(slurm, "job_state", {"7": runs}.get)
@@ -46,7 +46,7 @@ def cancelled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """Beside the original, as cp -r makes it."""
+    """Copy of the run folder beside the original, as `cp -r` makes it."""
     job_at(tmp_path / "run", "7")
     return shutil.copytree(tmp_path / "run", tmp_path / "copy")
 
@@ -59,7 +59,7 @@ def test_the_job_of_a_copy_is_not_cancelled(
     said = f"selectron: error: {copy}: job 7 runs {script}, which is not this folder's: it was copied or moved; "
     assert capsys.readouterr().err == f"{said}cancel that run, or call `scancel 7` if you mean that job\n"
     assert cancelled == []
-    (tmp_path / "link").symlink_to(tmp_path / "run")  # the run itself, by another path
+    (tmp_path / "link").symlink_to(tmp_path / "run")  # same run under another path
     assert main(["cancel", str(tmp_path / "link")]) == 0
     assert cancelled == ["7"]
 
@@ -81,7 +81,7 @@ def test_a_number_of_what_launch_did_not_submit_is_no_job_of_a_run(tmp_path: Pat
 
 
 def test_a_task_of_an_array_is_its_runs_alone(tmp_path: Path) -> None:
-    """All tasks of a sweep run one script: which run a task is of, the array's list says."""
+    """All tasks of a sweep run one script. The array's list assigns tasks to runs."""
     runs = tmp_path / "runs"
     jobs = [job_at(runs / name, f"9_{task}") for task, name in enumerate("ab")]
     array = runs / "launch" / "arrays" / "1"
@@ -89,11 +89,11 @@ def test_a_task_of_an_array_is_its_runs_alone(tmp_path: Path) -> None:
     (array / "jobs.json").write_text(json.dumps([str(job.folder) for job in jobs]))
     state = JobState("RUNNING", "", "n1", str(array / "array.sbatch"))
     assert [is_of_another(job, state) for job in jobs] == [False, False]
-    shutil.copytree(runs / "a", runs / "c")  # one run beside it
-    shutil.copytree(runs, tmp_path / "all")  # the whole sweep
+    shutil.copytree(runs / "a", runs / "c")  # copy of one run
+    shutil.copytree(runs, tmp_path / "all")  # copy of the whole sweep
     others = [Job(folder / "launch" / "1") for folder in (runs / "c", tmp_path / "all" / "a")]
     assert [is_of_another(job, state) for job in others] == [True, True]
-    jobs[1].keep_number("9_2")  # which the array has not
+    jobs[1].keep_number("9_2")  # no such task in the array
     assert is_of_another(jobs[1], state)
 
 
@@ -137,7 +137,7 @@ def test_a_copied_lock_is_not_held_by_the_originals_process(tmp_path: Path) -> N
     assert not state.is_held
     command.refuse_held(tmp_path / "copy")
     take(tmp_path / "copy" / FOLDER, "copy", say=lambda line: pytest.fail(line)).release()
-    lock.check()  # the original's is none the worse
+    lock.check()  # the original's lock is unaffected
     (tmp_path / "link").symlink_to(tmp_path / "run")
     with pytest.raises(UserError, match="is held by process"):
         take(tmp_path / "link" / FOLDER, "link")
@@ -149,6 +149,6 @@ def test_a_lock_whose_folder_was_moved_is_held(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is held by process"):
         take(tmp_path / "moved" / FOLDER, "moved")
     other = dataclasses.replace(this_process(), pid=2**22 + 1)
-    take(tmp_path / "run" / FOLDER, "run", me=other)  # another run took the place: another token
+    take(tmp_path / "run" / FOLDER, "run", me=other)  # another run took the folder: another token
     with pytest.raises(UserError, match="is held by process"):
         take(tmp_path / "moved" / FOLDER, "moved")

@@ -1,4 +1,4 @@
-"""`status`, `logs` and `cancel` where one file of one run is damaged: the run says so, and the others stand."""
+"""Commands `status`, `logs` and `cancel` with a damaged file in one run: they report it and show the other runs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ FILES = {
 
 
 def huge(path: Path) -> None:
-    """Each number of a file in 5,000 digits, in which Python does not read it, or as a float of none."""
+    """Replace each number of a file by one that Python does not parse: 5,000 digits, or an out-of-range float."""
     content = path.read_bytes()
     for number in (b"50", b"7", b"0", b"1", b"2.25"):
         content = content.replace(number, HUGE)
@@ -73,23 +73,23 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "dangling link": dangling,
     "pipe": pipe_instead,
     "without end": lambda path: (path.unlink(missing_ok=True), path.symlink_to("/dev/zero")),
-    "unreadable": lambda path: None,  # see the fixture
+    "unreadable": lambda path: None,  # done in the fixture `damaged`
 }
 
 SILENT = {
-    # A run without heartbeats or lock is one of older code or of another command, one without records has just begun;
-    # a link to nowhere is read as a file that is not there; the content of the launcher's lock means nothing.
+    # Without heartbeats or lock, a run is by older code or another command. Without records, it has just started. A
+    # dangling link counts as a missing file. The content of the launcher's lock is not read.
     *(("launch lock", damage) for damage in DAMAGES),
     *(("lock", damage) for damage in DAMAGES),
     *((file, "empty") for file in ("metrics.jsonl", "heartbeat", "events.tsv")),
     *((file, "dangling link") for file in ("events.tsv", "job_id")),
-    ("sweep.json", "huge number"),  # it has none
+    ("sweep.json", "huge number"),  # the file has no numbers
 }
 
 
 @pytest.fixture(autouse=True)
 def _in_time() -> Iterator[None]:
-    """A read that waits for ever, as of a pipe, fails instead."""
+    """Make a read that would block for ever, such as from a pipe, fail."""
 
     def late(*_: object) -> None:
         raise AssertionError("waits for ever")
@@ -123,10 +123,10 @@ def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def damaged(sweep: Path, file: str, damage: str, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file, which is damaged."""
+    """Damage the file and return its path."""
     path = sweep / FILES[file]
     DAMAGES[damage](path)
-    if damage == "unreadable":  # for root, too
+    if damage == "unreadable":  # also for root
         opened = os.open
 
         def refuse(name: Any, *args: Any, **options: Any) -> int:
@@ -139,13 +139,13 @@ def damaged(sweep: Path, file: str, damage: str, monkeypatch: pytest.MonkeyPatch
 
 
 def rows(printed: str) -> dict[str, list[str]]:
-    """Cells of the first table's rows, by run."""
+    """Cells of the rows of the first table, by run."""
     table = printed.partition("\n\n")[0]
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
     return {row[0]: row[:7] for row in cells}
 
 
-# Nested YAML is the configuration reader's own matter, and slow.
+# Deeply nested YAML is tested with the configuration reader, and slow.
 CASES = [case for case in product(FILES, DAMAGES) if case != ("config.yaml", "deep")]
 SOUND = ["7", "running", "1", "50 of 50", "2.2500", "1,000"]
 
@@ -191,7 +191,7 @@ def test_a_damaged_file_is_named_and_the_other_runs_stand(
 
 
 def test_a_record_in_the_middle_of_damage_is_found(sweep: Path) -> None:
-    """A run that was killed by a power cut, and went on: its next record stands in the line of the one cut off."""
+    """After a power cut and a resume, the next record shares the line of the truncated one."""
     path = sweep / "b" / "metrics.jsonl"
     path.write_bytes(path.read_bytes() + b'{"step": 51, "lo\0\0\0{"step": 51, "loss": 2.0, "tokens_per_second": 1.0}\n')
     found = status.status_of(sweep / "b")

@@ -1,4 +1,4 @@
-"""Batch scripts against a cluster of 64 nodes with 8 GPUs each that is only declared: Slurm judges, nothing runs."""
+"""Batch scripts checked by Slurm against a declared cluster of 64 nodes with 8 GPUs each. Nothing runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
 
 @pytest.fixture(autouse=True)
 def asked_there(cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slurm's commands are given on the login host of the cluster."""
+    """Run Slurm's commands on the login host of the cluster."""
     monkeypatch.setattr(slurm, "ask", cluster.run)
 
 

@@ -1,4 +1,4 @@
-"""Faults on a cluster: each run ends as the one that nothing disturbs, to the last bit."""
+"""Faults on a cluster: each run ends bit-identical to an undisturbed one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missi
 
 @pytest.fixture(scope="module")
 def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A small one; nodes see it, as it is there before them."""
+    """Small disk, mounted before the nodes start so that they see it."""
     with small_disk(tmp_path_factory.mktemp("small") / "disk") as folder:
         yield folder
 
@@ -52,7 +52,7 @@ def config(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(cluster: SlurmCluster, config: Path) -> Path:
-    """A run that nothing disturbs, finished."""
+    """Folder of a finished, undisturbed run."""
     return finished(cluster, launched(cluster, config, "undisturbed", processes_per_node=1))
 
 
@@ -64,7 +64,7 @@ def test_a_drill_leaves_no_trace(cluster: SlurmCluster, config: Path, undisturbe
     assert all(event.time for event in events_of(jobs_of(course.folder)[-1]))
     begun = [event for event in happened(course.folder) if event == "begun on n1,n2"]
     assert len(begun) == (2 if drill.is_outage else 1), happened(course.folder)
-    if drill.is_outage:  # what is lost are the steps since the newest checkpoint, and no more
+    if drill.is_outage:  # only the steps since the newest checkpoint are lost
         assert course.newest is not None
         assert course.first == course.newest + 1 - drill.goes_back
     log = jobs_of(course.folder)[-1].log.read_text()
@@ -80,7 +80,7 @@ def test_a_drill_leaves_no_trace(cluster: SlurmCluster, config: Path, undisturbe
 
 
 def assert_noticed_by_the_watch(log: str) -> None:
-    """A rank says where it was, and does so before Slurm finds the node gone, if it does."""
+    """Check that a rank prints its stack, and before Slurm detects that the node is gone, if it does."""
     watch, stack = f"Timeout (0:00:{HANG_SECONDS:02})!", log.find("in train_step")
     assert watch in log
     assert log.index(watch) < stack
@@ -88,7 +88,7 @@ def assert_noticed_by_the_watch(log: str) -> None:
 
 
 def test_the_time_limit(cluster: SlurmCluster, config: Path, undisturbed: Path) -> None:
-    """Slurm itself sends USR1 before a minute is up; the next start has time enough."""
+    """Slurm itself sends USR1 within a minute. The next start has enough time."""
     slow = ["--time", "1", "--save-before", "20", "--python", str(program(config.parent, "slow_start"))]
     folder = launched(cluster, config, "time-limit", processes_per_node=1, options=slow)
     wait_for(folder, lambda: "asked to stop by USR1" in happened(folder))
@@ -96,15 +96,15 @@ def test_the_time_limit(cluster: SlurmCluster, config: Path, undisturbed: Path) 
     finished(cluster, folder)
     first, asked, ended, *then = happened(folder)
     assert (first, asked) == ("begun on n1,n2", "asked to stop by USR1")
-    # Slurm warns as early as 12 s after the start, when on a machine with little to spare ranks do not listen yet. The
-    # warning ends them; if it ends one first, srun ends the others by TERM. Its code is the largest of theirs.
+    # Slurm may warn as early as 12 s after the start. On a busy machine the ranks have no handler yet, and the warning
+    # kills them. If it kills one first, srun ends the others by TERM. srun's exit code is the largest of theirs.
     assert ended in [f"ended with exit code {code}" for code in (75, 128 + signal.SIGUSR1, 128 + signal.SIGTERM)]
     assert then == ["starts anew", "begun on n1,n2", "finished"]
     assert curve(folder) == curve(undisturbed)
 
 
 def test_a_scancel_after_the_warning_ends_the_job(cluster: SlurmCluster, config: Path) -> None:
-    """It sends the signal that a time limit does, to a run that does not end before it is killed."""
+    """scancel sends the same signal as a time limit, here to a run that ends only by SIGKILL."""
     stuck = ["--time", "10", "--python", str(program(config.parent, "stuck_once"))]
     folder = launched(cluster, config, "cancelled", processes_per_node=1, options=stuck)
     wait_for_step(folder, 8)
@@ -121,12 +121,12 @@ def test_a_scancel_after_the_warning_ends_the_job(cluster: SlurmCluster, config:
 def test_a_disk_that_is_full_during_a_checkpoint(
     cluster: SlurmCluster, data: Path, disk: Path, tmp_path: Path, undisturbed: Path, asynchronous: str
 ) -> None:
-    """The job ends with one line, and goes on when there is room."""
+    """The job ends with a one-line error, and the run resumes when there is space."""
     config = write_config(tmp_path, data, disk)
     fields = [f"training.async_checkpoints={asynchronous}"]
     course = fill_disk(cluster, config, disk, f"full-{asynchronous}", fields)
     refused = events_of(jobs_of(course.folder)[0])[-1].what
-    # Beside a checkpoint that fills the disk, a step's record may be the first to find it full.
+    # While a background checkpoint fills the disk, writing a step's record may fail first.
     assert "cannot be saved" in refused or (asynchronous == "true" and "cannot be written" in refused)
     assert "make room and start again with --resume" in refused
     assert course.newest is not None

@@ -1,4 +1,4 @@
-"""`selectron launch --local` and its log, with a shell program in the place of training."""
+"""Command `selectron launch --local` and its log, with a shell program instead of training."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ echo said; wait
 
 @pytest.fixture
 def launched(tmp_path: Path) -> Callable[[str], list[str]]:
-    """Arguments that launch a program here; its run is `runs/run`."""
+    """Function that returns the arguments to launch a program locally as the run `runs/run`."""
     (tmp_path / "data").mkdir()
     config = write_config(tmp_path, tmp_path / "data", tmp_path / "runs")
     python = tmp_path / "python"

@@ -1,4 +1,4 @@
-"""Names that a shell or Slurm would take for more than names: scripts are run, and nothing of a name is."""
+"""Names with special meaning to a shell or Slurm: scripts run, and no part of a name is executed."""
 
 import os
 import subprocess
@@ -43,7 +43,7 @@ NAMES = [
     "a,b",
 ]
 FOLDERS = ["/".join(NAMES), "-rf", "~", "--output=x"]
-"""One folder in another, for a few scripts in the place of many; and what matters at the begin of a relative path."""
+"""Nested hostile names, so that few scripts suffice, and names that matter at the beginning of a relative path."""
 
 PYTHON = f"""#!/bin/sh
 [ "$3" = train ] || exit 0
@@ -89,7 +89,7 @@ def check(job: Job, called: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", FOLDERS, ids=["all", *FOLDERS[1:]])
 def test_a_job_in_a_folder_of_that_name(tmp_path, monkeypatch, code, name):
-    """With a Slurm that is a few lines, and without one: ranks get their arguments as they are."""
+    """Ranks get their arguments unchanged, with a fake Slurm and without Slurm."""
     cwd, python = tmp_path / "cwd" / name, program(tmp_path / "bin" / name / "python", PYTHON)
     cwd.mkdir(parents=True)
     monkeypatch.chdir(cwd)
@@ -117,7 +117,7 @@ def test_a_job_in_a_folder_of_that_name(tmp_path, monkeypatch, code, name):
 
 
 def cut_as_slurm_does(line: str) -> list[str]:
-    """Words of an #SBATCH line by the rules of sbatch's `_get_argument`: a backslash escapes also within quotes."""
+    """Split an #SBATCH line by the rules of sbatch's `_get_argument`: a backslash escapes within quotes, too."""
     words, word, quote, escaped = [], "", "", False
     for letter in line:
         if escaped:
@@ -146,11 +146,11 @@ def test_directives_are_read_back_as_they_were(name):
 
 @pytest.mark.parametrize("letter", ["\n", "\r", "\x00", "\x1b", "\u2028", "\x85", "\udcff"], ids=ascii)
 def test_control_characters_are_refused(tmp_path, monkeypatch, capsys, letter):
-    """Before anything is written, by field or option."""
+    """The error names the field or option, and nothing is written."""
     name = f"a{letter}touch {CANARY}"
     (tmp_path / "c.yaml").write_text("data: {path: x}\n")
     for override in (f"run.dir={name!a}".replace("'", '"'), f"data.path={name!a}".replace("'", '"')):
-        if letter not in "\x00\udcff":  # YAML itself has none of these
+        if letter not in "\x00\udcff":  # YAML cannot contain these
             with pytest.raises(UserError, match=rf"^{override.partition('=')[0]}: .* holds the control character "):
                 load_config(tmp_path / "c.yaml", [override], {})
     with pytest.raises(UserError, match=r"^--sbatch: .* holds the control character "):

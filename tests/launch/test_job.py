@@ -1,4 +1,4 @@
-"""The folder of a launched job, its script run by bash with programs in the place of training."""
+"""Folder of a launched job, and its script run by bash with programs instead of training."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RESOURCES = Resources(nodes=1, job_name="run", requeues=2)
 
 
 def written(folder: Path, program: str) -> Job:
-    """A job whose interpreter is a shell program; it is called as `program -m megatron_ext.cli train ...`."""
+    """Write a job whose interpreter is a shell program, called as `program -m megatron_ext.cli train ...`."""
     python = folder / "python"
     python.write_text(f"#!/bin/sh\n{program}\n")
     python.chmod(0o755)
@@ -40,7 +40,7 @@ def started(job: Job) -> subprocess.Popen[str]:
 
 
 def ended(job: Job) -> tuple[int, str, list[str]]:
-    """Run the script to its end: exit code, what it says, what it notes."""
+    """Run the script to its end. Return exit code, output and recorded events."""
     process = started(job)
     _, errors = process.communicate(timeout=60)
     return process.returncode, errors, [event.what for event in events_of(job)]
@@ -62,7 +62,7 @@ def test_the_run_is_made_of_what_was_there(tmp_path: Path, monkeypatch: pytest.M
     ]
     given = dict(line.split("=", 1) for line in (tmp_path / "environment").read_text().splitlines() if "=" in line)
     assert given["PYTHONPATH"] == f"{job.folder}/code:/packages/of/the/user"
-    # In the source tree, which `python -m` would look into first.
+    # The working folder is the source tree, which `python -m` would search first.
     command = [sys.executable, "-c", "import kernels, data_prep, megatron_ext as m; print(m.__file__)"]
     seen = subprocess.run(command, env=given, cwd=source.ROOT, capture_output=True, text=True, check=True)
     assert seen.stdout.strip() == f"{job.folder}/code/megatron_ext/__init__.py"
@@ -111,7 +111,7 @@ def test_a_signal_is_passed_on(tmp_path: Path, number: signal.Signals, after: li
 
 
 def test_a_run_that_was_stopped_and_not_its_job_is_not_finished(tmp_path: Path) -> None:
-    """Somebody asked the ranks alone: nothing starts anew, and nobody takes it for the end."""
+    """Only the ranks were signalled: the job is neither requeued nor reported as finished."""
     assert ended(written(tmp_path, "exit 75")) == (EXIT_STOPPED, "", ["begun with 1 processes", "stopped"])
 
 
@@ -147,7 +147,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_a_path_as_a_container_calls_it(tmp_path: Path) -> None:
-    """Relative to the working folder, below it, below run.dir, below the mount that leads furthest, or below none."""
+    """Paths relative to or below the working folder, below run.dir, below the longest matching mount, or below none."""
     runs, paths = (
         tmp_path / "runs",
         ["data", f"{Path.cwd()}/data", f"{tmp_path}/runs/a", "/in/x", "/in/deep/x", "/else"],
@@ -159,7 +159,7 @@ def test_a_path_as_a_container_calls_it(tmp_path: Path) -> None:
 
 
 def test_paths_that_a_directive_could_not_hold_bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slurm reads a directive as a shell does, and % in a log's name as the beginning of a pattern."""
+    """Slurm parses a directive as a shell does, and % in a log's name as a filename pattern."""
     here, job = tmp_path / "my work", Job(tmp_path / "my runs 50%" / "run" / "launch" / "1")
     here.mkdir()
     monkeypatch.chdir(here)
@@ -169,7 +169,7 @@ def test_paths_that_a_directive_could_not_hold_bare(tmp_path: Path, monkeypatch:
 
 
 def test_containers(tmp_path: Path) -> None:
-    """Lines of the script that differ: the run's folder is seen from within, and relative paths mean the same there."""
+    """Script lines that differ with a container: the run folder is mounted, and relative paths keep their meaning."""
     job, here = Job(tmp_path / "runs" / "run" / "launch" / "1"), Path.cwd()
 
     def settings(image: str) -> list[str]:
@@ -225,7 +225,7 @@ def test_what_was_not_launched(tmp_path: Path) -> None:
 
 
 def test_an_address_with_credentials_is_only_in_a_file_of_its_owner(tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    """The ranks get the whole address; whoever reads the run's folder does not."""
+    """The ranks get the whole address. Readers of the run folder do not."""
     address, python = "s3://KEY:hunter2/x@bucket/data", tmp_path / "python"
     python.write_text('#!/bin/sh\nfor word; do echo "$word"; done > $(dirname "$0")/called\n')
     python.chmod(0o755)

@@ -1,4 +1,4 @@
-"""`selectron launch --local` as a user calls it, with the look at the machine that comes before training."""
+"""Command `selectron launch --local` as a user calls it, including the pre-flight check before training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run is launched once, however many calls there are at one moment."""
+"""Concurrent calls launch a run only once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CALLS = 4
 
 
 class FakeSlurm:
-    """Jobs that wait for ever; to submit one takes a moment."""
+    """Fake of Slurm whose jobs stay pending for ever. Submission takes a moment."""
 
     def __init__(self) -> None:
         self.submitted: list[Path] = []
@@ -47,7 +47,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeSlurm:
     monkeypatch.setattr(slurm, "job_state", fake.job_state)
     monkeypatch.setattr(slurm, "numbers_by_script", dict)
     monkeypatch.setattr(command, "_check_cluster", lambda *_: None)
-    monkeypatch.setattr(job, "PACKAGES", ())  # the code need not be copied
+    monkeypatch.setattr(job, "PACKAGES", ())  # skip copying the code
     monkeypatch.setattr(shutil, "which", lambda name: name)
     (tmp_path / "data").mkdir()
     return fake
@@ -66,7 +66,7 @@ def config_of(tmp_path: Path, name: str = "a") -> RunConfig:
 
 
 def at_once(call: Callable[[], object], calls: int = CALLS) -> list[object]:
-    """Results of calls in threads that begin together; errors of the user's are results, too."""
+    """Call a function in threads that start together. Return the results, including any `UserError`."""
     barrier, results = threading.Barrier(calls), list[object]()
 
     def one() -> None:
@@ -135,7 +135,7 @@ def held_by_job(folder: Path, number: str) -> RunLock:
 
 
 def test_a_job_that_ended_without_releasing_its_lock_is_no_obstacle(tmp_path: Path, fake: FakeSlurm) -> None:
-    held_by_job(tmp_path / "runs" / "a", "77")  # which Slurm does not know any more
+    held_by_job(tmp_path / "runs" / "a", "77")  # Slurm has forgotten this job
     assert command.launch(arguments(), config_of(tmp_path), lambda: None) == 0
 
 

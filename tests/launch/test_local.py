@@ -1,4 +1,4 @@
-"""The launcher with small programs in the place of training."""
+"""Local launcher with small programs instead of training."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ QUICK = Patience(to_terminate=0.3, to_kill=0.3)
 
 
 def program(folder: Path, body: str) -> list[str]:
-    """A command whose ranks run `body`."""
+    """Return a command whose ranks run `body`."""
     path = folder / "child.py"
     path.write_text(PRELUDE.format(root=str(ROOT), folder=str(folder)) + textwrap.dedent(body))
     return [sys.executable, "-S", str(path)]
 
 
 def start_launcher(folder: Path, body: str, processes: int = 2) -> subprocess.Popen[str]:
-    """The launcher in a process of its own, once its ranks are ready."""
+    """Start the launcher in a separate process and wait until its ranks are ready."""
     script = (
         "import sys; from megatron_ext.launch.local import Patience, launch; "
         f"sys.exit(launch({program(folder, body)!r}, {processes}, Patience(to_terminate=0.3, to_kill=0.3)))"
@@ -55,7 +55,7 @@ def is_alive(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    # A zombie that nobody has reaped has ended all the same.
+    # A zombie has ended, too, even if it has not been reaped.
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
 
 
@@ -163,7 +163,7 @@ def test_signals_reach_each_rank_once(tmp_path: Path, number: signal.Signals) ->
     launcher = start_launcher(tmp_path, COUNT_SIGNALS)
     launcher.send_signal(number)
     time.sleep(0.1)
-    if number == signal.SIGTERM:  # a scheduler that repeats itself; a repeated Ctrl-C means something else
+    if number == signal.SIGTERM:  # schedulers repeat SIGTERM; a repeated Ctrl-C has another meaning
         launcher.send_signal(number)
     _, err = launcher.communicate(timeout=20)
     assert (launcher.returncode, err) == (0, "")
@@ -172,7 +172,7 @@ def test_signals_reach_each_rank_once(tmp_path: Path, number: signal.Signals) ->
 
 @pytest.mark.parametrize("first", ["rank == 0", "rank == 1"])
 def test_ranks_that_stop_are_left_to_end_by_themselves(tmp_path: Path, first: str) -> None:
-    """The first to end with that code has not failed: the others may still write."""
+    """The first rank that exits with that code has not failed. The others may still be writing."""
     body = f"sys.exit(75) if {first} else time.sleep(1)\nopen(__file__ + '.written', 'w')\nsys.exit(75)"
     patience = Patience(to_terminate=0.0, to_kill=0.1)
     assert launch(program(tmp_path, body), 2, patience) == EXIT_STOPPED

@@ -1,4 +1,4 @@
-"""Ranks of a local run and their launcher listen on the loopback interface alone."""
+"""Network sockets: ranks of a local run and their launcher listen only on the loopback interface."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ dist.destroy_process_group()
 
 
 def listening(pid: int) -> list[str]:
-    """Addresses at which a process takes connections, as the kernel has them: 0100007F is 127.0.0.1."""
+    """Addresses on which a process listens, in the kernel's notation: 0100007F is 127.0.0.1."""
     sockets = set()
     for descriptor in Path(f"/proc/{pid}/fd").iterdir():
         try:
             sockets.add(os.readlink(descriptor))
         except OSError:
-            continue  # closed meanwhile
+            continue  # closed in the meantime
     rows = [
         row.split()
         for table in ("tcp", "tcp6")
@@ -64,7 +64,7 @@ def test_the_store() -> None:
 
 @pytest.mark.slow
 def test_ranks_and_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")  # of a cluster's profile: here it is not asked
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")  # set by a cluster's profile, must be ignored here
     program = tmp_path / "rank.py"
     program.write_text(RANK.format(root=str(ROOT), tests=str(Path(__file__).parent), folder=str(tmp_path)))
     assert launch([sys.executable, str(program)], 2) == 0

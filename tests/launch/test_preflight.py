@@ -1,4 +1,4 @@
-"""`selectron preflight` in processes of its own, and its options on `selectron launch`."""
+"""Command `selectron preflight` in separate processes, and its options on `selectron launch`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron_ext.launch.job import write_job
 from megatron_ext.launch.preflight_checks import PACKAGES, code_digest
 from megatron_ext.launch.preflight_limits import size
 
-# A rank becomes one of a node of two, of a Slurm job that there is not.
+# Each rank poses as one of two per node in a Slurm job that does not exist.
 RANKS = """
 import os, sys
 rank = int(os.environ["RANK"])
@@ -36,7 +36,7 @@ LAUNCH = "import sys; from megatron_ext.launch.local import launch; sys.exit(lau
 
 
 def flown(folder: Path, *options: str, processes: int = 4, silent: str = "()") -> tuple[int, str, dict[str, Any]]:
-    """Exit code, what is printed, and what is left in the folder."""
+    """Run the pre-flight check. Return exit code, output and the report in the folder."""
     program = folder / "ranks.py"
     program.write_text(RANKS.format(silent=silent))
     command = [sys.executable, "-c", LAUNCH, str(processes), sys.executable, str(program), "--folder", str(folder)]
@@ -55,7 +55,7 @@ def test_two_nodes_of_two_processes(tmp_path: Path) -> None:
         ("n2", 2, 0),
         ("n2", 3, 1),
     ]
-    # Both processes of both nodes, each with its own kind.
+    # Both processes of each node test a link, with the process of the same local rank.
     assert sorted(link["local_rank"] for link in found["links"]) == [0, 0, 1, 1]
     assert all(link["pair"] == ["n1", "n2"] and link["bandwidth"] > 0 for link in found["links"])
     assert abs(found["clocks"]["n2"]["ahead"]) < 0.1

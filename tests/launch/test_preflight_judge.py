@@ -1,4 +1,4 @@
-"""Who is bad, from findings that are made up."""
+"""Selection of bad nodes from fabricated reports."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WELL = Report(
 
 
 def cluster(**changes: Report) -> list[Report]:
-    """Reports of three nodes; one for each is changed by name."""
+    """Reports of three nodes, with replacements by node name."""
     plain = {f"n{i + 1}": replace(WELL, node=f"n{i + 1}", rank=i) for i in range(3)}
     return list((plain | changes).values())
 
@@ -83,7 +83,7 @@ def test_clocks() -> None:
         "n2": "its clock is 3.0 s ahead of the first node's, more than 2 s",
         "n3": "its clock is 2.5 s behind the first node's, more than 2 s",
     }
-    # What the way takes may be all of it.
+    # The travel time of the message may explain the whole offset.
     assert judge_nodes(["n1", "n2", "n3"], 1, cluster(), {"n2": (3.0, 1.5)}, LIMITS).passed
 
 
@@ -92,12 +92,12 @@ def test_what_all_nodes_fail_is_no_nodes_fault() -> None:
     assert verdict(full) == Verdict(refusals=["0 MB free in /runs, less than 1 GB on every node"])
     alone = replace(WELL, spaces=space("run", "/runs", 0))
     assert verdict([alone], "n1") == Verdict(refusals=["0 MB free in /runs, less than 1 GB"])
-    # Of a node that is silent nobody knows whether it fails it, too.
+    # A silent node may or may not have the same fault.
     assert verdict([replace(WELL, memory=0)], "n1 n2").bad == {
         "n1": "0 MB of memory free, less than 500 MB",
         "n2": "said nothing within 300 s",
     }
-    # The only node's own disk is another matter: the next start may have another node.
+    # A fault of the only node is not common to all nodes: the next start may get another node.
     assert verdict([replace(WELL, memory=0)], "n1").bad == {"n1": "0 MB of memory free, less than 500 MB"}
 
 
@@ -124,7 +124,7 @@ def test_silence() -> None:
 
 
 def links(speeds: dict[str, float], limits: Limits = LIMITS) -> Links:
-    """Of `n1-n2` and so on, in GB/s; 0: it fails."""
+    """Links from speeds in GB/s by pair, such as `n1-n2`. Speed 0 means that the link fails."""
     return Links.of(
         [
             Link(pair=pair_of(key), local_rank=0, bandwidth=speed, error="" if speed else "dead")
@@ -144,7 +144,7 @@ RING_4 = {"n1-n2": 10.0, "n3-n4": 0.0, "n2-n3": 10.0, "n4-n1": 0.0}
 
 
 def judged(first: dict[str, float], again: dict[str, float], limits: Limits = LIMITS) -> Verdict:
-    """The verdict; what is tried again must be what was to be."""
+    """Return the verdict. The pairs in `again` must be those that `second_tries` selects."""
     before = links(first, limits)
     assert {pair_of(key) for key in again} == set(second_tries(before))
     good = {key: speed for key, speed in first.items() if not before.problem(pair_of(key))}

@@ -1,4 +1,4 @@
-"""All-reduces between processes, and clocks, with real processes over gloo."""
+"""All-reduces between processes and clock offsets, with real processes over gloo."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_two_processes() -> None:
     there = Link(**{**json.loads(other.communicate(timeout=60)[0]), "pair": ("n1", "n2")})
     for link in (here, there):
         assert (link.pair, link.local_rank, link.error) == (("n1", "n2"), 3, "")
-        # Five of this size were sent in that time, and more; and no memory is that fast.
+        # At least five messages of this size were sent in that time. No memory reaches the upper bound.
         assert 5 * BYTES["cpu"] / seconds / 1e9 < link.bandwidth < 100
         assert 0 < link.latency < seconds / 20
     assert here.bandwidth == pytest.approx(there.bandwidth, rel=0.9)
@@ -62,7 +62,7 @@ def test_rounds_have_each_node_once(nodes: int, turns: int) -> None:
 
 
 def test_the_offset_of_a_clock() -> None:
-    """The other clock is 5 s ahead; ways there and back take 0.1 s and 0.3 s, but once 0.01 s each."""
+    """The other clock is 5 s ahead. Messages take 0.1 s there and 0.3 s back, except once 0.01 s each."""
     now = 100.0
     ways = [(0.1, 0.3), (0.01, 0.01), (0.3, 0.1)]
 

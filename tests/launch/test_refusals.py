@@ -1,4 +1,4 @@
-"""What `selectron launch` and `selectron sweep` refuse as a user calls them: with one line, and nothing written."""
+"""Errors of `selectron launch` and `selectron sweep` as a user sees them: one line, and nothing is written."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SINFO = "echo 'gpu*|4|gpu:8|96|1-00:00:00'"
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A configuration, a sweep and a data folder, on a machine without Slurm."""
+    """Folder with a configuration, a sweep and data, on a machine without Slurm."""
     (tmp_path / "bin").mkdir()
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     (tmp_path / "data").mkdir()
@@ -36,7 +36,7 @@ def called(folder: Path, verb: str, *arguments: str) -> int:
 
 
 def refusal(folder: Path, capsys: pytest.CaptureFixture[str], verb: str, *arguments: str) -> str:
-    """The one line that is said; nothing is written."""
+    """Return the one error line of a refused command, which must write nothing."""
     before = sorted(folder.rglob("*"))
     assert called(folder, verb, *arguments) == 2
     assert sorted(folder.rglob("*")) == before
@@ -139,7 +139,7 @@ def test_a_run_that_has_begun_needs_no_branch(folder: Path) -> None:
 def test_what_is_to_be_resumed_is_looked_at_before_a_job_is_submitted(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A run that is there, and fields that its checkpoint allows; a job that came to no checkpoint begins anew."""
+    """A resume needs a checkpoint and compatible fields. With `--resume=auto` a run may start from scratch."""
     for module in ("sinfo", "sbatch"):
         install(folder, module, "exit 1")
     line = refusal(folder, capsys, "launch", "--dry-run", "--resume")
@@ -152,7 +152,7 @@ def test_what_is_to_be_resumed_is_looked_at_before_a_job_is_submitted(
 
 
 def save_checkpoint(run: Path, **model: int) -> None:
-    """What a checkpoint says of a run that has the configuration beside it, but of the model something else."""
+    """Write a checkpoint whose record has other model fields than the configuration."""
     folder = CheckpointFolder(run / "checkpoints")
     folder.begin(2)
     identity = {f"model.{field}": value for field, value in model.items()}
@@ -160,7 +160,7 @@ def save_checkpoint(run: Path, **model: int) -> None:
 
 
 def test_a_branch_of_the_sweep_itself(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its checkpoint need not be there yet, but must have a name that one can have."""
+    """The checkpoint need not exist yet, but its name must be valid."""
     trunk = folder / "runs" / "sizes" / "seed1" / "checkpoints"
     short = f"short: {{run.branch_from: {trunk}/STEP}}"
     sweep = (
@@ -198,14 +198,14 @@ def test_what_the_cluster_has_not(
 ) -> None:
     install(folder, "sinfo", SINFO)
     install(folder, "sbatch", "exit 1")
-    batch = "training.global_batch_size=360"  # which can be divided among as many processes
+    batch = "training.global_batch_size=360"  # divisible among as many processes
     assert refusal(folder, capsys, verb, *arguments, *dry, batch) == f"{line}\n"
 
 
 @BOTH
 @pytest.mark.parametrize("dry", [[], ["--dry-run"]])
 def test_what_only_sbatch_knows(folder: Path, capsys: pytest.CaptureFixture[str], verb: str, dry: list[str]) -> None:
-    """As where the nodes of a partition differ, and too few have what is asked for."""
+    """Requests that only sbatch can refuse, such as when too few nodes of a partition have the resources."""
     install(folder, "sinfo", SINFO)
     install(folder, "sbatch", "echo 'allocation failure: Requested node configuration is not available' >&2; exit 1")
     said = "allocation failure: Requested node configuration is not available; mend what it names and call again"

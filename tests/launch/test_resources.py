@@ -1,4 +1,4 @@
-"""What a job may ask for, and what is refused before it is submitted."""
+"""Resources of a job, and requests that are refused before submission."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_no_default_partition() -> None:
 
 
 def says(folder: Path, monkeypatch: pytest.MonkeyPatch, program: str, body: str) -> None:
-    """A program of Slurm's that answers as written."""
+    """Install a fake Slurm program that prints a fixed answer."""
     path = folder / program
     path.write_text(f"#!/bin/sh\n{body}\n")
     path.chmod(0o755)

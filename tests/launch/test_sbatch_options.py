@@ -1,4 +1,4 @@
-"""Options of sbatch and variables that would break a job are refused with the option of ours, in every form."""
+"""Options and environment variables of sbatch that would break a job are refused in every form, naming our option."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scripts as they are generated, read by shellcheck; what Slurm says of them is in `test_declared_cluster.py`."""
+"""Generated scripts, checked by shellcheck. `test_declared_cluster.py` checks them with Slurm."""
 
 from __future__ import annotations
 

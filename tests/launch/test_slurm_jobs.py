@@ -1,4 +1,4 @@
-"""`selectron launch` on a real Slurm of two nodes with two processes each, against runs that nothing disturbs."""
+"""Command `selectron launch` on a real Slurm of two nodes with two processes each, compared with undisturbed runs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missi
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
     started = SlurmCluster(tmp_path_factory.mktemp("slurm") / "cluster", nodes=2, cpus=2)
-    started.environment["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # as where a run of torchrun submits jobs
+    started.environment["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # as in a job submitted from torchrun
     yield started
     started.stop()
 
@@ -55,7 +55,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(cluster: SlurmCluster, config: Path) -> Path:
-    """A run that nothing disturbs, finished."""
+    """Folder of a finished, undisturbed run."""
     return finished(cluster, launched(cluster, config, "undisturbed", processes_per_node=1))
 
 
@@ -71,7 +71,7 @@ def test_a_killed_rank(cluster: SlurmCluster, config: Path, undisturbed: Path) -
     assert ended in (
         "ended with exit code 137",
         "ended with exit code 143",
-    )  # srun's: of the rank, or of one ended then
+    )  # srun's code: of the rank, or of one killed next
     assert again == ["starts anew", begun, "finished"]
     assert curve(folder) == curve(undisturbed)
     (last,) = cluster.run(*CLI, "logs", str(folder), "--lines", "1").splitlines()
@@ -89,10 +89,10 @@ def test_a_killed_rank(cluster: SlurmCluster, config: Path, undisturbed: Path) -
 def test_the_template_by_hand(
     cluster: SlurmCluster, config: Path, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`sbatch slurm/train.sbatch` as it is, with Selectron on the nodes; and a signal before its time is up."""
+    """Run `sbatch slurm/train.sbatch` unmodified, with Selectron on the nodes and a signal before the time limit."""
     (tmp_path / "python3").symlink_to(sys.executable)
-    monkeypatch.chdir(tmp_path)  # of the notes and the log
-    # A link to an interpreter of a virtual environment does not find it by itself.
+    monkeypatch.chdir(tmp_path)  # folder of events and log
+    # A link to the interpreter of a virtual environment does not find the environment by itself.
     found = [f"PATH={tmp_path}:{PATH}", f"PYTHONPATH={ROOT}:{':'.join(site.getsitepackages())}"]
     options = ["--parsable", "--nodes=2", "--ntasks-per-node=1", str(ROOT / "slurm" / "train.sbatch"), str(config)]
     job = cluster.run("env", *found, "sbatch", *options, *FIELDS, "run.name=by_hand").strip()
@@ -113,7 +113,7 @@ def test_the_template_by_hand(
     is_past(lambda: notes()[-1:] == ["finished"])
     begun, asked, ended, *again = notes()
     assert [begun, asked, *again] == ["begun on n1,n2", "asked to stop by USR1", "starts anew", begun, "finished"]
-    assert ended == "ended with exit code 75"  # stopped, which srun does not say
+    assert ended == "ended with exit code 75"  # stopped; srun itself does not report this code
     assert curve(folder) == curve(undisturbed)
 
 
@@ -135,7 +135,7 @@ case "$*" in *seed2*) [ -e {folder}/mended ] || exit 3 ;; esac
 
 
 def sweep_of(folder: Path, config: Path, name: str, text: str, program: str) -> tuple[Path, list[str]]:
-    """A sweep with a shell program in the place of training: its folder, and the command."""
+    """Write a sweep with a shell program instead of training. Return its folder and the command."""
     path, sweep = folder / "program", config.parent / f"{name}.yaml"
     path.write_text(program.format(folder=folder))
     path.chmod(0o755)
@@ -145,7 +145,7 @@ def sweep_of(folder: Path, config: Path, name: str, text: str, program: str) -> 
 
 
 def test_a_sweep_submits_what_is_not_finished(cluster: SlurmCluster, config: Path, tmp_path: Path) -> None:
-    """An array, and one more of what waits for a run of it."""
+    """Submit an array, and a second one for the runs that depend on the first."""
     branch = f"{config.parent}/runs/seeds/seed2/checkpoints/step_10"
     text = f"axes: {{training.seed: [1, 2, 3]}}\nruns: {{short: {{run.branch_from: {branch}, training.steps: 15}}}}"
     folder, command = sweep_of(tmp_path, config, "seeds", text, FAILS_ONCE)
@@ -183,7 +183,7 @@ def test_a_call_that_was_stopped_loses_no_job(cluster: SlurmCluster, config: Pat
     numbers = [line.split(": job ")[1] for line in cluster.run(*command, "--parallel", "1").splitlines()[:2]]
     jobs = [jobs_of(folder / name)[0] for name in ("seed1", "seed2")]
     wait_for(folder / "seed1", lambda: happened(folder / "seed1"))
-    for job in jobs:  # as it would be had the call ended right after sbatch
+    for job in jobs:  # as if the call had ended right after sbatch
         (job.folder / "job_id").unlink()
     states = [f"seed1: job {numbers[0]} (running)", f"seed2: job {numbers[1]} (pending)"]
     assert cluster.run(*command).splitlines()[:2] == states
@@ -198,7 +198,7 @@ def test_a_call_that_was_stopped_loses_no_job(cluster: SlurmCluster, config: Pat
     ("options", "line"),
     [
         (["--partition", "gpux"], r"--partition: there is no gpux; choose from main"),
-        # Of the nodes together, which what sinfo says of one does not show.
+        # A limit over all nodes, which sinfo does not show.
         (
             ["--nodes", "2", "--sbatch=--exclude=n1"],
             r"sbatch: refused: .*Requested node configuration is not available",
@@ -216,7 +216,7 @@ def test_what_the_cluster_has_not_is_refused_before_anything_is_written(
 def test_paths_that_a_shell_or_slurm_would_take_for_more(
     cluster: SlurmCluster, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The folder of the runs and the working folder, which the job's scripts and logs are named by."""
+    """Hostile names of the runs folder and the working folder, which occur in scripts and log names."""
     here = tmp_path / "my work 50%j 'it\"s' $(touch canary) `touch canary` ;touch canary; #\u00e9 ~"
     here.mkdir()
     monkeypatch.chdir(here)

@@ -1,4 +1,4 @@
-"""The quickstart model on 2 and 4 nodes of a real Slurm, two processes each: as on one machine."""
+"""Quickstart model on 2 and 4 nodes of a real Slurm with two processes each: same results as on one machine."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
 
 
 def launched(cluster: SlurmCluster, fields: list[str], runs: Path, nodes: int) -> Path:
-    """Launch with the pre-flight, as it is left on unless told otherwise; on four nodes without, which is quicker."""
-    # The nodes are one machine, whose few processors are busy: nothing is to be learnt from how fast they talk.
+    """Launch with the pre-flight check, which is on by default. On four nodes skip it to save time."""
+    # The nodes are one machine with few, busy processors, so measured bandwidths are meaningless.
     look = ["--min-bandwidth-fraction", "0"] if nodes == 2 else ["--no-preflight"]
     where = ["--nodes", str(nodes), "--processes-per-node", "2", "--time", "10"]
     cluster.run(*CLI, "launch", str(QUICKSTART), *fields, "run.name=nodes", *where, *look)

@@ -1,4 +1,4 @@
-"""Pre-flight on a real Slurm of three nodes, of which one is bad; a shell program stands in the place of training."""
+"""Pre-flight check on a real Slurm of three nodes, one of which is bad. A shell program replaces training."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROGRAM = """#!/bin/sh
 [ "$3" != preflight ] || exec {python} "$@"
 echo "trained on $SLURMD_NODENAME"
 """
-# Three nodes are one machine here, and its two processors are busy: nothing is to be learnt from how fast they talk.
+# The three nodes are one machine with two busy processors, so measured bandwidths are meaningless.
 ANY_SPEED = ["--min-bandwidth-fraction", "0"]
 
 
@@ -47,7 +47,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def launched(cluster: SlurmCluster, config: Path, name: str, *options: str, environment: str = "A=b") -> Job:
-    """Launch a run with a process a node."""
+    """Launch a run with one process per node."""
     program = ["--python", str(config.parent / "program")]
     command = [*CLI, "launch", str(config), f"run.name={name}", *program, *ANY_SPEED, *options]
     cluster.run("env", environment, *command)
@@ -60,7 +60,7 @@ def happened(job: Job) -> list[str]:
 
 
 def wait_for(cluster: SlurmCluster, job: Job, condition: Callable[[list[str]], object]) -> list[str]:
-    """Wait for what a job notes; one that Slurm holds after a requeue begins sooner."""
+    """Wait for a condition on a job's events. Release the job if Slurm holds it after a requeue."""
     end = time.monotonic() + 300
     while not condition(happened(job)):
         assert time.monotonic() < end, (happened(job), job.log.read_text() if job.log.exists() else "no log")
@@ -100,7 +100,7 @@ def test_a_node_whose_disk_is_full_is_left_out(cluster: SlurmCluster, config: Pa
     assert abs(second["clocks"]["n3"]["ahead"]) < 0.5
 
 
-# What it can send: slurmd's answers, words to slurmctld, srun and the store of the first node, and nothing else.
+# Routing rules of the bad node: it can reach only slurmd's clients, slurmctld, srun and the store of the first node.
 RULES = [
     "sport 6818 lookup main",
     "dport 6817 lookup main",
@@ -111,7 +111,7 @@ RULES = [
 
 
 def test_a_node_that_reaches_no_other_is_named(cluster: SlurmCluster, config: Path) -> None:
-    """It talks to Slurm and to the first node's store, not to other processes: as with a broken second network."""
+    """The node reaches Slurm and the first node's store, but no other process, as with a broken second network."""
     priorities = [str(10 + i) for i in range(len(RULES))]
     for priority, rule in zip(priorities, RULES, strict=True):
         cluster.on_node("n2", "ip", "rule", "add", "priority", priority, "ipproto", "tcp", *rule.split())
@@ -132,8 +132,8 @@ def test_a_node_that_reaches_no_other_is_named(cluster: SlurmCluster, config: Pa
 
 
 def test_a_node_that_cannot_be_reached_at_all(cluster: SlurmCluster, config: Path) -> None:
-    """Its link goes down before Slurm knows: when the job is in the queue, which is let run then and not before."""
-    while cluster.nodes_in("idle") != {"n1", "n2", "n3"}:  # the job before this one may be ending yet
+    """The link goes down before Slurm notices: while the job is held in the queue, which is released afterwards."""
+    while cluster.nodes_in("idle") != {"n1", "n2", "n3"}:  # the previous job may still be ending
         time.sleep(0.1)
     cluster.run("scontrol", "update", "PartitionName=main", "State=DOWN")
     job = launched(cluster, config, "unreached", "--nodes", "2", "--node-timeout", "10")

@@ -1,4 +1,4 @@
-"""A sweep on a real Slurm, killed and resumed in its middle, then fitted and reported by one command."""
+"""Sweep on a real Slurm, killed and resumed in its middle, then fitted and reported by one command."""
 
 from __future__ import annotations
 
@@ -52,25 +52,25 @@ def test_twelve_runs(cluster: SlurmCluster, tmp_path: Path) -> None:
     assert config.exists()
     assert len(runs) == 12
 
-    # In the middle: a rank is killed, and then all that has not finished.
+    # In the middle, kill a rank, and then cancel all unfinished runs.
     wait_for(runs[0], lambda: sum(map(is_finished, runs)) >= 3)
     going = next(run for run in runs if run.name.endswith("long") and not records(run))
-    wait_for_step(going, 24)  # checkpoints are written while it goes on
+    wait_for_step(going, 24)  # training continues while checkpoints are written
     os.kill(ranks_of(going)[0], signal.SIGKILL)
     wait_for(going, lambda: "starts anew" in happened(going))
-    # Slurm forgets a cancel that comes while it puts a job back into its queue.
+    # Slurm loses a cancel that arrives while it requeues the job.
     wait_for(going, lambda: state(cluster, going) == "PENDING")
     cluster.run(*CLI, "cancel", str(folder))
     before = [run for run in runs if is_finished(run)]
     assert 3 <= len(before) < 12
-    time.sleep(3)  # what is cancelled may still write a checkpoint
+    time.sleep(3)  # cancelled jobs may still write a checkpoint
 
     printed = cluster.run(*command)
     assert all(f"{run.name}: job" not in printed for run in before)
     for run in runs:
         wait_for(run, lambda run=run: is_finished(run), seconds=300)
     assert [len(jobs_of(run)) for run in before] == [1] * len(before)
-    # The killed run went on from a checkpoint, and has each step once.
+    # The killed run resumed from a checkpoint, and has each step once.
     first = int(re.search(r"(\d+)/90", jobs_of(going)[-1].log.read_text())[1])
     assert 6 <= first < 90
     assert [record["step"] for record in records(going)] == list(range(1, 91))
@@ -85,7 +85,7 @@ def test_twelve_runs(cluster: SlurmCluster, tmp_path: Path) -> None:
     assert {int(point["tokens"]) for point in points} == {30 * 256, 90 * 256}
     fit = json.loads((tmp_path / "report" / "scaling" / "fit.json").read_text())
     assert len(fit["mixers"]) == 2
-    for law in fit["mixers"].values():  # two numbers of tokens
+    for law in fit["mixers"].values():  # two token counts
         assert law["untold"] == ["E", "B", "beta"]
         assert [law["intervals"][name] for name in law["untold"]] == [None] * 3
         assert None not in (law["intervals"]["A"], law["intervals"]["alpha"])

@@ -1,4 +1,4 @@
-"""How runs stand, by what their jobs noted and by what Slurm says."""
+"""States of runs, from the events of their jobs and from Slurm."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def job_of(run: Path, number: str | None, *events: str) -> Job:
         ("7", [], None, "stopped", "ended before it began"),
         ("7", ["begun on n1"], JobState("NODE_FAIL", "", "n1"), "failed", "node_fail"),
         ("7", ["begun on n1", "refused: data.path: there is none; mend"], None, "failed", "refused"),
-        (None, ["begun with 2 processes"], None, "failed", "begun with 2 processes"),  # and it holds no lock
+        (None, ["begun with 2 processes"], None, "failed", "begun with 2 processes"),  # holds no lock
     ],
 )
 def test_standing(
@@ -127,7 +127,7 @@ def test_what_has_ended_on_this_machine_does_not_keep_jobs_from_being_cancelled(
     assert (cancelled, capsys.readouterr()) == (["7"], ("c: job 7 is cancelled\n", ""))
     lock = claim(tmp_path / "b")
     assert lock is not None
-    assert main(["cancel", str(tmp_path)]) == 2  # and what is Slurm's is cancelled first
+    assert main(["cancel", str(tmp_path)]) == 2  # Slurm's jobs are cancelled first
     os.close(lock)
     mend = f"selectron: error: {tmp_path}/b: no job of Slurm's; end it where it was started (Ctrl-C)\n"
     assert (cancelled, capsys.readouterr()) == (["7", "7"], ("c: job 7 is cancelled\n", mend))

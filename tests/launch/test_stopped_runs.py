@@ -1,4 +1,4 @@
-"""Runs that were stopped, and can be resumed, are neither finished nor failed."""
+"""Stopped runs, which can be resumed: they are neither finished nor failed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_ranks_of_a_batch_script_say_it_by_a_file(tmp_path: Path, monkeypatch: p
     assert reporting.stopped_code() == EXIT_STOPPED
 
 
-# In place of Slurm's commands: srun runs its command as one task.
+# Fakes of Slurm's commands. srun runs its command as one task.
 COMMANDS = {
     "srun": 'while [ "${1#-}" != "$1" ]; do shift; done; exec "$@"',
     "scontrol": "echo n1",
@@ -54,7 +54,7 @@ def test_a_batch_script_reads_the_file(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_what_follows_a_stopped_script_does_not_begin(tmp_path: Path) -> None:
-    """As `&&` and a dependency of afterok see it."""
+    """Stopped scripts exit with a code that `&&` and an afterok dependency treat as failure."""
     with started(written(tmp_path, "exit 75")) as process:
         assert process.wait(60) == EXIT_STOPPED
     assert status_of(tmp_path / "run").standing == "stopped"

@@ -1,4 +1,4 @@
-"""Sweeps: how they are read, and how their runs are begun, with a shell program in the place of training."""
+"""Sweeps: parsing, and starting their runs with a shell program instead of training."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_files_that_are_not_there_or_no_yaml(
 
 
 def sweep_of(folder: Path, program: str, names: list[str], off: Mapping[str, str] | None = None) -> Sweep:
-    """A sweep whose interpreter is a shell program, called as `program -m megatron_ext.cli train CONFIG ...`."""
+    """Build a sweep whose interpreter is a shell program, called as `program -m megatron_ext.cli train CONFIG ...`."""
     python = folder / "python"
     python.write_text(
         f'#!/bin/sh\nhere=$(dirname "$0"); name=$(basename "$(dirname "$(dirname "$(dirname "$4")")")")\n{program}\n'
@@ -157,7 +157,7 @@ def sweep_of(folder: Path, program: str, names: list[str], off: Mapping[str, str
     return made
 
 
-# Says how many run with it, once there are as many as there can be.
+# Prints the number of concurrent runs once it is at its maximum.
 COUNTS = """
 touch $here/at-work-$name; sleep 0.5; ls $here | grep -c at-work >> $here/counts; rm $here/at-work-$name
 """
@@ -303,7 +303,7 @@ def test_a_mistake_in_one_run_is_named_before_any_begins(base: Path, capsys: pyt
 
 @pytest.mark.slow
 def test_a_sweep_is_trained_and_reported_as_a_folder_of_runs(base: Path, tmp_path: Path) -> None:
-    """Two lengths from one run, whose rate stays until its end."""
+    """Two training lengths from one run with a constant learning rate until its end."""
     branch = f"{base.parent}/runs/sizes/long/checkpoints/step_4"
     runs = f"{{short: {{training.steps: 6, run.branch_from: {branch}}}, long: {{training.steps: 8}}}}"
     rate = "optimizer.schedule: wsd, optimizer.decay_steps: 2"

@@ -1,7 +1,7 @@
-"""Holds a mixer to a layer of flash-linear-attention, whose Triton kernels are replaced by plain torch.
+"""Comparison of a mixer with a layer of flash-linear-attention, whose Triton kernels are replaced by plain torch.
 
-What fla itself has in plain torch takes the place of its kernels: the naive forms of its ops, its references of norms,
-rotary embedding and token shift. The rest is written out here. Everything else is fla's own layer.
+fla's own plain torch code replaces its kernels where it exists: the naive forms of its ops, and its references of
+norms, rotary embedding and token shift. Other replacements are written here. Everything else is fla's own layer.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ from megatron_ext.mixers.registry import load_all
 
 
 def fla(path: str) -> Any:
-    """What stands in flash-linear-attention under a dotted path."""
+    """Return the object of flash-linear-attention at a dotted path."""
     module, _, name = path.rpartition(".")
     return getattr(import_module(f"fla.{module}"), name)
 
 
 def replace(monkeypatch: pytest.MonkeyPatch, replacements: Mapping[str, Any]) -> None:
-    """Replace what stands in flash-linear-attention under each dotted path; where nothing stands, that is an error."""
+    """Replace the objects of flash-linear-attention at dotted paths. Raise an error if a path does not exist."""
     for path, replacement in replacements.items():
         module, _, name = path.rpartition(".")
         monkeypatch.setattr(import_module(f"fla.{module}"), name, replacement)
 
 
 def later(path: str) -> Callable[..., Any]:
-    """A function of fla's, imported when it is called."""
+    """Return a function of fla that is imported when called."""
     return lambda *inputs, **given: fla(path)(*inputs, **given)
 
 
 def op(path: str, arguments: str, *, heads_first: bool = False) -> Callable[..., Any]:
-    """One of fla's plain ops, called by name as its layers call the kernel.
+    """Wrap one of fla's plain ops, so that it can be called with keywords as fla's layers call the kernel.
 
     Args:
-        path: of the plain op.
-        arguments: the kernel's names of what the plain op takes, in its order.
-        heads_first: whether it takes and gives [b, h, t, ...] instead of [b, t, h, ...].
+        path: dotted path of the plain op.
+        arguments: the kernel's keywords for the arguments of the plain op, in its order.
+        heads_first: whether the plain op takes and returns [b, h, t, ...] instead of [b, t, h, ...].
     """
 
     def call(**given: Any) -> tuple[Tensor, None]:
         inputs = [given.pop(name) for name in arguments.split()]
-        given.pop("state_v_first", None)  # how a final state would be stored
+        given.pop("state_v_first", None)  # layout of the final state
         assert not any(given.values()), f"{path} knows nothing of {given}"
         if heads_first:
             inputs = [x.transpose(1, 2) for x in inputs]
@@ -63,14 +63,14 @@ def op(path: str, arguments: str, *, heads_first: bool = False) -> Callable[...,
 
 
 def _l2norm(x: Tensor) -> Tensor:
-    """As fla's l2norm_fwd_kernel."""
+    """Same formula as fla's l2norm_fwd_kernel."""
     return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
 
 
 def _causal_conv1d(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str, backend: str, **options: Any
 ) -> tuple[Tensor, None]:
-    """x [b, t, d], weight [d, taps]."""
+    """Causal convolution of x [b, t, d] with weight [d, taps]."""
     assert activation == "silu"
     assert all(option is None or option is False for option in options.values()), options
     padded = F.pad(x.transpose(1, 2), (weight.shape[1] - 1, 0))
@@ -117,12 +117,12 @@ def _gated_delta_rule(
 
 def _based(*, scale: float, use_norm: bool, **given: Any) -> Tensor:
     assert use_norm
-    assert scale == given["q"].shape[-1] ** -0.5  # the plain op's own
+    assert scale == given["q"].shape[-1] ** -0.5  # the scale of the plain op
     return op("ops.based.naive.naive_parallel_based", "q k v", heads_first=True)(**given)[0]
 
 
 def _wkv6(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, **_: Any) -> tuple[Tensor, None]:
-    """Finch, equation 19: read the state and the present token, then fade and write."""
+    """RWKV-6 recurrence (Finch, equation 19): read the state and the current token, then decay and write."""
     state, outputs = torch.zeros(*v.shape[:1], *v.shape[2:], v.shape[-1]), []
     for t in range(r.shape[1]):
         written = k[:, t, :, :, None] * v[:, t, :, None]
@@ -132,7 +132,7 @@ def _wkv6(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, **_: Any) -> tu
 
 
 def _wkv7(*, r: Tensor, scale: float, **given: Any) -> tuple[Tensor, None]:
-    """By fla's own recurrence, which divides the receptance by sqrt(d)."""
+    """RWKV-7 by fla's own recurrence, which divides the receptance by sqrt(d)."""
     assert scale == 1.0
     for of_the_kernel in ("safe_gate", "lower_bound", "chunk_size"):
         given.pop(of_the_kernel)
@@ -150,13 +150,13 @@ def _mean_pooling(x: Tensor, block_size: int, cu_seqlens: None) -> Tensor:
 
 
 PLAIN: dict[str, Any] = {
-    # What many layers are made of.
+    # Parts of many layers.
     "modules.norm.layernorm.rms_norm": _rms_norm,
     "modules.norm.fused_norm_gate.rms_norm_gated": _rms_norm_gated,
     "modules.norm.layernorm_gated.rmsnorm_fn": later("modules.norm.layernorm_gated.rms_norm_ref"),
     "modules.causal_conv1d.ops.causal_conv1d": _causal_conv1d,
     "modules.rotary.ops.rotary_embedding": _rotary_embedding,
-    # What one layer calls.
+    # Ops of single layers.
     "layers.gla.fused_recurrent_gla": op("ops.gla.naive.naive_recurrent_gla", "q k v gk"),
     "layers.multiscale_retention.chunk_retention": op("ops.retention.naive.naive_retention", "q k v", heads_first=True),
     "layers.linear_attn.chunk_linear_attn": op("ops.linear_attn.naive.naive_recurrent_linear_attn", "q k v"),
@@ -169,7 +169,7 @@ PLAIN: dict[str, Any] = {
     "layers.nsa.parallel_nsa": later("ops.nsa.naive.naive_nsa"),
     "ops.nsa.naive.mean_pooling": _mean_pooling,
     "ops.nsa.naive.flash_attn_func": flash_attn_func,
-    # MoBA's choice of blocks and its merging of them are fla's; only attention itself is plain.
+    # MoBA's selection and merging of blocks are fla's. Only attention itself is replaced.
     "ops.moba.parallel.flash_attn_varlen_func": varlen_forward,
     "ops.moba.parallel._flash_attn_varlen_forward": varlen_forward,
     "ops.moba.parallel._flash_attn_varlen_backward": varlen_backward,
@@ -180,21 +180,21 @@ PLAIN: dict[str, Any] = {
     "layers.rwkv7.fused_addcmul_rwkv7": later("ops.rwkv7.fused_addcmul.torch_addcmul_rwkv7"),
     "layers.rwkv7.fused_k_rwkv7": later("ops.rwkv7.fused_k_update.k_update_ref"),
     "layers.rwkv7.gate_output_correction": later("ops.rwkv7.gate_output_correction.gate_output_correction_ref"),
-    # These two layers have plain forms of their own, which lack a plain SiLU.
+    # These two layers have plain forms, which only lack a plain SiLU.
     "layers.mamba.ACT2FN": {"silu": F.silu},
     "layers.mamba2.ACT2FN": {"silu": F.silu},
 }
-"""What takes the place of what runs as Triton kernels, or in flash-attn, by its path in fla."""
+"""Replacements of Triton kernels and of flash-attn, by path in fla."""
 
 IN_MODELS: dict[str, Any] = {
     "modules.mlp.swiglu_linear": lambda gate, x, weight, bias: F.linear(F.silu(gate) * x, weight, bias),
     "models.rwkv7.modeling_rwkv7.token_shift": _shift,
 }
-"""The same, of what stands around the layers in whole models."""
+"""Replacements of kernels outside the layers, in whole models."""
 
 
 def converted(mixer: Any) -> dict[str, Tensor]:
-    """A mixer's weights by the names of the layer that a model's checkpoint is converted to."""
+    """Weights of a mixer by the layer names used in a converted checkpoint."""
     (name,) = [name for name, entry in load_all().items() if entry.module is type(mixer)]
     sizes = mixer.config
     model = ModelConfig(
@@ -214,7 +214,7 @@ def converted(mixer: Any) -> dict[str, Tensor]:
 
 
 def assert_close(found: Tensor, expected: Tensor, name: str = "output") -> None:
-    """Within 1e-5 of the largest number: fp32 sums of terms of that size."""
+    """Compare within 1e-5 of the largest value, because fp32 sums have terms of that size."""
     error, largest = (found - expected).abs().max().item(), expected.abs().max().item()
     assert error <= 1e-5 * largest, f"{name} is off by {error} beside {largest}"
 
@@ -225,9 +225,9 @@ def assert_same_function(
     """Compare outputs, and the gradients of the input and of each of the mixer's parameters.
 
     Args:
-        mixer: ours.
-        layer: fla's.
-        weights: all of the layer's parameters by its names, made from the mixer's.
+        mixer: mixer of Selectron.
+        layer: layer of fla.
+        weights: all parameters of the layer by name, computed from those of the mixer.
         hidden_states: [t, b, hidden].
     """
     assert {n: p.shape for n, p in layer.named_parameters()} == {n: w.shape for n, w in weights.items()}

@@ -20,7 +20,7 @@ HIDDEN, HEADS = 24, 4
 
 @pytest.fixture
 def make_mixer(one_process: Any) -> Callable[..., Mixer]:
-    """Build one mixer of one process, with every weight drawn from a seed; fp32."""
+    """Function that builds a mixer for one process in fp32, with every weight drawn from a seed."""
 
     def make(
         name: str, *, groups: int = HEADS, heads: int = HEADS, layer_number: int = 1, layers: int = 1, **fields: Any
@@ -52,5 +52,5 @@ def make_mixer(one_process: Any) -> Callable[..., Mixer]:
 
 @pytest.fixture
 def hidden_states() -> torch.Tensor:
-    """[t, b, hidden], an odd length."""
+    """Hidden states [t, b, hidden] of odd length."""
     return torch.randn(13, 2, HIDDEN, generator=torch.Generator().manual_seed(11))

@@ -1,6 +1,6 @@
-"""The functions of flash-attn that flash-linear-attention's layers call, in plain torch over all pairs.
+"""Functions of flash-attn that flash-linear-attention's layers call, in plain torch over all pairs.
 
-Suffixes: t query, s key, h head, d width; packed sequences stand one after another along t and s.
+Suffixes: t query, s key, h head, d width. Packed sequences are concatenated along t and s.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def flash_attn_func(q_bthd: Tensor, k_bshd: Tensor, v_bshd: Tensor, *, causal: bool, window_size: Any) -> Tensor:
-    """Causal attention to the keys up to `window_size[0]` before the query's own; all for -1."""
+    """Causal attention to at most `window_size[0]` keys before the query's own, or to all for -1."""
     assert causal
     before, distance = window_size[0], torch.arange(q_bthd.shape[1])[:, None] - torch.arange(k_bshd.shape[1])
     seen_ts = (distance >= 0) & ((distance <= before) | (before == -1))
@@ -22,7 +22,7 @@ def flash_attn_func(q_bthd: Tensor, k_bshd: Tensor, v_bshd: Tensor, *, causal: b
 
 
 def _scores(q_thd: Tensor, k_shd: Tensor, **options: Any) -> Tensor:
-    """[h, t, s]; minus infinity between sequences, and for later keys where causal."""
+    """Scores [h, t, s], with minus infinity between sequences and, if causal, for later keys."""
     t, s = torch.arange(len(q_thd)), torch.arange(len(k_shd))
     sequence_t = torch.searchsorted(options["cu_seqlens_q"].long(), t, right=True)
     sequence_s = torch.searchsorted(options["cu_seqlens_k"].long(), s, right=True)
@@ -34,7 +34,7 @@ def _scores(q_thd: Tensor, k_shd: Tensor, **options: Any) -> Tensor:
 
 
 def varlen_forward(*, q: Tensor, k: Tensor, v: Tensor, dropout_p: float, **options: Any) -> tuple[Any, ...]:
-    """Outputs [t, h, d] and the logarithms [h, t] of the sums of exponentials."""
+    """Return the outputs [t, h, d] and the log-sum-exp [h, t]."""
     assert dropout_p == 0.0
     scores_hts = _scores(q, k, **options)
     return torch.einsum("hts,shd->thd", scores_hts.softmax(-1), v), scores_hts.logsumexp(-1), None, None
@@ -43,7 +43,7 @@ def varlen_forward(*, q: Tensor, k: Tensor, v: Tensor, dropout_p: float, **optio
 def varlen_backward(
     *, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, **options: Any
 ) -> None:
-    """Fill dq, dk and dv: of keys that are a part of all that the sums `softmax_lse` and the outputs were over."""
+    """Fill dq, dk and dv. The keys may be a subset of those that `softmax_lse` and the outputs cover."""
     weights_hts = (_scores(q, k, **options) - softmax_lse[..., None]).exp()
     of_weights_hts = torch.einsum("thd,shd->hts", dout, v) - (dout * out).sum(-1).T[..., None]
     of_scores_hts = weights_hts * of_weights_hts * options["softmax_scale"]

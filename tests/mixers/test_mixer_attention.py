@@ -1,4 +1,4 @@
-"""The attention mixer against loops over heads and positions in float64, rotary positions as complex numbers."""
+"""Attention mixer, compared with float64 loops over heads and positions and complex rotary embeddings."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ MakeMixer = Callable[..., Any]
 
 
 def _per_group(mixer: Any, x_tbh: Tensor) -> Tensor:
-    """Projected rows [t, b, group, parts, d] in float64."""
+    """Projections [t, b, group, parts, d] in float64."""
     projected = x_tbh.double() @ mixer.in_proj.weight.double().T
     return projected.view(*x_tbh.shape[:2], mixer.config.num_query_groups, -1, mixer.head_dim)
 
 
 def _turned(vector: Tensor, position: int, base: float = 10000.0) -> Tensor:
-    """One head's vector, its halves the real and imaginary parts of d/2 numbers, each turned by its own angle."""
+    """Rotate a head's vector, whose halves are the real and imaginary parts of d/2 numbers with separate angles."""
     half = len(vector) // 2
     numbers = torch.complex(vector[:half], vector[half:])
     angles = torch.tensor([position * base ** (-2 * i / len(vector)) for i in range(half)], dtype=torch.float64)
@@ -90,7 +90,7 @@ def test_temperature_divides_the_scores(make_mixer: MakeMixer, hidden_states: Te
 
 @pytest.mark.parametrize("encoding", ["none", "learned"])
 def test_without_positions_of_its_own(make_mixer: MakeMixer, hidden_states: Tensor, encoding: str) -> None:
-    """A learned table is added at the model's input; the mixer itself knows no positions then."""
+    """Learned positions are added at the model's input. The mixer itself then has no position encoding."""
     mixer = make_mixer("attention", position_encoding=encoding)
     _check(mixer, hidden_states, _attention(mixer, hidden_states, rotary=False))
 
@@ -125,12 +125,12 @@ def test_alibi_is_a_bias_by_distance(
 def test_random_keys_are_not_projected_and_nothing_is_rotated(make_mixer: MakeMixer, hidden_states: Tensor) -> None:
     mixer = make_mixer("attention", groups=2, random_keys=True)
     keys = _keys_of(mixer)
-    assert mixer.in_proj.weight.shape[0] == 2 * (2 + 1) * 6  # two queries and a value a group
+    assert mixer.in_proj.weight.shape[0] == 2 * (2 + 1) * 6  # two queries and a value per group
     _check(mixer, hidden_states, _attention(mixer, hidden_states, rotary=False, keys=lambda s, g: keys[s, g].double()))
 
 
 def _keys_of(mixer: Any, length: int = 13) -> Tensor:
-    """The frozen keys [s, groups, d]."""
+    """Frozen keys [s, groups, d]."""
     groups = mixer.config.num_query_groups
     return mixer.frozen_keys(torch.zeros(1, length, groups, mixer.head_dim), 0, Part(0, groups))[0]
 
@@ -143,16 +143,16 @@ def test_random_keys_know_position_head_layer_and_seed_but_no_token(make_mixer: 
     torch.testing.assert_close(keys, _keys_of(make_mixer("attention", random_keys=True)), rtol=0, atol=0)
     for other in ({"layer_number": 2}, {"random_keys_seed": 1}):
         assert not torch.isclose(keys, _keys_of(make_mixer("attention", random_keys=True, **other))).any()
-    # A longer sequence begins with the same keys.
+    # A longer sequence starts with the same keys.
     torch.testing.assert_close(_keys_of(make_mixer("attention", random_keys=True), 16)[:13], keys, rtol=0, atol=0)
 
 
 def test_random_keys_leave_weights_that_no_key_token_moves(make_mixer: MakeMixer, hidden_states: Tensor) -> None:
-    """With values that mark their positions, the output shows the weights: earlier tokens do not move them."""
+    """With values that mark positions, the output shows the weights. Earlier tokens do not change them."""
     mixer = make_mixer("attention", random_keys=True)
     x = torch.randn(13, 1, 4, 12, generator=torch.Generator().manual_seed(3))
     x[..., 6:] = torch.nn.functional.one_hot(torch.arange(13) % 6, 6)[:, None, None].float()
     before = mixer.mix(x, Part(0, 4))
-    x[:12, ..., :6] += 1.0  # what every token but the last would have been known by
+    x[:12, ..., :6] += 1.0  # shift the features of all tokens but the last
     torch.testing.assert_close(mixer.mix(x, Part(0, 4))[12], before[12], rtol=0, atol=0)
-    assert not torch.isclose(mixer.mix(x, Part(0, 4))[5], before[5]).any()  # its own query does
+    assert not torch.isclose(mixer.mix(x, Part(0, 4))[5], before[5]).any()  # a token's own query does

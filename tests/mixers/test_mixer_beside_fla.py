@@ -1,6 +1,6 @@
-"""Every mixer that flash-linear-attention has as a layer, from input to output, against that layer.
+"""Mixers that flash-linear-attention has as layers, compared with these layers from input to output.
 
-RWKV's are in test_mixer_rwkv.py. fla's Triton kernels are replaced by plain torch; see beside_fla.py.
+RWKV is in test_mixer_rwkv.py. `beside_fla` replaces fla's Triton kernels by plain torch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HIDDEN, HEADS, HEAD_DIM = 24, 4, 6
 
 
 def _rows(mixer: Any, **widths: int) -> Weights:
-    """Rows of the input projection by what they yield, all units' together as fla has them."""
+    """Rows of the input projection by feature, merged over units as in fla."""
     parts = mixer.in_proj.weight.unflatten(0, (mixer.num_units(), -1)).split(list(widths.values()), 1)
     return {name: part.flatten(0, 1) for name, part in zip(widths, parts, strict=True)}
 
@@ -70,12 +70,12 @@ LAYERS: dict[str, tuple[str, Callable[[Any], Weights]]] = {
     "nsa": ("nsa.NativeSparseAttention", converted),
     "retnet": ("multiscale_retention.MultiScaleRetention", _retnet),
 }
-"""Of each mixer fla's layer, and how the layer's weights are made from the mixer's."""
+"""Layer of fla for each mixer, and the function that computes its weights from those of the mixer."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """Settings of a mixer and of fla's layer with which they are to be the same function."""
+    """Settings of a mixer and of fla's layer that must give equal functions."""
 
     mixer: str
     ours: dict[str, Any] = field(default_factory=dict)
@@ -90,7 +90,7 @@ WIDE_HEADS = {"head_dim": 2 * HEAD_DIM, "state_size": 5, "chunk_size": 4}
 CASES = [
     Case("attention"),
     Case("attention", {"groups": 2, "window": 5}, {"num_kv_heads": 2, "window_size": 5}),
-    # fla adds 1e-6 to the sum of weights, which is at least half the number of keys.
+    # fla adds 1e-6 to the sum of weights, which is negligible: the sum is at least half the number of keys.
     Case("based", {}, {"num_key_value_heads": HEADS}),
     Case("based", {"feature_dim": 5}, {"num_key_value_heads": HEADS, "feature_dim": 5}),
     Case("deltanet"),
@@ -115,12 +115,12 @@ CASES = [
     Case("linear_attention", {"feature_map": "identity"}, {"feature_map": "identity"}),
     Case("linear_attention", {"feature_map": "relu", "expand_v": 2}, {"feature_map": "relu", "expand_v": 2}),
     Case("mamba", {}, {"intermediate_size": 2 * HIDDEN}),
-    # One group, or one a head: with others fla's plain form gives groups to heads in turns, unlike its kernels and us.
+    # One group, or one per head: otherwise fla's plain form assigns groups to heads cyclically, unlike its kernels.
     Case("mamba2", {"groups": 1, "state_size": 5}, {"n_groups": 1, **WIDE_HEADS}),
     Case("mamba2", {"groups": HEADS, "state_size": 5}, {"n_groups": HEADS, **WIDE_HEADS}),
-    # One key head a query head: fla's op knows no groups.
+    # One key head per query head: fla's op has no groups.
     Case("moba", {"block_size": 2, "top_k": 3}, {"moba_chunk_size": 2, "moba_topk": 3}),
-    # fla takes groups of 16 heads or more.
+    # fla requires groups of at least 16 heads.
     Case(
         "nsa",
         {"heads": 16, "groups": 1, "block_size": 2, "num_selected": 4, "window": 3},
@@ -143,7 +143,7 @@ def _layer(case: Case) -> Any:
     return fla(f"layers.{path}")(**{"hidden_size": HIDDEN} | heads | case.theirs)
 
 
-# Where inputs are small, so are what norms divide by: an epsilon that is not fla's shows.
+# With small inputs norms divide by small numbers, so a different epsilon than fla's would show.
 @pytest.mark.parametrize("size", [1.0, 0.01])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_outputs_and_gradients_are_those_of_flash_linear_attention(
@@ -151,7 +151,7 @@ def test_outputs_and_gradients_are_those_of_flash_linear_attention(
 ) -> None:
     mixer, layer, (_, weights) = make_mixer(case.mixer, **case.ours), _layer(case), LAYERS[case.mixer]
     if case.mixer == "moba":
-        layer.o_norm = torch.nn.Identity()  # of each head's output: fla's addition, which the paper has not
+        layer.o_norm = torch.nn.Identity()  # norm of each head's output: an addition of fla, not in the paper
     assert_same_function(mixer, layer, weights(mixer), size * hidden_states)
 
 
@@ -159,7 +159,7 @@ def test_outputs_and_gradients_are_those_of_flash_linear_attention(
 def test_parameters_are_as_many_as_those_of_flash_linear_attention(make_mixer: MakeMixer, case: Case) -> None:
     theirs = sum(p.numel() for p in _layer(case).parameters())
     if case.mixer == "moba":
-        theirs -= HEAD_DIM  # that norm's weight
+        theirs -= HEAD_DIM  # weight of that norm
     assert make_mixer(case.mixer, **case.ours).num_parameters() == theirs
 
 

@@ -1,4 +1,4 @@
-"""What holds for every mixer: causality, the registry, and operations counted by hand."""
+"""Properties of every mixer: causality, registration, and operation counts derived by hand."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_a_name_is_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_exchanged_under_context_parallelism(
     make_mixer: MakeMixer, monkeypatch: pytest.MonkeyPatch, chosen: str, length: int, size: int, heads: bool
 ) -> None:
-    """Of 2 ranks each receives half of a unit's 24 + 6 features, or a summary of 6 * (6 + 6): 15 length against 72."""
+    """Each of 2 ranks receives half of a unit's 24 + 6 features, or a summary of 6 * (6 + 6): 15 * length against 72."""
     mixer = make_mixer("retnet", expand_v=1)
     monkeypatch.setattr(mixer, "cp_size", size)
     monkeypatch.setattr(mixer.config, "context_exchange", chosen)
@@ -142,8 +142,8 @@ def test_what_is_exchanged_under_context_parallelism(
 @pytest.mark.parametrize(
     ("chosen", "score", "heads", "groups", "size", "length", "exchanges_heads"),
     [
-        # Of 2 ranks each receives half of a group's queries, key, value and outputs, or at most a key and a value, and
-        # another key or a chunk's mean: (2 + 2 R) / 2 of a position against 3, or 2 + 1 / 4.
+        # Each of 2 ranks receives half of a group's queries, key, value and outputs. Or it receives at most a key and a
+        # value, and another key or a chunk's mean. Per position that is (2 + 2 R) / 2, or 3, or 2 + 1 / 4.
         ("auto", "exact", 4, 2, 2, 8, True),
         ("auto", "exact", 6, 2, 2, 8, False),
         ("auto", "approx", 4, 4, 2, 8, True),
@@ -151,8 +151,8 @@ def test_what_is_exchanged_under_context_parallelism(
         ("states", "approx", 4, 2, 2, 8, False),
         ("heads", "approx", 4, 2, 2, 8, True),
         ("chunks", "exact", 4, 4, 2, 8, False),
-        ("chunks", "exact", 4, 1, 2, 8, False),  # a group does not divide
-        ("auto", "approx", 4, 2, 2, 10, True),  # a chunk would straddle the ranks
+        ("chunks", "exact", 4, 1, 2, 8, False),  # a group is not divisible
+        ("auto", "approx", 4, 2, 2, 10, True),  # a chunk would span two ranks
     ],
 )
 def test_whether_chunks_are_fetched_under_context_parallelism(
@@ -173,7 +173,7 @@ def test_whether_chunks_are_fetched_under_context_parallelism(
 
 
 class _Widths(OtherRanks):
-    """A rank's past that notes how wide the values of each walk are, in widths of the mixer's own."""
+    """Past of a rank that records the width of the values in each scan, relative to the mixer's width."""
 
     def __init__(self, group: ProcessGroup) -> None:
         super().__init__(group)
@@ -211,7 +211,7 @@ LENGTH, HEADS, WIDTH, HIDDEN = 12, 4, 6, 24
 
 
 def _pairs(seen: Callable[[int, int], bool]) -> float:
-    """Pairs of a query and a key at or before it that `seen` counts, a query on average."""
+    """Mean number of keys per query, at or before it, for which `seen` is true."""
     return sum(seen(t, s) for t in range(LENGTH) for s in range(t + 1)) / LENGTH
 
 
@@ -223,7 +223,7 @@ def test_operations_of_attention(make_mixer: MakeMixer, window: int | None) -> N
 
 
 def test_operations_of_top1_element(make_mixer: MakeMixer) -> None:
-    """A score for every pair; taking a value is no multiplication."""
+    """Count one score per pair. Selecting a value needs no multiplication."""
     pairs = _pairs(lambda t, s: True)
     assert make_mixer("top1_element").mixing_flops(LENGTH) == pytest.approx(HEADS * pairs * 2 * WIDTH)
 
@@ -232,7 +232,7 @@ def test_operations_of_top1_element(make_mixer: MakeMixer) -> None:
 @pytest.mark.parametrize("name", ["deltanet", "gated_deltanet"])
 def test_operations_of_the_delta_rule(make_mixer: MakeMixer, name: str, expand_v: int) -> None:
     mixer = make_mixer(name, expand_v=expand_v)
-    # Read with the key, write, read with the query.
+    # Read with the key, write, and read with the query.
     assert mixer.mixing_flops(LENGTH) == pytest.approx(HEADS * 3 * 2 * WIDTH * WIDTH * expand_v)
     assert mixer.mixing_flops(10 * LENGTH) == mixer.mixing_flops(LENGTH)
 
@@ -240,27 +240,27 @@ def test_operations_of_the_delta_rule(make_mixer: MakeMixer, name: str, expand_v
 @pytest.mark.parametrize("expand_v", [1, 3])
 @pytest.mark.parametrize("name", ["linear_attention", "retnet", "gla"])
 def test_operations_of_a_state_that_adds(make_mixer: MakeMixer, name: str, expand_v: int) -> None:
-    """Write, read."""
+    """Count a write and a read of the state."""
     mixer = make_mixer(name, expand_v=expand_v)
     assert mixer.mixing_flops(LENGTH) == pytest.approx(HEADS * 2 * 2 * WIDTH * WIDTH * expand_v)
 
 
 @pytest.mark.parametrize("width", [3, 16])
 def test_operations_of_based(make_mixer: MakeMixer, width: int) -> None:
-    """Write, read, a state of all products of at most two features; the weights are summed like one more value."""
+    """Count write and read of a state over products of at most two features. The normalizer acts as one more value."""
     products = sum(1 for i in range(width + 1) for j in range(i + 1))
     mixer = make_mixer("based", feature_dim=width)
     assert mixer.mixing_flops(LENGTH) == pytest.approx(HEADS * 2 * 2 * products * (WIDTH + 1))
 
 
 def test_operations_of_rwkv6(make_mixer: MakeMixer) -> None:
-    """Write, read; the present token's weight, r * u * k summed, and its value times that, added."""
+    """Count write and read, and for the current token the weight (sum of r * u * k) and its product with the value."""
     by_hand = HEADS * (2 * 2 * WIDTH * WIDTH + 3 * WIDTH + 2 * WIDTH)
     assert make_mixer("rwkv6").mixing_flops(LENGTH) == pytest.approx(by_hand)
 
 
 def test_operations_of_rwkv7(make_mixer: MakeMixer) -> None:
-    """Read what is removed, remove it, write, read; the present token as in RWKV-6."""
+    """Count read and removal of old content, write and read, and the current token as in RWKV-6."""
     by_hand = HEADS * (4 * 2 * WIDTH * WIDTH + 3 * WIDTH + 2 * WIDTH)
     assert make_mixer("rwkv7").mixing_flops(LENGTH) == pytest.approx(by_hand)
 
@@ -273,7 +273,7 @@ def test_operations_of_moba_are_those_of_chunks_by_their_mean(make_mixer: MakeMi
 @pytest.mark.parametrize("score", ["approx", "exact", "exact_lse"])
 @pytest.mark.parametrize("local", [True, False])
 def test_operations_of_top1_chunk(make_mixer: MakeMixer, score: str, local: bool) -> None:
-    """By hand with whole chunks, for long sequences: the formula takes a query to see half of its own chunk."""
+    """Compare with a count over whole chunks. The formula assumes that a query sees half of its own chunk."""
     size, length, top_k = 8, 4096, 2
     mixer = make_mixer("top1_chunk", chunk_size=size, top_k=top_k, score=score, local=local)
     attended = scored = 0
@@ -292,9 +292,9 @@ PARAMETERS = {
     "top1_chunk": 4 * SQUARE,
     "moba": 4 * SQUARE,
     "nsa": 4 * SQUARE + 3 * HEADS * HIDDEN,
-    # q, k, v, o; beta; four taps a channel; one norm for all heads.
+    # q, k, v, o; beta; four taps per channel; one norm for all heads.
     "deltanet": 4 * SQUARE + HEADS * HIDDEN + 4 * 3 * HEADS * WIDTH + WIDTH,
-    # A gate; beta and alpha; a decay and a bias a head.
+    # A gate; beta and alpha; a decay and a bias per head.
     "gated_deltanet": 5 * SQUARE + 2 * HEADS * HIDDEN + 4 * 3 * HEADS * WIDTH + 2 * HEADS + WIDTH,
     "linear_attention": 4 * SQUARE + WIDTH,
     "based": 2 * SQUARE + 2 * 16 * HEADS * HIDDEN,
@@ -307,7 +307,7 @@ PARAMETERS = {
     "rwkv6": 5 * SQUARE + 4 * HEADS * WIDTH + 6 * HIDDEN + 5 * 32 * 2 * HIDDEN + 64 * (HIDDEN + HEADS * WIDTH),
     # Seven vectors; three narrow projections of 32.
     "rwkv7": 4 * SQUARE + 7 * HEADS * WIDTH + 6 * HIDDEN + 3 * 32 * (HIDDEN + HEADS * WIDTH),
-    # x, z, o; B and C of 128 a group; steps; taps and bias; decay, bias and skip a head; a norm for each channel.
+    # x, z, o; B and C of 128 per group; steps; taps and bias; decay, bias and skip per head; a norm weight per channel.
     "mamba2": 6 * SQUARE
     + 2 * 128 * HEADS * HIDDEN
     + HEADS * HIDDEN
@@ -318,7 +318,7 @@ PARAMETERS = {
 
 
 def test_parameters(make_mixer: MakeMixer) -> None:
-    """With default settings, counted by hand."""
+    """Parameter counts with default settings equal those derived by hand."""
     assert set(PARAMETERS) == set(load_all())
     found = {name: make_mixer(name) for name in PARAMETERS}
     assert {name: mixer.num_parameters() for name, mixer in found.items()} == PARAMETERS

@@ -1,4 +1,4 @@
-"""Every mixer token by token, with what it remembers, against all tokens at once."""
+"""Decoding with every mixer token by token, compared with all tokens at once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CASES = [
 ]
 
 CONSTANT = [(name, fields) for name, fields in VARIANTS if load_all()[name].hands_on_states or fields == {"window": 3}]
-"""Those whose memory does not grow: mixers with a state, and attention over a window."""
+"""Mixers whose decode cache does not grow: those with a state, and attention over a window."""
 
 
 def _by_pieces(mixer: Mixer, x_tbh: Tensor, lengths: Sequence[int]) -> Tensor:
@@ -34,7 +34,7 @@ def _by_pieces(mixer: Mixer, x_tbh: Tensor, lengths: Sequence[int]) -> Tensor:
 
 
 def _numbers_kept(mixer: Mixer) -> int:
-    """Numbers in memory, those of a tensor of which only a part is looked at included."""
+    """Number of elements in the decode cache, including tensors of which only a view is used."""
     assert mixer.memory is not None
     return mixer.memory.num_bytes // torch.float32.itemsize
 
@@ -44,7 +44,7 @@ def _numbers_kept(mixer: Mixer) -> int:
 def test_pieces_give_what_the_whole_gives(
     make_mixer: MakeMixer, hidden_states: Tensor, name: str, fields: dict[str, Any], lengths: list[int]
 ) -> None:
-    """Exact for the mixers that choose, too: no two of these scores are so near that rounding could turn a choice."""
+    """Mixers that select agree, too: no two of these scores are so close that rounding could change a choice."""
     mixer = make_mixer(name, **fields)
     whole = mixer(hidden_states)[0]
     near = 1e-5 * float(whole.detach().abs().max())
@@ -65,13 +65,13 @@ def test_what_is_kept_does_not_grow(make_mixer: MakeMixer, name: str, fields: di
 
 
 def test_what_is_kept_of_states_windows_and_keys(make_mixer: MakeMixer) -> None:
-    """Counted by hand, for two samples of 4 heads x 6 after seven positions, the last one alone."""
+    """Cache sizes derived by hand, for two samples of 4 heads x 6 after seven positions, the last one decoded alone."""
     x = torch.randn(7, 2, 24, generator=torch.Generator().manual_seed(5))
     expected = {
         ("retnet", None): 2 * 4 * 6 * 12,
-        ("gated_deltanet", None): 2 * 4 * (6 * 6 + 3 * 3 * 6),  # the state, and three rows of query, key and value
+        ("gated_deltanet", None): 2 * 4 * (6 * 6 + 3 * 3 * 6),  # state, and three rows of query, key and value
         ("attention", 3): 2 * 2 * 4 * 6 * 2,  # two keys and two values
-        # Room for nine: half as many again as there were when it was full.
+        # Capacity nine: 1.5 times the length when the cache was full.
         ("attention", None): 9 * 2 * 4 * 6 * 2,
         ("top1_chunk", None): 9 * 2 * 4 * 6 * 2,
     }
@@ -84,7 +84,7 @@ def test_what_is_kept_of_states_windows_and_keys(make_mixer: MakeMixer) -> None:
 
 
 def test_keys_and_values_are_seldom_copied(make_mixer: MakeMixer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Room for 1, 2, 3, 4, 6, 9, 13, 19, 28 and 42 positions, once each for keys and for values."""
+    """Copies happen at capacities 1, 2, 3, 4, 6, 9, 13, 19, 28 and 42, once each for keys and values."""
     mixer = make_mixer("attention")
     made: list[int] = []
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""DeltaNet, gated and not, from its input to its output, against a loop over tokens in float64."""
+"""DeltaNet and gated DeltaNet from input to output, compared with a float64 loop over tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _silu(x: Tensor) -> Tensor:
 
 
 def _head(mixer: Any, rows_tw: Tensor, head: int, gated: bool) -> Tensor:
-    """One head's output [t, dv] from its rows of the projection."""
+    """Output [t, dv] of one head from its rows of the projection."""
     d, dv = mixer.head_dim, mixer.value_dim
     taps = mixer.conv_weight[head].double()
     gate_end = 2 * d + dv + (dv if gated else 0)
@@ -36,7 +36,7 @@ def _head(mixer: Any, rows_tw: Tensor, head: int, gated: bool) -> Tensor:
         if hasattr(mixer, "log_decay"):
             decay, bias = float(mixer.log_decay[head].double().exp()), float(mixer.step_bias[head])
             alpha = math.exp(-decay * math.log1p(math.exp(float(rows_tw[t, gate_end + 1]) + bias)))
-        # S_t = S_{t-1} alpha (1 - beta k k^T) + beta v k^T, in the paper's words, here transposed.
+        # S_t = S_{t-1} alpha (1 - beta k k^T) + beta v k^T in the paper's notation, here transposed.
         state = alpha * (state - beta * torch.outer(k, k @ state)) + beta * torch.outer(k, v)
         out = q @ state
         out = out / (out.square().mean() + mixer.config.layernorm_epsilon).sqrt() * mixer.norm_weight.double()

@@ -1,4 +1,4 @@
-"""Documents of one batch, kept apart, against a call of the mixer for each of them: outputs and gradients."""
+"""Isolated documents in one batch, compared with one call of the mixer per document: outputs and gradients."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ VARIANTS = [
 ]
 
 BOUNDS = [0, 1, 6, 13, 15, 26]
-"""Of the documents of two samples of 13 tokens: one of a single token, and one for each of several lengths."""
+"""Bounds of the documents in two samples of 13 tokens. One document is a single token, others vary in length."""
 
 
 def _packed(mixer: Any, x: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ def _packed(mixer: Any, x: Tensor) -> Tensor:
 
 
 def _alone(mixer: Any, x: Tensor) -> Tensor:
-    """A call for each document."""
+    """Call the mixer for each document."""
     flat = x.transpose(0, 1).flatten(0, 1)
     alone = [mixer(flat[start:end].unsqueeze(1))[0].squeeze(1) for start, end in pairwise(BOUNDS)]
     return torch.cat(alone).unflatten(0, (2, 13)).transpose(0, 1)
@@ -57,7 +57,7 @@ def test_each_document_is_mixed_as_if_it_were_alone(
     mixer, x = make_mixer(name, **fields), hidden_states.clone().requires_grad_()
     packed, expected = _packed(mixer, x), _alone(mixer, x)
     torch.testing.assert_close(packed, expected, rtol=1e-5, atol=1e-5)
-    assert not torch.allclose(packed, mixer(x)[0], rtol=1e-3, atol=1e-3)  # documents do meet without
+    assert not torch.allclose(packed, mixer(x)[0], rtol=1e-3, atol=1e-3)  # without isolation documents do interact
     for one, other in zip(_gradients(mixer, packed, x), _gradients(mixer, expected, x), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4 * float(other.abs().max()))
 
@@ -82,7 +82,7 @@ def test_pieces_that_share_a_call(
     name: str,
     fields: dict[str, Any],
 ) -> None:
-    """As on a GPU: five pieces in four calls, the first of two pieces, of 1 and 2 tokens."""
+    """Batch pieces as on a GPU: five pieces in four calls. The first call has two pieces, of 1 and 2 tokens."""
     monkeypatch.setattr(documents, "TOGETHER", ("cpu",))
     monkeypatch.setattr(documents, "SHORTEST", 2)
     mixer, x = make_mixer(name, **fields), hidden_states.clone().requires_grad_()

@@ -1,4 +1,4 @@
-"""What mixers do around their ops, compiled as on a GPU: each part is one graph, with the values of the plain one."""
+"""Code of mixers around their ops, compiled as on a GPU: each part is one graph and gives the values of plain code."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MIXERS = [
 
 @pytest.fixture
 def compiled_here(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[Any]]:
-    """Compile on the CPU, too, without a code generator; gives the functions that are compiled."""
+    """Enable compilation on the CPU, without code generation. The fixture returns the compiled functions."""
     seen: list[Any] = []
 
     def compile_plainly(function: Any, *_: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Linear attention, RetNet, GLA and Based, from input to output, in float64."""
+"""Linear attention, RetNet, GLA and Based, from input to output, compared with float64 formulas."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _turned(x_td: Tensor, base: float) -> Tensor:
 
 
 def _head(mixer: Any, rows_tw: Tensor, keep: float, of_q_and_k: Callable[[Tensor], Tensor]) -> Tensor:
-    """One head's output [t, dv]: pair (t, s) weighs keep**(t - s) times the product of query t and key s."""
+    """Output [t, dv] of one head: pair (t, s) has the weight keep**(t - s) times the product of query t and key s."""
     d, dv = mixer.head_dim, mixer.value_dim
     q, k, v, gate = rows_tw.split([d, d, dv, rows_tw.shape[1] - 2 * d - dv], 1)
     distance = torch.arange(len(q))[:, None] - torch.arange(len(q))

@@ -1,4 +1,4 @@
-"""Mamba, from its input to its output, against a loop over tokens in float64 and against transformers' Mamba."""
+"""Mamba from input to output, compared with a float64 loop over tokens and with Mamba of transformers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def make(make_mixer: MakeMixer) -> MakeMixer:
 
 
 def _assert_close(found: Tensor, expected: Tensor, name: str = "output") -> None:
-    """Within 1e-5 of the largest number: fp32 sums of terms of that size."""
+    """Compare within 1e-5 of the largest value, because fp32 sums have terms of that size."""
     error, largest = (found - expected).abs().max().item(), expected.abs().max().item()
     assert error <= 1e-5 * largest, f"{name} is off by {error} beside {largest}"
 
@@ -33,14 +33,14 @@ def _silu(x: Tensor) -> Tensor:
 
 
 def _x_and_gate(mixer: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-    """x and z [t, b, channels] in float64."""
+    """Return x and z [t, b, channels] in float64."""
     projected = hidden_states.double() @ mixer.in_proj.weight.double().T
     rows = projected.view(LENGTH, BATCH, HEADS, 2, -1)
     return rows[..., 0, :].flatten(2), rows[..., 1, :].flatten(2)
 
 
 def _by_loop(mixer: Any, hidden_states: Tensor) -> Tensor:
-    """The layer's output in float64, all channels of a token at once."""
+    """Output of the layer in float64, by a loop over tokens with all channels at once."""
     weights = {name: p.detach().double() for name, p in mixer.named_parameters()}
     flat = {name: weights[name].flatten(0, 1) for name in ("conv_weight", "conv_bias", "dt_proj", "dt_bias")}
     A, skip = -weights["A_log"].flatten(0, 1).exp(), weights["D"].flatten()
@@ -57,7 +57,7 @@ def _by_loop(mixer: Any, hidden_states: Tensor) -> Tensor:
             x = _silu(mixed)
             low, write, read = (down @ x).split([rank, STATE, STATE])
             dt = (flat["dt_proj"] @ low + flat["dt_bias"]).exp().log1p()
-            # In the paper's words h_t = exp(dt A) h_{t-1} + dt B x and y = C h + D x.
+            # In the paper's notation h_t = exp(dt A) h_{t-1} + dt B x and y = C h + D x.
             h = (dt[:, None] * A).exp() * h + torch.outer(dt * x, write)
             y[t, b] = (h @ read + skip * x) * _silu(z[t, b])
     return y @ weights["out_proj.weight"].T
@@ -72,7 +72,7 @@ def test_it_is_the_loop_over_tokens(make: MakeMixer, hidden_states: Tensor, fiel
 
 
 def _weights_of_transformers(mixer: Any) -> dict[str, Tensor]:
-    """The mixer's weights as functions of its own: channels of all heads in one row, x of all before z of all."""
+    """Weights of transformers' Mamba from those of the mixer: x channels of all heads, then z channels of all heads."""
     in_proj = mixer.in_proj.weight.view(HEADS, 2, -1, HIDDEN)
     return {
         "in_proj.weight": in_proj.transpose(0, 1).reshape(-1, HIDDEN),
@@ -117,7 +117,7 @@ def test_it_is_the_mamba_of_transformers(make: MakeMixer, hidden_states: Tensor,
 def test_ranks_with_a_part_of_the_heads_sum_their_projections(
     make: MakeMixer, hidden_states: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank's part of the heads gives that part of the whole output, once it has the total over the ranks."""
+    """Given the sum over ranks, a rank's shard of the heads gives its part of the whole output."""
     mixer = make()
     rows = mixer.in_proj(hidden_states)[0].view(LENGTH, BATCH, HEADS, -1)
     calls: list[tuple[Tensor, Any]] = []
@@ -142,7 +142,7 @@ def test_ranks_with_a_part_of_the_heads_sum_their_projections(
 
 @pytest.mark.parametrize(("expand", "state"), [(2, 16), (1, 3)])
 def test_operations_of_mamba(make: MakeMixer, expand: int, state: int) -> None:
-    """Decay, write, read of each number of a channel's state."""
+    """Count decay, write and read of each element of a channel's state."""
     mixer = make(expand=expand, state_size=state)
     assert mixer.mixing_flops(12) == pytest.approx(HEADS * HEAD_DIM * expand * state * 3 * 2)
     assert mixer.mixing_flops(1200) == mixer.mixing_flops(12)

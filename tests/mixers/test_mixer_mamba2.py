@@ -1,4 +1,4 @@
-"""Mamba-2, from its input to its output, against a loop over tokens in float64 and against transformers' Mamba-2."""
+"""Mamba-2 from input to output, compared with a float64 loop over tokens and with Mamba-2 of transformers."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def _silu(x: Tensor) -> Tensor:
 
 
 def _rows(mixer: Any, hidden_states: Tensor) -> Tensor:
-    """The projection [t, b, groups, width] in float64."""
+    """Projection [t, b, groups, width] in float64."""
     projected = hidden_states.double() @ mixer.in_proj.weight.double().T
     return projected.view(LENGTH, BATCH, mixer.num_units(), -1)
 
 
 def _features(mixer: Any, rows_tw: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x [t, heads, d], B and C [t, n] behind the convolution, and what is left of the rows of one group."""
+    """Split the rows of a group into x [t, heads, d], B and C [t, n] after the convolution, and the remaining rows."""
     heads = HEADS // mixer.num_units()
     inner = heads * mixer.head_dim * mixer.mixer_config.expand
     mixed = rows_tw[:, : inner + 2 * STATE]
@@ -58,7 +58,7 @@ def _gate_and_norm(mixer: Any, y_tw: Tensor, gate_tw: Tensor, group: int) -> Ten
 
 
 def _group_by_loop(mixer: Any, rows_tw: Tensor, group: int) -> Tensor:
-    """One group's output [t, heads * d]."""
+    """Output [t, heads * d] of one group, by a loop over tokens."""
     x, b, c, rest = _features(mixer, rows_tw, group)
     kind, heads, inner = mixer.mixer_config.decay, x.shape[1], x[0].numel()
     y = torch.zeros_like(x)
@@ -70,14 +70,14 @@ def _group_by_loop(mixer: Any, rows_tw: Tensor, group: int) -> Tensor:
                 raw = rest[t, inner + head].item() if kind == "data_dependent" else 0.0
                 step = math.log1p(math.exp(raw + mixer.step_bias[group, head].item()))
                 kept = math.exp(-math.exp(mixer.log_decay[group, head].item()) * step)
-            # In the paper's words h_t = A_t h_{t-1} + B_t x_t and y_t = C_t h_t + D x_t.
+            # In the paper's notation h_t = A_t h_{t-1} + B_t x_t and y_t = C_t h_t + D x_t.
             state = kept * state + step * torch.outer(x[t, head], b[t])
             y[t, head] = state @ c[t] + mixer.skip[group, head].item() * x[t, head]
     return _gate_and_norm(mixer, y.flatten(1), rest[:, :inner], group)
 
 
 def _output(mixer: Any, hidden_states: Tensor, of_group: Callable[[Any, Tensor, int], Tensor]) -> Tensor:
-    """The layer's output from each group's, in float64."""
+    """Output of the layer from those of its groups, in float64."""
     rows = _rows(mixer, hidden_states)
     mixed = torch.stack(
         [torch.cat([of_group(mixer, rows[:, b, u], u) for u in range(mixer.num_units())], 1) for b in range(BATCH)], 1
@@ -108,13 +108,13 @@ def test_it_is_the_loop_over_tokens(
 
 
 def _in_their_order(mixer: Any, in_proj: Tensor) -> Tensor:
-    """The projection's rows of a mixer of one group as transformers has them: [z | x | B | C | step]."""
+    """Projection rows of a one-group mixer in the order of transformers: [z | x | B | C | step]."""
     xbc, z, step = in_proj.split([mixer.conv_width, mixer.output_width(), HEADS])
     return torch.cat([z, xbc, step])
 
 
 def _pairs(mixer: Any, theirs: Any, of: Callable[[Tensor], Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-    """`of` each of our weights, in their form, beside `of` the same weight of theirs."""
+    """Pairs of `of` applied to our weight in the layout of transformers, and to their weight."""
     return {
         "in_proj": (_in_their_order(mixer, of(mixer.in_proj.weight)), of(theirs.in_proj.weight)),
         "conv_weight": (of(mixer.conv_weight).transpose(0, 1), of(theirs.conv1d.weight)),
@@ -156,14 +156,14 @@ def test_it_is_the_mamba2_of_transformers(make: MakeMixer, hidden_states: Tensor
     expected.backward(upstream)
     gradients: dict[str, Any] = _pairs(mixer, theirs, lambda weight: weight.grad)  # type: ignore[arg-type,return-value]
     for name, (ours, their) in {"output": (out, expected), "input": (x.grad, y.grad), **gradients}.items():
-        # Gradients here are as large as 100: what fp32 may lose is measured by the largest.
+        # Gradients are as large as 100, so the fp32 tolerance scales with the largest.
         largest = their.abs().max().item()
         assert largest > 1.0, name
         assert (ours - their).abs().max().item() < 1e-5 * largest, name
 
 
 def _group_by_pairs(mixer: Any, rows_tw: Tensor, group: int) -> Tensor:
-    """One group's output without decay: pair (t, s) weighs C_t . B_s, for every head of the group."""
+    """Output of one group without decay: pair (t, s) has the weight C_t . B_s in every head of the group."""
     x, b, c, gate = _features(mixer, rows_tw, group)
     y = torch.einsum("ts,shd->thd", (c @ b.T).tril(), x) + mixer.skip[group].double()[:, None] * x
     return _gate_and_norm(mixer, y.flatten(1), gate, group)
@@ -176,7 +176,7 @@ def test_without_decay_it_is_a_sum_over_pairs(make: MakeMixer, hidden_states: Te
 
 
 def _copy(source: Any, target: Any) -> None:
-    """Hand over all that both have, but for the input projection."""
+    """Copy all weights that both have, except the input projection."""
     own = dict(source.named_parameters())
     for name, parameter in target.named_parameters():
         if name in own and name != "in_proj.weight":
@@ -238,7 +238,7 @@ def test_it_has_the_parameters_that_it_uses(
 
 
 def test_groups_do_not_know_each_other(make: MakeMixer) -> None:
-    """What lets them be split over ranks: a group alone gives its part of the whole."""
+    """A group alone gives its part of the whole output, so groups can be split over ranks."""
     mixer = make()
     x = torch.randn(LENGTH, BATCH, 2, mixer.unit_width(), generator=torch.Generator().manual_seed(5))
     whole = mixer.mix(x, Part(0, 2))
@@ -266,6 +266,6 @@ def test_the_bias_of_the_convolution_begins_as_torchs() -> None:
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("expand", [1, 2])
 def test_operations(make: MakeMixer, groups: int, expand: int) -> None:
-    """Write, read."""
+    """Count a write and a read of the state."""
     for length in (12, 120):
         assert make(groups, expand=expand).mixing_flops(length) == pytest.approx(HEADS * 2 * 2 * STATE * 6 * expand)

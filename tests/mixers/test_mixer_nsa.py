@@ -1,4 +1,4 @@
-"""The mixer of Native Sparse Attention: its projected rows, its parts of a sequence, its operations."""
+"""Mixer of Native Sparse Attention: projections, shards of a sequence, operation counts."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_every_weight_learns(make_mixer: MakeMixer, hidden_states: Tensor) -> No
 
 
 class Seen(Beginning):
-    """Notes what a mixer asks for."""
+    """Past that records the requests of a mixer."""
 
     def __init__(self) -> None:
         self.rows: dict[str, Tensor] = {}
@@ -74,7 +74,7 @@ class Seen(Beginning):
 
 
 class Given(Beginning):
-    """Gives the part's own rows with those before them."""
+    """Past that returns the shard's own rows with those before them."""
 
     def __init__(self, rows: dict[str, Tensor], own: slice) -> None:
         self._rows, self._own = rows, own
@@ -86,7 +86,7 @@ class Given(Beginning):
 
 @pytest.mark.parametrize("start", [0, 4, 7])
 def test_a_part_of_the_sequence_gives_that_part_of_the_result(make_mixer: MakeMixer, start: int) -> None:
-    """Context parallelism that gathers: the part's own queries and gates, keys and values of all parts up to it."""
+    """Context parallelism by gathering: queries and gates of the own shard, keys and values of all shards up to it."""
     mixer = make_mixer("nsa", groups=2, **SMALL)
     x_tbuw = torch.randn(13, 2, 2, mixer.unit_width(), generator=torch.Generator().manual_seed(3))
     seen = Seen()
@@ -109,7 +109,7 @@ def test_a_part_of_the_groups_gives_that_part_of_the_result(make_mixer: MakeMixe
 
 @pytest.mark.parametrize(("num_selected", "window"), [(8, 100), (1000, 5000)])
 def test_operations(make_mixer: MakeMixer, num_selected: int, window: int) -> None:
-    """By hand, for long sequences: the formula counts a query's own block in full, whichever place it has there."""
+    """Compare with a count for long sequences. The formula counts a query's own block in full."""
     size, length = 8, 4096
     mixer = make_mixer("nsa", block_size=size, num_selected=num_selected, window=window)
     attended = 0

@@ -1,4 +1,4 @@
-"""Rotary positions are what the paper defines; heads are cut and rotated together."""
+"""Rotary embeddings: the definition of the paper, and fused splitting and rotation of heads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RWKV-6 and RWKV-7, from input to output, against the layers of flash-linear-attention with its ops in plain torch."""
+"""RWKV-6 and RWKV-7 from input to output, compared with flash-linear-attention's layers with plain torch ops."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HIDDEN, HEADS, HEAD_DIM = 24, 4, 6
 
 @pytest.fixture
 def theirs(monkeypatch: pytest.MonkeyPatch) -> Callable[..., torch.nn.Module]:
-    """fla's layer on the CPU: what runs as Triton kernels there is replaced by fla's references or a loop."""
+    """Function that builds fla's layer on the CPU, with Triton kernels replaced by fla's references or a loop."""
 
     pytest.importorskip("fla", reason="flash-linear-attention is not installed")
     replace(monkeypatch, PLAIN)
@@ -38,14 +38,14 @@ def theirs(monkeypatch: pytest.MonkeyPatch) -> Callable[..., torch.nn.Module]:
 
 
 class _GroupNorm(torch.nn.GroupNorm):
-    """torch's, over the last dimension."""
+    """Group norm of torch over the last dimension."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.flatten(0, -2)).view(x.shape)
 
 
 def _rwkv6_weights(mixer: Any) -> dict[str, Tensor]:
-    """The mixer's weights by fla's names, whose mixtures come as r, w, k, v, g."""
+    """Weights of the mixer by fla's names. fla orders mixtures as r, w, k, v, g."""
     order = [3, 0, 1, 2, 4]
     return {
         "x_bias": mixer.mu[order],
@@ -74,14 +74,14 @@ def test_outputs_and_gradients_are_those_of_flash_linear_attention(
     make_mixer: MakeMixer, theirs: Any, hidden_states: Tensor, name: str
 ) -> None:
     mixer, layer = make_mixer(name), theirs(name)
-    with torch.no_grad():  # weights at which an error of rounding in a decay's logit does not grow
+    with torch.no_grad():  # keep weights small, so that rounding errors in decay logits do not grow
         for parameter in mixer.parameters():
             parameter.mul_(0.5)
     assert_same_function(mixer, layer, WEIGHTS[name](mixer), hidden_states)
 
 
 def _begin(mixer: Any) -> Any:
-    """The mixer with its own initial values."""
+    """Reset the mixer to its own initial values."""
     for name, parameter in mixer.named_parameters(recurse=False):
         parameter.data = torch.empty(parameter.shape)
         parameter.initializer(parameter.data, generator_for(1, name))
@@ -96,7 +96,7 @@ def test_rwkv7_begins_as_flash_linear_attention_does(
     expected = dict(theirs("rwkv7", layer_idx, layers).named_parameters())
     for name, found in converted(mixer).items():
         if name.endswith("_proj.weight"):
-            continue  # ours are normal, as everywhere in the model
+            continue  # our matrices are normal, as everywhere in the model
         if name.endswith("lora.2.weight"):
             assert float(found.std()) == pytest.approx(float(expected[name].std()), rel=0.15), name
         else:
@@ -113,7 +113,7 @@ def test_ranks_of_rwkv7_are_those_of_flash_linear_attention(theirs: Any, hidden:
 
 @pytest.mark.parametrize(("layer", "layers"), [(0, 1), (0, 12), (5, 12), (11, 12)])
 def test_rwkv6_begins_as_the_authors_code(make_mixer: MakeMixer, layer: int, layers: int) -> None:
-    """Channel by channel, as RWKV-LM's RWKV_Tmix_x060 writes it."""
+    """Compare initial values channel by channel with RWKV-LM's RWKV_Tmix_x060."""
     mixer = _begin(make_mixer("rwkv6", layer_number=layer + 1, layers=layers))
     ratio, left = layer / max(layers - 1, 1), 1 - layer / layers
     for n in range(HIDDEN):

@@ -1,4 +1,4 @@
-"""The Top-1 mixers, projections and rotary positions included, against a brute force in float64."""
+"""Top-1 mixers with projections and rotary embeddings, compared with brute force in float64."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _turned(vector: Tensor, position: int) -> Tensor:
 
 
 def _mix(mixer: Any, x_tbh: Tensor, rotary: bool, weights: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """Every head's values mixed by `weights(q, keys up to it)`, then projected."""
+    """Mix the values of every head by `weights(q, keys up to the query)`, then project."""
     rows = (x_tbh.double() @ mixer.in_proj.weight.double().T).view(*x_tbh.shape[:2], mixer.num_units(), -1, 6)
     length, batch, groups, parts, d = rows.shape
     turn = _turned if rotary else lambda vector, _: vector

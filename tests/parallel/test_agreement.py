@@ -1,4 +1,4 @@
-"""Values and errors of ranks as all of them get them; nothing that is received is unpickled."""
+"""Values and errors that ranks share with all ranks. Nothing received is unpickled."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_values_of_every_rank(pool: WorkerPool) -> None:
 
 
 def _without_pickles(rank: int, world_size: int, work: object) -> object:
-    """Some work, with pickle out of order: torch's collectives of objects would be found out."""
+    """Run `work` with pickle disabled, which detects torch's object collectives."""
     broken = patch.object(pickle, "Unpickler", side_effect=AssertionError("unpickled"))
     modules = patch.multiple("torch.distributed.distributed_c10d", _unpickler=None, _pickler=None)
     with broken, modules:

@@ -1,4 +1,4 @@
-"""The projection with rows of zeros behind its weight gives what the plain one gives."""
+"""Projection with a weight padded by rows of zeros, compared with the plain projection."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_ext.parallel.aligned_linear import AlignedColumnParallelLinear
 
 @pytest.fixture
 def multiplied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Rows of each weight that Megatron multiplies with."""
+    """Number of rows of each weight that Megatron multiplies with."""
     rows: list[int] = []
     apply = layers.LinearWithGradAccumulationAndAsyncCommunication.apply
 

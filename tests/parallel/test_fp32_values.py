@@ -1,4 +1,4 @@
-"""Parameters that a bf16 run's forward pass takes in fp32: initial values, what mixers make of them, gradients."""
+"""Parameters that the forward pass of a bf16 run uses in fp32: initial values, use in mixers, gradients."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_the_gradient_is_the_parameters() -> None:
     (taken.square().sum()).backward()
     assert torch.equal(parameter.grad, (2 * values).bfloat16())
     fp32_values(parameter).zero_()  # type: ignore[union-attr]
-    assert torch.equal(taken, values)  # what a backward pass has kept stays
+    assert torch.equal(taken, values)  # values saved for the backward pass do not change
 
 
 def test_a_parameter_in_fp32_is_its_own() -> None:

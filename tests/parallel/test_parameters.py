@@ -7,7 +7,7 @@ from megatron_ext.parallel.parameters import generator_for, normal, ones
 
 
 def test_the_stream_of_an_identity_is_the_same_everywhere_and_for_ever() -> None:
-    """Golden values: a change of them would change the initial weights of every run that has been made."""
+    """Golden values: a change would alter the initial weights of all existing configurations."""
     generator = generator_for(1234, "decoder.layers.3.mlp.linear_fc1.weight")
     assert generator.initial_seed() == GOLDEN_SEED
     assert torch.randint(0, 2**31, (4,), generator=generator).tolist() == GOLDEN_DRAWS

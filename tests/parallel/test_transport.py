@@ -1,4 +1,4 @@
-"""Who takes parts from rank to rank; what they bring is compared on GPUs, in `distributed/test_gpu_transport.py`."""
+"""Transports between ranks: selection and errors. `distributed/test_gpu_transport.py` compares results on GPUs."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_gpus_that_share_no_memory_are_refused() -> None:
 
 
 class _Files:
-    """In place of `_Outbox`: memory of a rank is a file, which the others map."""
+    """Fake of `_Outbox`: the memory of a rank is a file that other ranks map."""
 
     folder = Path()
 
@@ -95,7 +95,7 @@ def _fetch_by_turns(rank: int, world_size: int, folder: Path) -> int:
         engines = transport.CopyEngines(group)
         for number, width in enumerate((5, 3, 5, 7)):
             sent = []
-            for other in (0, 1):  # two under way
+            for other in (0, 1):  # two messages in flight
                 parts = torch.arange(2.0 * width * world_size).view(2, width, world_size).permute(2, 0, 1)
                 sent.append(engines.send(parts + 1000 * rank + 100 * number + 10000 * other))
             for other, message in enumerate(sent):
@@ -107,5 +107,5 @@ def _fetch_by_turns(rank: int, world_size: int, folder: Path) -> int:
 
 
 def test_each_rank_fetches_its_own_parts_and_outboxes_are_filled_anew(pool: WorkerPool, tmp_path: Path) -> None:
-    """Two are under way at once: the first two outboxes serve the next sizes, too, but the last, which is larger."""
+    """With two messages in flight, the first two outboxes serve all sizes but the last, which is larger."""
     assert pool.run(_fetch_by_turns, 4, tmp_path) == [4] * 4

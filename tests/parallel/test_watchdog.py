@@ -1,4 +1,4 @@
-"""The watch over a process: one that hangs ends and says where, one that gets further is left alone."""
+"""Watchdog of a process: a hanging process ends and prints its stack, one that makes progress is left alone."""
 
 from __future__ import annotations
 

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-# The pool of processes and the models of the parity tests, which need not be among those that are run.
+# The pool of processes and the models of the parity tests, even if those tests are not collected.
 sys.path.append(str(Path(__file__).parents[2] / "distributed"))
-# What replaces flash-linear-attention's kernels is a module of the mixers' tests.
+# The replacements of flash-linear-attention's kernels are a module of the mixers' tests.
 sys.path.append(str(Path(__file__).parents[2] / "mixers"))
 
 
 @pytest.fixture(scope="session")
 def saved_run(pool: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """The folder of a run that was trained a little under a layout; each is made once."""
+    """Function that returns the folder of a run trained briefly under a layout. Each run is made once."""
     import saved_runs
 
     known: dict[str, Path] = {}
@@ -40,10 +40,10 @@ def saved_run(pool: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[.
 
 @pytest.fixture
 def convert(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """`selectron convert` in this process; its exit code."""
+    """Function that runs `selectron convert` in this process and returns the exit code."""
     from megatron_ext.cli import main
 
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # the command sets it
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # set by the command, so restored by the fixture
 
     def run(*arguments: object) -> int:
         try:
@@ -56,7 +56,7 @@ def convert(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
 
 @pytest.fixture
 def peer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[dict[str, Any]], torch.nn.Module]]:
-    """Build a config.json's model in its own library, on the CPU; what it would compile is run as it is written."""
+    """Function that builds a config.json's model in its own library, on the CPU and without compilation."""
     import transformers
 
     def build(config: dict[str, Any]) -> torch.nn.Module:

@@ -1,4 +1,4 @@
-"""What one rank does to save a GPTModel of megatron-core alone, as Megatron-LM does."""
+"""Functions run by each rank to save a plain GPTModel of megatron-core, as Megatron-LM does."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ ARGUMENTS = {
 def save(
     rank: int, world_size: int, folder: Path, tensor: int, pipeline: int, stacked: bool, extra: dict[str, Any]
 ) -> Tensor | None:
-    """Save a model of random weights; in one process, what it answers to `tokens`."""
+    """Save a model with random weights. In one process, return its logits for `tokens`."""
     select_platform("cpu")
     groups = make_process_groups(ParallelConfig(tensor=tensor, pipeline=pipeline), 1)
     torch.manual_seed(1)
@@ -106,5 +106,5 @@ def tokens() -> Tensor:
 
 
 def arguments(**changed: Any) -> dict[str, Any]:
-    """What Megatron-LM keeps of its command line."""
+    """Arguments as Megatron-LM saves them in a checkpoint."""
     return {"args": Namespace(**{**ARGUMENTS, **changed}), "iteration": 7}

@@ -1,4 +1,4 @@
-"""What one rank does to make a run's folder for the conversion tests: a small model, trained a little, and saved."""
+"""Functions run by each rank to make a run folder for the conversion tests: a small, briefly trained model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megatron_ext.training.build import build_trainer, model_shape
 from megatron_ext.training.identity import identity
 
 VOCABULARY = 300
-"""No multiple of the padding, 128."""
+"""Vocabulary size. It is not a multiple of the padding, 128."""
 
 PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
 STEPS = 2
@@ -33,7 +33,7 @@ SETTINGS: dict[str, dict[str, Any]] = {"top1_chunk": {"chunk_size": 8}, "mamba2"
 
 
 def run_config(pattern: str, parallel: dict[str, Any], model: dict[str, Any], mixers: dict[str, Any]) -> Any:
-    """The configuration of a run, whole; its initial weights are wide, so that logits differ from token to token."""
+    """Complete configuration of a run. Its initial weights are large, so that logits differ between tokens."""
     names = set(pattern.split("*")[0].split(","))
     used = {name: fields for name, fields in SETTINGS.items() if name in names} | mixers
     config = parity.run_config(pattern, used, {"init_std": 0.1, **model}, parallel)
@@ -56,7 +56,7 @@ def save(
 
 
 def train_and_save(folder: Path, config: Any) -> Any:
-    """The trainer, after two steps that were saved."""
+    """Train two steps and save. Return the trainer."""
     trainer, store = trainer_and_store(folder, config)
     for step in range(STEPS):
         trainer.train_step(parity.step_batches(config, trainer.groups, step))
@@ -65,7 +65,7 @@ def train_and_save(folder: Path, config: Any) -> Any:
 
 
 def trainer_and_store(folder: Path, config: Any) -> tuple[Any, CheckpointStore]:
-    """Both as a run makes them."""
+    """Trainer and store as a run makes them."""
     platform, groups = select_platform("cpu"), make_process_groups(config.parallel, 1)
     parity.count_anew()
     trainer = build_trainer(config, model_shape(config, platform, VOCABULARY), groups, platform)
@@ -73,7 +73,7 @@ def trainer_and_store(folder: Path, config: Any) -> tuple[Any, CheckpointStore]:
 
 
 def identity_of(config: Any) -> dict[str, Any]:
-    """What a run's record says of it."""
+    """Identity of a run as its checkpoint records it."""
     manifest = SimpleNamespace(tokenizer=SimpleNamespace(sha256="0" * 64))
     data: Any = SimpleNamespace(train_domains=["a"], weights=None, manifest=manifest, vocab_size=VOCABULARY, record={})
     return identity(config, data)
@@ -83,7 +83,7 @@ def identity_of(config: Any) -> dict[str, Any]:
 def loaded(
     folder: Path, pattern: str, model: dict[str, Any], mixers: dict[str, Any], multiple: int = 128
 ) -> Iterator[Any]:
-    """The model of a run's newest checkpoint in one process, by Megatron's own loading, in fp32."""
+    """Load the model of a run's newest checkpoint in one process with Megatron's loader, in fp32."""
     platform = select_platform("cpu")
     config = run_config(pattern, {}, {**model, "vocab_size_multiple": multiple}, mixers)
     with groups_of_one_process("gloo") as groups:
@@ -96,7 +96,7 @@ def loaded(
 
 
 def parameters(model: Any) -> dict[str, Tensor]:
-    """Without the padding of the vocabulary."""
+    """Parameters by name, without the vocabulary padding."""
     named = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     return {name: p[:VOCABULARY] if name in PADDED else p for name, p in named.items()}
 

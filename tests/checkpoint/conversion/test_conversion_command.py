@@ -1,4 +1,4 @@
-"""`selectron convert` and `selectron inspect`: what they refuse, what they say, and that nothing half-written stays."""
+"""Commands `selectron convert` and `selectron inspect`: errors, output, and removal of partial results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Convert = Callable[..., int]
 
 @pytest.fixture(scope="module")
 def run(saved_run: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of its own, as some of these tests damage it."""
+    """Separate run, because some of these tests damage it."""
     folder = tmp_path_factory.mktemp("command") / "run"
     shutil.copytree(saved_run("attention*2", {"tensor": 2}), folder)
     return folder
@@ -31,7 +31,7 @@ def run(saved_run: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def hf(run: Path, convert: Convert, tmp_path: Path) -> Path:
-    """The run's model in two files."""
+    """Model of the run in Hugging Face's format, in two files."""
     folder = tmp_path / "hf"
     assert convert(run, folder, "--to", "hf", "--no-verify", "--shard-size", "0.0003") == 0
     assert len(list(folder.glob("*.safetensors"))) == 2
@@ -45,7 +45,7 @@ def error(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def refused(convert: Convert, capsys: pytest.CaptureFixture[str], source: Path, folder: Path, *more: str) -> str:
-    """The one line of a conversion that fails, of which nothing is left."""
+    """Return the one error line of a conversion that must fail and leave nothing."""
     before = sorted(folder.iterdir())
     capsys.readouterr()
     assert convert(source, folder / "out", "--to", "megatron", *more) == 2
@@ -255,7 +255,7 @@ def test_what_is_there_is_kept(
     assert "file is a file, and no model to overwrite" in error(capsys)
     edited(hf, architectures=["BertForMaskedLM"])
     assert convert(hf, tmp_path / "photos", "--to", "hf") == 2
-    (hf / "metrics.jsonl").write_text("")  # of a training
+    (hf / "metrics.jsonl").write_text("")  # a file of a training run
     assert convert(run, hf, "--to", "hf", "--overwrite") == 2
     (hf / "metrics.jsonl").unlink()
     assert convert(run, hf, "--to", "hf", "--overwrite", "--no-verify") == 0
@@ -290,7 +290,7 @@ def test_a_conversion_that_is_ended_leaves_nothing(
         try:
             os.kill(os.getpid(), number)
         except BaseException as error:
-            raise RuntimeError("[enforce fail at inline_container.cc:858]") from error  # as torch's writer does
+            raise RuntimeError("[enforce fail at inline_container.cc:858]") from error  # as torch's writer raises it
 
     monkeypatch.setattr(hugging_face, "write_safetensors", write)
     assert convert(run, tmp_path / "deep" / "er" / "hf", "--to", "hf") == 128 + number
@@ -339,24 +339,24 @@ def test_wrong_bits_are_found(
     from megatron_ext.checkpoint.conversion.families import tensors
 
     apart, together = tensors.apart, tensors.together
-    # Of the feed-forward's first matrix, which is of one unit.
+    # Corrupt the first matrix of the feed-forward, which has one unit.
     monkeypatch.setattr(
         tensors, "together", lambda parts, units: parts[0].repeat(2, 1) if units == 1 else together(parts, units)
     )
     assert convert(run, tmp_path / "hf", "--to", "hf") == 2
     assert "mlp.linear_fc1.weight is not what was to be written" in error(capsys)
-    # A mistake that a way there and back hides shows in the answers.
+    # A fault that a round trip hides shows in the logits.
     order = {1: -1}
     monkeypatch.setattr(tensors, "apart", lambda x, units, widths: apart(x, units, widths)[:: order.get(units, 1)])
     monkeypatch.setattr(tensors, "together", lambda parts, units: together(parts[:: order.get(units, 1)], units))
     assert convert(run, tmp_path / "hf", "--to", "hf") == 2
-    assert f"{tmp_path}/hf: logits differ from those of" in error(capsys)  # not the folder in which it was checked
+    assert f"{tmp_path}/hf: logits differ from those of" in error(capsys)  # not the temporary folder of the check
     assert not list(tmp_path.iterdir())
 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 300 kB."""
+    """File system of 300 kB."""
     folder = tmp_path / "disk"
     folder.mkdir()
     done = subprocess.run(
@@ -380,7 +380,7 @@ def test_a_full_disk(
 ) -> None:
     assert convert(run, small_disk / "out", "--to", to) == 2
     assert f"needs {size} MB, and " in error(capsys)
-    # Another may fill it meanwhile.
+    # Another process may fill the disk after the check.
     from megatron_ext.checkpoint.conversion import command
 
     monkeypatch.setattr(command, "check_space", lambda *_: None)
@@ -399,7 +399,7 @@ def test_inspect(run: Path, hf: Path, capsys: pytest.CaptureFixture[str], monkey
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     ours, theirs = inspected(capsys, run), inspected(capsys, hf, "--tensors")
     alike = {"pattern": "attention*2", "layers": 2, "hidden_size": 64, "vocab_size": 300, "whole": True}
-    # Two tensors of the vocabulary, per layer two norms and four matrices, and the last norm.
+    # Two vocabulary matrices, two norms and four matrices per layer, and the final norm.
     alike["parameters"] = 2 * 300 * 64 + 2 * (2 * 64 + 3 * 64 * 64 + 64 * 64 + 3 * 64 * 192) + 64
     for facts in (ours, theirs):
         assert {key: facts[key] for key in alike} == alike

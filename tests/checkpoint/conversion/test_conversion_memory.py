@@ -1,4 +1,4 @@
-"""Conversion holds a tensor or two at a time, however large the model is."""
+"""Memory of a conversion: one or two tensors at a time, for models of any size."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[3]
 MB = 1 << 20
 LARGEST = 16 * MB
-"""The embedding, the output layer, and of each layer the first matrix of its feed-forward, which is made of two."""
+"""Bytes of the embedding, the output layer, and each layer's first feed-forward matrix, which is merged from two."""
 SLACK = 32 * MB
-"""A layer's activations take 29, in float64; a third tensor would be over it. Users are told 1 GiB."""
+"""Allowed extra bytes. A layer's float64 activations take 29 MB. A third tensor would exceed this. Docs say 1 GiB."""
 
-# The first model is small: what converting it takes is what was imported. All later peaks are above it.
+# The first model is small: its peak is that of the imports. Later peaks are compared with it.
 MEASURED = """
 import re, sys
 from pathlib import Path
@@ -51,12 +51,12 @@ for folder in map(Path, sys.argv[1:]):
 
 
 def llama(folder: Path, vocab_size: int, hidden_size: int) -> tuple[int, int]:
-    """Write a model into `hf` of a folder; bytes of its largest tensor, and of all."""
+    """Write a model into `hf` of a folder. Return the bytes of its largest tensor and of all tensors."""
     from safetensors.torch import save_file
 
     sizes = f"hidden_size: {hidden_size}, ffn_hidden_size: {2 * hidden_size}, num_attention_heads: 8"
     (folder / "hf").mkdir(parents=True)
-    # No more positions than the short comparison has: the long one's activations are bounded by asked.py, not here.
+    # Only as many positions as the short comparison: asked.py bounds the activations of the long one.
     sizes += f", max_position_embeddings: {SHORT}"
     (folder / "model.yaml").write_text(f"model: {{pattern: 'attention*2', {sizes}}}\n")
     saved, family = configured_model(folder / "model.yaml", vocab_size), FAMILIES["LlamaForCausalLM"]
@@ -76,7 +76,7 @@ def test_memory_is_that_of_two_tensors(tmp_path: Path) -> None:
     largest, whole = llama(large, 4096, 1024)
     assert largest == LARGEST
     assert whole > 2 * LARGEST + SLACK
-    # So that what is freed is given back, and does not count any more.
+    # Make malloc return freed memory to the system, so that it does not count.
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(MB)}
     command = [sys.executable, "-W", "ignore", "-c", MEASURED, str(small), str(large)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""A run as a user has it: trained by two processes, taken to Hugging Face with its tokenizer, and back to a run."""
+"""User's run: trained by two processes, converted to Hugging Face with its tokenizer, and back to a run."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_converted_run_says_what_it_lacks(
 
 
 def test_the_record_tells_the_model_whole(run: Path) -> None:
-    """No field of it is left to a default that another version may change."""
+    """The record contains every field, because another version may change defaults."""
     from megatron_ext.checkpoint.conversion.saved import identity_of, saved_model
 
     identity = json.loads((run / "checkpoints" / "step_4" / "checkpoint.json").read_text())["identity"]

@@ -1,4 +1,4 @@
-"""Checkpoints that a GPTModel of megatron-core wrote by itself."""
+"""Checkpoints written by a plain GPTModel of megatron-core."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ data: {path: none, seq_length: 32}
 
 
 class Runs:
-    """Executes a command, were it ever read as what it is."""
+    """Class whose pickle executes a command when loaded."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -33,7 +33,7 @@ class Runs:
 
 @pytest.fixture(scope="module")
 def save(pool: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, Any]]:
-    """Save a model of so many ranks; its folder, and what it answers where it is of one."""
+    """Function that saves a model of several ranks. Returns its folder and, for one rank, its logits."""
 
     def run(tensor: int = 1, pipeline: int = 1, stacked: bool = False, extra: Any = None) -> tuple[Path, Any]:
         folder = tmp_path_factory.mktemp("plain") / "model"
@@ -62,7 +62,7 @@ def test_a_gptmodel_becomes_llama(save: Any, convert: Callable[..., int], tmp_pa
 def test_from_several_processes(
     save: Any, convert: Callable[..., int], tmp_path: Path, tensor: int, pipeline: int
 ) -> None:
-    """What is written is compared with the answers of megatron-core's own model."""
+    """Compare the converted model with the logits of megatron-core's own model."""
     folder, _ = save(tensor, pipeline, stacked=pipeline == 2)
     assert convert(folder, tmp_path / "run", "--to", "megatron") == 0
     assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == "step_7\n"
@@ -85,7 +85,7 @@ def test_sizes_that_nobody_knows(
     assert "--model-config" in line
     (tmp_path / "model.yaml").write_text(MODEL)
     assert convert(folder, tmp_path / "hf", "--to", "hf", "--model-config", tmp_path / "model.yaml") == 0
-    # Without the arguments, nobody knows which rows are padding.
+    # Without the arguments the padding rows are unknown.
     found = answer(tmp_path / "hf")[..., : plain_runs.VOCABULARY]
     assert float((found - expected).abs().max()) <= 1e-5 * float(expected.abs().max())
 

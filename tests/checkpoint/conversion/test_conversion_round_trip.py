@@ -1,4 +1,4 @@
-"""From a run's checkpoint, whatever its layout, to Hugging Face and back: the same answers, the same bits."""
+"""Round trip from a run's checkpoint of any layout to Hugging Face and back: equal logits and bit-identical tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Fixture = Callable[..., Any]
 
 
 def models_of_all_mixers() -> list[str]:
-    """Every mixer in a model of four layers."""
+    """Patterns of four-layer models that cover every mixer."""
     names = sorted(load_all())
     names += ["attention"] * (-len(names) % 4)
     return [",".join(names[i : i + 4]) for i in range(0, len(names), 4)]
@@ -36,14 +36,14 @@ def near(found: torch.Tensor, expected: torch.Tensor) -> bool:
 def there_and_back(
     run: Path, convert: Fixture, folder: Path, pattern: str, model: dict[str, Any], mixers: dict[str, Any], length: int
 ) -> str:
-    """Convert, compare with transformers' own loading, convert back, compare bits; the architecture."""
+    """Convert, compare with the model that transformers loads, convert back, compare bits. Return the architecture."""
     import transformers
 
     hf, back, again = folder / "hf", folder / "back", folder / "again"
     assert convert(run, hf, "--to", "hf", "--no-verify") == 0
     tokens = saved_runs.tokens(length)
     (architecture,) = json.loads((hf / "config.json").read_text())["architectures"]
-    # Where flash-linear-attention has been imported, the automatic class takes its models in place of some.
+    # If flash-linear-attention has been imported, the auto class prefers its models for some architectures.
     library = getattr(transformers, architecture, transformers.AutoModelForCausalLM)
     theirs = library.from_pretrained(hf, dtype=torch.float32, trust_remote_code=True).eval()
     with torch.no_grad():
@@ -61,7 +61,7 @@ def there_and_back(
     return str(architecture)
 
 
-# A checkpoint of any layout holds the same tensors, in other pieces: which, one model shows under each layout.
+# Checkpoints of all layouts hold the same tensors, cut differently. One model under each layout covers the cuts.
 @pytest.mark.parametrize(
     ("pattern", "layout"),
     [(pattern, "tp2_pp2") for pattern in models_of_all_mixers()]
@@ -73,7 +73,7 @@ def test_every_mixer(pattern: str, layout: str, saved_run: Fixture, convert: Fix
 
 
 GROUPED = {"num_query_groups": 2, "head_dim": 24}
-TIED = {"tie_embeddings": True, "rotary_base": 5e5, "norm_epsilon": 1e-3}  # one weight, which two stages hold
+TIED = {"tie_embeddings": True, "rotary_base": 5e5, "norm_epsilon": 1e-3}  # one weight, held by two stages
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_mamba_and_transformers_models(mixer: str, saved_run: Fixture, convert: 
     assert there_and_back(run, convert, tmp_path, pattern, model, {}, 32) == architecture
 
 
-# Of each model of flash-linear-attention, sizes, settings, and the architecture. Its NSA shares a key among 16 heads.
+# Sizes, settings and architecture of each model of flash-linear-attention. Its NSA shares a key among 16 heads.
 SHARED = {"num_attention_heads": 32, "num_query_groups": 2, "head_dim": 4}
 OF_FLA: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "gla": ({}, {}, "GLAForCausalLM"),
@@ -111,7 +111,7 @@ OF_FLA: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 def test_models_of_flash_linear_attention(
     mixer: str, peer: Fixture, saved_run: Fixture, convert: Fixture, tmp_path: Path
 ) -> None:
-    """The answers are those of its own model with what was written; the way back gives the same bits."""
+    """The converted folder gives equal logits in fla's own model. Conversion back is bit-identical."""
     from safetensors.torch import load_file
 
     (model, settings, architecture), pattern = OF_FLA[mixer], f"{mixer}*2"
@@ -134,16 +134,16 @@ def test_models_of_flash_linear_attention(
 def test_what_flash_linear_attention_itself_has_saved(
     mixer: str, peer: Fixture, saved_run: Fixture, convert: Fixture, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A model that was never ours; RWKV-7 has a value residual, unless it is turned off."""
+    """Model that fla itself saved. RWKV-7 has a value residual unless it is turned off."""
     (model, settings, _), pattern = OF_FLA[mixer], f"{mixer}*2"
     run = saved_run(pattern, TP2_PP2, model, {mixer: settings})
     assert convert(run, tmp_path / "hf", "--to", "hf", "--no-verify") == 0
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
-    config.pop("selectron", None)  # of ours alone
+    config.pop("selectron", None)  # only our exports have it
     torch.manual_seed(5)
     theirs, tokens = peer(config), saved_runs.tokens(32)
     for parameter in theirs.parameters():
-        if parameter.dim() > 1:  # many of which begin as zeros
+        if parameter.dim() > 1:  # many are initialized with zeros
             torch.nn.init.normal_(parameter, 0.0, 0.1)
     theirs.save_pretrained(tmp_path / "theirs")
     if mixer == "rwkv7":
@@ -167,7 +167,7 @@ def test_what_flash_linear_attention_itself_has_saved(
 
 
 def test_types(saved_run: Fixture, convert: Fixture, tmp_path: Path) -> None:
-    """bf16 stays what it is; fp32 is rounded once."""
+    """bf16 stays unchanged, and fp32 is rounded once."""
     from safetensors.torch import load_file
 
     bf16, fp32 = (saved_run("attention*2", {"tensor": 2}, precision=name) for name in ("bf16", "fp32"))

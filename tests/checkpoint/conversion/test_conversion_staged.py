@@ -1,4 +1,4 @@
-"""A model whose weights are read when they are used answers as one that holds them."""
+"""Models whose weights are read at use, compared with models that hold their weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_ext.checkpoint.conversion import staged
 
 
 class Model(nn.Module):
-    """Uses weights in every way that a library's model does."""
+    """Model that uses weights in every way that a library's model does."""
 
     def __init__(self) -> None:
         super().__init__()

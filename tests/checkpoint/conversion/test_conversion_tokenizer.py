@@ -1,4 +1,4 @@
-"""A tokenizer goes along with its model, and all that transformers keeps beside it."""
+"""Tokenizer files: conversion copies the tokenizer and all that transformers stores with it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_what_lies_beside_it_is_copied(tmp_path: Path) -> None:
     copy.mkdir()
     for name, content in FILES.items():
         (source / name).write_text(content)
-    (source / "config.json").write_text("{}")  # the model's
+    (source / "config.json").write_text("{}")  # a file of the model
     kept = kept_tokenizer(source)
     assert kept is not None
     assert (kept.begin_id, kept.end, kept.end_id, kept.size) == (0, "</s>", 1, 3)
@@ -58,7 +58,7 @@ def test_what_lies_beside_it_is_copied(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["vocab.txt", "chat_template.jinja", "tokenizer_config.json"])
 def test_a_link_out_of_its_folder_is_not_copied(tmp_path: Path, name: str) -> None:
-    """What it leads to, a key perhaps, would be published with the export."""
+    """The target of the link, perhaps a key, would be published with the export."""
     source, copy = tokenizer_in(tmp_path / "source"), tmp_path / "copy"
     copy.mkdir()
     (tmp_path / "key").write_text("{}")
@@ -127,7 +127,7 @@ POST_PROCESSORS: dict[str, Any] = {
 
 @pytest.mark.parametrize("kind", POST_PROCESSORS)
 def test_a_trained_models_tokenizer_encodes_as_training_did(tmp_path: Path, kind: str) -> None:
-    """To transformers, too, whoever wrote the configuration beside it."""
+    """transformers encodes equally, regardless of who wrote the tokenizer's configuration."""
     source, copy = tmp_path / "source", tmp_path / "copy"
     source.mkdir(), copy.mkdir()
     tokenizer = Tokenizer(models.BPE({"<s>": 0, "</s>": 1, "a": 2, "b": 3, "Ġ": 4}, [], byte_fallback=False))
@@ -154,7 +154,7 @@ def test_a_trained_models_tokenizer_encodes_as_training_did(tmp_path: Path, kind
 
 
 def test_no_code_is_named(tmp_path: Path) -> None:
-    """Of a foreign model, whose template stays."""
+    """References to code in a foreign model's tokenizer are dropped. Its chat template stays."""
     source, copy = tokenizer_in(tmp_path / "source"), tmp_path / "copy"
     copy.mkdir()
     content = {
@@ -188,7 +188,7 @@ def test_what_loading_takes_is_said(architecture: str) -> None:
 
 
 def test_a_tokenizer_beside_our_code_asks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the README says it: a question would be an error without a terminal, and wait for an answer with one."""
+    """Load as in the README. A prompt would fail without a terminal, and block with one."""
     copy_tokenizer(kept_tokenizer(tokenizer_in(tmp_path)) or pytest.fail("no tokenizer"), tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "selectron", "auto_map": AUTO_MAP}))
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asks"))

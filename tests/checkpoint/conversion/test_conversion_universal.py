@@ -1,4 +1,4 @@
-"""From a run's checkpoint to DeepSpeed's universal form, into its own engine, and back: the same bits throughout."""
+"""Conversion from a run's checkpoint to DeepSpeed's universal format, into its engine, and back: bit-identical."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ GROUPED = "attention*2"
 MIXED = "mamba2,rwkv7"
 TIED = {"tie_embeddings": True}
 
-# Layout, processes, and what is trained: pattern, layout, sizes, whose optimizer, precision.
+# Number of processes, and the run: pattern, layout, sizes, optimizer, precision.
 RUNS: dict[str, tuple[int, tuple[Any, ...]]] = {
     "tp2_sp": (2, (MIXED, TP2, {}, "megatron", "fp32")),
     "pp2 zero1": (4, (GROUPED, PP2, {"num_query_groups": 2}, "zero1", "fp32")),
@@ -39,14 +39,14 @@ RUNS: dict[str, tuple[int, tuple[Any, ...]]] = {
 
 
 class Converted:
-    """Runs of `RUNS` as universal checkpoints, each made once."""
+    """Universal checkpoints of the runs in `RUNS`. Each is made once."""
 
     def __init__(self, pool: Any, folder: Path) -> None:
         self._pool, self._folder = pool, folder
         self._known: dict[str, tuple[Path, State]] = {}
 
     def __call__(self, name: str) -> tuple[Path, Path, State]:
-        """The run, the universal checkpoint, and the whole state that its ranks held."""
+        """Return the run, the universal checkpoint, and the whole state that its ranks held."""
         import universal_runs
 
         folder = self._folder / name.replace(" ", "_")
@@ -70,7 +70,7 @@ def check(found: State, expected: State) -> None:
         assert [name for name, tensor in tensors.items() if not torch.equal(expected[kind][name], tensor)] == []
 
 
-# Processes, layout and stage of an engine.
+# Number of processes, layout and ZeRO stage of an engine.
 ENGINES: dict[str, tuple[int, dict[str, Any], int]] = {
     "zero1": (1, {}, 1),
     "zero1 tp2_sp_dp2": (4, TP2, 1),
@@ -82,7 +82,7 @@ ENGINES: dict[str, tuple[int, dict[str, Any], int]] = {
 @pytest.mark.parametrize(
     ("name", "engine"),
     [("tp2_sp", engine) for engine in ENGINES]
-    # Groups of queries are what tensor parallelism cuts in another way; what is tied is one file for two weights.
+    # Tensor parallelism cuts query groups differently. A tied weight is one file for two weights.
     + [("pp2 zero1", "zero1 tp2_sp_dp2"), ("tp2_pp2 tied", "zero1 tp2_sp_dp2"), ("tp2_pp2 tied", "zero3 dp2")],
 )
 def test_deepspeeds_own_loader(name: str, engine: str, converted: Converted, pool: Any) -> None:
@@ -122,7 +122,7 @@ def test_a_run_goes_on_from_what_came_back(name: str, converted: Converted, pool
     ids=["transformer", "rwkv7", "mixer"],
 )
 def test_what_is_said_of_tensor_parallelism(pattern: str, model: dict[str, Any]) -> None:
-    """For every mixer, as the parity tests have it in a table."""
+    """Tensor-parallel metadata of every mixer agrees with the table of the parity tests."""
     import parity
 
     from megatron_ext.checkpoint.conversion.our_model import Split, splits
@@ -147,7 +147,7 @@ def test_what_deepspeed_itself_has_written(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A run's checkpoint, loaded into an engine, saved by it and made universal by DeepSpeed's converter."""
+    """Load a run's checkpoint into an engine, save it there, and convert it with DeepSpeed's converter."""
     import universal_runs
 
     case = RUNS["pp2 zero1"][1]
@@ -186,13 +186,13 @@ def test_inspect(converted: Converted, capsys: pytest.CaptureFixture[str], monke
     same = ["step", "tokens", "pattern", "vocab_size", "parameters", "dtype", "optimizer_state", "to"]
     assert {key: facts[key] for key in same} == {key: of_run[key] for key in same}
     assert facts["to"] == {"hf": None, "megatron": None, "deepspeed-universal": None}
-    assert inspected(capsys, folder / "global_step2")["bytes"] == 2 * of_run["bytes"]  # fp32 of what is bf16 there
+    assert inspected(capsys, folder / "global_step2")["bytes"] == 2 * of_run["bytes"]  # fp32 instead of bf16
 
 
 def test_a_model_without_optimizer_state(
     converted: Converted, pool: Any, convert: Fixture, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """DeepSpeed begins with moments of zero, and the way back knows that they are none."""
+    """DeepSpeed starts with zero moments. The conversion back recognizes that there is no optimizer state."""
     import universal_runs
 
     run, _, expected = converted("pp2 zero1")
@@ -213,7 +213,7 @@ def test_a_model_without_optimizer_state(
         for name, tensor in found["parameters"].items():
             before = expected["parameters"][name]
             if "word_embeddings" in name or "output_layer" in name:
-                assert not tensor[saved_runs.VOCABULARY :].any()  # padding that the model in Hugging Face's form lacks
+                assert not tensor[saved_runs.VOCABULARY :].any()  # the Hugging Face model has no padding
                 tensor, before = tensor[: saved_runs.VOCABULARY], before[: saved_runs.VOCABULARY]
             assert torch.equal(tensor, before), name
     assert not inspected(capsys, folder)["optimizer_state"]
@@ -302,7 +302,7 @@ class Harmful:
 
 
 def test_files_of_others_run_no_code(tmp_path: Path) -> None:
-    """DeepSpeed's own class for sub-parameters is known, and nothing else is."""
+    """Only DeepSpeed's class for sub-parameters is accepted."""
     from deepspeed.checkpoint import SubparamShape
 
     shape = SubparamShape(patterns=["a"], shape=((2, 2), 3), partition_dim=0)

@@ -1,4 +1,4 @@
-"""The check of a conversion: it takes right models, however they are conditioned, and finds faults of 1e-4."""
+"""Check of a conversion: it accepts correct models, even ill-conditioned ones, and detects faults of 1e-4."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LLAMA |= {"num_key_value_heads": 1}
 
 
 def _theirs(folder: Path, name: str, **fields: Any) -> Source:
-    """A model of transformers' with wide weights, saved and read."""
+    """Model of transformers with large weights, saved and read."""
     import transformers
 
     config = getattr(transformers, f"{name}Config")(vocab_size=50, **fields)
@@ -39,18 +39,18 @@ def _theirs(folder: Path, name: str, **fields: Any) -> Source:
 
 @pytest.fixture(scope="module")
 def mamba(tmp_path_factory: pytest.TempPathFactory) -> Source:
-    """24 layers that amplify what goes through them."""
+    """Model of 24 layers that amplify their input."""
     return _theirs(tmp_path_factory.mktemp("mamba"), "Mamba", **DEEP_MAMBA)
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Source:
-    """8 layers, for 8,192 tokens."""
+    """Model of 8 layers for 8,192 tokens."""
     return _theirs(tmp_path_factory.mktemp("llama"), "Llama", max_position_embeddings=8192, **LLAMA)
 
 
 def _compare(monkeypatch: pytest.MonkeyPatch, source: Source, length: int, fault: Tensors | None = None) -> str:
-    """Compare transformers' model with ours of the same tensors, or of faulty ones."""
+    """Compare a model of transformers with ours, built from the same or faulty tensors."""
     of_source = verify.logits
 
     def logits(one: Any, tensors: Tensors, tokens_bt: torch.Tensor) -> torch.Tensor:
@@ -63,14 +63,14 @@ def _compare(monkeypatch: pytest.MonkeyPatch, source: Source, length: int, fault
 
 
 class _Written:
-    """What was written, as far as the comparison of answers asks."""
+    """Fake of a written model with the attributes that the comparison of logits needs."""
 
     def __init__(self, source: Source) -> None:
         self.path, self.tensors = Path("written"), source.tensors
 
 
 def _off(source: Source, name: str) -> Tensors:
-    """Its tensors, the one of that name in the middle layer 1e-4 too large."""
+    """Tensors of a source, with the named tensor of the middle layer too large by 1e-4."""
     keys = [key for key in source.tensors.infos() if key.endswith(name)]
     wrong = keys[len(keys) // 2]
     return Changed(source.tensors, lambda key, tensor: tensor * (1 + 1e-4) if key == wrong else tensor)
@@ -107,13 +107,13 @@ def test_the_longer_text_is_as_long_as_model_and_machine_take() -> None:
     assert asked_of(131072, hidden=8192, parameters=10**12) == [160]
 
 
-# Longer texts show rounding more; the time grows with the square of the length.
+# Longer texts amplify rounding, but the time grows with the square of the length.
 @pytest.mark.parametrize("length", [512, pytest.param(2048, marks=pytest.mark.slow)])
 def test_a_long_text_of_a_llama(length: int, llama: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as right:
         assert f"at {length} tokens" in _compare(right, llama, length)
     with monkeypatch.context() as wrong:
-        # The same number, rounded otherwise.
+        # Same number with different rounding.
         wrong.setattr(rotary, "frequencies", lambda d, base: base ** (-torch.arange(0, d, 2).float() / d))
         with pytest.raises(verify.UserError, match="logits differ"):
             _compare(wrong, llama, length)

@@ -1,4 +1,4 @@
-"""`selectron inspect` says without torch what it says of a checkpoint that it opens."""
+"""Command `selectron inspect` without torch: same output as for a checkpoint that it opens."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NOTHING = SourceOptions()
 
 
 def model(*mixers: str, **fields: Any) -> Any:
-    """A small model with a layer of each mixer, whose settings are the usual ones."""
+    """Small model with one layer per mixer, with usual settings."""
     sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_query_groups": 2, "head_dim": 16, "ffn_hidden_size": 64}
     plain = ModelConfig(pattern=",".join(mixers), max_position_embeddings=64, **{**sizes, **fields})
     identity = {f"model.{name}": value for name, value in vars(plain).items() if not name.startswith("__")}
@@ -109,7 +109,7 @@ def test_the_settings_are_those_of_the_mixers() -> None:
 
 
 def changed(run: Path, **fields: Any) -> Path:
-    """A run whose record says something else of its model."""
+    """Change model fields in the record of a run. Return the run."""
     file = run / "checkpoints" / "step_3" / "checkpoint.json"
     record = json.loads(file.read_text())
     record["identity"].update({name.replace("__", "."): value for name, value in fields.items()})

@@ -1,4 +1,4 @@
-"""What one rank does in the tests of universal checkpoints: train and save, load by DeepSpeed's loader, or go on."""
+"""Functions run by each rank in the tests of universal checkpoints: train and save, load with DeepSpeed, or resume."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def config_of(pattern: str, parallel: dict[str, Any], model: dict[str, Any], sha
 
 
 def save(rank: int, world_size: int, folder: Path, *case: Any) -> State:
-    """Train a little, save, and return the whole state that the ranks hold."""
+    """Train briefly, save, and return the whole state that the ranks hold."""
     return resharded.whole(saved_runs.train_and_save(folder, config_of(*case)))
 
 
 def go_on(rank: int, world_size: int, folder: Path, *case: Any) -> tuple[State, list[float]]:
-    """Resume: the whole state that was loaded, and the losses of the steps that follow."""
+    """Resume. Return the whole state that was loaded, and the losses of the following steps."""
     config = config_of(*case)
     trainer, store = saved_runs.trainer_and_store(folder, config)
     record, damages = store.check_newest()
@@ -53,7 +53,7 @@ def go_on(rank: int, world_size: int, folder: Path, *case: Any) -> tuple[State, 
 def load_by_deepspeed(
     rank: int, world_size: int, folder: Path, stage: int, pattern: str, parallel: dict[str, Any], model: dict[str, Any]
 ) -> tuple[State, set[float], int]:
-    """The whole state of an engine that has loaded a checkpoint; the steps that Adam and the engine count."""
+    """Load a checkpoint into an engine. Return its whole state, and the step counts of Adam and of the engine."""
     engine, chunk, groups = _engine(stage, pattern, parallel, model)
     loaded, _ = engine.load_checkpoint(str(folder))
     assert loaded is not None
@@ -65,7 +65,7 @@ def load_by_deepspeed(
 def save_by_deepspeed(
     rank: int, world_size: int, ours: Path, theirs: Path, stage: int, pattern: str, model: dict[str, Any]
 ) -> dict[str, Tensor]:
-    """Load into an engine, and have DeepSpeed save and convert; the parameters by their own names, on rank 0."""
+    """Load into an engine, and let DeepSpeed save and convert. Return the parameters by name on rank 0."""
     engine, chunk, _ = _engine(stage, pattern, {}, model)
     engine.load_checkpoint(str(ours))
     chunk.universal_checkpoint_info = {"universal_checkpoint_version": 0.2}
@@ -79,18 +79,18 @@ def save_by_deepspeed(
 
 
 def _without_extra_state(_: Any, state: dict[str, Any], *__: Any) -> None:
-    """Megatron's entries that are None, at which DeepSpeed's converter fails."""
+    """Remove Megatron's entries that are None, on which DeepSpeed's converter fails."""
     for key in [key for key in state if key.endswith("_extra_state")]:
         del state[key]
 
 
 def _engine(stage: int, pattern: str, parallel: dict[str, Any], model: dict[str, Any]) -> tuple[Any, Any, Any]:
-    """An engine around a model of other weights, that model, and its groups."""
+    """Build an engine around a model with other weights. Return engine, model and process groups."""
     platform, config = select_platform("cpu"), config_of(pattern, parallel, model, "none", "fp32")
     parity.count_anew()
     groups = make_process_groups(config.parallel, 1)
     (chunk,) = build_model(model_shape(config, platform, saved_runs.VOCABULARY), platform, groups, seed=99)
-    join_process_group(platform.communication)  # without what DeepSpeed would compile for a minute
+    join_process_group(platform.communication)  # avoids an operator that DeepSpeed would compile for a minute
     engine, *_ = deepspeed.initialize(
         model=chunk,
         optimizer=adamw([chunk], config.optimizer),

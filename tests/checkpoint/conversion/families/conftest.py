@@ -10,7 +10,7 @@ from torch import Tensor
 
 @pytest.fixture
 def build(one_process: Any) -> Callable[..., torch.nn.Module]:
-    """Build a model of ours from its shape, every parameter drawn from a seed."""
+    """Function that builds a Selectron model from its shape, with every parameter drawn from a seed."""
     from megatron_ext.model import build_model
     from megatron_ext.platform import Platform
 
@@ -26,7 +26,7 @@ def build(one_process: Any) -> Callable[..., torch.nn.Module]:
 
 @pytest.fixture
 def tensors() -> Callable[[Any, torch.nn.Module], dict[str, Tensor]]:
-    """What a checkpoint of one of our models holds, without the padding of the vocabulary."""
+    """Function that returns the tensors of a Selectron checkpoint without the vocabulary padding."""
     from megatron_ext.parallel.parameters import global_parameters
 
     def of(shape: Any, model: torch.nn.Module) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Models of ours that have a counterpart in another library, by its architecture."""
+"""Selectron models that have a counterpart in another library, by its architecture."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ AROUND: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A model: its mixer, sizes that differ from `NARROW`, the mixer's settings."""
+    """Model given by its mixer, sizes that differ from `NARROW`, and the mixer's settings."""
 
     mixer: str
     model: dict[str, Any] = field(default_factory=dict)
@@ -36,7 +36,7 @@ class Case:
         return "-".join([self.mixer, *(f"{k}={v}" for k, v in (self.model | self.settings).items())])
 
     def shape(self, cpu: Platform) -> ModelShape:
-        """What it is built from, in fp32."""
+        """Shape of the model, in fp32."""
         sizes = {"pattern": f"{self.mixer}*2", **AROUND.get(self.mixer, {}), **NARROW, **self.model}
         model = ModelConfig(**sizes)
         data, training = DataConfig(path="none", seq_length=LENGTH), TrainingConfig(precision="fp32")
@@ -45,7 +45,7 @@ class Case:
 
 
 def saved(shape: ModelShape) -> SavedModel:
-    """The model as its checkpoint describes it."""
+    """Model as its checkpoint describes it."""
     return SavedModel(
         model=shape.model,
         layers=tuple(parse_pattern(shape.model.pattern)),
@@ -59,7 +59,7 @@ OF_ONE_MIXER = {name: family for name, family in FAMILIES.items() if isinstance(
 
 
 def family_of(mixer: str) -> OneMixerFamily:
-    """The one whose layers are our mixer."""
+    """Family whose layers correspond to the mixer."""
     (found,) = [family for family in OF_ONE_MIXER.values() if family.mixer == mixer]
     return found
 

@@ -1,4 +1,4 @@
-"""What one side has and the other has not is refused, by the name of its field."""
+"""Features that only one side supports are refused, naming the field."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_what_an_architecture_cannot_hold_is_named(case: Case, reason: str) -> N
     assert found.startswith(reason)
 
 
-# Of each mixer's config.json fields that are changed, and the one that is to blame.
+# Mixer, changed fields of its config.json, and the field that the error must name.
 FOREIGN: list[tuple[str, dict[str, Any], str]] = [
     ("mamba", {"use_bias": True}, "use_bias"),
     ("mamba", {"use_conv_bias": False}, "use_conv_bias"),
@@ -136,7 +136,7 @@ def test_flash_linear_attentions_config_json_that_says_little_is_read_as_its_lib
     from beside_fla import fla
 
     for architecture in OF_ONE_MIXER.keys() - {"MambaForCausalLM", "Mamba2ForCausalLM"}:
-        little = {"norm_first": False}  # RWKV-7's, whose default is not ours
+        little = {"norm_first": False}  # a field of RWKV-7 whose default differs from ours
         whole = fla(f"models.{architecture}").config_class(**little).to_dict()
         assert FAMILIES[architecture].saved_model(little) == FAMILIES[architecture].saved_model(whole)
 

@@ -1,4 +1,4 @@
-"""Models of ours and of other libraries with the same weights: their logits, and the weights' way there and back."""
+"""Selectron models and models of other libraries with equal weights: logits, and conversion both ways."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Tensors = dict[str, Tensor]
 
 
 def _there(rules: Iterable[Rule], ours: Tensors) -> Tensors:
-    """All tensors of theirs; each of ours is used once, and none of theirs is made twice."""
+    """Convert to their tensors. Each of ours must be used once, and each of theirs made once."""
     left, theirs = dict(ours), {}
     for rule in rules:
         made = rule.to_theirs([left.pop(name) for name in rule.ours])
@@ -32,7 +32,7 @@ def _there(rules: Iterable[Rule], ours: Tensors) -> Tensors:
 
 
 def _back(rules: Iterable[Rule], theirs: Tensors) -> Tensors:
-    """The way back, as strictly."""
+    """Convert back, with the same checks."""
     left, ours = dict(theirs), {}
     for rule in rules:
         made = rule.to_ours([left.pop(name) for name in rule.theirs])
@@ -43,7 +43,7 @@ def _back(rules: Iterable[Rule], theirs: Tensors) -> Tensors:
 
 
 def _state(model: Any) -> Tensors:
-    """What the model's file holds; an output layer that is the embedding is not in it."""
+    """Tensors of the model's file, which has no output layer if embeddings are tied."""
     tied = model.config.tie_word_embeddings
     return {k: v for k, v in model.state_dict().items() if not (tied and k == "lm_head.weight")}
 
@@ -96,6 +96,6 @@ def test_a_model_is_the_same_after_config_json(peer: Any, case: Case) -> None:
     assert family.saved_model(config) == model
     given = json.loads(json.dumps(config, allow_nan=False))
     assert given == config
-    # As their library writes it.
+    # The config as their library writes it.
     written = json.loads(peer(given).config.to_json_string())
     assert family.config(family.saved_model(written)) == config

@@ -1,4 +1,4 @@
-"""What the family of our own model says of a config.json that is at fault."""
+"""Errors of the Selectron family for a faulty config.json."""
 
 from __future__ import annotations
 

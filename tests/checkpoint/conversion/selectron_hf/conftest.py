@@ -11,7 +11,7 @@ from torch import Tensor
 
 @pytest.fixture(scope="session", autouse=True)
 def _modules_in_a_folder_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Where transformers copies a model's code to before it imports it."""
+    """Make transformers copy a model's code into a temporary folder before it imports the code."""
     pytest.importorskip("transformers", minversion="5")
     import transformers.dynamic_module_utils as loader
 
@@ -23,7 +23,7 @@ def _modules_in_a_folder_of_the_tests(tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture(scope="module")
 def convert(one_process: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Converted]:
-    """See `converted`."""
+    """Function that calls `converted` with a new folder."""
 
     def make(pattern: str, mixers: dict[str, Any] | None = None, **sizes: Any) -> Converted:
         return converted(one_process, tmp_path_factory.mktemp("converted"), pattern, mixers, **sizes)
@@ -33,5 +33,5 @@ def convert(one_process: Any, tmp_path_factory: pytest.TempPathFactory) -> Calla
 
 @pytest.fixture(scope="module")
 def tokens() -> Tensor:
-    """[2, t], long enough for two chunks of any walk; not among them is the vocabulary's last, which pads."""
+    """Tokens [2, t], long enough for two chunks of any scan. They exclude the padding, the last of the vocabulary."""
     return torch.randint(0, VOCABULARY - 1, (2, LENGTH), generator=torch.Generator().manual_seed(1))

@@ -1,4 +1,4 @@
-"""Models that the tests convert: every mixer, every setting that changes what is computed."""
+"""Models that the tests convert: every mixer, and every setting that changes the computation."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 ROPE, NONE = {"position_encoding": "rope"}, {"position_encoding": "none"}
 
-# Mixer, its settings, sizes of the model.
+# Mixer, settings of the mixer, sizes of the model.
 MIXERS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("attention", {}, {}),
     ("attention", {"window": 3}, {}),
@@ -72,4 +72,4 @@ CASES: dict[str, Case] = {
     "mixer-block": (HYBRID, HYBRID_MIXERS, {"block": "mixer"}),
     "layer-norm": ("attention,rwkv7,mamba", {}, {"normalization": "layer_norm", "block": "rwkv7"}),
 }
-"""By name, a layer pattern, the mixers' settings, sizes of the model."""
+"""Layer pattern, mixer settings and sizes of the model, by name."""

@@ -1,4 +1,4 @@
-"""A model of ours with drawn weights, and the same in transformers' form."""
+"""Selectron models with random weights, and their conversion to the format of transformers."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ VOCABULARY, LENGTH = 90, 72
 
 @dataclass
 class Converted:
-    """A model of ours, and the same as transformers loads it.
+    """Selectron model, and the same model as transformers loads it.
 
     Attributes:
-        saved: what it is.
-        ours: Megatron's, fp32.
-        folder: in transformers' form.
-        theirs: loaded from there.
+        saved: description of the model.
+        ours: Megatron model, fp32.
+        folder: folder in the format of transformers.
+        theirs: model that transformers loads from the folder.
     """
 
     saved: SavedModel
@@ -47,7 +47,7 @@ class Converted:
 
 
 def converted(groups: Any, root: Path, pattern: str, mixers: dict[str, Any] | None = None, **sizes: Any) -> Converted:
-    """Build a model of ours with every weight drawn from a seed, write it in transformers' form and load that."""
+    """Build a Selectron model with weights drawn from a seed, write it in the format of transformers and load that."""
     from transformers import AutoModelForCausalLM
 
     chosen = {"hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2, **sizes}
@@ -71,7 +71,7 @@ def converted(groups: Any, root: Path, pattern: str, mixers: dict[str, Any] | No
 
 @torch.no_grad()
 def _draw(model: torch.nn.Module) -> None:
-    """Numbers so large that every parameter matters; norms stay near one, which keeps all else in bounds."""
+    """Draw weights large enough that every parameter matters. Norm weights stay near one to bound the activations."""
     generator = torch.Generator().manual_seed(7)
     for name, parameter in model.named_parameters():
         drawn = torch.randn(parameter.shape, generator=generator)
@@ -79,7 +79,7 @@ def _draw(model: torch.nn.Module) -> None:
 
 
 def checkpointed(model: Any) -> dict[str, Tensor]:
-    """The tensors of a model of one process as its checkpoint holds them, without vocabulary padding."""
+    """Tensors of a one-process model as its checkpoint holds them, without vocabulary padding."""
     tensors = {}
     for part in model.sharded_state_dict().values():
         if isinstance(getattr(part, "data", None), Tensor):

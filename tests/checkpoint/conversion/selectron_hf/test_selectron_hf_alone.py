@@ -1,4 +1,4 @@
-"""A converted folder in a process that has torch and transformers, and must not import anything of ours or Megatron."""
+"""Converted folders in a process with torch and transformers, which must not import Selectron or Megatron."""
 
 from __future__ import annotations
 

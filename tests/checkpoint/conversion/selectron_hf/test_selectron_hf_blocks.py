@@ -1,4 +1,4 @@
-"""The blocks and norms around a mixer, written out."""
+"""Blocks and norms around a mixer, compared with explicit formulas."""
 
 from __future__ import annotations
 

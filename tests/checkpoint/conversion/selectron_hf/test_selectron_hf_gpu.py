@@ -1,4 +1,4 @@
-"""The same model on a GPU as on the CPU."""
+"""Converted models on a GPU, compared with the CPU."""
 
 from __future__ import annotations
 

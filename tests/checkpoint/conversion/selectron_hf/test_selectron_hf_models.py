@@ -1,4 +1,4 @@
-"""Every mixer and block as transformers loads it: our own logits, with and without a cache, padded or not."""
+"""Every mixer and block as transformers loads it: logits equal ours, with and without a cache, padded or not."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_the_configuration_says_the_whole_model(model: Converted) -> None:
 
 @torch.no_grad()
 def test_pieces_with_a_cache_give_what_all_at_once_gives(model: Converted, tokens: Tensor) -> None:
-    """Exact for the mixers that choose, too: no two of these scores are so near that rounding could turn a choice."""
+    """Mixers that select agree, too: no two of these scores are so close that rounding could change a choice."""
     whole, cache, found = model.theirs(tokens, use_cache=False), None, []
     assert whole.past_key_values is None
     for piece in tokens.split(PIECES, 1):
@@ -129,7 +129,7 @@ def test_generation_with_a_cache_is_that_without(model: Converted, tokens: Tenso
 
 @torch.no_grad()
 def test_bf16_is_near(model: Converted, tokens: Tensor) -> None:
-    """As near as rounding lets it be: a mixer that chooses may choose otherwise, and the next layers follow."""
+    """bf16 agrees up to rounding. A mixer that selects may choose differently, which changes the next layers."""
     from transformers import AutoModelForCausalLM
 
     rounded = AutoModelForCausalLM.from_pretrained(model.folder, trust_remote_code=True, dtype=torch.bfloat16)

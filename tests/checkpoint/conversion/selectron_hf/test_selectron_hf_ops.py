@@ -1,4 +1,4 @@
-"""The ops that go block by block of queries, with small blocks, against those that hold all scores."""
+"""Blockwise ops over queries, with small blocks, compared with ops that hold all scores."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HEADS, GROUPS, KEYS, WIDTH = 6, 2, 45, 8
 
 @pytest.fixture(params=[0, 17, 44], ids=["all", "rest", "last"])
 def inputs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Queries from a place on, keys and values; three queries a block."""
+    """Queries from an offset on, keys and values, with three queries per block."""
     monkeypatch.setattr(ops, "MOST_SCORES", 3 * 2 * HEADS * KEYS)
     generator = torch.Generator().manual_seed(4)
     q, k, v = (torch.randn(2, KEYS, heads, WIDTH, generator=generator) for heads in (HEADS, GROUPS, GROUPS))
@@ -36,7 +36,7 @@ def test_softmax_attention(inputs: dict[str, Any], window: int | None, slopes: T
     expected = softmax_attention(**inputs, window=window, alibi_slopes=slopes, scale=0.7, implementation="reference")
     offset = inputs.pop("query_offset")
     _check(ops.softmax_attention(*inputs.values(), scale=0.7, window=window, slopes_h=slopes), expected)
-    if window is not None:  # what no query can see may be missing
+    if window is not None:  # keys that no query sees may be missing
         first = max(offset - window + 1, 0)
         inputs = inputs | {name: inputs[name][:, first:] for name in "kv"}
         _check(ops.softmax_attention(*inputs.values(), scale=0.7, window=window, slopes_h=slopes), expected)

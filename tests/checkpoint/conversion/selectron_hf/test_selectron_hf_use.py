@@ -1,4 +1,4 @@
-"""What transformers does with a model: generates, saves, trains; and what the model refuses."""
+"""Use of a model in transformers: generation, saving, training, and refused options."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_conversation_goes_on_from_its_cache(hybrid: Converted, tokens: Tensor
     options: dict[str, Any] = {"do_sample": False, "pad_token_id": END, "eos_token_id": None, "max_new_tokens": 6}
 
     def answered(said: Tensor, **more: Any) -> Any:
-        # Without a mask, transformers would take each pad token that was said for padding.
+        # Without a mask, transformers would treat each generated pad token as padding.
         mask = torch.ones_like(said)
         return hybrid.theirs.generate(said, attention_mask=mask, return_dict_in_generate=True, **options, **more)
 
@@ -170,7 +170,7 @@ def test_half_precision_by_autocast_is_near(convert: Callable[..., Converted], t
 
 @torch.no_grad()
 def test_rows_of_a_cache_are_chosen(hybrid: Converted, tokens: Tensor) -> None:
-    """With padding in one of them."""
+    """Select rows of a cache, one of which has padding."""
     mask = torch.ones_like(tokens)
     mask[0, :3] = 0
     prompt, rest = {"attention_mask": mask[:, :10], "use_cache": True}, tokens[:, 10:20]
