@@ -1,4 +1,4 @@
-"""A small prepared corpus, for tests of what reads one."""
+"""Small prepared corpus for tests that read prepared data."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def prepared(
     test_folder: bool = False,
     tokenizer: str = "train",
 ) -> Path:
-    """A data folder in `folder`: two training domains, one test domain, a tokenizer of its own or a given one.
+    """Prepare a data folder in `folder`: two training domains, one test domain, and a trained or given tokenizer.
 
-    `documents` are those of all three domains together; each has from the first to the second number of `words`. With
-    `test_folder` every fifth document is in a folder for the test, and so are all of the test domain.
+    `documents` is the number of documents in all three domains together. Each has between the first and the second
+    number of `words`. With `test_folder`, every fifth document and the whole test domain are in a folder for the test.
     """
     vocabulary = [f"{a}{b}" for a in ("ka", "lo", "mi", "nu", "pe") for b in ("ra", "sto", "tin", "vel")]
     dice = random.Random(1)

@@ -1,4 +1,4 @@
-"""What commands import, told by a process of their own."""
+"""Packages that commands import, determined in a separate process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def imported_by(*commands: list[str], code: int) -> set[str]:
-    """Top-level packages that commands import, one after the other in one process, each of which ends with a code."""
+    """Top-level packages imported by commands that run in sequence in one process. Each must exit with `code`."""
     script = (
         "import sys\n"
         "from megatron_ext import cli\n"

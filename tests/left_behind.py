@@ -1,4 +1,4 @@
-"""Release the models and process groups that in-process training leaves behind."""
+"""Release of models and process groups that in-process training leaves behind."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from types import FunctionType
 HOOK = "DistributedDataParallel._make_backward_post_hook.<locals>.hook"
 
 MANY_THREADS = 40
-"""Threads of a test process above which groups are looked for; two sets of Megatron's groups have more."""
+"""Number of threads above which a test process searches for groups. Two sets of Megatron's groups have more."""
 
 
 def release_models() -> None:
-    """Release models that nothing uses any more, with their process groups.
+    """Release unused models with their process groups.
 
-    A hook of Megatron's DistributedDataParallel holds the model in its closure, and autograd's node holds the hook: a
-    cycle that Python's garbage collector does not see. Each gloo group has a thread that wakes 100 times a second, so
-    that a few dozen trainings in one process would take a whole core.
+    A hook of Megatron's DistributedDataParallel holds the model in its closure, and an autograd node holds the hook.
+    Python's garbage collector does not see this cycle. Each gloo group has a thread that wakes 100 times a second, so
+    a few dozen training runs in one process would occupy a whole core.
     """
     if "megatron.core.distributed" not in sys.modules:
         return
@@ -31,5 +31,5 @@ def release_models() -> None:
 
 
 def has_many_threads() -> bool:
-    """Whether this process has more threads than tests without process groups start."""
+    """Return True if this process has more threads than tests without process groups start."""
     return len(os.listdir("/proc/self/task")) > MANY_THREADS if Path("/proc/self/task").is_dir() else False

@@ -1,4 +1,4 @@
-"""Programs that a machine may lack: a developer's tests skip what needs them, and those of CI fail."""
+"""Programs that a machine may lack: tests that need them are skipped locally and fail in CI."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ VARIABLE = "SELECTRON_REQUIRED"
 
 
 def unless_required(name: str, reason: str) -> str:
-    """Why something is not there, for a test that skips; empty if it is.
+    """Return the reason to skip a test, or "" if the requirement is met.
 
     Args:
-        name: as SELECTRON_REQUIRED has it, names with commas between them.
-        reason: why; empty if it is there.
+        name: name of the requirement in SELECTRON_REQUIRED, a comma-separated list.
+        reason: reason why the requirement is not met; empty if it is.
 
     Raises:
-        RuntimeError: it is not there, and SELECTRON_REQUIRED names it.
+        RuntimeError: the requirement is not met, and SELECTRON_REQUIRED names it.
     """
     if reason and name in os.environ.get(VARIABLE, "").split(","):
         raise RuntimeError(f"{reason}; {VARIABLE} asks for {name}")

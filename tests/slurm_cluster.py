@@ -1,7 +1,8 @@
-"""A real Slurm of virtual nodes on this machine, for tests: a tree of Linux namespaces that ends with its process.
+"""Real Slurm cluster of virtual nodes on this machine, for tests: Linux namespaces that end with their process.
 
-The outer one is the login host, with munged, slurmctld and a bridge without a link to the outside; each inner one is a
-node with its own address, host name and processes. Nothing outside its folder changes. It needs root.
+The outer namespace is the login host, with munged, slurmctld and a bridge without a link to the outside. Each inner
+namespace is a node with its own address, host name and processes. Nothing outside the cluster's folder changes. The
+cluster needs root.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ NAMESPACES = ("--uts", "--mount", "--ipc", "--pid", "--fork", "--kill-child=KILL
 PATH = f"/usr/sbin:/usr/bin:/sbin:/bin:{os.environ['PATH']}"
 LOGIN = "10.77.0.254"
 STARTUP = 60
-"""Seconds until all nodes are there: one is enough where a machine has nothing else to do."""
+"""Seconds to wait for all nodes. One is enough on an idle machine."""
 
 CONFIGURATION = """
 ClusterName=test
@@ -61,21 +62,21 @@ ResumeProgram=/bin/true
 SuspendTime=INFINITE
 PrivateData=cloud
 """
-"""Nodes that nobody starts: Slurm takes them for ones that it could wake, and shows them."""
+"""Configuration of nodes that are never started. Slurm treats them as powered down and lists them."""
 
 PREEMPTING = """
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 PartitionName=urgent Nodes=ALL PriorityTier=10 State=UP
 """
-"""A second partition, whose jobs drive those of the first one from their nodes."""
+"""Configuration of a second partition, whose jobs preempt those of the first."""
 
 
 def missing() -> str:
-    """Why no cluster can be made here; empty if one can.
+    """Return the reason why no cluster can be started here, or "" if one can.
 
     Raises:
-        RuntimeError: none can, and SELECTRON_REQUIRED names `slurm`.
+        RuntimeError: no cluster can be started, and SELECTRON_REQUIRED names `slurm`.
     """
     return unless_required("slurm", _missing())
 
@@ -92,18 +93,18 @@ def _missing() -> str:
 
 
 class SlurmCluster:
-    """A started cluster; `stop` ends it, and so does the end of this process.
+    """Running cluster. It ends with `stop` or with this process.
 
     Args:
-        folder: for configuration, logs and state.
+        folder: folder for configuration, logs and state.
         nodes: number of nodes, called n1, n2, ...
-        cpus: that each says it has.
-        declared_gpus: GPUs that each is said to have, where none is to be started: for what is refused or accepted
-            before it runs. None: nodes are started, and have none.
-        max_time: limit of the partition.
-        is_preempting: whether there is a second partition, `urgent`, to whose jobs others give way.
-        slurmd_timeout: seconds after which a node that does not answer is taken for down.
-        kill_wait: seconds from SIGTERM to SIGKILL, for a job whose time is up or that is cancelled.
+        cpus: number of CPUs that each node reports.
+        declared_gpus: number of GPUs that each node declares. Nodes are then not started: Slurm only checks requests.
+            None: nodes are started and have no GPUs.
+        max_time: time limit of the partition.
+        is_preempting: whether there is a second partition, `urgent`, whose jobs preempt others.
+        slurmd_timeout: seconds after which a node that does not respond is considered down.
+        kill_wait: seconds from SIGTERM to SIGKILL for a job that is cancelled or past its time limit.
     """
 
     def __init__(
@@ -160,16 +161,16 @@ class SlurmCluster:
         raise TimeoutError(f"Slurm has not started in {STARTUP} s; see {self.folder}")
 
     def nodes_in(self, states: str) -> set[str]:
-        """Names of the nodes that are in one of the states (of `sinfo --states`) and answer."""
-        # A node is listed once for each of its partitions.
+        """Names of responding nodes in one of the states (as for `sinfo --states`)."""
+        # sinfo lists a node once per partition.
         listed = ("sinfo", "--noheader", "--Node", "--responding", f"--states={states}", "--format=%N")
         return set(self.run(*listed, check=False).split())
 
     def run(self, *command: str, check: bool = True) -> str:
-        """What a command prints on the login host.
+        """Run a command on the login host and return its output.
 
         Raises:
-            RuntimeError: it fails.
+            RuntimeError: the command fails.
         """
         pid = self.holder.pid
         inside = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0]
@@ -180,48 +181,48 @@ class SlurmCluster:
         return done.stdout
 
     def on_node(self, name: str, *command: str) -> str:
-        """What a command prints on a node.
+        """Run a command on a node and return its output.
 
         Raises:
-            RuntimeError: it fails.
+            RuntimeError: the command fails.
         """
         outer = (self.folder / f"{name}.pid").read_text()
         inside = self.run("cat", f"/proc/{outer}/task/{outer}/children").split()[0]
         return self.run("nsenter", "-t", inside, "-m", "-n", "-u", "-i", "-p", "--", *command)
 
     def kill_node(self, name: str) -> None:
-        """A power cut: the link first, so that nobody is told."""
+        """Simulate a power cut. Cut the link first, so that no peer is notified."""
         self.run("ip", "link", "del", f"v{name}")
         self.run("kill", "-KILL", (self.folder / f"{name}.pid").read_text())
 
     def start_node(self, name: str) -> None:
-        """The end of a power cut."""
+        """Start a node after a power cut."""
         self.run(sys.executable, __file__, str(self.folder), "--node", name.removeprefix("n"))
 
     def cut_link(self, name: str) -> None:
-        """From now on what is sent to a node, or by it, is lost, and nobody is told."""
+        """Cut the link of a node: packets to and from it are lost without notice."""
         self.run("ip", "link", "set", f"v{name}", "nomaster")
 
     def mend_link(self, name: str) -> None:
-        """The end of that."""
+        """Restore the link of a node."""
         self.run("ip", "link", "set", f"v{name}", "master", "br0")
 
     def restart_controller(self) -> None:
-        """End slurmctld as by a crash, and start it again with what it had saved."""
+        """Kill slurmctld as in a crash, and start it again from its saved state."""
         self.run("kill", "-KILL", (self.folder / "slurmctld.pid").read_text().strip())
         self.run("slurmctld")
 
     def stop(self) -> None:
-        """End everything that runs in it."""
+        """End all processes of the cluster."""
         self.holder.kill()
         self.holder.wait()
 
 
 def serve(folder: Path, nodes: int) -> None:
-    """Be the first process of the login host until standard input ends."""
+    """Run as the first process of the login host until standard input ends."""
     socket.sethostname("login")
     (folder / "nsswitch.conf").write_text("passwd: files\ngroup: files\nhosts: files\n")
-    # slurmd logs the user in to learn the environment; the profile here may be slow, or leave locks when killed.
+    # slurmd starts a login shell to get the environment. The real profile may be slow, or leave locks when killed.
     (folder / "home").mkdir()
     (folder / "passwd").write_text(f"root:x:0:0:root:{folder}/home:/bin/sh\n")
     for name in ("hosts", "nsswitch.conf", "passwd"):
@@ -241,7 +242,7 @@ def serve(folder: Path, nodes: int) -> None:
 
 
 def _start_node(folder: Path, number: int) -> None:
-    """Start slurmd in namespaces of its own, joined to the bridge of the first process by a pair of virtual links."""
+    """Start slurmd in its own namespaces, connected to the bridge of the login host by a veth pair."""
     name = f"n{number}"
     script = f"""set -e
         ip link set lo up

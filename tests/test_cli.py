@@ -45,7 +45,7 @@ MIXERS = {name: FakeMixer() for name in ("attention", "top1_chunk")}
 
 @dataclass
 class Training:
-    """Stands in for megatron_ext.training.run."""
+    """Fake of megatron_ext.training.run."""
 
     calls: list[tuple[Any, bool, int | None]] = field(default_factory=list)
     trials_of: list[Any] = field(default_factory=list)
@@ -63,9 +63,9 @@ class Training:
 
 @pytest.fixture
 def training(monkeypatch: pytest.MonkeyPatch) -> Training:
-    """A command line with fake mixers and a fake training, outside of any launcher."""
+    """Set up fake mixers and fake training, outside any launcher."""
     for name in LAUNCHER_VARIABLES:
-        monkeypatch.setenv(name, "")  # registers what the command sets for removal afterwards
+        monkeypatch.setenv(name, "")  # makes pytest remove what the command sets
         monkeypatch.delenv(name)
     fake = Training()
     module = types.ModuleType("megatron_ext.training.run")
@@ -89,7 +89,7 @@ def test_one_process_trains_in_this_one(training: Training) -> None:
     assert (config.parallel.tensor, resume, from_step) == (1, True, None)
     assert (training.environment["RANK"], training.environment["WORLD_SIZE"]) == ("0", "1")
     assert int(training.environment["MASTER_PORT"]) > 0
-    assert dict(os.environ) == before  # what is started next in this process is no rank of that store
+    assert dict(os.environ) == before  # later commands in this process must not be ranks of that store
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_one_process_trains_in_this_one(training: Training) -> None:
     [
         ([], False),
         (["--resume"], True),
-        (["--resume", "training.steps=9"], True),  # whose value is not the option's
+        (["--resume", "training.steps=9"], True),  # the override is not the value of the option
         (["--resume=auto"], "auto"),
         (["training.steps=9", "--resume=auto", "training.seed=3"], "auto"),
     ],
@@ -280,7 +280,7 @@ def test_garbage_is_not_looked_for_in_what_a_command_has_imported(
     monkeypatch.setattr(gc, "freeze", lambda: collecting.append(gc.isenabled()))
     arguments = ["train", QUICKSTART, "parallel.tensor=1"]
     assert cli.main(arguments) == 0
-    assert collecting == []  # what else this process has would stay with it
+    assert collecting == []  # otherwise this process would keep the setting
     monkeypatch.setattr(sys, "argv", ["selectron", *arguments])
     for name in LAUNCHER_VARIABLES:
         monkeypatch.delenv(name, raising=False)
@@ -299,7 +299,7 @@ def test_another_broken_pipe_is_an_error(training: Training, monkeypatch: pytest
 
 
 def test_real_mixers_and_the_examples() -> None:
-    """The registered mixers satisfy what the configuration asks of them, and the examples name their fields."""
+    """Registered mixers satisfy the configuration's protocol, and the examples name existing fields."""
     script = (
         "from pathlib import Path\n"
         "from megatron_ext.mixers.registry import load_all\n"

@@ -1,4 +1,4 @@
-"""`selectron doctor`, and how ops tell which implementation they took."""
+"""Command `selectron doctor`, and reports of the implementations that ops select."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_ext.mixers.registry import load_all
 
 
 def test_doctor_names_what_each_mixer_uses() -> None:
-    # Of its own: it makes a process group.
+    # Use a separate process, because the command creates a process group.
     command = [sys.executable, "-m", "megatron_ext.cli", "doctor"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     _, _, mixers = done.stdout.partition("with its default settings:\n")

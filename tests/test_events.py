@@ -1,4 +1,4 @@
-"""What a job's script noted, read back."""
+"""Reading of the events that a job's script recorded."""
 
 from pathlib import Path
 

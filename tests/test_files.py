@@ -1,4 +1,4 @@
-"""A file is what it was before, or all of the new content, whatever happens in between."""
+"""Atomic writes: a file has its old content or all of the new content, whatever happens in between."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_reader_sees_the_old_content_until_the_new_is_on_disk(
 
     monkeypatch.setattr(files, "force_to_disk", look)
     write_whole(path, b"new")
-    # First the content, while the old file still stands; then the folder that holds the new name.
+    # fsync the content first, while the old file exists, then the folder with the new name.
     assert seen == [(".file.partial", b"new", b"old"), (tmp_path.name, None, b"new")]
 
 
@@ -67,7 +67,7 @@ def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:
 
 
 def fails(*_: object) -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as a write: without the file's name
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # like errors of write, without a file name
 
 
 def test_a_write_that_fails_names_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +128,7 @@ def test_a_full_disk_of_a_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_link_of_a_stranger_leads_no_content_elsewhere(tmp_path: Path) -> None:
-    """As the folder of somebody else's run may have one, with the name that is written beside."""
+    """A stranger's run folder may have a link with the name of the temporary file."""
     outside, folder = tmp_path / "outside", tmp_path / "run"
     outside.write_bytes(b"precious")
     folder.mkdir()
@@ -152,7 +152,7 @@ def test_a_link_is_not_followed_to_append(tmp_path: Path, there: bool) -> None:
 
 
 def test_a_pipe_is_neither_read_nor_written(tmp_path: Path) -> None:
-    """Each would wait for the other end for ever."""
+    """Reading or writing would block until the other end opens."""
     os.mkfifo(pipe := tmp_path / "pipe")
     with pytest.raises(OSError, match="is no regular file"):
         read_regular(pipe)

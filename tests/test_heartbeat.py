@@ -1,4 +1,4 @@
-"""Signs of life: what a rank writes, and what is read from those of all."""
+"""Heartbeats: written by a rank, and read from all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of others are refused at once where they are larger than any of their kind, or have no end."""
+"""Untrusted files: oversized or endless ones are refused at once."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
 
 @pytest.mark.parametrize("reader", READERS)
 def test_a_file_of_a_stranger_is_not_read_without_end(tmp_path: Path, reader: str) -> None:
-    """Two TiB that take no room on the disk: nobody has the memory for them."""
+    """A sparse file of 2 TiB takes no disk space, but does not fit into memory."""
     name, read = READERS[reader]
     with (tmp_path / name).open("wb") as file:
         os.truncate(file.fileno(), 2 << 40)
@@ -65,7 +65,7 @@ def test_a_file_of_a_stranger_is_not_read_without_end(tmp_path: Path, reader: st
     assert "bytes" in str(error.value) or "cannot be read" in str(error.value)
     (tmp_path / name).unlink()
     (tmp_path / name).symlink_to("/dev/zero")
-    with contextlib.suppress(UserError, OSError):  # what is no file may be passed over
+    with contextlib.suppress(UserError, OSError):  # a reader may skip what is not a regular file
         read(tmp_path)
 
 
@@ -113,7 +113,7 @@ OWN = {
     "megatron_ext/generate.py": "named on the command line, and may be a pipe",
     "data_prep/running/slurm_jobs.py": "written by calls for the same output",
 }
-"""Files with read_text or read_bytes, which have no bound, and whose what they read is."""
+"""Modules that use the unbounded read_text or read_bytes, with the origin of the files they read."""
 
 
 def test_whatever_else_is_read_whole_is_bounded() -> None:

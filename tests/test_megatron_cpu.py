@@ -1,4 +1,4 @@
-"""The adapter by itself. That nothing slips past it in a real run is shown in distributed/test_cuda_calls.py."""
+"""CPU adapter by itself. distributed/test_cuda_calls.py checks that no call bypasses it in a real run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def adapter(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_torch_itself_is_not_altered_by_installing() -> None:
-    """In a process of its own: nobody else's torch may change, only what megatron.core calls torch."""
+    """In a separate process: only megatron.core's reference to torch may change, not torch itself."""
     run = subprocess.run([sys.executable, "-W", "ignore", "-c", _INSTALL_AND_COMPARE], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert run.stdout.split() == ["unaltered", "rebound", "later", "uncompiled", "once"]
@@ -124,7 +124,7 @@ def test_tensor_types_are_cudas_inside_and_their_own_outside(adapter: Any) -> No
     with adapter.tensor_types_as_cuda():
         assert x.type() == "torch.cuda.FloatTensor"
         assert x.bfloat16().type() == "torch.cuda.BFloat16Tensor"
-        assert x.type(torch.float64).dtype == torch.float64  # a conversion stays one
+        assert x.type(torch.float64).dtype == torch.float64  # still a conversion
         assert x.cuda() is x
     assert x.type() == "torch.FloatTensor"
     assert (torch.Tensor.type, torch.Tensor.cuda) == methods
@@ -156,7 +156,7 @@ def test_the_tracker_forks_the_cpu_generator_and_puts_it_back(adapter: Any) -> N
     for name in ("one", "two", "one"):
         with tracker.fork(name):
             draws.append(torch.rand(2))
-    assert torch.equal(torch.rand(2), outside)  # as if nothing had been drawn inside
+    assert torch.equal(torch.rand(2), outside)  # the outer generator is unaffected
     generator = torch.Generator().manual_seed(11)
     assert torch.equal(torch.cat([draws[0], draws[2]]), torch.cat([torch.rand(2, generator=generator) for _ in "12"]))
     assert not torch.equal(draws[0], draws[1])

@@ -46,7 +46,7 @@ def test_precision_recompute_and_interleaving_reach_megatron() -> None:
     config = transformer_config(other, CPU)
     assert (config.params_dtype, config.bf16, config.recompute_granularity) == (torch.float32, False, "full")
     assert config.virtual_pipeline_model_parallel_size == 2
-    # Megatron's batched exchange between interleaved chunks of two stages gives wrong gradients without a word.
+    # Megatron's batched exchange between interleaved chunks of two stages silently gives wrong gradients.
     assert not config.batch_p2p_comm
     assert config.overlap_p2p_comm
 
@@ -126,7 +126,7 @@ def test_losses_are_the_cross_entropy_of_the_logits(tie_embeddings: bool, one_pr
 def test_losses_and_gradients_do_not_depend_on_the_rows_that_fill_the_vocabulary_up(
     tie_embeddings: bool, one_process: Any
 ) -> None:
-    """100 tokens in 100, 128 and 640 rows."""
+    """Compare a vocabulary of 100 tokens padded to 100, 128 and 640 rows."""
     tokens, labels = torch.randint(100, (2, 2, LENGTH), generator=torch.Generator().manual_seed(1))
     positions = torch.arange(LENGTH).expand(2, -1)
     found = []
@@ -177,7 +177,7 @@ def test_a_mixer_that_is_configured_but_in_no_layer_asks_for_no_table() -> None:
     ("block", "normalization"), [("transformer", "rms_norm"), ("mixer", "rms_norm"), ("transformer", "layer_norm")]
 )
 def test_losses_are_those_of_the_block_written_out(one_process: Any, block: str, normalization: str) -> None:
-    """By hand: norm, mixer, residual, and in the first block norm, SwiGLU, residual; final norm, output layer."""
+    """Explicit form: norm, mixer, residual, and in the first block norm, SwiGLU, residual; final norm, output layer."""
     plain = replace(_shape("attention,gated_deltanet"), precision="fp32")
     shape = replace(plain, model=replace(plain.model, block=block, normalization=normalization, init_std=0.2))
     (model,) = build_model(shape, CPU, one_process, seed=3)
@@ -218,12 +218,12 @@ def test_flops_of_a_token_by_hand(one_process: Any) -> None:
     chunks = build_model(shape, CPU, one_process, seed=1)
     d = HIDDEN // HEADS
     attention_weights = HIDDEN * 3 * HIDDEN + HIDDEN * HIDDEN
-    # A pair of query and key costs a multiply-add a width for its score and for its value; (T + 1) / 2 pairs a query.
+    # A pair of query and key costs one multiply-add per width for score and value each; (T + 1) / 2 pairs per query.
     pairs = sum(1 for t in range(LENGTH) for s in range(LENGTH) if s <= t) / LENGTH
     attention = 6 * attention_weights + 3 * HEADS * pairs * (2 * d + 2 * d)
-    # In: query, key, value, gate, and two numbers a head; a convolution tap a channel; decay, bias, norm weight.
+    # Input projection: query, key, value, gate, two numbers per head. Then convolution taps, decay, bias, norm weight.
     delta_weights = HIDDEN * HEADS * (4 * d + 2) + HIDDEN * HIDDEN + HEADS * 3 * d * 4 + 2 * HEADS + d
-    # Read the state with the key, write it, read it with the query: a multiply-add an entry each.
+    # Read the state with the key, write it, read it with the query: one multiply-add per entry each.
     delta = 6 * delta_weights + 3 * HEADS * 3 * 2 * d * d
     feed_forward = 6 * 3 * HIDDEN * FFN
     expected = attention + delta + 2 * feed_forward + 6 * HIDDEN * shape.padded_vocab_size
@@ -240,7 +240,7 @@ def test_flops_of_a_channel_mix_are_those_of_two_matrices(one_process: Any) -> N
 
 
 def test_flops_of_documents_that_are_kept_apart_by_hand(one_process: Any) -> None:
-    """Attention costs pairs within documents alone; what is a token's own costs the same."""
+    """Attention counts only pairs within documents. Costs per token do not change."""
     shape = replace(_shape("attention"), precision="fp32")
     chunks = build_model(shape, CPU, one_process, seed=1)
     lengths = [16, 5, 5, 6, 1, 15]
@@ -272,7 +272,7 @@ def test_flops_of_a_stage_leave_out_what_it_does_not_hold(one_process: Any, monk
 
 
 def test_flops_do_not_count_the_parameters_of_other_ranks_twice(one_process: Any) -> None:
-    """`num_parameters` is of the whole layer: parts that tensor parallelism splits count for every rank."""
+    """`num_parameters` covers the whole layer, including the parameters on other tensor-parallel ranks."""
     (model,) = build_model(replace(_shape("gated_deltanet"), precision="fp32"), CPU, one_process, seed=1)
     mixer = next(module for module in model.modules() if isinstance(module, Mixer))
     whole = mixer.num_parameters()

@@ -66,7 +66,7 @@ def test_accepted(tmp_path, name, expected):
 
 
 def test_links(tmp_path):
-    """Links inside the folder, and links to the folder, are good; links out are not, at any component."""
+    """Links inside or to the folder are accepted. Links out of it are refused, at any path component."""
     folder, outside = tmp_path / "real", tmp_path / "outside"
     (folder / "inner").mkdir(parents=True)
     outside.mkdir()

@@ -1,4 +1,4 @@
-"""Files that name other files: each reader refuses names that lead out of their folder, and touches nothing there."""
+"""Files that name other files: readers refuse names that lead out of the folder, and touch nothing there."""
 
 import json
 import re
@@ -97,7 +97,7 @@ def test_refused(tmp_path, read, name):
 
 
 def test_an_arrays_jobs_elsewhere_get_no_number(tmp_path):
-    """Records have absolute paths; those of the sweep's own runs are good, also by a link to the sweep."""
+    """Records have absolute paths. Those of the sweep's own runs are accepted, also through a link to the sweep."""
     runs = tmp_path / "runs"
     own, job = runs / "launch" / "arrays" / "1", runs / "a" / "launch" / "1"
     for folder in (own, job):
@@ -131,7 +131,7 @@ def test_latest_names_a_step(tmp_path, text):
 
 
 def test_a_kept_tokenizer_takes_no_other_files_name(tmp_path):
-    """The manifest's name of a tokenizer may be that of a file of the run."""
+    """The manifest's file name of a tokenizer may collide with a file of the run."""
     (tmp_path / "config.yaml").write_text("kept")
     given = tmp_path / "given.txt"
     given.write_text("".join(f"{number} {bytes([number - 1])!r} 1\n" for number in range(1, 257)))
@@ -151,7 +151,7 @@ def test_a_vocabulary_smaller_than_its_tokenizer(tmp_path):
 
 
 def test_downloaded_models_are_folders_of_links(tmp_path):
-    """As huggingface_hub keeps them: what the index names is a link to a file beside the folder."""
+    """In the cache of huggingface_hub, files named by the index are links to files beside the folder."""
     from safetensors.numpy import save_file
 
     snapshot = tmp_path / "snapshots" / "1"

@@ -20,7 +20,7 @@ GPU = Platform(torch.device("cuda", 0), "nccl")
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A machine with as many GPUs as it is called with; notes the device that is set."""
+    """Function that simulates a machine with a number of GPUs and records the selected device."""
     chosen: list[int] = []
 
     def make(gpus: int) -> list[int]:
@@ -50,7 +50,7 @@ def test_with_gpus_each_local_process_takes_its_own_and_no_adapter(machine: Any,
 @pytest.mark.parametrize(
     ("parallel", "before", "after"),
     [
-        ({"context": 4, "context_transport": "copy_engine"}, None, None),  # CUDA's own number
+        ({"context": 4, "context_transport": "copy_engine"}, None, None),  # CUDA's default
         ({"context": 4, "context_transport": "nccl"}, None, "1"),
         ({"context": 2, "tensor": 2, "context_transport": "copy_engine"}, None, "1"),
         ({"context": 4, "context_transport": "nccl"}, "32", "32"),
@@ -144,7 +144,7 @@ def test_the_peak_of_a_gpu_is_its_data_sheets(monkeypatch: pytest.MonkeyPatch, n
 
 def test_peak_memory_is_that_of_the_process_in_bytes() -> None:
     before = CPU.peak_memory_bytes()
-    block = torch.ones(64 * 2**20)  # 256 MiB, touched
+    block = torch.ones(64 * 2**20)  # 256 MiB, all pages touched
     assert CPU.peak_memory_bytes() >= max(before, block.nbytes)
     assert before > 2**20
 
@@ -178,7 +178,7 @@ def test_a_process_group_that_is_there_already_is_kept(monkeypatch: pytest.Monke
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Megatron has functions compiled there")
 def test_a_rank_starts_without_what_it_does_not_need() -> None:
-    """Torch's compiler, statistics and pictures take half of the time of all imports."""
+    """torch's compiler, statistics and plotting libraries would take half of the import time."""
     needless = ("torch._inductor", "scipy.stats", "matplotlib")
     code = (
         "import sys; from megatron_ext import cli; cli._mixers(); import megatron_ext.training.run; "

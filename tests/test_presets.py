@@ -1,4 +1,4 @@
-"""The examples' presets: every mixer at the study's two sizes, with as many parameters as the Transformer++."""
+"""Example presets: every mixer at the study's two sizes has the parameter count of the Transformer++."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _load(size: str, name: str, *overrides: str) -> RunConfig:
 
 
 def _parameters(config: RunConfig, groups: Any) -> int:
-    """Of all layers; of the mixer those of a real one. Embeddings are the same for all."""
+    """Number of parameters of all layers, with a real mixer. Embeddings are equal for all models and excluded."""
     cpu = Platform(torch.device("cpu"), "gloo")
     shape = model_shape(config, cpu, 50_000)
     ((name, mixer_config),) = shape.mixer_configs.items()
@@ -53,7 +53,7 @@ def test_a_preset_has_the_parameters_of_the_transformer(size: str, name: str, on
     wanted = _parameters(attention, one_process)
     assert _parameters(config, one_process) == pytest.approx(wanted, rel=0.02)
     if size == "110m":
-        assert 80e6 < wanted < 90e6  # and 77 million of embeddings with 50,000 tokens
+        assert 80e6 < wanted < 90e6  # plus 77 million in embeddings of 50,000 tokens
 
 
 @pytest.mark.parametrize(("size", "name"), PRESETS)

@@ -35,7 +35,7 @@ def test_escaped_output(capsys):
         print("a\x1b]0;title\x07b", "\ud800", "tab\tline")
         print("\rbar\x1b[A\x1b[31m", file=sys.stderr)
         sys.stdout.writelines(["x\x1b", "y"])
-        print("model\x1b[1m", file=text_output())  # this is no screen
+        print("model\x1b[1m", file=text_output())  # the output is not a terminal
         assert sys.stdout.encoding
     out, err = capsys.readouterr()
     assert out == "a\\x1b]0;title\\x07b \\ud800 tab\tline\nx\\x1bymodel\x1b[1m\n"

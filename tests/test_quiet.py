@@ -1,4 +1,4 @@
-"""What libraries say on every run is not shown; everything else is."""
+"""Suppression of messages that libraries print on every run. Other messages are shown."""
 
 from __future__ import annotations
 

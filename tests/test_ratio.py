@@ -1,4 +1,4 @@
-"""The spread of a ratio of sums over documents, against matrices written out and against simulation."""
+"""Variance of a ratio of sums over documents, compared with explicit matrices and with simulation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_variance_and_freedom_are_those_of_the_matrices(documents: int) -> None:
     form = (reduce @ rest_of).T @ (reduce @ rest_of) / total**2
     spread = spread_of_ratio(nats, tokens)
     assert float(spread.variance) == pytest.approx(nats @ form @ nats, rel=1e-10)
-    varied = form @ np.diag(tokens**2)  # documents' mean losses vary alike
+    varied = form @ np.diag(tokens**2)  # equal variance of documents' mean losses
     freedom = np.trace(varied) ** 2 / np.trace(varied @ varied)
     assert float(spread.freedom) == pytest.approx(freedom, rel=1e-10)
     low, high = ratio_interval(nats, tokens, 0.9) or (0, 0)
@@ -43,7 +43,7 @@ def test_documents_of_one_length_have_the_interval_of_a_mean() -> None:
 def test_one_or_two_documents_have_no_interval(documents: int) -> None:
     nats, tokens = drawn(documents)
     assert ratio_interval(nats, tokens, 0.95) is None
-    assert ratio_interval(np.append(nats, 0.0), np.append(tokens, 0.0), 0.95) is None  # nothing of it was predicted
+    assert ratio_interval(np.append(nats, 0.0), np.append(tokens, 0.0), 0.95) is None  # a document without tokens
 
 
 def test_a_sum_of_independent_spreads() -> None:
@@ -56,5 +56,5 @@ def test_a_sum_of_independent_spreads() -> None:
 
 @pytest.mark.parametrize("documents", [5, 20, 200])
 def test_intervals_hold_the_truth_as_often_as_they_say(documents: int) -> None:
-    """400 corpora of unlike documents; a percentile bootstrap holds it in 0.77 at five and 0.86 at twenty."""
+    """Coverage over 400 corpora of varied documents. A percentile bootstrap has 0.77 with five and 0.86 with twenty."""
     assert 0.92 <= coverage_of_documents.ratio_coverage(documents, 400) <= 0.99

@@ -1,4 +1,4 @@
-"""Reports: tables that a Markdown reader takes apart into the cells that went in, and numbers of three digits."""
+"""Reports: Markdown tables that parse back into their cells, and numbers with three digits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_ext import reports
 
 
 def cells(text: str) -> list[list[str]]:
-    """The table as CommonMark's reader with GitHub's tables sees it, row by row."""
+    """Parse a table with CommonMark and GitHub's table extension, row by row."""
     tokens = MarkdownIt("commonmark").enable("table").parse(text)
     assert tokens[0].type == "table_open"
     rows: list[list[str]] = []

@@ -1,4 +1,4 @@
-"""What CI must have is not skipped."""
+"""Requirements of CI: tests that need them are not skipped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RWKV-7's block against itself written out token by token, and its beginning against flash-linear-attention's."""
+"""RWKV-7's block, compared with an explicit loop over tokens, and its initialization with flash-linear-attention."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HIDDEN, LENGTH = 32, 16
 
 @pytest.fixture
 def model(one_process: Any) -> Any:
-    """Of three layers, the second of which shifts tokens itself; fp32."""
+    """Model of three layers in fp32. The mixer of the second has its own token shift."""
     sizes = ModelConfig(pattern="attention,rwkv7,attention", block="rwkv7", hidden_size=HIDDEN, num_attention_heads=4)
     config = derive(RunConfig(data=DataConfig(path="none", seq_length=LENGTH), model=sizes))
     shape = replace(model_shape(config, CPU, 100), precision="fp32")
@@ -34,7 +34,7 @@ def test_losses_are_those_of_the_block_written_out(model: Any) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(("linear_fc2.weight", "out_proj.weight")):
-                parameter.mul_(20)  # so that what a layer adds is as large as what it finds
+                parameter.mul_(20)  # so that a layer's output is as large as its input
     tokens = torch.randint(0, 100, (2, LENGTH + 1), generator=torch.Generator().manual_seed(1))
     positions = torch.arange(LENGTH).expand(2, -1)
     losses = model(tokens[:, :-1], positions, attention_mask=None, labels=tokens[:, 1:])

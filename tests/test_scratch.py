@@ -1,4 +1,4 @@
-"""Folders for a while, and what ends the processes that have them."""
+"""Temporary folders, and their removal when their processes end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ with scratch_folder("kind") as folder:
 
 @pytest.fixture(autouse=True)
 def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where they are made, by this process and others."""
+    """Parent folder of temporary folders, for this process and its children."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     return tmp_path
@@ -83,7 +83,7 @@ def test_what_is_in_use_stays(disk: Path) -> None:
 
 
 def test_folders_of_another_machine_and_links_stay(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A link might lead to what is not of this kind."""
+    """A link may lead to a folder of another kind."""
     with held_by_another() as (process, folder):
         process.kill()
         process.wait(timeout=30)
@@ -118,7 +118,7 @@ def test_a_folder_in_another_place_is_this_users_alone(tmp_path: Path) -> None:
 def test_what_others_put_in_the_way_is_neither_followed_nor_removed(
     disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Links to folders and files of ours, and a folder of another user's, by names that a left one would have."""
+    """Links to our folders and files, and another user's folder, with names of leftover temporary folders."""
     start, victim = f"selectron-kind-{socket.gethostname()}-", disk / "victim"
     victim.mkdir()
     (victim / ".held").write_text("kept")

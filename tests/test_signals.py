@@ -1,4 +1,4 @@
-"""Signal handlers for a while, with signals that this process sends itself."""
+"""Temporary signal handlers, with signals that this process sends to itself."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ ALL = [C, G, G, A, C, G, G, A]
         (1, 1, {0: [ALL]}),
         (2, 1, {0: [ALL[:4]], 1: [ALL[4:]]}),
         (4, 1, {0: [[C, G]], 1: [[G, A]], 2: [[C, G]], 3: [[G, A]]}),
-        # Interleaved: the first chunks of all stages hold the first half of the model, the second ones the rest.
+        # Interleaved: the first chunks of all stages hold the first half of the model, the second chunks the rest.
         (2, 2, {0: [[C, G], [C, G]], 1: [[G, A], [G, A]]}),
         (2, 4, {0: [[C], [G], [C], [G]], 1: [[G], [A], [G], [A]]}),
     ],
@@ -99,13 +99,13 @@ def test_the_pattern_is_cut_into_stages_and_chunks(
 
 
 def _chunks_of_stage(groups: Any, monkeypatch: pytest.MonkeyPatch, pipeline: int, virtual: int, rank: int) -> list[Any]:
-    """The chunks that a rank of a pipeline would build, built in this one process."""
+    """Build the chunks of a pipeline rank in this single process."""
     model = ModelConfig(pattern=PATTERN, hidden_size=16, num_attention_heads=2)
     parallel = ParallelConfig(pipeline=pipeline, virtual_pipeline=virtual)
     data, training = DataConfig(path="none", seq_length=8), TrainingConfig(precision="fp32")
     config = derive(RunConfig(data=data, model=model, parallel=parallel, training=training))
     pretended = copy(groups)
     pretended.pp = SimpleNamespace(rank=lambda: rank, size=lambda: pipeline)
-    # Weights have nothing to do with it.
+    # Weights do not matter here.
     monkeypatch.setattr(model_module, "initialize_model", lambda *_: None)
     return build_model(model_shape(config, CPU, 100), CPU, pretended, seed=1)

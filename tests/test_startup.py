@@ -1,4 +1,4 @@
-"""What commands import before they have anything to do: told by `sys.modules`, as times depend on the machine."""
+"""Modules that commands import at startup, from `sys.modules`, because times depend on the machine."""
 
 from __future__ import annotations
 

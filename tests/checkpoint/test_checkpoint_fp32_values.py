@@ -60,7 +60,7 @@ def test_the_forward_pass_takes_what_the_optimizer_holds(
 
 
 def test_checkpoints_that_hold_rounded_parameters_are_taken(pool: Any, tmp_path: Path) -> None:
-    """Older versions saved rounded parameters. A model alone loads these, training resumes from the optimizer's values."""
+    """Older versions saved rounded parameters. Training resumes from the optimizer's values, a lone model does not."""
     run = Run(tmp_path / "old", PATTERN, {}, {}, {"precision": "bf16"})
     _, last = pool.run(fp32_values.train, 1, run, True)[0]
     loaded, of_model = pool.run(fp32_values.load, 1, run)[0]

@@ -132,7 +132,7 @@ def test_a_name_is_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_exchanged_under_context_parallelism(
     make_mixer: MakeMixer, monkeypatch: pytest.MonkeyPatch, chosen: str, length: int, size: int, heads: bool
 ) -> None:
-    """Each of 2 ranks receives half of a unit's 24 + 6 features, or a summary of 6 * (6 + 6): 15 * length against 72."""
+    """Each of 2 ranks receives half of a unit's 24 + 6 features, or a summary of 6 * (6 + 6): 15 * length or 72."""
     mixer = make_mixer("retnet", expand_v=1)
     monkeypatch.setattr(mixer, "cp_size", size)
     monkeypatch.setattr(mixer.config, "context_exchange", chosen)

@@ -74,7 +74,7 @@ def test_outputs_and_gradients_are_those_of_flash_linear_attention(
     make_mixer: MakeMixer, theirs: Any, hidden_states: Tensor, name: str
 ) -> None:
     mixer, layer = make_mixer(name), theirs(name)
-    with torch.no_grad():  # keep weights small, so that rounding errors in decay logits do not grow
+    with torch.no_grad():  # small weights do not amplify rounding errors in decay logits
         for parameter in mixer.parameters():
             parameter.mul_(0.5)
     assert_same_function(mixer, layer, WEIGHTS[name](mixer), hidden_states)

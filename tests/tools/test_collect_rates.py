@@ -1,4 +1,4 @@
-"""The rates that come with the package are those of the reports beside it."""
+"""Rates in the package equal those computed from the stored reports."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ def test_a_rate_by_hand():
         for found in collect_rates._of_layers("layers/gpu2.json")
         if (found[0].part, found[0].hidden_size) == ("attention", 768)
     ]
-    # 6 operations a weight, 12 a pair of positions and channel, of which there are half.
+    # 6 operations per weight, and 12 per channel and pair of positions, of which causality keeps half.
     flops = 6 * 4 * 768**2 + 12 * 768 * 2049 / 2
     assert abs(rate.flops / (flops * 50 * 2048 / row["ms"] * 1e3) - 1) < 1e-3
     assert heads == 12 * 50

@@ -1,4 +1,4 @@
-"""The table of losses by layout: what is compared with what, and cases of several machines in one."""
+"""Table of losses by layout: compared pairs, and cases of several machines in one table."""
 
 import json
 import sys

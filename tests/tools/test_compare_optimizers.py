@@ -1,4 +1,4 @@
-"""The table of optimizers: the fastest round of each counts, its losses beside the reference's."""
+"""Table of optimizers: the fastest round of each counts, and its losses are compared with the reference."""
 
 import compare_optimizers
 

@@ -1,4 +1,4 @@
-"""The rows that can be measured again are those that were measured."""
+"""Rows of `measure_training` equal the configurations of the stored reports."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KEPT = [
     ("100k_four_gpus_2_ea7afd2", "gdn_states", "gdn", 102400),
     ("100k_megatron_four_gpus_5dfa910", "100k_megatron", "megatron", 102400),
 ]
-"""Report, variant in it, model and length."""
+"""Report, its variant, model and sequence length."""
 
 
 def variant(words: list[str], processes: int) -> Variant:

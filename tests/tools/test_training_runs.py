@@ -1,4 +1,4 @@
-"""A run of `selectron train` as the comparisons start it, with a program in its place that does what it is told."""
+"""Runs of `selectron train` as the comparisons start them, with a fake program instead."""
 
 import sys
 

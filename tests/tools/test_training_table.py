@@ -1,4 +1,4 @@
-"""The table of whole steps is what the reports beside it give."""
+"""Table of training steps, compared with the stored reports."""
 
 import json
 
@@ -12,7 +12,7 @@ def test_the_page_has_the_table_of_the_reports():
 
 def test_a_cell_by_hand():
     rows = json.loads((training_table.PAGE.parent / "training/100k_two_gpus_4f0b591.json").read_text())["rows"]
-    (row,) = [row for row in rows if row["variant"] == "approx_nccl"]  # ed2e6a3 had slower ones
+    (row,) = [row for row in rows if row["variant"] == "approx_nccl"]  # the same rows of ed2e6a3 are slower
     speed = 2 * 102400 / row["derived"]["s_per_step"] / 2
     cell = training_table.cells()["Top-1 Chunk approx", "2 H200", "CP2"][102400]
     assert cell.split(", ")[0] == f"{speed:,.0f}"

@@ -3,5 +3,5 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-# The questions of few-shot tasks are a module of the evaluation's tests, which need not be among those that are run.
+# The questions of few-shot tasks are a module of the evaluation's tests, even if those tests are not collected.
 sys.path.append(str(Path(__file__).parents[1] / "evaluation" / "fewshot"))

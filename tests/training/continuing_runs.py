@@ -1,4 +1,4 @@
-"""Configurations, identities and records of runs that go on."""
+"""Configurations, identities and records of resumed runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_ext.training.identity import identity
 
 
 def text(split: str, domain: str, documents: int = 10, tokens: int = 100, sha256: str = "0") -> dict[str, Any]:
-    """An entry of a data's record."""
+    """Entry of a data record."""
     return {"split": split, "domain": domain, "documents": documents, "tokens": tokens, "sha256": sha256}
 
 
@@ -28,7 +28,7 @@ DATA_RECORD: dict[str, Any] = {
 
 
 def a_run(fields: dict[str, Any]) -> RunConfig:
-    """A whole configuration: a cosine of 10 steps, with some fields by dotted name."""
+    """Complete configuration with a cosine schedule of 10 steps, and overrides by dotted name."""
     tree: dict[str, Any] = {
         "data": {"path": "data", "seq_length": 64},
         "model": {"pattern": "attention*2", "hidden_size": 32, "num_attention_heads": 4},
@@ -51,7 +51,7 @@ def identity_of(
     train_domains: list[str] | None = None,
     tokenizer: str = "a" * 64,
 ) -> dict[str, Any]:
-    """What a checkpoint of the run says of it."""
+    """Identity of the run as its checkpoint records it."""
     manifest = SimpleNamespace(tokenizer=SimpleNamespace(sha256=tokenizer))
     data: Any = SimpleNamespace(
         train_domains=train_domains or ["A", "B"],
@@ -64,5 +64,5 @@ def identity_of(
 
 
 def record_of(identity: dict[str, Any], step: int = 6) -> Record:
-    """The record of a checkpoint."""
+    """Record of a checkpoint."""
     return Record(Progress(step, 4 * step, 256 * step), identity, [1, 1], {})

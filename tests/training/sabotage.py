@@ -1,4 +1,4 @@
-"""What one rank does in a case of the tests beside it: a run in which one rank's gradient is broken sometimes."""
+"""Functions run by each rank: a run in which one rank's gradient is corrupted in some attempts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_ext.training.trainer import StepResult, Trainer
 def run(
     rank: int, world_size: int, path: Path, overrides: list[str], attempts: Sequence[int], factor: float, resume: bool
 ) -> None:
-    """Train; at these attempts at a step, counted from 1, the last rank's gradient of a parameter has a factor."""
+    """Train. At given attempts, counted from 1, multiply the last rank's gradient of a parameter by a factor."""
 
     def build(*arguments: Any, **keywords: Any) -> Trainer:
         trainer = build_trainer(*arguments, **keywords)

@@ -1,4 +1,4 @@
-"""What one rank does in a case of the tests beside it: a run whose last rank waits for its samples."""
+"""Function run by each rank: a run whose last rank waits for its samples."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_ext.training.datasets import step_batches
 
 
 def run(rank: int, world_size: int, path: Path, overrides: list[str], seconds: float) -> str:
-    """Train; the last rank's samples come some seconds late. Returns what the rank said on standard error."""
+    """Train, with the last rank's samples delayed by `seconds`. Return the rank's standard error."""
 
     def late(*arguments: Any, **named: Any) -> Any:
         if rank == world_size - 1:

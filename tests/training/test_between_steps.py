@@ -1,4 +1,4 @@
-"""Suites between two steps: they leave the run's curve as it was, and their results where they are looked for."""
+"""Evaluation suites between steps: they do not change the run's curve, and write their results."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def questions(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Options of the suite `fewshot`: two rows of each of three tasks."""
+    """Options of the suite `fewshot` with two rows for each of three tasks."""
     folder = tmp_path_factory.mktemp("questions")
     write_questions(folder / "published", folder / "columns")
     return [f"fewshot.data={folder / 'published'}", "fewshot.tasks=[piqa, arc_easy, boolq]", "fewshot.limit=2"]
@@ -55,7 +55,7 @@ def test_a_run_goes_on_as_if_nothing_had_been_tested(
         config = write_config(tmp_path, data, tmp_path / name)
         pool.run(whole_run.run, processes, config, [*RUN, *layout[:1], *more], timeout=240.0)
         curves[name] = curve(tmp_path / name / "run")
-    assert curves["tested"] == curves["plain"]  # losses, norms and rates, to the last bit
+    assert curves["tested"] == curves["plain"]  # losses, norms and learning rates are bit-identical
     run = tmp_path / "tested" / "run"
     _check_results(run)
     said = _evaluate(run, tmp_path / "again", processes, options)
@@ -65,7 +65,7 @@ def test_a_run_goes_on_as_if_nothing_had_been_tested(
 
 
 def _check_results(run: Path) -> None:
-    """As `selectron evaluate` writes them, and the same numbers in the run's own records."""
+    """Check that results have the format of `selectron evaluate`, and that the run's records hold the same numbers."""
     kept = records(run, "suites.jsonl")
     assert [(one["step"], one["suite"]) for one in kept] == [
         (step, suite) for step in (2, 3) for suite in ("retrieval", "fewshot")
@@ -84,7 +84,7 @@ def _check_results(run: Path) -> None:
 
 
 def _scores(results: dict[str, Any]) -> dict[str, float]:
-    """By the names that records have."""
+    """Scores by their names in records."""
     if "by_length" in results:
         return {f"{mean['task']}/{mean['length']}": mean["score"] for mean in results["by_length"]}
     assert {name: task["rows"] for name, task in results["tasks"].items()} == {"piqa": 2, "arc_easy": 2, "boolq": 2}
@@ -96,7 +96,7 @@ def _scores(results: dict[str, Any]) -> dict[str, float]:
 
 
 def _evaluate(run: Path, output: Path, processes: int, options: list[str]) -> str:
-    """`selectron evaluate` on the finished run; what it prints."""
+    """Run `selectron evaluate` on the finished run and return its output."""
     command = [sys.executable, "-m", "megatron_ext.cli", "evaluate", str(run), "--suite", "retrieval,fewshot", *options]
     command += ["--processes", str(processes), "--output", str(output)]
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=240)
@@ -105,7 +105,7 @@ def _evaluate(run: Path, output: Path, processes: int, options: list[str]) -> st
 
 
 def _numbers(folder: Path, suite: str) -> dict[str, Any]:
-    """All that a suite found, each sample's answer with it, but how long it took."""
+    """Results of a suite, including each sample's answer, without durations."""
     return {key: value for key, value in json.loads((folder / f"{suite}.json").read_text()).items() if key != "seconds"}
 
 

@@ -1,4 +1,4 @@
-"""The board shows what the records hold: also of a run that was killed, and of one that branched off another."""
+"""TensorBoard shows the values of the records, also for killed runs and branches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_ext.training.records import EVALUATION, METRICS, SUITES, TENSORBOA
 
 
 def train(folder: Path, first: int, last: int, *, saved: int = 0, end: str = "close", loss: float = 10.0) -> None:
-    """What a run writes from a step to another, with a test every third step and a checkpoint of one step."""
+    """Write the records of steps `first` to `last`, with a test every third step and optionally a checkpoint."""
     wait_for_another_second(folder / TENSORBOARD)
     records = RunRecords(folder, "run", first, 100)
     for step in range(first + 1, last + 1):
@@ -33,13 +33,13 @@ def train(folder: Path, first: int, last: int, *, saved: int = 0, end: str = "cl
 
 
 def wait_for_another_second(board: Path) -> None:
-    """A board's files are read in the order of the seconds in their names, which no two starts of a run share."""
+    """Wait for the next second: event files are read in the order of the seconds in their names."""
     seconds = max((int(path.name.split(".")[3]) for path in board.glob("events.*")), default=0)
     time.sleep(max(0.0, seconds + 1 - time.time()))
 
 
 def killed(folder: Path, first: int, last: int, *, saved: int = 0, loss: float = 10.0) -> None:
-    """The same in a process that ends by SIGKILL, with what it had not written to its board yet."""
+    """Call `train` in a process that ends by SIGKILL and loses its unwritten events."""
     context = multiprocessing.get_context("spawn")
     process = context.Process(
         target=train, args=(folder, first, last), kwargs={"saved": saved, "end": "kill", "loss": loss}
@@ -54,13 +54,13 @@ def lines(folder: Path, name: str) -> list[dict[str, float]]:
 
 
 def board(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """Steps and values by tag, in the order in which they are shown."""
+    """Steps and values by tag, in the order of TensorBoard."""
     events = EventAccumulator(str(folder / TENSORBOARD)).Reload()
     return {tag: [(one.step, round(one.value, 5)) for one in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
 def check(folder: Path, steps: int) -> None:
-    """The board and the records hold every step once, and the same values."""
+    """Check that TensorBoard and the records have every step once, with equal values."""
     shown = board(folder)
     assert shown.keys() == {
         *(f"train/{name}" for name in ("loss", "grad_norm", "tokens_per_second")),

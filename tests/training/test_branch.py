@@ -1,4 +1,4 @@
-"""Runs that branch off another's checkpoint are the runs that their configurations would have made from the start."""
+"""Branches from another run's checkpoint equal runs that use their configuration from the start."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHORT = [*SCHEDULE, "training.steps=8", "optimizer.decay_steps=2"]
 
 @pytest.fixture(scope="module")
 def trunk(pool: Any, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a run of 12 steps with checkpoints at 3, 6, 9 and 12, its rate falling in the last two."""
+    """Folder of a run of 12 steps with checkpoints at 3, 6, 9 and 12, whose learning rate decays in the last two."""
     folder = tmp_path_factory.mktemp("trunk")
     pool.run(whole_run.run, 2, write_config(folder, data, folder), [*TRUNK, *TP2])
     return folder / "trunk"
@@ -44,12 +44,12 @@ def test_a_branch_is_the_run_from_the_start(
     assert [one.step for one in board.Scalars("train/loss")] == list(range(1, 9))
     losses = [line["loss"] for line in records(branch)]
     assert [one.value for one in board.Scalars("train/loss")] == pytest.approx(losses, rel=1e-6)
-    if layout == TP2:  # the same sums in the same order
+    if layout == TP2:  # same sums in the same order
         assert curve(branch) == curve(direct)
         assert records(branch, "evaluation.jsonl") == records(direct, "evaluation.jsonl")
     found, expected = ([line["loss"] for line in records(run)] for run in (branch, direct))
     assert found == pytest.approx(expected, abs=2e-6)
-    assert found[7] != pytest.approx(records(trunk)[7]["loss"], abs=2e-6)  # whose rate had not fallen
+    assert found[7] != pytest.approx(records(trunk)[7]["loss"], abs=2e-6)  # the trunk's rate had not decayed
     assert [path.name for path in sorted((branch / "checkpoints").glob("step_*"))] == ["step_8"]
     assert snapshot(trunk) == before
 

@@ -1,4 +1,4 @@
-"""The tokenizer that a run keeps gives the tokens of the one that it was kept from, of every kind."""
+"""Tokenizers saved in a run encode like their originals, for every kind."""
 
 from __future__ import annotations
 
@@ -57,15 +57,15 @@ def test_a_run_keeps_every_kind(make, end: int, tmp_path: Path) -> None:  # type
     keep_coder(data / entry.file, entry, run)
     coder = coder_in(run)
     assert coder is not None
-    assert coder.encode(TEXT) == expected  # the name of the end-of-document token is text
+    assert coder.encode(TEXT) == expected  # the end-of-document token's name encodes as text
     assert coder.decode(expected) == TEXT
     assert (coder.end_id, coder.known_end, coder.size) == (end, end, entry.vocab_size)
-    assert (run / "tokenizer.json").exists() == (entry.kind == "huggingface")  # nothing else is called so
+    assert (run / "tokenizer.json").exists() == (entry.kind == "huggingface")  # only this kind has the file
 
 
 @pytest.mark.parametrize("make", [_tiktoken, _rwkv, _json], ids=["tiktoken", "rwkv", "json"])
 def test_ids_that_are_no_token_are_no_text(make, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    """A model has rows for them: of gaps in the vocabulary, and of the padding behind it."""
+    """The model has rows for these ids: gaps in the vocabulary, and the padding."""
     tokenizer, tokens = make(tmp_path)
     end = ("<|endoftext|>", 0 if make is _rwkv else 270 if make is _tiktoken else 256)
     entry = keep_tokenizer(tmp_path, tokenizer, end)

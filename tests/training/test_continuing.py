@@ -1,4 +1,4 @@
-"""Which changes a run may go on with, by either door, and what is said of each."""
+"""Configuration changes at a resume or a branch: permitted ones, and messages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHECKPOINT = Path("runs/run/checkpoints/step_6")
 
 
 def goes_on(before: dict[str, Any], after: dict[str, Any], *, is_branch: bool = False, **data: Any) -> Any:
-    """How a run with some fields goes on from the checkpoint of step 6 of one with others."""
+    """Result of resuming a run with changed fields from the checkpoint of step 6."""
     config = a_run(after)
     record = record_of(identity_of(a_run(before)))
     return Continuing(config, identity_of(config, **data), is_branch).compare(record, CHECKPOINT)
@@ -116,7 +116,7 @@ def test_what_leaves_the_past_alone_is_said(before: dict[str, Any], after: dict[
 
 
 def test_what_a_run_was_begun_from_is_not_compared() -> None:
-    """A branch that goes on from its own checkpoints may be called without the other run."""
+    """A branch that resumes from its own checkpoints does not need the original run."""
     assert goes_on({"run.branch_from": "runs/trunk/checkpoints/step_4"}, {}).said == []
 
 
@@ -202,7 +202,7 @@ def test_a_branch_of_a_run_that_was_changed_on_its_way_is_refused() -> None:
 
 
 OLD = {"config", "data", "changed"}
-"""Entries that checkpoints of earlier versions do not have."""
+"""Entries missing in checkpoints of earlier versions."""
 
 
 def test_a_checkpoint_of_an_earlier_version_is_compared_with_the_configuration_beside_it(tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ def test_a_checkpoint_of_an_earlier_version_is_compared_with_the_configuration_b
     assert "does not say which text it was trained on" in line
     with pytest.raises(UserError, match=r"^optimizer.weight_decay: 0.5, but the checkpoint .* has 0.1"):
         compared(optimizer__weight_decay=0.5)
-    # The run went on with another value later: of the older checkpoint the older configuration tells.
+    # The run later resumed with another value. The older configuration belongs to the older checkpoint.
     (tmp_path / "config.yaml").rename(tmp_path / "config.until_step_8.yaml")
     save_config(a_run({"optimizer.weight_decay": 0.5}), tmp_path / "config.yaml")
     with pytest.raises(UserError, match=r"^optimizer.weight_decay: 0.5, but the checkpoint .* has 0.1"):

@@ -1,4 +1,4 @@
-"""A shard that fails while a run reads it: the run stops once, and its next start knows."""
+"""Shards that fail during training: the run stops once, and its next start skips or verifies them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ LONGER = ["training.steps=12", "--resume"]
 
 @pytest.fixture
 def config(tmp_path: Path, own_data: Path) -> Path:
-    """Of a run whose rate does not depend on its length, which grows here."""
+    """Configuration of a run whose learning rate does not depend on its length, which these tests extend."""
     path = write_config(tmp_path, own_data, tmp_path)
     path.write_text(path.read_text().replace("optimizer: {", "optimizer: {schedule: constant, "))
     return path
 
 
 class Disk:
-    """Fails at one file once the run has done some steps, until it is mended; size and times stay as they were."""
+    """Fake disk that fails for one file after some steps, until mended. Size and times of the file do not change."""
 
     def __init__(self, path: Path, folder: Path) -> None:
         self.path, self._run = path, folder
@@ -92,7 +92,7 @@ def test_a_disk_that_fails_later_is_left_out_by_the_next_start(
     assert f"{disk.path} or its index cannot be read (Input/output error): skipped" in said(capsys, "warning")[0]
     assert [line["step"] for line in records(folder)] == list(range(1, 11))
     assert skipped(folder) == [(3, [SHARD])]
-    disk.is_mended = True  # the next start finds it whole
+    disk.is_mended = True  # the next start reads it without error
     assert call(config, SKIP, *LONGER) == 0
     assert said(capsys, "warning") == []
     assert skipped(folder) == [(3, [SHARD]), (10, [])]
@@ -121,7 +121,7 @@ def test_a_disk_that_fails_later_is_named_by_every_start_that_may_not_skip(
 
 @pytest.fixture
 def remote(tmp_path: Path, own_data: Path) -> list[str]:
-    """The same data at an address, with a shard of the right size that is damaged."""
+    """Same data at an address, with a damaged shard of the right size."""
     flip_a_byte(own_data / SHARD)
     return [f"data.path=file://{own_data}", f"data.cache_dir={tmp_path / 'cache'}"]
 
@@ -134,7 +134,7 @@ def test_a_shard_that_comes_damaged_is_left_out_by_the_next_start(
     (error,) = said(capsys, "error")
     assert f"file://{own_data / SHARD}: sha256 differs: " in error
     assert error.endswith("if it is still damaged then, the run leaves it out and goes on")
-    for steps, arguments in ((10, ["--resume=auto"]), (12, LONGER)):  # it is not forgotten while it is so
+    for steps, arguments in ((10, ["--resume=auto"]), (12, LONGER)):  # remembered while the damage persists
         assert call(config, SKIP, *remote, *arguments) == 0
         assert f"file://{own_data / SHARD} sha256 differs: " in said(capsys, "warning")[0]
         assert len(records(folder)) == steps

@@ -1,4 +1,4 @@
-"""The first lines of a run's log."""
+"""First lines of a run's log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run whose folder is another process's: refused at its start, ended where the lock is lost while it trains."""
+"""Run folders locked by another process: refused at start, and training ends if the lock is lost."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_the_first_rank_holds_the_lock(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_a_folder_of_a_run_that_leads_elsewhere_is_refused(tmp_path: Path, name: str) -> None:
-    """A stranger's run folder may have it: files there would be replaced and removed."""
+    """A stranger's run folder may contain such a link. Files at its target would be replaced and removed."""
     run, outside = tmp_path / "run", tmp_path / "outside"
     run.mkdir()
     outside.mkdir()
@@ -74,7 +74,7 @@ def test_a_second_process_is_refused_by_name(
 def test_a_run_that_is_taken_over_ends_and_writes_nothing_more(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Slurm started its job anew elsewhere, while this start of it was cut off."""
+    """Slurm requeued the job on another node while this start was cut off."""
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setattr(lock_module, "_CHECK_SECONDS", 0.0)
     again, step, found = dataclasses.replace(this_process(), restarts=1), RunRecords.step, dict[str, Any]()
@@ -104,7 +104,7 @@ def test_a_checkpoint_that_was_begun_before_gets_no_name(
     from megatron_ext.checkpoint.saving import Saving
 
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setattr(lock_module, "_CHECK_SECONDS", 1e9)  # so that nothing but the checkpoint asks
+    monkeypatch.setattr(lock_module, "_CHECK_SECONDS", 1e9)  # so that only the checkpoint checks the lock
     again, write = dataclasses.replace(this_process(), restarts=1), Saving._write
 
     def write_and_lose(self: Saving) -> bytes:

@@ -1,4 +1,4 @@
-"""The run's records: whole lines, no step twice, the same values in TensorBoard."""
+"""Records of a run: complete lines, each step once, equal values in TensorBoard."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_steps_that_are_done_again_are_dropped(tmp_path: Path) -> None:
 def test_a_half_written_line_is_dropped(tmp_path: Path, cut: int) -> None:
     write(tmp_path, 0, 3)
     content = (tmp_path / METRICS).read_bytes()
-    (tmp_path / METRICS).write_bytes(content[:-cut])  # without its end of line, a line may be cut anywhere
+    (tmp_path / METRICS).write_bytes(content[:-cut])  # a truncated line may end anywhere
     write(tmp_path, 2, 4)
     assert lines(tmp_path) == [metrics(step) for step in range(1, 5)]
 

@@ -1,4 +1,4 @@
-"""Steps whose gradient is broken on one rank, under every optimizer: computed again, left out, rolled back, the end."""
+"""Non-finite gradients on one rank with every optimizer: retry, skip, rollback, and abort."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ pytestmark = pytest.mark.slow
 
 FIELDS = ["training.evaluate_every=0", "model.pattern=top1_chunk,attention"]
 EMBEDDING = "embedding.word_embeddings.weight"
-"""The parameter whose gradient `sabotage` breaks: the model's first."""
+"""Parameter whose gradient `sabotage` corrupts, the first of the model."""
 SHARDINGS = ["none", "megatron", "zero1", "zero2", "zero3"]
 
 
 class Runs:
-    """Runs of one configuration, in two processes each."""
+    """Runs of one configuration in two processes."""
 
     def __init__(self, pool: Any, folder: Path) -> None:
         self._pool, self.folder = pool, folder
         self._config = write_config(folder, prepared(folder), folder)
 
     def undisturbed(self, sharding: str) -> Path:
-        """A run that nothing disturbs; made once."""
+        """Return the folder of an undisturbed run, made once."""
         folder = self.folder / sharding
         if not folder.exists():
             self._pool.run(whole_run.run, 2, self._config, [*FIELDS, *_of(sharding), f"run.name={sharding}"])
@@ -39,7 +39,7 @@ class Runs:
     def broken(
         self, name: str, overrides: list[str], attempts: list[int], factor: float = math.nan, resume: bool = False
     ) -> Path:
-        """A run whose second rank's gradient has a factor at some attempts."""
+        """Train a run whose second rank's gradient is multiplied by a factor at some attempts."""
         arguments = [*FIELDS, *overrides, f"run.name={name}"]
         self._pool.run(sabotage.run, 2, self._config, arguments, attempts, factor, resume)
         return self.folder / name
@@ -70,24 +70,24 @@ def test_what_is_right_when_computed_again_leaves_no_trace(runs: Runs, sharding:
     first, second = (record["line"] for record in records(folder, "decisions.jsonl"))
     assert first.startswith("the gradient's norm is not finite")
     assert second.startswith("right when computed again")
-    assert "rank" not in first + second  # nobody looked, or there was nothing left to see
+    assert "rank" not in first + second  # no diagnosis ran, or it found nothing
 
 
 @pytest.mark.parametrize("sharding", SHARDINGS)
 def test_skipping_and_rolling_back(runs: Runs, sharding: str) -> None:
-    """Both go on from the parameters after step 3 with the samples of step 5: by not updating, or from a checkpoint."""
+    """Both continue from the parameters after step 3 with the samples of step 5: by a skip, or from a checkpoint."""
     skip = [*_of(sharding), "resilience.on_nonfinite=skip"]
     skipped = runs.broken(f"skip_{sharding}", skip, [4, 5])
     assert decisions(skipped) == [(4, "again"), (4, "skip")]
     back = [*_of(sharding), "resilience.on_nonfinite=roll_back", "training.async_checkpoints=true"]
-    back += ["training.evaluate_every=3"]  # at the step that it rolls back to, too
+    back += ["training.evaluate_every=3"]  # also at the step of the rollback
     rolled = runs.broken(f"back_{sharding}", back, [4, 5])
     evaluated = [record["step"] for record in records(rolled, "evaluation.jsonl")]
     assert {step: evaluated.count(step) for step in evaluated} == dict.fromkeys((3, 6, 9, 10), evaluated.count(10))
     assert decisions(rolled) == [(4, "again"), (4, "roll_back")]
     assert set(losses(skipped)) == {1, 2, 3, *range(5, 11)}
     assert set(losses(rolled)) == set(range(1, 11))
-    # The attempt that was made again names the rank whose own gradient it was, and the parameter.
+    # The repeated attempt names the rank with the faulty gradient, and the parameter.
     rank = f"1 ({socket.gethostname()})"
     for folder in (skipped, rolled):
         again, done = records(folder, "decisions.jsonl")
@@ -98,7 +98,7 @@ def test_skipping_and_rolling_back(runs: Runs, sharding: str) -> None:
     assert [losses(skipped)[step] for step in (1, 2, 3)] == [undisturbed[step] for step in (1, 2, 3)]
     assert losses(skipped)[5] == losses(rolled)[4] != undisturbed[5]
     assert [record["lr"] for record in records(skipped)][3:] == [record["lr"] for record in records(rolled)][4:]
-    # A run that goes on from a checkpoint after it is the same run: Adam has counted one update less than steps.
+    # Resuming from a later checkpoint gives the same run, although Adam has counted one update less than steps.
     whole = curve(skipped)
     (skipped / "checkpoints" / "latest").write_text("step_6\n")
     runs.broken(f"skip_{sharding}", skip, [], resume=True)
@@ -122,7 +122,7 @@ def test_the_run_stops_with_a_checkpoint(runs: Runs) -> None:
 
 
 def test_a_rolled_back_run_that_ends_before_its_next_checkpoint(runs: Runs) -> None:
-    """Goes on with the samples that it had skipped to."""
+    """A resumed run continues with the samples after the skipped ones."""
     back = ["resilience.on_nonfinite=roll_back", "resilience.retries=0"]
     whole = curve(runs.broken("back", back, [5]))
     with pytest.raises(WorkerFailed, match=r"resilience\.limit: in step 5 .*; 1 steps were skipped or rolled back"):

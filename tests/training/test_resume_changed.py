@@ -1,4 +1,4 @@
-"""The command on a run that is there, is not there, or was made with something else."""
+"""Command `selectron train` on runs that exist, do not exist, or have another configuration."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ run: {{dir: {runs}, name: run, device: cpu}}
 
 @pytest.fixture(scope="module")
 def finished(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a finished run, with its configuration beside it; not to be written to."""
+    """Folder of a finished run, with its configuration beside it. Tests must not write to it."""
     runs = tmp_path_factory.mktemp("finished")
     (runs / "config.yaml").write_text(CONFIG.format(data=data, runs=runs))
-    assert call(runs / "config.yaml", "--resume=auto") == 0  # there is none: it begins
+    assert call(runs / "config.yaml", "--resume=auto") == 0  # no checkpoint, so the run starts from scratch
     return runs / "run"
 
 
 @pytest.fixture
 def run(finished: Path, data: Path, tmp_path: Path) -> Path:
-    """A copy of it, and beside it a configuration of its place."""
+    """Copy of the finished run, with a matching configuration beside it."""
     shutil.copytree(finished, tmp_path / "run")
     (tmp_path / "config.yaml").write_text(CONFIG.format(data=data, runs=tmp_path))
     return tmp_path / "run"
@@ -115,7 +115,7 @@ def test_a_longer_cosine_goes_on_by_name_alone_and_is_noted(run: Path, capsys: p
     assert "allow_changed: []" in (run / "config.yaml").read_text()
     changed = [{"step": 4, "field": "training.steps", "before": 4, "after": 6}]
     assert json.loads((run / "model.json").read_text())["changed"] == changed
-    assert resumed(run, "training.steps=6") == 0  # it is another run now, and needs no leave to be that
+    assert resumed(run, "training.steps=6") == 0  # the run has changed already, so no permission is needed
     record = json.loads((run / "checkpoints" / "step_6" / "checkpoint.json").read_text())
     assert record["identity"]["changed"] == changed
 
@@ -123,7 +123,7 @@ def test_a_longer_cosine_goes_on_by_name_alone_and_is_noted(run: Path, capsys: p
 def test_a_run_that_was_taken_back_and_killed_goes_on_from_there(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its checkpoint of step 4 is there still, and its records of steps 3 and 4 are those that it was making."""
+    """The checkpoint of step 4 still exists, and the records of steps 3 and 4 are from the new attempt."""
     with monkeypatch.context() as killed:
         killed.setattr(TrainingLoop, "_save", Mock(side_effect=KeyboardInterrupt))
         assert call(run.parent / "config.yaml", "--from-step", "2") == 130
@@ -160,7 +160,7 @@ def test_a_branch_has_the_decisions_that_its_checkpoint_came_about_by(run: Path)
 def test_other_documents_under_the_same_names(
     run: Path, data: Path, tmp_path: Path, change: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The folder is prepared again, with one document more or with as many others."""
+    """The data is prepared again, with one more document or with the same number of other documents."""
     lines = (data.parent / "raw.jsonl").read_text().splitlines()
     if change == "one more":
         lines.append(lines[0].replace("ka", "lo"))
@@ -196,9 +196,9 @@ def test_the_same_documents_in_another_folder(run: Path, data: Path, tmp_path: P
 
 
 def prepared_again(folder: Path, data: Path, lines: list[str]) -> Path:
-    """The corpus of `data` with other documents, by the same tokenizer."""
+    """Prepare the corpus of `data` with other documents and the same tokenizer."""
     (folder / "again").mkdir()
-    raw = folder / "again" / "raw.jsonl"  # the file's name stands in the shards
+    raw = folder / "again" / "raw.jsonl"  # the shards contain the file's name
     raw.write_text("".join(f"{line}\n" for line in lines))
     prepare(
         PrepareOptions(

@@ -1,4 +1,4 @@
-"""A run without a damaged shard: what is said, what is kept, and what the samples are."""
+"""Runs that skip a damaged shard: messages, records and samples."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_the_record_says_since_when(tmp_path: Path) -> None:
     skipped.keep(tmp_path, [ONE], SAMPLES, 10)  # nothing new
     assert kept(tmp_path) == [(5, [ONE.shard])]
     skipped.keep(tmp_path, [ONE, TWO], SAMPLES, 20)
-    skipped.keep(tmp_path, [], SAMPLES, 30)  # both were copied again
+    skipped.keep(tmp_path, [], SAMPLES, 30)  # both shards were copied again
     assert kept(tmp_path) == [(5, [ONE.shard]), (20, [ONE.shard, TWO.shard]), (30, [])]
 
 

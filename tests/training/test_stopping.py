@@ -1,4 +1,4 @@
-"""Signals are remembered, not obeyed, while a run is inside."""
+"""Signals inside the context manager are recorded and do not end the process."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def test_a_second_interrupt_ends_the_process_at_once(
     monkeypatch.delenv("RANK", raising=False)
     with stop_on_signals() as stop:
         os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGINT)  # which another program passed on, too
+        os.kill(os.getpid(), signal.SIGINT)  # a parent may forward it, too
         assert stop.signal_name == "SIGINT"
         now[0] += 2
-        os.kill(os.getpid(), signal.SIGTERM)  # a scheduler that repeats itself
+        os.kill(os.getpid(), signal.SIGTERM)  # schedulers repeat SIGTERM
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     said = capfd.readouterr().err

@@ -1,4 +1,4 @@
-"""Ranks that are slower than the others are named."""
+"""Stragglers: ranks that are slower than the others are named."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_who_is_slow() -> None:
     assert line == "rank 1 on n1 is slow: it took 16 ms for a matrix product, the others 10"
     (line,) = slow_ones(paces([0.01, 0.01, 0.01], [0.001, 0.001, 0.2]), 1.5)
     assert line == "rank 2 on n1 is slow: it took 200 ms for reading a step's samples, the others 1"
-    assert slow_ones(paces([0.01] * 3, [0.001, 0.001, 0.008]), 1.5) == []  # nobody waits for that
+    assert slow_ones(paces([0.01] * 3, [0.001, 0.001, 0.008]), 1.5) == []  # too short to matter
 
 
 def test_one_of_two_is_compared_with_the_other() -> None:
@@ -60,4 +60,4 @@ def test_a_rank_that_reads_slowly(pool: Any, tmp_path: Path) -> None:
         took = f"it took {1e3 * last['reading']:.3g} ms for reading a step's samples, the others "
         assert line.startswith(f"rank 3 on {last['host']} is slow: {took}")
         assert f"selectron: warning: step {record['step']}: {line}\n" in said[0]
-    assert "selectron: warning" not in "".join(said[1:])  # the first rank says it for all
+    assert "selectron: warning" not in "".join(said[1:])  # only the first rank prints the warning

@@ -33,7 +33,7 @@ LENGTH = 12
 
 
 class NumberedSamples:
-    """Sample i is [100 i, 100 i + 1, ...]: every token says where it is from."""
+    """Fake samples: sample i is [100 i, 100 i + 1, ...], so that each token identifies its origin."""
 
     seq_length = LENGTH
 

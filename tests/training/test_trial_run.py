@@ -1,4 +1,4 @@
-"""`selectron train --trial`: a run in small, in a folder of its own, and what it says of the whole run."""
+"""Command `selectron train --trial`: a short run in a separate folder, and its estimates for the whole run."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_estimate_of_the_whole_run(tmp_path: Path) -> None:
     whole = _whole(tmp_path, evaluate_every=300, checkpoint_every=500)
     said = conclude(whole, folder, checkpoints, {"evaluation": [7.0], "save": [1.5], "write": [0.5]})
     found = json.loads((folder / MARK).read_text())
-    assert found["step_seconds"] == 2.5  # the median of those after the first two
+    assert found["step_seconds"] == 2.5  # median of the steps after the first two
     assert found["first_step_seconds"] == 60.0
     assert found["tokens_per_second"] == 16.0
     assert found["mfu"] == pytest.approx(0.4)

@@ -12,7 +12,7 @@ from megatron_ext.training.unsound_gradients import named_in_model, watched_grad
 
 
 class Layer(torch.nn.Module):
-    """As one of a later pipeline stage: numbered from 1 in the whole model."""
+    """Layer of a pipeline stage, numbered from 1 in the whole model."""
 
     def __init__(self, layer_number: int) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Chunk(torch.nn.Module):
     def forward(self, x: Tensor, broken_before: str | None = None, value: float = math.nan) -> Tensor:
         parts = self.module.module
         for name, part in {"first": parts["first"], "10": parts["layers"][0], "11": parts["layers"][1]}.items():
-            if name == broken_before:  # what the backward pass hands on from here is broken
+            if name == broken_before:  # corrupt the gradient from here on
                 x.register_hook(lambda gradient: gradient * value)
             x = part(x)
         return parts["last"](x).sum()
@@ -65,7 +65,7 @@ def test_names_are_those_of_the_whole_model() -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize(("broken_before", "first"), [("11", "layers.10.linear."), ("10", "first.")])
 def test_the_first_is_where_the_backward_pass_went_wrong(broken_before: str, first: str, value: float) -> None:
-    """From there on all gradients are broken: the last of them are of no use."""
+    """All gradients after the fault are non-finite, so only the first one identifies it."""
     torch.manual_seed(1)
     chunk = Chunk()
     with watched_gradients([chunk]) as first_unsound:
