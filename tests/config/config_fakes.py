@@ -1,4 +1,4 @@
-"""Stand-ins for the registered mixers: the configuration is tested without importing one."""
+"""Fakes of the registered mixers, so that configuration tests import no mixer."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ MIXERS = {
 
 
 def config_of(**sections: Any) -> RunConfig:
-    """A whole configuration from plain sections; `data.path` is given."""
+    """Build a complete configuration from plain sections, with a default `data.path`."""
     sections["data"] = {"path": "somewhere"} | sections.get("data", {})
     return resolve(validate(RunConfig, sections), MIXERS)
 
 
 def load(text: str, folder: Path, *overrides: str) -> RunConfig:
-    """A configuration from YAML text, as a file."""
+    """Write YAML text to a file and load it as a configuration."""
     path = folder / "config.yaml"
     path.write_text(text, encoding="utf-8")
     return load_config(path, overrides, MIXERS)

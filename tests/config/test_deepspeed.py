@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration: what the run says, the user's file beside it, and what is refused by name."""
+"""DeepSpeed configuration: values from the run, the user's file, and refused entries."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_what_agrees_or_is_left_to_the_run_is_the_runs(tmp_path: Path) -> None:
         "zero_optimization": {"stage": "auto"},
     }
     found = merged(tmp_path, content)
-    assert found["gradient_accumulation_steps"] == 1  # micro-batches are the schedule's business
+    assert found["gradient_accumulation_steps"] == 1  # the schedule accumulates over micro-batches
     assert found["gradient_clipping"] == 1.0
     assert found["bf16"] == {"enabled": True}
     assert found["zero_optimization"]["stage"] == 2

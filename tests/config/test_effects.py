@@ -1,4 +1,4 @@
-"""Every field says what a change of it does to a run that has begun, and comparisons find what differs."""
+"""Effects of field changes on existing runs: every field is classified, and comparisons find differences."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron_ext.config.load import known_keys
 
 
 def test_every_field_of_the_schema_is_classified() -> None:
-    """A new field fails here until it stands in the list: see `effects`."""
+    """A new field fails here until `effects` lists it."""
     fields = {field for field in known_keys({}) if not field.startswith("mixers.")}
     assert set(EFFECTS) == fields
     assert set(DERIVED) <= fields

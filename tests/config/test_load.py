@@ -234,7 +234,7 @@ def test_unreadable_files(tmp_path: Path) -> None:
 
 
 def test_known_keys_are_settable(tmp_path: Path) -> None:
-    """Every key that is suggested to the user exists in the resolved tree."""
+    """Every key suggested to the user exists in the resolved configuration."""
     config = config_of(mixers={name: {} for name in MIXERS})
     for key in known_keys(MIXERS):
         node: object = config

@@ -16,7 +16,7 @@ Sections = dict[str, dict[str, Any]]
 
 TINY = {"hidden_size": 64, "num_attention_heads": 8, "pattern": "attention*4"}
 
-# rule -> (processes, sections that break it, the line, what mends it)
+# rule -> (processes, sections that violate it, error line, sections that satisfy it)
 CASES: dict[str, tuple[int, Sections, str, Sections]] = {
     "world_holds_whole_replicas": (
         3,
@@ -414,7 +414,7 @@ def test_copy_engines_reach_no_other_node() -> None:
     [
         ({}, 32, False),
         ({"tensor": 2}, 32, True),
-        ({"tensor": 2, "context": 2}, 30, False),  # cannot be split so; given as true it is refused
+        ({"tensor": 2, "context": 2}, 30, False),  # not divisible; an explicit true is refused
         ({"tensor": 2, "sequence": False}, 32, False),
         ({"tensor": 2, "sequence": True}, 32, True),
     ],

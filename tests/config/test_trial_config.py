@@ -19,7 +19,7 @@ LONG = {"steps": 1000, "evaluate_every": 100, "checkpoint_every": 50, "keep_ever
         ({"warmup_steps": 0}, 5, 0, 0),
         ({"warmup_steps": 100}, 5, 0, 0),  # 0.5, rounded to even
         ({"warmup_steps": 300}, 10, 3, 0),
-        ({"warmup_steps": 999}, 10, 9, 0),  # a step is left that is no warm-up
+        ({"warmup_steps": 999}, 10, 9, 0),  # at least one step is not warm-up
         ({"warmup_steps": 999}, 1, 0, 0),
         ({"warmup_steps": 100, "decay_steps": 200, "schedule": "wsd"}, 10, 1, 2),
         ({"warmup_steps": 990, "decay_steps": 10, "schedule": "wsd"}, 10, 9, 1),

@@ -1,4 +1,4 @@
-"""What messages show of a value is short, and takes no longer to make than it is."""
+"""Values in messages: the text is short, and the time to make it is proportional to its length."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""YAML that is small and would be large, or takes a parser long: refused before much of it is parsed."""
+"""Small YAML texts that expand to large values or take long to parse: they are refused early."""
 
 import itertools
 from collections.abc import Callable
@@ -17,7 +17,7 @@ LEVELS = "abcdefghijklmnop"
 
 
 def aliases(form: str) -> str:
-    """Each level holds nine times the one below: 9**15 values."""
+    """Nested aliases. Each level holds the previous one nine times: 9**15 values."""
     pairs = itertools.pairwise(LEVELS)
     lines = [f"{name}: &{name} {form.format(','.join([f'*{below}'] * 9))}" for below, name in pairs]
     return "\n".join(["a: &a {k: v}", *lines])
@@ -60,7 +60,7 @@ def as_run(text: str, folder) -> None:  # type: ignore[no-untyped-def]
 
 @pytest.fixture
 def work(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Steps of the parser: how often it looks for a token, composes a node, and makes a value of one."""
+    """Counts of parser steps: token checks, composed nodes and constructed values."""
     counts = dict.fromkeys(("fetch_more_tokens", "compose_node", "construct_object"), 0)
     for kind, name in zip((Scanner, Composer, SafeConstructor), counts, strict=True):
         original = getattr(kind, name)
@@ -76,11 +76,11 @@ def work(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 @pytest.mark.parametrize("read", [as_file, as_override, as_run])
 @pytest.mark.parametrize("name", BOMBS)
 def test_refused_at_once(tmp_path, name: str, read: Callable[..., None], work: dict[str, int]) -> None:
-    """Steps are counted, at some 0.1 ms each, as a machine that has other work measures no time."""
+    """Count steps of about 0.1 ms each, because times on a busy machine are unreliable."""
     with pytest.raises(UserError, match=r"is too large for a|is not (valid )?YAML|cannot be read") as caught:
         read(BOMBS[name], tmp_path)
     assert sum(work.values()) < 1_500
-    assert work["construct_object"] <= 3  # of what its aliases stand for nothing is made
+    assert work["construct_object"] <= 3  # aliased values are not constructed
     assert len(str(caught.value)) < 10_000 + 500
     assert str(caught.value).isprintable()
 

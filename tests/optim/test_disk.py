@@ -1,4 +1,4 @@
-"""What offloading to a disk needs is looked at before DeepSpeed starts."""
+"""Requirements of offloading to a disk, checked before DeepSpeed starts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path, section: str) -> None:
 
 
 def test_a_folder_that_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk.os, "access", lambda path, mode: False)  # a superuser may write everywhere
+    monkeypatch.setattr(disk.os, "access", lambda path, mode: False)  # root may write everywhere
     with pytest.raises(UserError, match="cannot be written to"):
         check("offload_param", nvme_path=str(tmp_path))
 
@@ -46,7 +46,7 @@ def test_a_buffer_takes_a_ranks_share_of_any_parameter(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"10 is less than the 11 elements .* of weight; set it to 11") as raised:
         check("offload_param", nvme_path=str(tmp_path), buffer_size=10)
     assert raised.value.where == "zero_optimization.offload_param.buffer_size"
-    check("offload_optimizer", nvme_path=str(tmp_path))  # which has no buffers of a size
+    check("offload_optimizer", nvme_path=str(tmp_path))  # this section has no buffer size
 
 
 def test_the_operator_must_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Megatron's AdamW behind our interface: schedule, weight decay, clipping and the step itself, by values."""
+"""Megatron's AdamW behind our interface: values of schedule, weight decay, clipping and the step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STEPS = 20
 
 
 def _optimizer(groups: Any, **fields: Any) -> MegatronRunOptimizer:
-    """Over a tiny model with matrices and vectors; in fp32."""
+    """Build an optimizer over a tiny fp32 model with matrices and vectors."""
     model = ModelConfig(
         pattern="attention,gated_deltanet,gla", hidden_size=16, num_attention_heads=2, ffn_hidden_size=16
     )
@@ -33,7 +33,7 @@ def _optimizer(groups: Any, **fields: Any) -> MegatronRunOptimizer:
 
 
 def _is_decayed(name: str, parameter: Tensor) -> bool:
-    """Vectors are not, nor what is a vector for each of a mixer's units."""
+    """Return False for vectors and for parameters with one vector per unit of a mixer."""
     return parameter.dim() > 1 and not name.endswith("decay_bias")
 
 
@@ -48,7 +48,7 @@ def _gradients(step: int, parameters: dict[str, Any], size: float = 1.0) -> dict
 
 
 def _step(optimizer: MegatronRunOptimizer, gradients: dict[str, Tensor]) -> float:
-    """An update with given gradients, put where Megatron's hooks accumulate them."""
+    """Update with given gradients, placed where Megatron's hooks accumulate them."""
     optimizer.begin_step()
     for name, parameter in _parameters(optimizer).items():
         parameter.main_grad.copy_(gradients[name])
@@ -95,7 +95,7 @@ def test_constant_is_constant_after_the_warmup(one_process: Any) -> None:
 
 @pytest.mark.parametrize("sharding", ["none", "megatron"])
 def test_weight_decay_shrinks_matrices_alone(one_process: Any, sharding: Any) -> None:
-    """With zero gradients decay is all that moves a parameter: by 1 - lr * decay."""
+    """With zero gradients only decay changes a parameter, by the factor 1 - lr * decay."""
     optimizer = _optimizer(one_process, lr=1e-2, min_lr=1e-2, weight_decay=0.5, schedule="constant", sharding=sharding)
     before = {name: p.detach().clone() for name, p in _parameters(optimizer).items()}
     _step(optimizer, {name: torch.zeros_like(p) for name, p in before.items()})
@@ -147,7 +147,7 @@ def test_steps_are_those_of_torchs_adamw(one_process: Any, sharding: Any, clip: 
 
 
 def test_clipping_scales_the_whole_gradient_to_the_largest_norm(one_process: Any) -> None:
-    """Adam hides the size of a first gradient; beside its epsilon, made large, it shows: the step is then lr*g/eps."""
+    """Adam normalizes the first gradient. With a large epsilon the step is lr * g / eps, which shows its size."""
     huge = 1e3
     optimizer = _optimizer(
         one_process, lr=1.0, min_lr=1.0, weight_decay=0.0, epsilon=huge, clip_grad=0.5, schedule="constant"
@@ -157,7 +157,7 @@ def test_clipping_scales_the_whole_gradient_to_the_largest_norm(one_process: Any
     norm = _step(optimizer, gradients)
     moved = {name: (before[name].double() - p.detach().double()) * huge for name, p in _parameters(optimizer).items()}
     of_moved = math.sqrt(sum(float(m.square().sum()) for m in moved.values()))
-    assert of_moved == pytest.approx(0.5, rel=1e-2)  # fp32 parameters round their small moves
+    assert of_moved == pytest.approx(0.5, rel=1e-2)  # fp32 parameters round small changes
     assert norm > 1000
 
 

@@ -1,4 +1,4 @@
-"""Optimizer state is saved as boxes: a stretch of a flattened tensor is cut into a few of them, and none is lost."""
+"""Optimizer state saved as boxes: a range of a flattened tensor is cut into a few boxes without loss."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_boxes_are_few(shape: tuple[int, ...], data: st.DataObject) -> None:
 
 
 def test_every_parameter_has_its_own_count_of_steps() -> None:
-    """AdamW adds one in place: a tensor that two share would count double."""
+    """AdamW increments step counts in place, so a tensor shared by two parameters would count double."""
     parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
     optimizer = torch.optim.AdamW(parameters, lr=0.1)
     for parameter in parameters:

@@ -1,4 +1,4 @@
-"""Where the rates of two schedules part."""
+"""First step at which the learning rates of two schedules differ."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CONSTANT = OptimizerConfig(lr=1e-3, min_lr=0.0, warmup_steps=10, schedule="const
 
 
 def cosine(step: int, steps: int) -> float:
-    """Loshchilov and Hutter's, from its own formula."""
+    """Cosine schedule by the formula of Loshchilov and Hutter."""
     return 1e-4 + 9e-4 * 0.5 * (1 + math.cos(math.pi * (step - 10) / (steps - 10)))
 
 
@@ -24,7 +24,7 @@ def cosine(step: int, steps: int) -> float:
     ("before", "steps_before", "after", "steps", "done", "first"),
     [
         (COSINE, 100, COSINE, 100, 100, None),
-        (COSINE, 100, COSINE, 200, 10, None),  # the warm-up alone is done
+        (COSINE, 100, COSINE, 200, 10, None),  # only the warm-up is done
         (COSINE, 100, COSINE, 200, 100, 11),
         (COSINE, 100, replace(COSINE, lr=2e-3), 100, 5, 1),
         (COSINE, 100, replace(COSINE, min_lr=0.0), 100, 10, None),

@@ -1,4 +1,4 @@
-"""The scripts behind `make install` and `make demo`, with stand-ins for what takes minutes."""
+"""Scripts behind `make install` and `make demo`, with fakes of commands that take minutes."""
 
 import os
 import shutil
@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 MIXERS = ["attention", "top1_chunk", "gated_deltanet"]
 
-# Writes down how it was called and leaves what the true command leaves.
+# Records its calls and creates the files of the real command.
 STAND_IN = """#!/usr/bin/env bash
 echo "$*" >>calls
 [ "$1" != "${FAILS_AT:-none}" ] || exit "${CODE:-2}"
@@ -45,7 +45,7 @@ def script(path: Path, text: str) -> Path:
 
 @pytest.fixture
 def house(tmp_path):
-    """A copy of the demo's script with a stand-in for the command."""
+    """Copy of the demo script with a fake command."""
     (tmp_path / "examples").mkdir()
     shutil.copy(ROOT / "examples" / "quickstart.sh", tmp_path / "examples")
     script(tmp_path / ".venv" / "bin" / "selectron", STAND_IN)
@@ -102,7 +102,7 @@ def test_demo_ends_with_the_error_of_its_first_failing_command(house):
 
 
 def test_demo_of_which_a_run_is_stopped_says_how_to_go_on(house):
-    """As by a SIGTERM for the training alone."""
+    """Simulate a SIGTERM to the training command only."""
     done, calls = demo(house, FAILS_AT="train", CODE="75")
     assert done.returncode == 75
     assert "make demo goes on from here" in done.stdout
@@ -123,7 +123,7 @@ def test_demo_interrupted_starts_nothing_more(house):
         while not (house / "waiting").exists():
             assert time.monotonic() < deadline
             time.sleep(0.02)
-        os.killpg(running.pid, signal.SIGINT)  # as a terminal does
+        os.killpg(running.pid, signal.SIGINT)  # as a terminal does on Ctrl-C
         output, _ = running.communicate(timeout=30)
     finally:
         if running.poll() is None:
@@ -135,7 +135,7 @@ def test_demo_interrupted_starts_nothing_more(house):
 
 @pytest.fixture
 def source(tmp_path):
-    """What the installation reads, without the network it would need later on."""
+    """Files that the installation reads, without the network that later steps would need."""
     (tmp_path / "tools").mkdir()
     shutil.copy(ROOT / "tools" / "install.sh", tmp_path / "tools")
     shutil.copy(ROOT / "constraints.txt", tmp_path)
@@ -200,7 +200,7 @@ def test_install_takes_torch_alone_or_leaves_the_machines(source, cuda, extra):
     ]
 
 
-# In place of the installation's script: writes down how it was called and leaves the stamp of that step.
+# Fake of the installation script: records its calls and creates the stamp of that step.
 FAKE_INSTALL = """#!/bin/sh
 echo "install $*" >>calls
 mkdir -p .venv && touch ".venv/.installed${1:+-$1}"
@@ -209,7 +209,7 @@ mkdir -p .venv && touch ".venv/.installed${1:+-$1}"
 
 @pytest.fixture
 def make(tmp_path):
-    """Call `make` where all its commands are stand-ins; give what it called, in order."""
+    """Function that runs `make` with fakes of all commands and returns the calls in order."""
     if shutil.which("make") is None:
         pytest.skip("make is not installed")
     shutil.copy(ROOT / "Makefile", tmp_path)

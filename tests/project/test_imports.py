@@ -1,8 +1,8 @@
-"""Imports point one way, from the command down to the kernels, and never in a circle.
+"""Import layers: imports point from the command down to the kernels, without cycles.
 
-A *room* is a folder or a file of `megatron_ext`, or another package of ours. The table says what each room may import;
-an edge that is not in it fails. Imports inside functions and for type checking count as all others: they are knowledge
-of the room above too.
+A *room* is a folder or a file of `megatron_ext`, or another package of ours. The table lists the rooms that each room
+may import. Any other import fails. Imports inside functions and for type checking count as well, because they are
+dependencies, too.
 """
 
 import ast
@@ -20,15 +20,15 @@ PACKAGES = ("megatron_ext", "kernels", "data_prep")
 BOTTOM = {"errors", "files", "scratch", "signals", "reports", "source", "config.schema"} | {
     *("credentials", "json_text", "paths", "printable", "ratio"),
 }
-"""What every room but the kernels may import: the user's error, whole-file writing, folders and signal handlers for a
-while, tables, the commit, the schema; what paths, JSON, addresses and other text from others go
-through; intervals over documents."""
+"""Modules that every room but the kernels may import: user errors, atomic file writes, temporary folders and signal
+handlers, tables, the commit, the schema, checks of untrusted paths, JSON, addresses and text, and intervals over
+documents."""
 
 LOW = {"parallel", "kernels", "platform"}
 LEAVES = {"config", "data", "optim"}
 MODEL = LOW | LEAVES | {"mixers", "specs", "model", "meta_device"}
 
-# A room above another may import it, and what lies below that. Neighbours do not know each other.
+# A room may import the rooms below it. Rooms of the same level do not import each other.
 ALLOWED: dict[str, set[str]] = {
     "kernels": set(),
     "kernels.bench": {"kernels"},
@@ -59,19 +59,19 @@ ALLOWED: dict[str, set[str]] = {
     "model_parts": {"parts"},
     "parts": set(),
     "model": LOW | {"mixers", "specs", "output_layer"},
-    # Leaves: they serve the rooms above and know none of them.
+    # Leaves: they import no other room.
     "config": set(),
     "data": {"data_prep.manifest", "data_prep.digest"},
     "optim": {"platform", "parallel"},
     "data_prep": set(),
-    # What works on a model.
+    # Rooms that work on a model.
     "checkpoint": MODEL,
     "evaluation": MODEL | {"data_prep.manifest", "data_prep.documents", "data_prep.reading"},
-    # What makes runs of it, or of runs.
+    # Rooms that make or use runs.
     "training": MODEL
     | {"checkpoint", "evaluation", "heartbeat", "run_folder", "data_prep.manifest", "data_prep.tokenization"},
     # It counts what training builds, as training builds it, for runs that launch reads from a file and begins.
-    # A step that is only planned is made of the same.
+    # A planned step has the same parts.
     "planning": MODEL
     | {"checkpoint", "evaluation", "training.build", "training.trainer", "launch.sweep_file", "data_prep.manifest"}
     | {"model_parts", "parts", "output_layer"},
@@ -79,7 +79,7 @@ ALLOWED: dict[str, set[str]] = {
     "launch": {"config", "events", "heartbeat", "run_folder", "data_prep.manifest", "data_prep.digest"},
     "lone_mixer": MODEL,
     "diagnosis": MODEL | {"lone_mixer"},
-    # It starts ranks as the command does, and takes what they say.
+    # It starts ranks as the command does, and reads their output.
     "bench": MODEL
     | {"model_parts", "parts", "lone_mixer", "checkpoint", "garbage", "training", "data_prep"}
     | {"launch.local", "launch.reporting"},
@@ -87,7 +87,7 @@ ALLOWED: dict[str, set[str]] = {
     "generate": MODEL | {"training", "evaluation"},
     "arguments": {"launch.reporting", "launch.resuming"},
     "commands": {"platform", "diagnosis"},
-    # The command calls everything.
+    # The command imports everything.
     "cli": MODEL
     | {
         "arguments",
@@ -108,11 +108,11 @@ ALLOWED: dict[str, set[str]] = {
 }
 
 COPIED = ROOT / "megatron_ext" / "checkpoint" / "conversion" / "selectron_hf"
-"""Files that a converted checkpoint holds beside its weights: they import each other relatively, and little else."""
+"""Modules copied into a converted checkpoint. They import each other relatively, and little else."""
 
 WHOLE_CONFIGURATION = "RunConfig"
 READERS = {"config", "training", "planning", "launch", "bench", "cli"}
-"""Rooms that may read the whole configuration of a run; those below get their own part of it."""
+"""Rooms that may read the whole configuration of a run. Lower rooms get only their part of it."""
 
 
 def source_files() -> list[Path]:
@@ -130,7 +130,7 @@ def modules() -> dict[str, Path]:
 
 
 def imported(path: Path) -> Iterator[tuple[str, int]]:
-    """Dotted names that a file imports, with the line; `from a import b` is a.b where that is a module."""
+    """Yield the dotted names that a file imports, with the line. `from a import b` gives a.b if that is a module."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
@@ -144,9 +144,9 @@ def imported(path: Path) -> Iterator[tuple[str, int]]:
 
 
 def room_of(module: str) -> str:
-    """The room of one of our modules: `megatron_ext.mixers.base` -> `mixers`, `kernels.dispatch` -> `kernels`.
+    """Return the room of one of our modules: `megatron_ext.mixers.base` -> `mixers`, `kernels.dispatch` -> `kernels`.
 
-    The kernels' benchmark is a room of its own: it writes reports, while the kernels stand alone.
+    The benchmark of the kernels is a separate room: it writes reports, while the kernels import nothing of ours.
     """
     first, *rest = module.split(".")
     if [first, *rest[:1]] == ["kernels", "bench"]:
@@ -164,7 +164,7 @@ def allows(allowed: set[str], module: str) -> bool:
 
 
 def edges_out_of(path: Path) -> list[tuple[str, int]]:
-    """Imports of our own modules that lead out of the file's room."""
+    """Imports of our own modules in other rooms than the file's."""
     room = room_of(module_of(path))
     return [(name, line) for name, line in imported(path) if is_ours(name) and room_of(name) != room]
 
@@ -202,7 +202,7 @@ def test_no_circle_between_modules():
 
 
 TOKEN_FILES = ROOT / "data_prep" / "reading" / "indexed.py"
-"""The reader and writer of Megatron's own token files, imported only where there are such files."""
+"""Reader and writer of Megatron's token files, imported only for such files."""
 
 
 def test_kernels_and_data_preparation_do_without_megatron():
@@ -239,7 +239,7 @@ def test_nothing_below_training_reads_the_whole_configuration():
 
 
 def test_the_rules_see_what_they_are_for(tmp_path):
-    """An upward import, one inside a function and one under another name are all found."""
+    """Upward imports are found, also inside a function and under another name."""
     source = tmp_path / "module.py"
     source.write_text(
         "import megatron_ext.training.trainer as t\n"

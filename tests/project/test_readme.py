@@ -1,4 +1,4 @@
-"""The mixer that the README writes out is whole: it registers, and computes what its sentence says."""
+"""README: its example mixer registers and computes what the text states, and its table is current."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What holds for the repository as a whole: short files, no trace of one machine, links that lead somewhere."""
+"""Properties of the whole repository: short files, no machine-specific paths, valid links."""
 
 import re
 import shutil
@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("megatron_ext", "kernels", "data_prep")
 LONGEST_FILE = 500
 
-# Put together from parts, so that this file does not hold them itself.
+# Assembled from parts, so that this file does not contain the forbidden words.
 FORBIDDEN = [
     "pypi" + ".org",
     "files.python" + "hosted.org",

@@ -1,4 +1,4 @@
-"""Hugging Face's transformers works beside our packages: a Llama is built and run in a process that has them all."""
+"""Compatibility with Hugging Face's transformers: a Llama runs in a process that has our packages installed."""
 
 import os
 import subprocess

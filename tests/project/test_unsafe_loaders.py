@@ -1,6 +1,6 @@
-"""Every place that could run code of a file's or a peer's author is listed here, with the reason why it does not.
+"""List of all places that could run code from a file or a peer, with the reason why each does not.
 
-A new one fails until it is listed: read what it loads, and who may have written that.
+A new place fails until it is listed. Check what it loads, and who may have written that.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PLACES = ("megatron_ext", "kernels", "data_prep", "tools", "examples", "slurm")
 
 MODULES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "jsonpickle", "runpy"}
-"""Whose import is a finding in itself."""
+"""Modules whose import is a finding by itself."""
 
 BUILTINS = {"eval", "exec", "compile", "__import__"}
 
@@ -24,7 +24,7 @@ ATTRIBUTES = {
     *("os.system", "os.popen", "importlib.import_module", "yaml.load", "yaml.unsafe_load", "yaml.full_load"),
     *("multiprocessing.get_context", "multiprocess.get_context"),
 }
-"""Called as module.name."""
+"""Functions called as module.name."""
 
 NAMES = {
     *("YAML", "load_yaml", "TaskManager", "load_dataset", "from_pretrained", "from_config", "FileSystemReader"),
@@ -32,10 +32,10 @@ NAMES = {
     *("recv_object_list", "load_state_dict_from_url", "read_metadata", "load_sharded_metadata", "load_bytes"),
     *("load_common", "load_common_state_dict", "load_tensors_metadata", "get_filesystem_reader", "from_file"),
 }
-"""Called or inherited by this name, whatever stands before it."""
+"""Names that are called or inherited, with any prefix."""
 
 KEYWORDS = {"trust_remote_code", "shell", "pickle_module", "allow_pickle", "weights_only"}
-"""Arguments that let code run; those that are False (weights_only: True) are no finding."""
+"""Arguments that permit code to run. False (for weights_only: True) is not a finding."""
 
 _CHECKPOINT = "megatron_ext/checkpoint"
 _SAFE_YAML = 'typ="safe" makes plain values alone'
@@ -91,7 +91,7 @@ def findings(tree: ast.AST) -> Iterator[tuple[str, int]]:
             bases = [dotted(base).split(".")[-1] for base in node.bases]
             yield from ((f"class of {base}", node.lineno) for base in bases if base in NAMES)
         elif isinstance(node, ast.Attribute) and dotted(node) in ATTRIBUTES:
-            yield dotted(node), node.lineno  # handed on, and called elsewhere
+            yield dotted(node), node.lineno  # passed on and called elsewhere
 
 
 def called(call: ast.Call) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The lock of a run's folder: who gets it, when a holder counts as gone, and what a holder that lost it does."""
+"""Lock of a run folder: acquisition, detection of dead holders, and behaviour of a holder that lost it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ JOB = dataclasses.replace(ELSEWHERE, job="7")
 
 
 class FakeClock:
-    """Time that passes by sleeping alone; calls a function after each sleep."""
+    """Fake clock that advances only by sleeping, and calls a function after each sleep."""
 
     def __init__(self, meanwhile: Callable[[float], object] = lambda now: None) -> None:
         self.time, self._meanwhile = 1000.0, meanwhile
@@ -51,7 +51,7 @@ def taken(
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "config.yaml").touch()  # a run's folder that is not empty
+    (tmp_path / "config.yaml").touch()  # the run folder is not empty
     return tmp_path / "lock"
 
 
@@ -121,13 +121,13 @@ def test_a_silent_holder_elsewhere_is_followed_after_the_stated_time(folder: Pat
         other.check()
     with pytest.raises(LockLost):
         other.beat()
-    other.release()  # which leaves the other's alone
+    other.release()  # does not release the other's lock
     lock.check()
     assert lock_state(folder) == lock_file.LockState(lock.holder, True, pytest.approx(0, abs=5))
 
 
 def test_clocks_of_machines_are_not_compared(folder: Path) -> None:
-    """A holder whose clock is years behind or ahead is as alive as any other."""
+    """A holder whose clock is years behind or ahead counts as alive."""
     for since in ("1990-01-01T00:00:00Z", "2090-01-01T00:00:00Z"):
         other = taken(folder, ELSEWHERE)
         other.holder = dataclasses.replace(other.holder, since=since)
@@ -170,7 +170,7 @@ def test_a_requeued_job_fences_off_its_predecessor_at_once(folder: Path) -> None
     with pytest.raises(LockLost, match=r"was taken over by .*, job 7, restart 1, since"):
         before.check()
     again.check()
-    with pytest.raises(UserError, match=r"is held by .*, job 7, restart 1"):  # and it does not come back
+    with pytest.raises(UserError, match=r"is held by .*, job 7, restart 1"):  # the lock is not restored
         taken(folder, JOB, clock)
     assert clock.time == 1000.0
 
@@ -183,7 +183,7 @@ def test_another_job_does_not(folder: Path) -> None:
 
 
 def test_a_stopped_process_finds_its_lock_lost_when_it_goes_on(folder: Path) -> None:
-    """It was followed, and its follower, too: no file of its number's neighbour is left to see."""
+    """The lock has passed to two later holders, so the file of the next number no longer exists."""
     slow = taken(folder, ELSEWHERE)
     for _ in range(3):
         taken(folder).release()
@@ -199,7 +199,7 @@ def test_a_removed_folder_ends_its_holder(tmp_path: Path, what: str) -> None:
         path.rmdir() if path.is_dir() else path.unlink()
     with pytest.raises(LockLost, match="was removed or replaced while it was held"):
         lock.check()
-    other = taken(tmp_path / "run" / "lock")  # of the same number
+    other = taken(tmp_path / "run" / "lock")  # same number
     with pytest.raises(LockLost, match="was taken over by"):
         lock.check()
     lock.release()
@@ -208,7 +208,7 @@ def test_a_removed_folder_ends_its_holder(tmp_path: Path, what: str) -> None:
 
 
 def test_a_late_follower_of_a_number_long_gone_retreats(folder: Path) -> None:
-    """It saw number 1 released, and was slow; meanwhile 2 was taken and released, and 3 removed it."""
+    """A slow process saw number 1 released. Meanwhile 2 was taken and released, and 3 removed its file."""
     for _ in range(2):
         taken(folder).release()
     lock = taken(folder)
@@ -220,7 +220,7 @@ def test_a_late_follower_of_a_number_long_gone_retreats(folder: Path) -> None:
 def test_a_link_whose_answer_was_lost_counts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     link = os.link
 
-    def twice(source: Path, target: Path) -> None:  # as a network file system repeats a call
+    def twice(source: Path, target: Path) -> None:  # a network file system may repeat a call
         link(source, target)
         link(source, target)
 
