@@ -58,7 +58,7 @@ def test_far_away_is_as_near():
 
 
 def test_the_blend_is_frozen():
-    """A checkpoint's data position means these values."""
+    """Golden values: the data position of a checkpoint depends on them."""
     assert [Blend([0.6, 0.4]).place(index)[0] for index in range(12)] == GOLDEN
 
 

@@ -1,4 +1,4 @@
-"""Prepared data at an address: what is copied, by whom, what is refused and what is removed."""
+"""Prepared data at an address: copies, locks, refusals and eviction."""
 
 import io
 import json
@@ -59,7 +59,7 @@ def test_shards_come_when_they_are_read(cache, prepared, manifest, documents):
 
 @pytest.fixture
 def memory(prepared) -> Iterator[Any]:
-    """A file system without a disk behind it, with the data in /prepared."""
+    """In-memory file system with the data in /prepared."""
     files = fsspec.filesystem("memory")
     files.put(str(prepared), "/prepared", recursive=True)
     yield files
@@ -75,7 +75,7 @@ def test_an_address_without_a_disk_behind_it(memory, prepared, manifest, tmp_pat
 
 
 def requests(memory: Any, shards: list[ShardEntry], folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
-    """How often a file system is asked for something while shards are looked for."""
+    """Number of file system requests while shards are checked."""
     cache, asked = ShardCache("memory://prepared", folder), []
     with monkeypatch.context() as patch:
         for name in ("find", "ls", "info", "open"):
@@ -274,7 +274,7 @@ HOSTILE = "../../../home/.ssh/authorized_keys"
 
 @pytest.mark.parametrize("field", ["tokenizer", "file", "index"])
 def test_a_manifest_that_names_files_outside_the_cache(remote, tmp_path, field):
-    """Nothing of it is fetched or written, though the files are there and their hashes are right."""
+    """Nothing is fetched or written, although the files exist and their hashes are right."""
     manifest = json.loads((remote / "manifest.json").read_bytes())
     entry = manifest["tokenizer"] if field == "tokenizer" else manifest["domains"][0]["shards"][0]
     entry["file" if field == "tokenizer" else field] = HOSTILE
@@ -330,7 +330,7 @@ def test_names_of_shards_meet_no_names_of_the_cache(memory, tmp_path, name, said
 
 
 def test_an_address_that_gives_bytes_without_end(memory, tmp_path, monkeypatch):
-    """A file longer than the manifest says is given up there, not when the disk is full."""
+    """A download stops at the length in the manifest, not when the disk is full."""
     cache = ShardCache("memory://prepared", tmp_path / "cache")
     shard = train_shards(cache.manifest)[0]
     asked = []
@@ -355,7 +355,7 @@ def test_a_manifest_of_no_sane_size(remote, tmp_path, monkeypatch):
 
 
 def test_credentials_are_shown_nowhere(memory, prepared, tmp_path):
-    """Nor do they make another folder of the cache: keys change."""
+    """Credentials do not change the cache folder either, because keys are rotated."""
     addresses = [f"memory://K:{key}@prepared" for key in ("hunter2", "hunter3")]
     for address in addresses:  # this file system takes credentials for a part of the path
         memory.put(str(prepared), address.removeprefix("memory:/"), recursive=True)

@@ -1,4 +1,4 @@
-"""The record of a run's data: what changes it, and how differences are said."""
+"""Record of a run's data: changes that affect it, and messages about differences."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Shards that failed while they were read: what is noted, what is said, what is forgotten."""
+"""Shards that failed while being read: records, messages, and removal of records."""
 
 from __future__ import annotations
 

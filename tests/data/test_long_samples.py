@@ -1,4 +1,4 @@
-"""Samples of 2k to 1M tokens, of a stream in many shards, against the documents that were written, end to end."""
+"""Samples of 2k to 1M tokens from a stream in many shards, compared with the concatenated source documents."""
 
 from __future__ import annotations
 

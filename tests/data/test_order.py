@@ -19,7 +19,7 @@ def mix(value: int) -> int:
 
 
 def by_hand(seed: int, index: int, num_samples: int) -> int:
-    """The same definition in Python's own unbounded integers, one sample at a time."""
+    """Reference in Python's unbounded integers, one sample at a time."""
     half = max(4, -(-(num_samples - 1).bit_length() // 2))
     epoch, value = divmod(index, num_samples)
     key = mix((mix(seed & MASK) + epoch) & MASK)
@@ -68,7 +68,7 @@ def test_equals_the_definition(seed, index, num_samples):
 
 
 def test_the_order_is_frozen():
-    """A checkpoint's data position means these values; a change would silently reorder every resumed run."""
+    """Golden values: a change would silently reorder the data of every resumed run."""
     assert sample_positions(1234, np.arange(12), 10).tolist() == GOLDEN_SMALL
     far = np.array([0, 1, 2, 999_999, 1_000_000, 123_456_789])
     assert sample_positions(0, far, 1_000_000).tolist() == GOLDEN_LARGE

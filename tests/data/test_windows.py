@@ -1,4 +1,4 @@
-"""Windows of a stretch with lost tokens, against a reference that looks at every token of every window."""
+"""Windows of a range with lost tokens, compared with a reference that checks every token of every window."""
 
 from collections import Counter
 
@@ -40,7 +40,7 @@ def test_each_once_an_epoch_and_in_the_order():
 
 
 def test_what_stands_in_for_lost_windows_is_spread():
-    """A third is lost: what is read in its place comes from everywhere, other windows in every epoch."""
+    """A third is lost. Its replacements come from the whole range, with different windows in every epoch."""
     windows = Windows(0, 3001, 1, 3, [(1000, 999)])
     assert windows.lost == 1000
     read = Counter(places(windows))

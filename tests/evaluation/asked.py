@@ -1,4 +1,4 @@
-"""What one rank does in a case of `test_language_model.py`: build a model and ask it for what comes next."""
+"""Functions run by each rank in `test_language_model.py`: build a model and query its continuations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trained run, shared by the tests of what is done with one."""
+"""Trained run shared by the tests that use one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one rank does in a case of `test_evaluation_layouts.py`: build the model and evaluate it, without training."""
+"""Functions run by each rank in `test_evaluation_layouts.py`: build the model and evaluate it without training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Beam search, beside that of transformers' `generate`."""
+"""Beam search, compared with `generate` of transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A whole model token by token: the logits of all tokens at once."""
+"""Decoding with a whole model token by token, compared with the logits of all tokens at once."""
 
 from __future__ import annotations
 

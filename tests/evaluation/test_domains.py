@@ -1,4 +1,4 @@
-"""Which text a run is evaluated on, and as what."""
+"""Selection and naming of the text on which a run is evaluated."""
 
 from __future__ import annotations
 

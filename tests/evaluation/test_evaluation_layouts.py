@@ -1,4 +1,4 @@
-"""Loss by domain and document: what it is, and that neither the layout nor padding changes it."""
+"""Loss by domain and document: correct values, independent of layout and padding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`selectron generate` on a run that was trained by two processes."""
+"""Command `selectron generate` on a run that was trained by two processes."""
 
 from __future__ import annotations
 

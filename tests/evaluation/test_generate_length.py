@@ -1,4 +1,4 @@
-"""`selectron generate` beyond the length that a model was trained on."""
+"""Command `selectron generate` beyond the training length of a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The choice of tokens, their order, and their text as it comes."""
+"""Generation: sampling of tokens, their order, and streamed text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How likely texts are and how they go on: as one token at a time says, under every layout."""
+"""Likelihoods and continuations of texts under every layout, compared with decoding token by token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of the stateful ops share."""
+"""Shared parts of the tests of stateful ops."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""The choice between Triton and the reference, as far as the ops' own tests do not meet it."""
+"""Dispatch between Triton and the reference, beyond the cases in the ops' own tests."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""The stateful ops on flash-linear-attention's kernels: what stands in their way, and on a GPU the values."""
+"""Stateful ops on flash-linear-attention's kernels: conditions of use, and values on a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Work around the ops is compiled on a GPU, and there alone."""
+"""Fusion: code around the ops is compiled only on a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is compiled on a GPU is one kernel on meta tensors: it keeps and returns what the function does, and no more."""
+"""Compiled functions act as one kernel on meta tensors: they save and return exactly what the function does."""
 
 from __future__ import annotations
 

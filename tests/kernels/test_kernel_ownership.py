@@ -1,4 +1,4 @@
-"""Who owns the import name `kernels`: found from metadata alone, before and after an install, shadowed or not."""
+"""Owner of the import name `kernels`, from metadata alone: before and after an install, shadowed or not."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Which calls take the kernels for Hopper: shapes decide. The tests of the op hold their numbers, on such a GPU."""
+"""Selection of the Hopper kernels by shape. On such a GPU the tests of the op check their numbers."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What the tests of Triton kernels share: where they run, inputs, and how near results must be."""
+"""Shared parts of the tests of Triton kernels: device, inputs and tolerances."""
 
 from __future__ import annotations
 

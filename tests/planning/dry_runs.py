@@ -1,4 +1,4 @@
-"""What the tests of plans have done in processes of their own, which see no GPU."""
+"""Functions that the tests of plans run in separate processes without a GPU."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ LAYOUT = (
     "parallel.context_exchange_rounds=1",
     "training.recompute=full",
 )
-"""Where the tests' own overrides start from, whatever layout the example has."""
+"""Base overrides of the tests, independent of the layout in the example."""
 
 TOKENS = 50304
 
 
 def configured(overrides: Sequence[str], world_size: int = 1, example: str = BIG) -> RunConfig:
-    """An example with overrides, checked for a world and whole."""
+    """Load an example with overrides, and check and complete it for a world size."""
     config = load_config(EXAMPLES / example, [*(LAYOUT if example == BIG else ()), *overrides], load_all())
     check(config, world_size, load_all())
     return derive(config)
 
 
 def as_measured(row: Mapping[str, Any]) -> RunConfig:
-    """The configuration of a row of `selectron bench train`."""
+    """Configuration of a row of `selectron bench train`."""
     had = row["configuration"]
     fields = ("global_batch_size", "micro_batch_size", "recompute")
     overrides = [f"data.seq_length={had['data']['seq_length']}", *row["overrides"]]
@@ -45,14 +45,14 @@ def as_measured(row: Mapping[str, Any]) -> RunConfig:
 
 
 def footprint(config: RunConfig, world_size: int = 1, rank: int = 0) -> Any:
-    """See `dry_step.footprint`."""
+    """Return `dry_step.footprint` of a configuration."""
     from megatron_ext.planning import dry_step
 
     return dry_step.footprint(config, TOKENS, world_size, rank)
 
 
 def layer_bytes(mixer: str, hidden_size: int, heads: int, head_dim: int, length: int, batch: int) -> int:
-    """The most that forward and backward pass of one mixer take beside its weights and hidden states."""
+    """Peak bytes of forward and backward pass of one mixer, without its weights and hidden states."""
     import torch
     from megatron.core.transformer.spec_utils import build_module
 
@@ -67,7 +67,7 @@ def layer_bytes(mixer: str, hidden_size: int, heads: int, head_dim: int, length:
     from megatron_ext.specs import mixer_spec
 
     gpu, ledger = virtual_gpu(), Ledger()
-    groups = 1 if mixer == "nsa" else None  # as the benchmark has it
+    groups = 1 if mixer == "nsa" else None  # as in the benchmark
     sizes = {"hidden_size": hidden_size, "heads": heads, "head_dim": head_dim, "length": length, "groups": groups}
     shape = lone_mixer_shape(mixer, **sizes)
     with groups_of_rank(ParallelConfig(), 1, 0) as process_groups:

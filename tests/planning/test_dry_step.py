@@ -1,4 +1,4 @@
-"""Steps that are gone through without computing: what ranks keep and tell each other, by hand and beside a GPU's."""
+"""Dry steps on meta tensors: memory and messages of ranks, compared with hand counts and GPU measurements."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LAYERS = [
     if row["layer"] == "ours" and (row["hidden"] == 768 or row["length"] in (8192, 102400))
 ]
 UNSEEN = {"moba": 0.45, "nsa": 0.33, "top1_chunk": 0.15}
-"""Part of a layer's memory that its kernels take for themselves, within operators that say nothing of it."""
+"""Share of a layer's memory that its kernels allocate inside opaque operators."""
 
 
 @pytest.mark.parametrize("row", LAYERS)

@@ -1,4 +1,4 @@
-"""The layouts that a search looks at."""
+"""Layouts that a search considers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`selectron plan` as a user calls it."""
+"""Command `selectron plan` as a user calls it."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ def test_a_batch_that_does_not_divide_is_planned_as_the_nearest_that_does(
 
 @pytest.mark.usefixtures("kept_process")
 def test_a_search_in_which_no_layout_shares_the_batch_out(capsys: Any) -> None:
-    """With one GPU a node a layer's replicas are as many as GPUs."""
+    """With one GPU per node, every GPU holds a replica of each layer."""
     more = ["model.pattern=attention", "training.global_batch_size=3", "training.micro_batch_size=1"]
     code, out, _ = call(capsys, SMALL, *more, "--nodes", "2", "--gpus-per-node", "1", "--search")
     assert code == 0

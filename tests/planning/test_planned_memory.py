@@ -1,4 +1,4 @@
-"""What stands in a GPU's memory throughout, by hand, and what does not fit."""
+"""Permanent memory of a GPU, compared with hand counts, and plans that do not fit."""
 
 from __future__ import annotations
 

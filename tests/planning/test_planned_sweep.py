@@ -1,4 +1,4 @@
-"""Sweeps whose runs follow from plans: what the runs are, what is refused, what is shown."""
+"""Sweeps whose runs are derived from plans: runs, errors and output."""
 
 from __future__ import annotations
 

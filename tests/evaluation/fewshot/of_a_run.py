@@ -1,4 +1,4 @@
-"""What one rank does in a case of `test_exported_run.py`: train or be tested, in a group that is there already."""
+"""Functions run by each rank in `test_exported_run.py`: train or evaluate in an existing process group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same numbers and texts as lm-eval's own Hugging Face model gives, from a model that only scores and generates."""
+"""Few-shot results of a model that only scores and generates, compared with lm-eval's own Hugging Face model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run's few-shot numbers are those of lm-eval's own Hugging Face model on the folder that the run was exported to."""
+"""Few-shot results of a run, compared with lm-eval's own Hugging Face model on the exported folder."""
 
 from __future__ import annotations
 

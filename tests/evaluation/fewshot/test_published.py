@@ -1,4 +1,4 @@
-"""Test sets in the forms in which they are to be had, and what is said of those that are not."""
+"""Test sets in their published formats, and errors for other formats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run says, writes, refuses and leaves alone."""
+"""Few-shot suite as a command: output, files, errors, and untouched files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that find what is asked for by reading it out of the prompt, each task by rules of its own."""
+"""Fake models that read the answer out of the prompt by rules for each task."""
 
 from __future__ import annotations
 
