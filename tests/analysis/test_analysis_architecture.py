@@ -1,4 +1,4 @@
-"""Which runs count as one architecture, and the names they get."""
+"""Grouping of runs by architecture, and names of the groups."""
 
 from dataclasses import fields
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Loss over tokens: what is drawn is what the runs recorded."""
+"""Curves of loss over tokens: the drawn values equal the recorded ones."""
 
 import csv
 import json

@@ -1,4 +1,4 @@
-"""What runs did about steps that went wrong, as a reader of the report learns it."""
+"""Decisions of runs about faulty steps, as shown in the report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happened to runs, as their folders tell it."""
+"""Histories of runs, read from their folders."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The comparison recovers gaps that were built into synthetic runs, with intervals that mean what they say."""
+"""Comparison at matched loss: it recovers gaps built into synthetic runs, with intervals of nominal coverage."""
 
 import csv
 import io

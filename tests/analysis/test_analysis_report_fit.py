@@ -1,4 +1,4 @@
-"""`selectron report --fit`: one command for the report and the scaling laws of a sweep, and the page in a browser."""
+"""Command `selectron report --fit`: report and scaling laws of a sweep, and the page in a browser."""
 
 from __future__ import annotations
 

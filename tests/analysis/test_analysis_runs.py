@@ -1,4 +1,4 @@
-"""Run folders: what is read, what is forgiven, and the one line that says what is wrong with the rest."""
+"""Reading of run folders: tolerated defects, and one-line errors for others."""
 
 import json
 import re

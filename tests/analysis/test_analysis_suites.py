@@ -1,4 +1,4 @@
-"""What suites found of runs stands in the report: pictures, tables, and the same numbers as JSON."""
+"""Suite results in the report: pictures, tables, and the same numbers as JSON."""
 
 import base64
 import csv

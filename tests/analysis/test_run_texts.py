@@ -1,4 +1,4 @@
-"""What the top of a report says of runs whose text is not the same."""
+"""Summary at the top of a report for runs with different texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of checkpoints: what it measures lies on the disk, and its table follows from its numbers."""
+"""Benchmark of checkpoints: measured sizes equal those on disk, and the table follows from the numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a step's time went: of a trace made by hand, as a GPU's are, and of steps with a part known to be slow."""
+"""Breakdown of a step's time: from a handmade GPU trace, and from steps with a known slow part."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`selectron bench train`: every variant trains in processes of its own or says why not, and the tables follow."""
+"""Command `selectron bench train`: variants train in separate processes or report errors, and tables follow."""
 
 from __future__ import annotations
 

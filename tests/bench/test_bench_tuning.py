@@ -1,4 +1,4 @@
-"""How many configurations Triton's kernels tune themselves over."""
+"""Number of configurations over which Triton's kernels are autotuned."""
 
 from __future__ import annotations
 

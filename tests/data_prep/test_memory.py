@@ -1,4 +1,4 @@
-"""What a worker holds in memory does not grow with its input: peaks of processes of their own, a small and a large one.
+"""Memory of a worker is independent of its input: peaks of separate processes with small and large inputs.
 
 The larger input is ten times the smaller one. A record is random letters, so that nothing compresses away.
 """

@@ -1,4 +1,4 @@
-"""The whole way of `selectron prepare`: domains, cleaning, duplicates, decontamination, splits."""
+"""Complete pipeline of `selectron prepare`: domains, cleaning, duplicates, decontamination, splits."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""Times of steps: as GPUs took them, and what makes them longer or shorter, by hand."""
+"""Planned step times, compared with GPU measurements and hand counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`selectron fit` as a user calls it."""
+"""Command `selectron fit` as a user calls it."""
 
 from __future__ import annotations
 

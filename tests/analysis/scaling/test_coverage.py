@@ -1,4 +1,4 @@
-"""Intervals of laws hold the truth as often as they say: a small part of what `tools/measure_coverage.py` measures."""
+"""Nominal coverage of the intervals of laws: a small part of what `tools/measure_coverage.py` measures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The law, its gradient, and what is fitted: to known constants, and to the points of a published figure."""
+"""Scaling law: its gradient, and fits to known constants and to the points of a published figure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CSV files of points, and what is wrong with them."""
+"""CSV files of points, and errors in them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Members of tars and arrays in them, beside what webdataset and NumPy write."""
+"""Members of tars and arrays in them, compared with those that webdataset and NumPy write."""
 
 import io
 

@@ -1,4 +1,4 @@
-"""Which files of an input are read, and what is said of the others."""
+"""Selection of the files of an input, and messages about the others."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""How far tasks are, from boards that were filled by hand, and what `selectron prepare` shows of a small corpus."""
+"""Progress of tasks, from handmade boards, and the output of `selectron prepare` for a small corpus."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`selectron prepare --executor ray` on a real Ray, which each call starts for itself on this machine."""
+"""Command `selectron prepare --executor ray` on a real local Ray, which each call starts for itself."""
 
 import os
 import re

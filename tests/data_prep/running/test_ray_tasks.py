@@ -1,4 +1,4 @@
-"""Tasks on Ray, without Ray: what runs them here passes over failed ones, as datatrove's executor does."""
+"""Tasks for Ray, without Ray: the fake runner skips failed tasks, as datatrove's executor does."""
 
 from __future__ import annotations
 

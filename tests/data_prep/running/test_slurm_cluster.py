@@ -1,4 +1,4 @@
-"""`selectron prepare --executor slurm` on a real Slurm of two nodes with a core each."""
+"""Command `selectron prepare --executor slurm` on a real Slurm of two nodes with one core each."""
 
 import re
 import sys

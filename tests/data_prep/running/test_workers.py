@@ -1,4 +1,4 @@
-"""What holds in a process that runs tasks."""
+"""State of processes that run tasks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders of Hugging Face tokenizers: what transformers makes of the same files is the reference."""
+"""Folders of Hugging Face tokenizers, compared with transformers on the same files."""
 
 import json
 
