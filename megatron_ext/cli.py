@@ -192,10 +192,7 @@ def _trial(args: argparse.Namespace, whole: RunConfig, processes: int | None) ->
 
 
 def _as_ranks(verb: str, arguments: Sequence[str], processes: int | None, work: Callable[[], int | None]) -> int:
-    """Run a rank's work in this process, or start as many processes as requested.
-
-    This process runs it if it already is a rank or is the only one.
-    """
+    """Run a rank's work: here if this process is a rank or the only one, else in as many processes as requested."""
     if "RANK" not in os.environ:
         from megatron_ext.launch import local
 
@@ -281,10 +278,7 @@ def _launch(args: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def _of_status(name: str) -> Callable[..., Any]:
-    """Return a function of `launch.status_command` that is imported on its first call.
-
-    It takes a parser or its parsed arguments.
-    """
+    """Return a function of `launch.status_command` that is imported on its first call."""
 
     def call(given: Any, *_: Any) -> Any:
         from megatron_ext.launch import status_command
