@@ -43,7 +43,7 @@ def place_columns_as_rows(rows, valid, columns, head, heads, WIDTH: tl.constexpr
 
 @triton.jit
 def place_of_walk(H: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Return the position of a scan's program, for a grid (blocks of E, samples * H).
+    """Return the position of a scan's program: blocks of E on the first axis, samples * H on the second.
 
     Returns:
         place: index of the (sample, head) pair, int64; then the sample, int64, and the head, int32.
