@@ -181,10 +181,7 @@ def names(kinds: Kinds) -> Names:
             {
                 "state_dict_metadata": _is(dict, OrderedDict),
                 "storage_data": _is(dict, OrderedDict),
-                # Ignored. The last two are Megatron's.
-                **dict.fromkeys(
-                    ("planner_data", "storage_meta", "version", "mcore_data", "all_local_plans"), _anything
-                ),
+                **dict.fromkeys(_READ_OVER, _anything),
             },
         ),
         (_FILESYSTEM, "_StorageInfo"): _data_class(
