@@ -182,6 +182,28 @@ def on_gpu(x: Tensor) -> bool:
     return x.is_cuda or x.is_meta
 
 
+_meta_is_this_gpu = False
+
+
+@contextmanager
+def meta_as_this_gpu() -> Iterator[None]:
+    """Context manager in which meta tensors stand for tensors of this machine's GPU.
+
+    Outside it they stand for those of any GPU, and nothing that depends on the GPU's model is asked.
+    """
+    global _meta_is_this_gpu
+    before, _meta_is_this_gpu = _meta_is_this_gpu, True
+    try:
+        yield
+    finally:
+        _meta_is_this_gpu = before
+
+
+def on_this_gpu(x: Tensor) -> bool:
+    """Return True if x is on a GPU of this machine, or stands for a tensor there (see `meta_as_this_gpu`)."""
+    return x.is_cuda or (x.is_meta and _meta_is_this_gpu)
+
+
 HAS_TRITON = find_spec("triton") is not None
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_TRITON_HEAD_DIM = 256
@@ -237,7 +259,8 @@ def choose_fast_or_plain(
         raise ValueError(f"implementation is {fast.name!r}, but {obstacle}")
     # Only for callers who did not ask for the plain implementation.
     if requested == "auto" and on_gpu(x) and obstacle is not None and not torch.compiler.is_compiling():
-        _warn_once(f"{op} takes its slow plain form on {x.device}, because {obstacle}")
+        where = "a GPU" if x.is_meta else x.device
+        _warn_once(f"{op} takes its slow plain form on {where}, because {obstacle}")
     return chosen
 
 

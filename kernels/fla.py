@@ -13,7 +13,7 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
-from kernels.dispatch import Choice, choose_fast_or_plain, full_precision, on_gpu
+from kernels.dispatch import Choice, choose_fast_or_plain, full_precision, on_gpu, on_this_gpu
 
 FLA = Choice("fla", "flash-linear-attention's kernels")
 DTYPES = (torch.bfloat16, torch.float16)
@@ -46,7 +46,8 @@ def fla_obstacle(q_bthd: Tensor, refused: Callable[[], str | None] = lambda: Non
 
     Args:
         q_bthd: queries [b, t, h, dk].
-        refused: returns a further obstacle of the op, such as `refused_on_hopper`. It is called only on a real GPU.
+        refused: returns a further obstacle of the op, such as `refused_on_hopper`. It is called only if this
+            machine's GPU is meant.
     """
     if find_spec("fla") is None:
         return "flash-linear-attention is not installed: pip install flash-linear-attention"
@@ -56,7 +57,7 @@ def fla_obstacle(q_bthd: Tensor, refused: Callable[[], str | None] = lambda: Non
         return f"the inputs have dtype {q_bthd.dtype}: convert them to one of {[str(dtype) for dtype in DTYPES]}"
     if q_bthd.shape[3] > MAX_KEY_DIM:
         return f"the key dim is {q_bthd.shape[3]}: give at most {MAX_KEY_DIM}"
-    return None if q_bthd.is_meta else refused()  # meta tensors do not depend on the GPU model
+    return refused() if on_this_gpu(q_bthd) else None
 
 
 @cache

@@ -5,11 +5,17 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
 import torch
 
+from kernels import fla
 from kernels.dispatch import Choice, choose, recorded_choices
 from kernels.softmax_attention import softmax_attention
+from megatron_ext.diagnosis import implementations
 from megatron_ext.mixers.registry import load_all
+from megatron_ext.platform import Platform, select_platform
+
+PRETENDED_GPU = Platform(torch.device("cuda", 0), "gloo")
 
 
 def test_doctor_names_what_each_mixer_uses() -> None:
@@ -40,3 +46,23 @@ def test_records_hold_the_choices_of_their_time() -> None:
     assert inner == [("an op", Choice("fast", "it is there"))]
     assert [name for name, _ in outer] == ["softmax_attention", "an op", "softmax_attention"]
     assert outer[0][1] == Choice("reference", "asked for")
+
+
+@pytest.mark.parametrize("triton", ["3.6.0", "3.7.1"])
+def test_a_gpu_needs_no_launch(monkeypatch: pytest.MonkeyPatch, triton: str) -> None:
+    select_platform("cpu")  # replaces the CUDA device that Megatron asks for
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(fla, "find_spec", lambda name: "there")
+    monkeypatch.setattr(fla, "version", {"triton": triton}.__getitem__)
+    fla.refused_on_hopper.cache_clear()
+    try:
+        found = {name: [(op, choice.name) for op, choice in of] for name, of in implementations(PRETENDED_GPU)}
+    finally:
+        fla.refused_on_hopper.cache_clear()
+    assert list(found) == sorted(load_all())
+    assert found["top1_chunk"] == [("top1_chunk_attention", "triton")]
+    assert found["nsa"] == [("native_sparse_attention", "triton"), ("softmax_attention", "flex")]
+    assert found["gla"] == [("gated_linear_attention", "fla")]
+    assert found["rwkv7"] == [("rwkv7", "fla")]
+    whole_heads = "chunked" if triton == "3.6.0" else "fla"
+    assert found["mamba2"] == [("short_convolution", "triton"), ("gated_linear_attention", whole_heads)]
