@@ -18,7 +18,7 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 
 from data_prep.combining_marks import normalized
 from data_prep.ledger import CountLeftOut, Ledger
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 _LINE_ENDS = re.compile(r"\r\n?|[\x0b\x0c\x85]")
 _CONTROLS = re.compile(r"[\x01-\x08\x0e-\x1f\x7f-\x9f]")  # NUL is counted separately; line endings are replaced before

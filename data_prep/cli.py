@@ -23,8 +23,8 @@ from data_prep.running.execution import Execution
 from data_prep.stages import Filtering
 from data_prep.storage import BEGUN_NAME, PARTIAL_SUFFIX
 from data_prep.summary import summary
-from megatron_ext.errors import EXIT_STOPPED, UserError
-from megatron_ext.signals import handled
+from megatron_ext.utils.errors import EXIT_STOPPED, UserError
+from megatron_ext.utils.signals import handled
 
 Group = argparse._ArgumentGroup
 MAX_DEFAULT_WORKERS = 8

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from megatron_ext.credentials import redacted
-from megatron_ext.errors import UserError
-from megatron_ext.printable import printable
+from megatron_ext.utils.credentials import redacted
+from megatron_ext.utils.errors import UserError
+from megatron_ext.utils.printable import printable
 
 SPLITS = ("train", "validation", "test")
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from data_prep.documents import Corpus, Problems, domain_key
 from data_prep.manifest import match_domain
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 TRAIN_DOMAINS = ("CommonCrawl", "C4")
 TEST_DOMAINS = ("ArXiv", "Github", "StackExchange", "Wikipedia", "Book")

@@ -21,9 +21,9 @@ from data_prep.manifest_entries import TokenizerKind as TokenizerKind
 from data_prep.manifest_entries import UnusedEntry as UnusedEntry
 from data_prep.manifest_entries import match_domain as match_domain
 from data_prep.storage import sha256_of
-from megatron_ext.errors import UserError
-from megatron_ext.files import os_reason, read_regular, write_whole
-from megatron_ext.json_text import parse_json
+from megatron_ext.utils.atomic_files import os_reason, read_regular, write_whole
+from megatron_ext.utils.errors import UserError
+from megatron_ext.utils.json_text import parse_json
 
 VERSION = 1
 

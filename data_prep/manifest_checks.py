@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator
 
 from data_prep.manifest_entries import MANIFEST_NAME, DomainEntry, Manifest, ShardEntry, TokenizerEntry
-from megatron_ext.errors import UserError
-from megatron_ext.paths import relative_name
+from megatron_ext.utils.errors import UserError
+from megatron_ext.utils.untrusted_paths import relative_name
 
 TOKEN_BYTES = {"uint16": 2, "uint32": 4}
 LARGEST_VOCABULARY = {"uint16": 2**16, "uint32": 2**31}

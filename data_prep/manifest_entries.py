@@ -10,7 +10,7 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from data_prep.documents import domain_key
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 MANIFEST_NAME = "manifest.json"
 TokenizerKind = Literal["huggingface", "tiktoken", "rwkv"]

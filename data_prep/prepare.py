@@ -38,10 +38,10 @@ from data_prep.tokenization.vocabularies import (
     open_tokenizer,
     tokenizer_files,
 )
-from megatron_ext.credentials import redacted_tree
-from megatron_ext.errors import UserError
-from megatron_ext.files import os_reason
-from megatron_ext.paths import check_text
+from megatron_ext.utils.atomic_files import os_reason
+from megatron_ext.utils.credentials import redacted_tree
+from megatron_ext.utils.errors import UserError
+from megatron_ext.utils.untrusted_paths import check_text
 
 EMBEDDED = "embedded"
 TRAIN_TOKENIZER = "train"

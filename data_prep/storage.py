@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.manifest_entries import MANIFEST_NAME
-from megatron_ext.errors import UserError
-from megatron_ext.files import force_to_disk, read_regular, write_whole
-from megatron_ext.json_text import parse_json
+from megatron_ext.utils.atomic_files import force_to_disk, read_regular, write_whole
+from megatron_ext.utils.errors import UserError
+from megatron_ext.utils.json_text import parse_json
 
 PARTIAL_SUFFIX = ".partial"
 BEGUN_NAME = ".begun.json"

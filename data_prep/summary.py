@@ -7,8 +7,8 @@ from typing import Any
 
 from data_prep.manifest import Manifest, match_domain
 from data_prep.output.merging import CONTAMINATION, CONTAMINATION_TABLE
-from megatron_ext.files import read_regular
-from megatron_ext.json_text import parse_json
+from megatron_ext.utils.atomic_files import read_regular
+from megatron_ext.utils.json_text import parse_json
 
 CHANGES = {
     "unicode": "put in one Unicode form",

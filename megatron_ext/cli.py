@@ -15,13 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from megatron_ext import garbage
-from megatron_ext.arguments import Parser
 from megatron_ext.commands import quiet
-from megatron_ext.errors import EXIT_STOPPED, EXIT_USER_ERROR, UserError
-from megatron_ext.launch import reporting
-from megatron_ext.launch.resuming import add_resume
-from megatron_ext.printable import escaped_output
+from megatron_ext.utils import error_reporting, gc_control
+from megatron_ext.utils.cli_parser import Parser
+from megatron_ext.utils.errors import EXIT_STOPPED, EXIT_USER_ERROR, UserError
+from megatron_ext.utils.printable import escaped_output
+from megatron_ext.utils.resume_option import add_resume
 
 if TYPE_CHECKING:
     from megatron_ext.config.schema import RunConfig
@@ -42,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0: done. 2: user error, printed as one line. 75: stopped on request, can be resumed. 130: interrupted. 141: the
         reader of standard output is gone. Any other failure is an exception of ours.
     """
-    garbage.process_is_ours(arguments is None)
+    gc_control.process_is_ours(arguments is None)
     quiet.hush_libraries()
     with escaped_output():
         return _main(arguments)
@@ -54,20 +53,20 @@ def _main(arguments: Sequence[str] | None) -> int:
         sys.stdout.flush()  # here, where a broken pipe is handled
         return code
     except UserError as error:
-        reporting.report_user_error(str(error))
+        error_reporting.report_user_error(str(error))
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except Exception as error:
         if isinstance(error, BrokenPipeError) and _has_lost_its_reader():
             return EXIT_NO_READER
-        if refusal := reporting.disk_refusal(error):
-            reporting.report_user_error(str(refusal))
+        if refusal := error_reporting.disk_refusal(error):
+            error_reporting.report_user_error(str(refusal))
             return EXIT_USER_ERROR
         # A rank that exits with a user error closes its connections, which raises exceptions in its peers.
-        if reporting.reported_by_another():
+        if error_reporting.reported_by_another():
             return EXIT_USER_ERROR
-        if reporting.has_peers():
+        if error_reporting.has_peers():
             _end_at_once()
         raise
 
@@ -170,12 +169,12 @@ def _train(args: argparse.Namespace, arguments: Sequence[str]) -> int:
         return 0
 
     def train_here() -> int:
-        with garbage.unlooked_for():
+        with gc_control.unlooked_for():
             from megatron_ext.training.run import train
 
         trial_of = None if args.trial is None else whole
         finished = train(config, resume=args.resume, from_step=args.from_step, trial_of=trial_of)
-        return 0 if finished else reporting.stopped_code()
+        return 0 if finished else error_reporting.stopped_code()
 
     return _as_ranks("train", arguments, processes, train_here)
 
@@ -238,18 +237,18 @@ def _load(path: Path, overrides: Sequence[str]) -> RunConfig:
 def _check(config: RunConfig, processes: int | None) -> None:
     from megatron_ext.config.layout import model_parallel_size
     from megatron_ext.config.rules import check
-    from megatron_ext.training.suites import check_suites
+    from megatron_ext.evaluation.registry import check_suites
 
     check(config, model_parallel_size(config.parallel) if processes is None else processes, _mixers())
     check_suites(config)
 
 
 def _mixers() -> Mixers:
-    with garbage.unlooked_for():
-        from megatron_ext.platform import before_megatron
+    with gc_control.unlooked_for():
+        from megatron_ext.platform.device import before_megatron
 
         before_megatron()
-        from megatron_ext.mixers.registry import load_all
+        from megatron_ext.mixers.core.registry import load_all
 
         return load_all()
 
@@ -258,14 +257,14 @@ def _mixers() -> Mixers:
 
 
 def _add_launch(parser: argparse.ArgumentParser) -> None:
-    from megatron_ext.launch import command
+    from megatron_ext.commands import launch as command
 
     _add_config(parser)
     command.add_launch(parser)
 
 
 def _launch(args: argparse.Namespace, arguments: Sequence[str]) -> int:
-    from megatron_ext.launch import command
+    from megatron_ext.commands import launch as command
 
     config = _config(args.config, args.overrides, command.world_size(args))
 
@@ -278,10 +277,10 @@ def _launch(args: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def _of_status(name: str) -> Callable[..., Any]:
-    """Return a function of `launch.status_command` that is imported on its first call."""
+    """Return a function of `commands.status` that is imported on its first call."""
 
     def call(given: Any, *_: Any) -> Any:
-        from megatron_ext.launch import status_command
+        from megatron_ext.commands import status as status_command
 
         return getattr(status_command, name)(given)
 
@@ -289,13 +288,13 @@ def _of_status(name: str) -> Callable[..., Any]:
 
 
 def _add_sweep(parser: argparse.ArgumentParser) -> None:
-    from megatron_ext.launch import command
+    from megatron_ext.commands import launch as command
 
     command.add_sweep(parser)
 
 
 def _sweep(args: argparse.Namespace, arguments: Sequence[str]) -> int:
-    from megatron_ext.launch import command
+    from megatron_ext.commands import launch as command
     from megatron_ext.planning.sweep import run_table, sweep_runs
 
     processes = command.world_size(args)
@@ -304,13 +303,13 @@ def _sweep(args: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def _add_preflight(parser: argparse.ArgumentParser) -> None:
-    from megatron_ext.launch import preflight
+    from megatron_ext.launch.preflight import run as preflight
 
     preflight.add_preflight(parser)
 
 
 def _preflight(args: argparse.Namespace, arguments: Sequence[str]) -> int:
-    from megatron_ext.launch import preflight
+    from megatron_ext.launch.preflight import run as preflight
 
     return preflight.preflight(args)
 
@@ -352,13 +351,13 @@ def _report(args: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def _add_fit(parser: argparse.ArgumentParser) -> None:
-    from megatron_ext.analysis.scaling import command
+    from megatron_ext.commands import fit as command
 
     command.add_arguments(parser)
 
 
 def _fit(args: argparse.Namespace, arguments: Sequence[str]) -> int:
-    from megatron_ext.analysis.scaling import command
+    from megatron_ext.commands import fit as command
 
     return command.run(args)
 
@@ -367,13 +366,13 @@ def _fit(args: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:
-    from megatron_ext import generate
+    from megatron_ext.commands import generate
 
     generate.add_arguments(parser)
 
 
 def _generate(args: argparse.Namespace, arguments: Sequence[str]) -> int:
-    from megatron_ext import generate
+    from megatron_ext.commands import generate
 
     return generate.run(args)
 
@@ -382,13 +381,13 @@ def _generate(args: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def _add_evaluate(parser: argparse.ArgumentParser) -> None:
-    from megatron_ext import evaluate
+    from megatron_ext.commands import evaluate
 
     evaluate.add_arguments(parser)
 
 
 def _evaluate(args: argparse.Namespace, arguments: Sequence[str]) -> int:
-    from megatron_ext import evaluate
+    from megatron_ext.commands import evaluate
 
     return _as_ranks("evaluate", arguments, _world_size(args.processes), evaluate.work(args))
 
@@ -397,25 +396,25 @@ def _evaluate(args: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def _add_convert(parser: argparse.ArgumentParser) -> None:
-    from megatron_ext.checkpoint.conversion import command
+    from megatron_ext.commands import convert as command
 
     command.add_arguments(parser)
 
 
 def _convert(args: argparse.Namespace, arguments: Sequence[str]) -> int:
-    from megatron_ext.checkpoint.conversion import command
+    from megatron_ext.commands import convert as command
 
     return command.run(args)
 
 
 def _add_inspect(parser: argparse.ArgumentParser) -> None:
-    from megatron_ext.checkpoint.conversion import report
+    from megatron_ext.commands import inspect as report
 
     report.add_arguments(parser)
 
 
 def _inspect(args: argparse.Namespace, arguments: Sequence[str]) -> int:
-    from megatron_ext.checkpoint.conversion import report
+    from megatron_ext.commands import inspect as report
 
     return report.run(args)
 
@@ -424,14 +423,14 @@ def _inspect(args: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
-    from megatron_ext.planning import plan_command
+    from megatron_ext.commands import plan as plan_command
 
     _add_config(parser)
     plan_command.add_arguments(parser)
 
 
 def _plan(args: argparse.Namespace, arguments: Sequence[str]) -> int:
-    from megatron_ext.planning import plan_command
+    from megatron_ext.commands import plan as plan_command
 
     return plan_command.run(args, _load, _mixers)
 
@@ -440,13 +439,13 @@ def _plan(args: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:
-    from megatron_ext.bench import command
+    from megatron_ext.commands import bench as command
 
     command.add_arguments(parser)
 
 
 def _bench(args: argparse.Namespace, arguments: Sequence[str]) -> int:
-    from megatron_ext.bench import command
+    from megatron_ext.commands import bench as command
 
     return command.run(args)
 

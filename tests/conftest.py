@@ -104,7 +104,7 @@ def one_process() -> Iterator[Any]:
         pytest.skip("megatron-core puts its tensors on the GPU it sees; run with CUDA_VISIBLE_DEVICES= ")
     from megatron_ext.config.schema import ParallelConfig
     from megatron_ext.parallel.groups import destroy_process_groups, make_process_groups
-    from megatron_ext.platform import select_platform
+    from megatron_ext.platform.device import select_platform
 
     select_platform("cpu")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -17,7 +17,7 @@ from pydantic.dataclasses import dataclass as checked
 from megatron_ext import cli
 from megatron_ext.config.load import load_config
 from megatron_ext.config.schema import STRICT
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 ROOT = Path(__file__).parents[1]
 QUICKSTART = str(ROOT / "examples" / "quickstart.yaml")
@@ -302,7 +302,7 @@ def test_real_mixers_and_the_examples() -> None:
     """Registered mixers satisfy the configuration's protocol, and the examples name existing fields."""
     script = (
         "from pathlib import Path\n"
-        "from megatron_ext.mixers.registry import load_all\n"
+        "from megatron_ext.mixers.core.registry import load_all\n"
         "from megatron_ext.config.load import load_config\n"
         "from megatron_ext.config.rules import check\n"
         "mixers = load_all()\n"

@@ -17,26 +17,27 @@ from data_prep.tokenization.tiktoken_files import TiktokenTokenizer
 from data_prep.tokenization.tokenizer import load_tokenizer
 from megatron_ext.analysis.suites import _picture
 from megatron_ext.checkpoint.contents import Content
-from megatron_ext.checkpoint.conversion import plain_gpt, universal
-from megatron_ext.checkpoint.conversion.placing import README, _is_ours
-from megatron_ext.checkpoint.conversion.safetensors_files import INDEX, SafetensorsTensors
-from megatron_ext.checkpoint.conversion.source import SourceOptions
-from megatron_ext.checkpoint.conversion.tokenizer_files import COMPANIONS, TOKENIZER, kept_tokenizer, read_json
 from megatron_ext.checkpoint.folder import LATEST, CheckpointFolder
 from megatron_ext.config.deepspeed import _read as read_deepspeed
-from megatron_ext.errors import UserError
+from megatron_ext.conversion.core.output_folder import README, _is_ours
+from megatron_ext.conversion.core.source import SourceOptions
+from megatron_ext.conversion.deepspeed import universal
+from megatron_ext.conversion.huggingface.safetensors_files import INDEX, SafetensorsTensors
+from megatron_ext.conversion.megatron import gpt
+from megatron_ext.data.skipped_shards import SKIPPED, copy_skipped
 from megatron_ext.evaluation.fewshot.published import read_rows
-from megatron_ext.files import LARGEST_READ, read_regular
-from megatron_ext.training.coder import keep_coder
+from megatron_ext.runs.tokenizer import keep_coder
+from megatron_ext.runs.tokenizer_files import COMPANIONS, TOKENIZER, kept_tokenizer, read_json
 from megatron_ext.training.records import _records_of
-from megatron_ext.training.skipped import SKIPPED, copy_skipped
+from megatron_ext.utils.atomic_files import LARGEST_READ, read_regular
+from megatron_ext.utils.errors import UserError
 
 ROOT = Path(__file__).parents[1]
 RWKV = TokenizerEntry("x", "", 9, "e", 1, "rwkv")
 
 READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "DeepSpeed's newest": (universal.NEWEST, lambda folder: universal.open_folder(folder, SourceOptions())),
-    "Megatron's newest": (plain_gpt.NEWEST, lambda folder: plain_gpt.open_folder(folder, SourceOptions())),
+    "Megatron's newest": (gpt.NEWEST, lambda folder: gpt.open_folder(folder, SourceOptions())),
     "our newest": (LATEST, lambda folder: CheckpointFolder(folder).latest()),
     "index": (INDEX, SafetensorsTensors),
     "tokenizer": (TOKENIZER, kept_tokenizer),
@@ -101,16 +102,16 @@ OWN = {
     "megatron_ext/planning/rates.py": "part of the package",
     "megatron_ext/evaluation/retrieval/words.py": "part of the package",
     "megatron_ext/analysis/page.py": "part of the package",
-    "megatron_ext/launch/preflight_checks.py": "code that was imported",
+    "megatron_ext/launch/preflight/checks.py": "code that was imported",
     "megatron_ext/launch/job.py": "part of the package",
     "megatron_ext/run_folder/process_identity.py": "/proc",
-    "megatron_ext/launch/reporting.py": "/proc",
-    "kernels/ownership.py": "installed distributions",
+    "megatron_ext/utils/error_reporting.py": "/proc",
+    "kernels/name_conflict.py": "installed distributions",
     "megatron_ext/training/trial.py": "written by this call",
     "megatron_ext/checkpoint/index.py": "written by this call",
-    "megatron_ext/launch/command.py": "written by this call",
+    "megatron_ext/commands/launch.py": "written by this call",
     "megatron_ext/launch/local.py": "written by this call",
-    "megatron_ext/generate.py": "named on the command line, and may be a pipe",
+    "megatron_ext/commands/generate.py": "named on the command line, and may be a pipe",
     "data_prep/running/slurm_jobs.py": "written by calls for the same output",
 }
 """Modules that use the unbounded read_text or read_bytes, with the origin of the files they read."""

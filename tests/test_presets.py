@@ -12,11 +12,11 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron_ext.config.load import load_config
 from megatron_ext.config.rules import check
 from megatron_ext.config.schema import RunConfig
-from megatron_ext.mixers.registry import load_all
-from megatron_ext.model import transformer_config
-from megatron_ext.platform import Platform
-from megatron_ext.specs import mixer_spec
-from megatron_ext.training.build import model_shape
+from megatron_ext.mixers.core.registry import load_all
+from megatron_ext.model.build import transformer_config
+from megatron_ext.model.shape import model_shape
+from megatron_ext.model.specs import mixer_spec
+from megatron_ext.platform.device import Platform
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SIZES = {"110m": "110m_2k.yaml", "1p3b": "1p3b_100k.yaml"}

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.config.pattern import parse_pattern
-from megatron_ext.parts import FEED_FORWARD, LOSS, MIXER
+from megatron_ext.model.step_parts import FEED_FORWARD, LOSS, MIXER
 from megatron_ext.planning.rates import Rate, part_of_feed_forward, part_of_mixer
 
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "benchmarks"

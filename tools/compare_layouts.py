@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from training_runs import comparing, largest_difference, train
 
-from megatron_ext import reports
+from megatron_ext.utils import markdown
 
 COLUMNS = (
     *("pattern", "precision", "device", "back-end", "layout"),
@@ -120,7 +120,7 @@ def table(results: dict[Case, list[float]]) -> str:
         fields = [case.pattern, case.precision, case.device, case.backend, case.layout]
         fields += [f"{losses[0]:.6f}", f"{losses[-1]:.6f}"] if losses else ["failed", ""]
         rows.append([*fields, largest_difference(losses, cpu), largest_difference(losses, gpu)])
-    return "\n".join(reports.table(COLUMNS, rows)) + "\n"
+    return "\n".join(markdown.table(COLUMNS, rows)) + "\n"
 
 
 def main() -> int:
@@ -150,7 +150,7 @@ def main() -> int:
         results |= read_results(Path(path))
     results |= dict(zip(chosen, losses, strict=True))
     rows = [{**asdict(case), "losses": values} for case, values in results.items()]
-    reports.write_both(args.output, "losses", {"torch": torch.__version__, "cases": rows}, table(results))
+    markdown.write_both(args.output, "losses", {"torch": torch.__version__, "cases": rows}, table(results))
     print(table(results))
     return 0 if all(results.values()) else 1
 

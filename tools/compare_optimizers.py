@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 import torch
 from training_runs import comparing, largest_difference, train
 
-from megatron_ext import reports
+from megatron_ext.utils import markdown
 
 OPTIMIZERS = {
     "none": ["optimizer.sharding=none"],
@@ -94,7 +94,7 @@ def table(outcomes: Sequence[Outcome], skipped: int) -> str:
             fields[2] = f"{one.step_time(skipped) / reference.step_time(skipped):.3f}"
             fields[-1] = largest_difference(one.losses, reference.losses)
         rows.append(fields)
-    return "\n".join(reports.table(columns, rows)) + "\n"
+    return "\n".join(markdown.table(columns, rows)) + "\n"
 
 
 def main() -> int:
@@ -115,7 +115,7 @@ def main() -> int:
         for name in names:
             outcomes.append(run(name, number, args))
             found = {"torch": torch.__version__, "runs": [asdict(outcome) for outcome in outcomes]}
-            reports.write_both(args.output, "optimizers", found, table(outcomes, args.steps // 5))
+            markdown.write_both(args.output, "optimizers", found, table(outcomes, args.steps // 5))
     print(table(outcomes, args.steps // 5))
     return 0 if all(outcome.losses for outcome in outcomes) else 1
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from megatron_ext.analysis.matched import compare
 from megatron_ext.analysis.runs import DomainEvaluations, Run
-from megatron_ext.ratio import ratio_interval
+from megatron_ext.utils.ratio_interval import ratio_interval
 
 
 @dataclass(frozen=True)

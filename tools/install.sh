@@ -36,7 +36,7 @@ if ! "$venv/bin/python" -c '' 2>/dev/null; then
 fi
 
 # Check this first: two packages named `kernels` in one environment would silently overwrite each other.
-"$venv/bin/python" -m kernels.ownership
+"$venv/bin/python" -m kernels.name_conflict
 
 constraints=$venv/constraints.txt
 pip=("$venv/bin/python" -m pip install --quiet --quiet) # errors only

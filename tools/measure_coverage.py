@@ -15,7 +15,7 @@ from pathlib import Path
 from coverage_of_documents import gap_coverage, percentile_coverage, ratio_coverage
 from coverage_of_laws import heavy, isoflop_coverage, law_coverage, transfer_coverage, uneven
 
-from megatron_ext.reports import table
+from megatron_ext.utils.markdown import table
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "statistics.md"
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.config.pattern import parse_pattern
-from megatron_ext.reports import table
+from megatron_ext.utils.markdown import table
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "benchmarks" / "training.md"
 REPORTS = [

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 from datatrove.io import DataFolder
 
-from megatron_ext.files import renamed_when_whole, write_whole
-from megatron_ext.scratch import scratch_folder
+from megatron_ext.utils.atomic_files import renamed_when_whole, write_whole
+from megatron_ext.utils.temp_dirs import scratch_folder
 
 Append = Callable[[npt.NDArray[Any]], None]
 

@@ -26,7 +26,7 @@ from data_prep.contamination.arrays import load, save_json
 from data_prep.contamination.findings import ALL_GRAMS, FIRST_OWNERS, FoundWriter, names_of
 from data_prep.contamination.ngrams import Hashes, window_hashes, words_of
 from data_prep.contamination.runs import RUNS, RunWriter, merge_runs
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 TRAIN = "train"
 

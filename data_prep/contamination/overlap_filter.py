@@ -17,7 +17,7 @@ from data_prep.contamination.ngrams import Hashes, window_hashes, words_of
 from data_prep.contamination.overlap import TRAIN, OverlapOptions, places_in
 from data_prep.contamination.report import BANNED, REPORT, judgements
 from data_prep.ledger import CountLeftOut
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 
 class DropContaminated(BaseFilter):

@@ -16,9 +16,9 @@ from data_prep.contamination.arrays import load_json
 from data_prep.contamination.findings import SUMMARY, names_of
 from data_prep.contamination.overlap import OverlapOptions, judgements_of
 from data_prep.contamination.runs import RUNS, merge_runs
-from megatron_ext.errors import UserError
-from megatron_ext.json_text import parse_json
-from megatron_ext.reports import table
+from megatron_ext.utils.errors import UserError
+from megatron_ext.utils.json_text import parse_json
+from megatron_ext.utils.markdown import table
 
 REPORT = "report.json"
 TABLE = "report.md"

@@ -25,7 +25,7 @@ from data_prep.deduplication.survivors import ChooseSurvivors, KeepSurvivors
 from data_prep.ledger import CountLeftOut, Ledger
 from data_prep.running.execution import Stage
 from data_prep.running.workers import allow_open_files
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 EXACT = MinhashConfig(num_buckets=1, hashes_per_bucket=2)
 LINES_AT_A_TIME = 1024

@@ -13,7 +13,7 @@ from datatrove.io import DataFolder, get_datafolder
 from datatrove.pipeline.base import PipelineStep
 
 from data_prep.contamination.ngrams import Hashes
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 PROTECTED = ("test", "validation", "train")
 """Splits by priority: documents of the first ones are kept."""

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from datatrove.io import DataFolder
 
 from data_prep.contamination.ngrams import Hashes
-from megatron_ext.scratch import scratch_folder
+from megatron_ext.utils.temp_dirs import scratch_folder
 
 
 class Partitions:

@@ -27,7 +27,7 @@ from data_prep.deduplication.groups import linked_groups
 from data_prep.deduplication.keys import PROTECTED, SPLIT_BIT, AllKeys, key_of, keys_of
 from data_prep.deduplication.partitions import Partitions, scratch_beside
 from data_prep.ledger import CountLeftOut
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 ROWS_AT_A_TIME = 1 << 20
 """Documents, groups or links that are in memory at once during the choice."""

@@ -28,7 +28,7 @@ from data_prep.output.writing import TaskResult, count_entries, in_order, load_r
 from data_prep.splits import SplitPlan
 from data_prep.storage import publish
 from data_prep.tokenization.vocabularies import token_dtype
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 CONTAMINATION, CONTAMINATION_TABLE = "contamination.json", "contamination.md"
 """Files of the contamination report in a prepared folder."""

@@ -16,8 +16,8 @@ from datatrove.data import Document
 from data_prep.manifest import DomainEntry, ShardEntry
 from data_prep.output.tar_members import BLOCK, end_of_tar, member, npy
 from data_prep.storage import sha256_of
-from megatron_ext.files import force_to_disk
-from megatron_ext.paths import path_within
+from megatron_ext.utils.atomic_files import force_to_disk
+from megatron_ext.utils.untrusted_paths import path_within
 
 BUFFER_BYTES = 1 << 20
 ENCODE_JSON = json.JSONEncoder(ensure_ascii=False).encode

@@ -24,8 +24,8 @@ from data_prep.storage import locked
 from data_prep.tokenization.pieces import PIECE_CHARACTERS, UnbrokenError, encode_in_pieces
 from data_prep.tokenization.tokenizer import NoTokenError
 from data_prep.tokenization.vocabularies import TextTokenizer, kept_tokenizer, lost_part, token_dtype
-from megatron_ext.files import read_regular, write_whole
-from megatron_ext.json_text import parse_json
+from megatron_ext.utils.atomic_files import read_regular, write_whole
+from megatron_ext.utils.json_text import parse_json
 
 BATCH_DOCUMENTS = 1024
 BATCH_CHARACTERS = 500_000

@@ -34,9 +34,9 @@ from data_prep.reading.selection import (
 from data_prep.reading.tables import read_table
 from data_prep.reading.tars import read_tar
 from data_prep.tokenization.vocabularies import TextTokenizer
-from megatron_ext.errors import UserError
-from megatron_ext.files import is_url
-from megatron_ext.printable import printable
+from megatron_ext.utils.atomic_files import is_url
+from megatron_ext.utils.errors import UserError
+from megatron_ext.utils.printable import printable
 
 Reader = Callable[[InputFile, Fields, Problems, Advance], Iterator[Found]]
 """Reads the well-formed records of one file."""

@@ -21,9 +21,9 @@ from data_prep.manifest import DomainEntry, Manifest, verify_shard
 from data_prep.reading.fields import Fields, Found
 from data_prep.reading.inputs import InputFile
 from data_prep.tokenization.vocabularies import TextTokenizer
-from megatron_ext.errors import UserError
-from megatron_ext.printable import printable
-from megatron_ext.scratch import scratch_folder
+from megatron_ext.utils.errors import UserError
+from megatron_ext.utils.printable import printable
+from megatron_ext.utils.temp_dirs import scratch_folder
 
 SPECIAL_TOKENS, PARTED = "special_tokens", "parted"
 """Changes of a text: special tokens were removed; it is one part of a document that was split at end-of-document."""

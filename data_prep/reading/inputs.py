@@ -13,9 +13,9 @@ from typing import IO, Any, cast
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from megatron_ext.errors import UserError
-from megatron_ext.files import is_url
-from megatron_ext.printable import printable
+from megatron_ext.utils.atomic_files import is_url
+from megatron_ext.utils.errors import UserError
+from megatron_ext.utils.printable import printable
 
 ABSENT = "give a file, a folder, a URL or `embedded`"
 

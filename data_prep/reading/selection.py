@@ -9,8 +9,8 @@ from typing import Any
 
 from data_prep.documents import SPLITS
 from data_prep.reading.inputs import InputFile
-from megatron_ext.errors import UserError
-from megatron_ext.printable import printable
+from megatron_ext.utils.errors import UserError
+from megatron_ext.utils.printable import printable
 
 RECORD_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 TABLE_SUFFIX, TAR_SUFFIX, INDEX_SUFFIX = ".parquet", ".tar", ".idx"

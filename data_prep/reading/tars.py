@@ -12,8 +12,8 @@ from data_prep.documents import LONGEST_RECORD, Advance, MalformedError, Problem
 from data_prep.reading.fields import Fields, Found, text_and_domain
 from data_prep.reading.inputs import InputFile
 from data_prep.reading.lines import BOM
-from megatron_ext.json_text import parse_json
-from megatron_ext.printable import printable
+from megatron_ext.utils.json_text import parse_json
+from megatron_ext.utils.printable import printable
 
 TEXT_MEMBERS = ("txt", "text")
 RECORD_MEMBER = "json"

@@ -23,7 +23,7 @@ from data_prep.running.ray_tasks import RayExecutor
 from data_prep.running.slurm_jobs import check_no_jobs
 from data_prep.running.workers import in_worker, quiet
 from data_prep.storage import WORK_NAME, locked
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 PR_SET_PDEATHSIG = 1
 """Constant of Linux's <sys/prctl.h>."""

@@ -13,7 +13,7 @@ from datatrove.executor import RayPipelineExecutor
 from datatrove.utils.stats import PipelineStats
 
 from data_prep.running.workers import in_worker, quiet
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 FAILURES = "failures"
 """Folder beside datatrove's records of finished tasks, with one file per failed task that contains its error."""

@@ -18,7 +18,7 @@ from datatrove.utils.stats import PipelineStats
 
 from data_prep.running.execution import MEMORY_GB, Execution, Stage, standing
 from data_prep.running.slurm_jobs import check_no_jobs, note_job, noted_jobs
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 MAX_ARRAY = 1001
 """Maximum tasks of an array job in Slurm's default configuration. datatrove would submit several arrays and let the

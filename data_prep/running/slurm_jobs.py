@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from data_prep.storage import WORK_NAME
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 JOBS_NAME = "slurm_jobs"
 

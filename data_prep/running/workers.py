@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from datatrove.utils.logging import logger
 
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 OWN_FILES = 100
 """Files that a process may have open besides those of its task: libraries, logs, the forkserver's pipes."""

@@ -9,8 +9,8 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from data_prep.tokenization.tokenizer import KNOWN_ENDS, JsonTokenizer, load_tokenizer
-from megatron_ext.errors import UserError
-from megatron_ext.files import LARGEST_VOCABULARY, os_reason, read_regular
+from megatron_ext.utils.atomic_files import LARGEST_VOCABULARY, os_reason, read_regular
+from megatron_ext.utils.errors import UserError
 
 TOKENIZER, VOCABULARY, MERGES = "tokenizer.json", "vocab.json", "merges.txt"
 CONFIG, SPECIALS, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.manifest import TokenizerKind
-from megatron_ext.errors import UserError
-from megatron_ext.files import LARGEST_VOCABULARY, open_regular, os_reason, read_regular
+from megatron_ext.utils.atomic_files import LARGEST_VOCABULARY, open_regular, os_reason, read_regular
+from megatron_ext.utils.errors import UserError
 
 END_TOKEN, END_ID = "<|endoftext|>", 0
 """End of a document in RWKV: id 0, which has no bytes and no line in the file."""

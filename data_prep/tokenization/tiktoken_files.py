@@ -11,9 +11,9 @@ from pathlib import Path
 import tiktoken
 
 from data_prep.manifest import TokenizerEntry, TokenizerKind
-from megatron_ext.errors import UserError
-from megatron_ext.files import LARGEST_VOCABULARY, read_regular
-from megatron_ext.scratch import scratch_folder
+from megatron_ext.utils.atomic_files import LARGEST_VOCABULARY, read_regular
+from megatron_ext.utils.errors import UserError
+from megatron_ext.utils.temp_dirs import scratch_folder
 
 TIKTOKEN_SUFFIX = ".tiktoken"
 END_TOKEN = "<|endoftext|>"

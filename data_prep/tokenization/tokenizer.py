@@ -11,8 +11,8 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from data_prep.manifest import TokenizerKind
-from megatron_ext.errors import UserError
-from megatron_ext.files import LARGEST_VOCABULARY, read_regular
+from megatron_ext.utils.atomic_files import LARGEST_VOCABULARY, read_regular
+from megatron_ext.utils.errors import UserError
 
 END_OF_DOCUMENT = "<|endoftext|>"
 KNOWN_ENDS = (END_OF_DOCUMENT, "</s>", "<eos>", "<|end_of_text|>", "<|eos|>", "[EOS]")

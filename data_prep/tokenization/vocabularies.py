@@ -13,8 +13,8 @@ from data_prep.tokenization.folders import MERGES, READ, VOCABULARY, open_folder
 from data_prep.tokenization.rwkv_world import RwkvTokenizer, is_rwkv_vocabulary
 from data_prep.tokenization.tiktoken_files import TIKTOKEN_SUFFIX, TiktokenTokenizer, is_encoding_name
 from data_prep.tokenization.tokenizer import JsonTokenizer, NoTokenError, load_tokenizer
-from megatron_ext.errors import UserError
-from megatron_ext.files import write_whole
+from megatron_ext.utils.atomic_files import write_whole
+from megatron_ext.utils.errors import UserError
 
 LONGEST_SHOWN = 40
 """Maximum characters of a text in a message."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kernels.fusion import fused
+from kernels.common.fusion import fused
 
 Walk = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Causal linear attention of scale 1: queries and keys [b, t, h, d], values [b, t, h, e] to sums [b, t, h, e]."""

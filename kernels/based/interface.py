@@ -7,8 +7,8 @@ from torch import Tensor
 
 from kernels.based.op import based_triton
 from kernels.based.reference import chunked
-from kernels.dispatch import choose_triton_or_reference, full_precision, on_gpu, triton_obstacle
-from kernels.stateful import check_state_op
+from kernels.common.dispatch import choose_triton_or_reference, full_precision, on_gpu, triton_obstacle
+from kernels.common.stateful import check_state_op
 
 Implementation = Literal["auto", "triton", "chunked"]
 

@@ -5,9 +5,9 @@ Suffixes: b batch, h head, t position, f width of queries and keys, e value dim.
 
 from torch import Tensor
 
-from kernels.attention_math import compute_dtype
 from kernels.based.features import by_features
-from kernels.dispatch import full_precision
+from kernels.common.attention_math import compute_dtype
+from kernels.common.dispatch import full_precision
 from kernels.gated_linear_attention.reference import chunked as linear_attention
 
 

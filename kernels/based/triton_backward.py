@@ -19,7 +19,7 @@ from kernels.based.triton_tile import (
     load_state_rows,
     place_tokens,
 )
-from kernels.triton_math import load_rows, product, product_tf32, store_rows
+from kernels.common.triton_math import load_rows, product, product_tf32, store_rows
 
 
 @triton.jit

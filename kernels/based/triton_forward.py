@@ -30,7 +30,7 @@ from kernels.based.triton_tile import (
     place_rows,
     place_tokens,
 )
-from kernels.triton_math import load_rows, product, product_tf32, store_rows
+from kernels.common.triton_math import load_rows, product, product_tf32, store_rows
 
 
 @triton.jit

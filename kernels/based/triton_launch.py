@@ -7,8 +7,8 @@ from torch import Tensor
 
 from kernels.based import triton_backward, triton_forward
 from kernels.based.features import num_features
-from kernels.rows import Rows
-from kernels.triton_math import on_device, tile
+from kernels.common.rows import Rows
+from kernels.common.triton_math import on_device, tile
 
 
 class Tuning(NamedTuple):

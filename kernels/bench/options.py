@@ -73,7 +73,7 @@ def make_shapes(lengths: str, heads: str, groups: int | None) -> tuple[Shape, ..
 
 def _check_limits(args: argparse.Namespace, head_dim: int) -> None:
     """Raise OptionError for settings that our kernels do not support."""
-    from kernels.dispatch import MAX_TRITON_HEAD_DIM
+    from kernels.common.dispatch import MAX_TRITON_HEAD_DIM
     from kernels.top1_chunk.interface import MAX_TOP_K, TRITON_CHUNK_SIZES
 
     if head_dim > MAX_TRITON_HEAD_DIM:

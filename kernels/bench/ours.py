@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from kernels.attention_math import causal_mask, mix_values, query_key_products, query_positions, visible_softmax
 from kernels.bench import costs
 from kernels.bench.cases import Shape
 from kernels.bench.contestant import Choices, Contestant, Part
+from kernels.common.attention_math import causal_mask, mix_values, query_key_products, query_positions, visible_softmax
 from kernels.softmax_attention.reference import attend
 from kernels.top1_chunk import top1_chunk_attention
 from kernels.top1_chunk.interface import Implementation, Score

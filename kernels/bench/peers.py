@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, flex_attention, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from kernels.attention_math import causal_mask, query_positions
 from kernels.bench import costs
 from kernels.bench.cases import Shape
 from kernels.bench.contestant import Contestant, NotRun, Part
+from kernels.common.attention_math import causal_mask, query_positions
 from kernels.softmax_attention.flex import visible_blocks
 from kernels.softmax_attention.reference import attend
 from kernels.top1_chunk.reference import selection_mask

@@ -13,8 +13,8 @@ import torch
 from kernels.bench.cases import BASELINE, Pass, Plan, Shape
 from kernels.bench.checks import Verdict
 from kernels.bench.timing import Ceilings, Times
-from megatron_ext import source
-from megatron_ext.reports import digits, finite, table, write_both
+from megatron_ext.utils import git_info
+from megatron_ext.utils.markdown import digits, finite, table, write_both
 
 COLUMNS = (
     "heads x dim",
@@ -118,13 +118,13 @@ def describe_machine(device: torch.device) -> dict[str, str | None]:
     """Return GPU, driver, versions, commit and date; None for what is unknown."""
     return {
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
-        "driver": source.output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "driver": git_info.output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "triton": version("triton"),
         "fla": version("flash-linear-attention"),
         "python": platform.python_version(),
-        "commit": source.commit(),
+        "commit": git_info.commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 

@@ -5,7 +5,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from kernels.dispatch import (
+from kernels.common.dispatch import (
     MAX_TRITON_HEAD_DIM,
     check_any_floating,
     check_shapes,
@@ -15,9 +15,9 @@ from kernels.dispatch import (
     resolve_scale,
     triton_obstacle,
 )
+from kernels.common.stateful import check_log_decay, check_state_op, run_form
 from kernels.gated_delta_rule.op import gated_delta_rule_triton
 from kernels.gated_delta_rule.reference import chunked, recurrent
-from kernels.stateful import check_log_decay, check_state_op, run_form
 
 Implementation = Literal["auto", "triton", "chunked", "recurrent"]
 _PLAIN = {"chunked": chunked, "recurrent": recurrent}

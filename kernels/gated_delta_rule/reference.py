@@ -10,7 +10,7 @@ Suffixes: b batch, h head, t position, n chunk, c and i, j position in a chunk, 
 import torch
 from torch import Tensor
 
-from kernels.chunked_state import pair_decay, to_chunks
+from kernels.common.chunked_state import pair_decay, to_chunks
 
 CHUNK_SIZE = 64
 

@@ -18,6 +18,7 @@ exponents. Each program owns its output, so the order of summation is determinis
 import triton
 import triton.language as tl
 
+from kernels.common.triton_math import load_numbers, load_rows, product
 from kernels.gated_delta_rule.triton_tile import (
     load_totals,
     place_columns,
@@ -26,7 +27,6 @@ from kernels.gated_delta_rule.triton_tile import (
     place_of_walk,
     rows_of_chunk,
 )
-from kernels.triton_math import load_numbers, load_rows, product
 
 
 @triton.jit

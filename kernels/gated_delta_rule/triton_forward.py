@@ -23,6 +23,7 @@ have values as rows, at most 32, and the other kernels have 2 warps or wide tile
 import triton
 import triton.language as tl
 
+from kernels.common.triton_math import LOG2E, load_numbers, load_rows, product, store_rows
 from kernels.gated_delta_rule.triton_tile import (
     between,
     load_totals,
@@ -33,7 +34,6 @@ from kernels.gated_delta_rule.triton_tile import (
     rows_of_chunk,
     unit_lower_inverse,
 )
-from kernels.triton_math import LOG2E, load_numbers, load_rows, product, store_rows
 
 
 @triton.jit

@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.common.triton_math import multiprocessors, on_device, tile
 from kernels.gated_delta_rule import triton_backward, triton_forward
 from kernels.gated_delta_rule.triton_tile import CHUNK
-from kernels.triton_math import multiprocessors, on_device, tile
 
 WIDE, FEW_WARPS = 64, 2
 """Kernels other than the scans are limited to FEW_WARPS unless their tiles are at least WIDE: see `triton_forward`."""

@@ -6,7 +6,7 @@
 import triton
 import triton.language as tl
 
-from kernels.triton_math import product_tf32
+from kernels.common.triton_math import product_tf32
 
 CHUNK = 64
 """Tokens per chunk."""

@@ -6,10 +6,10 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from kernels.dispatch import check_shapes, resolve_scale
-from kernels.fla import choose_fla_or_plain, fla_obstacle, refused_on_hopper, run_fla
+from kernels.common.dispatch import check_shapes, resolve_scale
+from kernels.common.fla import choose_fla_or_plain, fla_obstacle, refused_on_hopper, run_fla
+from kernels.common.stateful import check_log_decay, check_state_op, run_form
 from kernels.gated_linear_attention.reference import chunked, recurrent
-from kernels.stateful import check_log_decay, check_state_op, run_form
 
 Implementation = Literal["auto", "fla", "recurrent", "chunked"]
 _IMPLEMENTATIONS = {"recurrent": recurrent, "chunked": chunked}

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kernels.dispatch import (
+from kernels.common.dispatch import (
     check_floating,
     check_positive_int,
     check_shapes,

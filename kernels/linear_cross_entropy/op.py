@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kernels.dispatch import on_gpu
+from kernels.common.dispatch import on_gpu
 
 
 class Rows(Protocol):

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton_math import next_power_of_two, on_device
+from kernels.common.triton_math import next_power_of_two, on_device
 
 BLOCK, WARPS = 4096, 8
 """Columns per iteration of a program: 16 per thread."""

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kernels.fusion import fused
+from kernels.common.fusion import fused
 from kernels.native_sparse_attention.compressed import attend_compressed, rounded_block_means
 from kernels.native_sparse_attention.op import choose_blocks
 from kernels.native_sparse_attention.selected import attend_selected

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from kernels.fusion import compiled, fused
+from kernels.common.fusion import compiled, fused
 from kernels.native_sparse_attention.reference import block_means
 from kernels.softmax_attention.flex import BLOCK, mask_of_blocks, tile_bounds
 

@@ -4,7 +4,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from kernels.dispatch import (
+from kernels.common.dispatch import (
     Choice,
     check_any_floating,
     check_attention,

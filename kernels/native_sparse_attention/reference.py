@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.attention_math import (
+from kernels.common.attention_math import (
     causal_mask,
     mix_values,
     query_key_products,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from kernels.fusion import compiled
+from kernels.common.fusion import compiled
 from kernels.softmax_attention.flex import kernel_options, mask_of_blocks, tile_bounds
 from kernels.top1_chunk import top1_chunk_attention
 

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from kernels.common.triton_math import Tiles, next_power_of_two, on_device
 from kernels.native_sparse_attention import triton_select
-from kernels.triton_math import Tiles, next_power_of_two, on_device
 
 TILES = {torch.float32: Tiles(32, 32, 4, 1), torch.bfloat16: Tiles(64, 64, 4, 2), torch.float16: Tiles(64, 64, 4, 2)}
 """Tile rows are (query, head) pairs, columns mean keys. The sizes fit a Hopper GPU; others were not timed."""

@@ -6,8 +6,8 @@
 import triton
 import triton.language as tl
 
-from kernels.triton_lists import insert_tile, store_list
-from kernels.triton_math import LOG2E, load_rows, product
+from kernels.common.triton_lists import insert_tile, store_list
+from kernels.common.triton_math import LOG2E, load_rows, product
 
 
 @triton.jit

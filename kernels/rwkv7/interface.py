@@ -5,10 +5,10 @@ from typing import Literal, overload
 
 from torch import Tensor
 
-from kernels.dispatch import check_any_floating, check_shapes
-from kernels.fla import choose_fla_or_plain, fla_obstacle, run_fla
+from kernels.common.dispatch import check_any_floating, check_shapes
+from kernels.common.fla import choose_fla_or_plain, fla_obstacle, run_fla
+from kernels.common.stateful import check_log_decay, check_state_op, run_form
 from kernels.rwkv7.reference import chunked, recurrent
-from kernels.stateful import check_log_decay, check_state_op, run_form
 
 Implementation = Literal["auto", "fla", "recurrent", "chunked"]
 _IMPLEMENTATIONS = {"recurrent": recurrent, "chunked": chunked}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kernels.chunked_state import CHUNK_SIZE_OF_VECTORS, pair_decay, to_chunks
+from kernels.common.chunked_state import CHUNK_SIZE_OF_VECTORS, pair_decay, to_chunks
 
 
 def recurrent(

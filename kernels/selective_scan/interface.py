@@ -6,8 +6,8 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from kernels.attention_math import compute_dtype
-from kernels.dispatch import check_any_floating, choose_triton_or_reference, full_precision, triton_obstacle
+from kernels.common.attention_math import compute_dtype
+from kernels.common.dispatch import check_any_floating, choose_triton_or_reference, full_precision, triton_obstacle
 from kernels.selective_scan.op import selective_scan_triton
 from kernels.selective_scan.reference import chunked, recurrent
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kernels.rows import Rows
+from kernels.common.rows import Rows
 
 
 def selective_scan_triton(

@@ -19,6 +19,7 @@ Each program owns its output, so there are no atomics and the order of summation
 import triton
 import triton.language as tl
 
+from kernels.common.triton_math import LN2, LOG2E
 from kernels.selective_scan.triton_forward import place_in_grid
 from kernels.selective_scan.triton_tile import (
     has_channel,
@@ -28,7 +29,6 @@ from kernels.selective_scan.triton_tile import (
     sum_over_channels,
     sum_over_states,
 )
-from kernels.triton_math import LN2, LOG2E
 
 
 @triton.jit(do_not_specialize=["unit"])

@@ -15,8 +15,8 @@ in `triton_tile`. Token t of sample s is row s * sample_stride + t * time_stride
 import triton
 import triton.language as tl
 
+from kernels.common.triton_math import LOG2E
 from kernels.selective_scan.triton_tile import has_channel, load_float, load_token, place_in_tile, sum_over_states
-from kernels.triton_math import LOG2E
 
 
 @triton.jit

@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.rows import Rows
+from kernels.common.rows import Rows
+from kernels.common.triton_math import multiprocessors, next_power_of_two, on_device
 from kernels.selective_scan import triton_backward, triton_forward
-from kernels.triton_math import multiprocessors, next_power_of_two, on_device
 
 WARP = 32
 JOIN_BLOCK, JOIN_AHEAD = 128, 8

@@ -5,7 +5,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from kernels.dispatch import (
+from kernels.common.dispatch import (
     check_any_floating,
     check_floating,
     check_shapes,

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.attention_math import upcast
+from kernels.common.attention_math import upcast
 
 EPSILON = 1e-6
 """Added to the squared norm of a vector, as in the authors' code of DeltaNet."""

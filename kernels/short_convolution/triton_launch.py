@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.common.triton_math import multiprocessors, next_power_of_two, on_device
 from kernels.short_convolution import triton_backward, triton_forward
 from kernels.short_convolution.reference import EPSILON
-from kernels.triton_math import multiprocessors, next_power_of_two, on_device
 
 
 class Tuning(NamedTuple):

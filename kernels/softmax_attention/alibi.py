@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kernels.dispatch import check_positive_int
+from kernels.common.dispatch import check_positive_int
 
 
 def alibi_slopes(num_heads: int) -> Tensor:

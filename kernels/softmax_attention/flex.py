@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from kernels.fusion import compiled
+from kernels.common.fusion import compiled
 
 BLOCK = 128
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -4,7 +4,15 @@ from typing import Literal
 
 from torch import Tensor
 
-from kernels.dispatch import Choice, check_attention, check_positive_int, choose, full_precision, on_gpu, resolve_scale
+from kernels.common.dispatch import (
+    Choice,
+    check_attention,
+    check_positive_int,
+    choose,
+    full_precision,
+    on_gpu,
+    resolve_scale,
+)
 from kernels.softmax_attention.flex import flex_obstacle, softmax_attention_flex
 from kernels.softmax_attention.reference import softmax_attention_reference
 from kernels.softmax_attention.sdpa import softmax_attention_sdpa

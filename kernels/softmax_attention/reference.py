@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from kernels.attention_math import causal_mask, mix_values, query_key_products, query_positions, visible_softmax
+from kernels.common.attention_math import causal_mask, mix_values, query_key_products, query_positions, visible_softmax
 
 
 def attend(q_bthd: Tensor, k_bshd: Tensor, v_bshe: Tensor, visible: Tensor, scale: float) -> Tensor:

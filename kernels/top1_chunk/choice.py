@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.attention_math import query_key_products, query_positions
-from kernels.dispatch import choose_triton_or_reference, full_precision, resolve_scale
-from kernels.documents import flat_tokens
+from kernels.common.attention_math import query_key_products, query_positions
+from kernels.common.dispatch import choose_triton_or_reference, full_precision, resolve_scale
+from kernels.common.documents import flat_tokens
 from kernels.top1_chunk import reference
 from kernels.top1_chunk.chunks import Layout, table_of_some_keys
 from kernels.top1_chunk.interface import Implementation, Score, form_obstacle

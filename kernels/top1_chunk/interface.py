@@ -5,7 +5,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from kernels.dispatch import (
+from kernels.common.dispatch import (
     check_attention,
     check_option,
     check_positive_int,
@@ -15,7 +15,7 @@ from kernels.dispatch import (
     resolve_scale,
     triton_attention_obstacle,
 )
-from kernels.documents import by_document, document_bounds
+from kernels.common.documents import by_document, document_bounds
 from kernels.top1_chunk.op import relative_choice, top1_chunk
 from kernels.top1_chunk.reference import top1_chunk_reference
 
@@ -92,7 +92,8 @@ def top1_chunk_attention(
         score: score of a chunk, see above.
         local: True if a query also attends to its own chunk, up to its own position.
         scale: factor on q.k, not negative; None means d**-0.5.
-        cu_seqlens: bounds of documents packed into one row (b = 1), int [documents + 1], see `kernels.documents`.
+        cu_seqlens: bounds of documents packed into one row (b = 1), int [documents + 1], see
+            `kernels.common.documents`.
             Chunks start at a document's start, and attention stays within the document. On a GPU, `cu_seqlens` forces a
             device synchronisation; keep it on the CPU.
         query_offset: position of the first query in the row; keys are at 0 .. tk-1.

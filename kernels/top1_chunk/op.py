@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.documents import document_bounds, flat_tokens
+from kernels.common.documents import document_bounds, flat_tokens
 from kernels.top1_chunk.chunks import Layout, chunk_table, first_slots
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.attention_math import causal_mask, query_key_products, query_positions, upcast
+from kernels.common.attention_math import causal_mask, query_key_products, query_positions, upcast
 from kernels.softmax_attention.reference import attend
 
 

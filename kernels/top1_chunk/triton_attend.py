@@ -10,7 +10,7 @@ heads per key head. Table columns are those of `chunks`. Log-sum-exps are in uni
 import triton
 import triton.language as tl
 
-from kernels.triton_math import load_rows, product
+from kernels.common.triton_math import load_rows, product
 
 COLUMNS = tl.constexpr(6)
 

@@ -21,12 +21,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from kernels.common.triton_hopper import GROUP_M, shared_layout, tiles_of
+from kernels.common.triton_math import multiprocessors
 from kernels.top1_chunk import triton_attend
 from kernels.top1_chunk.triton_attend import COLUMNS
 from kernels.top1_chunk.triton_group import ITEM_COLUMNS
 from kernels.top1_chunk.triton_problem import LN2, Problem
-from kernels.triton_hopper import GROUP_M, shared_layout, tiles_of
-from kernels.triton_math import multiprocessors
 
 BLOCK_M = gl.constexpr(128)
 """Rows per tile."""

@@ -12,9 +12,9 @@ need no transpose of p and ds.
 import triton
 import triton.language as tl
 
+from kernels.common.triton_math import LOG2E, load_rows, product, store_rows
 from kernels.top1_chunk.triton_attend import COLUMNS, first_slot, head_rows
 from kernels.top1_chunk.triton_group import ITEM_COLUMNS
-from kernels.triton_math import LOG2E, load_rows, product, store_rows
 
 
 @triton.jit

@@ -11,9 +11,9 @@ memory order, where reading is cheap. A row occurs once in an order, so there ar
 import triton
 import triton.language as tl
 
+from kernels.common.triton_math import load_rows, store_rows
 from kernels.top1_chunk.triton_attend import COLUMNS, attend, first_slot, head_rows, join, own_rows
 from kernels.top1_chunk.triton_group import ITEM_COLUMNS
-from kernels.triton_math import load_rows, store_rows
 
 
 @triton.jit

@@ -10,8 +10,8 @@ destination of each run. There are no atomics and the order is stable, so sums i
 import triton
 import triton.language as tl
 
+from kernels.common.triton_math import MAX_INT32
 from kernels.top1_chunk.triton_attend import COLUMNS
-from kernels.triton_math import MAX_INT32
 
 ORDER_BLOCK = 1024
 ITEM_COLUMNS = tl.constexpr(6)

@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
+from kernels.common.triton_math import on_device, on_hopper
 from kernels.top1_chunk import triton_attend_hopper, triton_backward, triton_forward
 from kernels.top1_chunk.triton_launch_choice import choose
 from kernels.top1_chunk.triton_launch_order import cut, group
 from kernels.top1_chunk.triton_problem import LN2, Problem
-from kernels.triton_math import on_device, on_hopper
 
 
 def backward_segment(problem: Problem) -> int:

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
+from kernels.common.triton_math import next_power_of_two
 from kernels.top1_chunk import triton_select
 from kernels.top1_chunk.triton_launch_screening import screening_pays, select_screened
 from kernels.top1_chunk.triton_problem import LN2, Problem
-from kernels.triton_math import next_power_of_two
 
 
 def choose(problem: Problem, q: Tensor, k: Tensor, chosen: Tensor, score: str, scratch: Tensor) -> None:

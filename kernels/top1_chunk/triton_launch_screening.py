@@ -5,10 +5,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.common.triton_math import multiprocessors, on_hopper
 from kernels.top1_chunk import triton_recheck, triton_screen, triton_screen_hopper
 from kernels.top1_chunk.triton_launch_order import Order, cut
 from kernels.top1_chunk.triton_problem import Problem
-from kernels.triton_math import multiprocessors, on_hopper
 
 LEAST_CHUNKS = 256
 """Minimum complete chunks of the longest document for screening to be faster; see docs/benchmarks/kernels.md."""

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.common.triton_math import Tiles, next_power_of_two
 from kernels.top1_chunk.chunks import Layout
-from kernels.triton_math import Tiles, next_power_of_two
 
 LN2 = 0.6931471805599453
 

@@ -12,10 +12,10 @@ The selection does not, because a maximum is independent of the order.
 import triton
 import triton.language as tl
 
+from kernels.common.triton_math import MAX_INT32, load_rows, product
 from kernels.top1_chunk.triton_attend import COLUMNS, first_slot, head_rows, own_rows
 from kernels.top1_chunk.triton_group import ITEM_COLUMNS
 from kernels.top1_chunk.triton_screen import LARGEST, SMALLEST, chunk_number, upper_bound
-from kernels.triton_math import MAX_INT32, load_rows, product
 
 NONE_YET = tl.constexpr(-(2**63))
 

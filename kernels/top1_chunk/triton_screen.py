@@ -16,8 +16,8 @@ the rounding error of the products that finally decide (`PRODUCT_ERROR`).
 import triton
 import triton.language as tl
 
+from kernels.common.triton_math import load_rows, product_int8, store_rows
 from kernels.top1_chunk.triton_attend import COLUMNS, first_slot, head_rows, own_rows
-from kernels.triton_math import load_rows, product_int8, store_rows
 
 LEVELS = tl.constexpr(127)
 SMALLEST, LARGEST = tl.constexpr(1e-30), tl.constexpr(1e30)

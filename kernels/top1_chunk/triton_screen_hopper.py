@@ -19,9 +19,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from kernels.common.triton_hopper import GROUP_M, tiles_of
 from kernels.top1_chunk import triton_screen
 from kernels.top1_chunk.triton_attend import COLUMNS
-from kernels.triton_hopper import GROUP_M, tiles_of
 
 GROUPS = gl.constexpr(4)
 """Number of warp groups that process rows."""

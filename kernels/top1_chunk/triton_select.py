@@ -9,9 +9,9 @@ No [rows, chunks] array is written to memory. Rows and table columns are those o
 import triton
 import triton.language as tl
 
+from kernels.common.triton_lists import insert, insert_tile, store_list
+from kernels.common.triton_math import MAX_INT32, load_rows, product
 from kernels.top1_chunk.triton_attend import COLUMNS, first_slot, head_rows, own_rows
-from kernels.triton_lists import insert, insert_tile, store_list
-from kernels.triton_math import MAX_INT32, load_rows, product
 
 
 @triton.jit

@@ -5,7 +5,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from kernels.dispatch import (
+from kernels.common.dispatch import (
     check_attention,
     check_option,
     choose_triton_or_reference,
@@ -13,7 +13,7 @@ from kernels.dispatch import (
     resolve_scale,
     triton_attention_obstacle,
 )
-from kernels.documents import by_document, document_bounds
+from kernels.common.documents import by_document, document_bounds
 from kernels.top1_element.op import relative_choice, top1_element
 from kernels.top1_element.reference import top1_element_reference
 
@@ -73,7 +73,8 @@ def top1_element_attention(
         v: values [b, tk, hkv, dv], finite.
         estimator: gradient estimator, see above.
         scale: factor on q.k, not negative; None means d**-0.5. j* does not depend on it.
-        cu_seqlens: bounds of documents packed into one row (b = 1), int [documents + 1], see `kernels.documents`.
+        cu_seqlens: bounds of documents packed into one row (b = 1), int [documents + 1], see
+            `kernels.common.documents`.
             Attention stays within a document. On a GPU, `cu_seqlens` forces a device synchronisation; keep it on the
             CPU.
         query_offset: position of the first query in the row; keys are at 0 .. tk-1.

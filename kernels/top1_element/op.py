@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.documents import document_bounds, flat_tokens
+from kernels.common.documents import document_bounds, flat_tokens
 from kernels.top1_element.ranges import Shape, visible_ranges
 
 

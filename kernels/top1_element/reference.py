@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kernels.attention_math import causal_mask, mix_values, query_key_products, visible_softmax
+from kernels.common.attention_math import causal_mask, mix_values, query_key_products, visible_softmax
 
 
 def select_elements(products_bhts: Tensor, visible_ts: Tensor) -> Tensor:

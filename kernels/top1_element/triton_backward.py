@@ -12,8 +12,8 @@ of `triton_forward`. Each program owns its output, so there are no atomics and t
 import triton
 import triton.language as tl
 
+from kernels.common.triton_math import LOG2E, load_rows, product, store_rows
 from kernels.top1_element.triton_forward import query_block
-from kernels.triton_math import LOG2E, load_rows, product, store_rows
 
 
 @triton.jit

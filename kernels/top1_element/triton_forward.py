@@ -10,7 +10,7 @@ log2. No [queries, keys] array is written to memory.
 import triton
 import triton.language as tl
 
-from kernels.triton_math import MAX_INT32, load_rows, product, store_rows
+from kernels.common.triton_math import MAX_INT32, load_rows, product, store_rows
 
 
 @triton.jit

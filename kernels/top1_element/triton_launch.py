@@ -6,9 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.common.triton_math import Tiles, next_power_of_two, on_device
 from kernels.top1_element import triton_backward, triton_forward
 from kernels.top1_element.ranges import Ranges, Shape
-from kernels.triton_math import Tiles, next_power_of_two, on_device
 
 TILES = {
     ("choose", "narrow"): Tiles(128, 64, 8, 3),

@@ -12,7 +12,7 @@ from typing import Any
 from megatron_ext.analysis.runs import Run
 from megatron_ext.config.effects import flat, makes_a_recipe
 from megatron_ext.config.pattern import parse_pattern
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 BASELINE = "attention"
 

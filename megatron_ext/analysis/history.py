@@ -13,9 +13,9 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 
 from megatron_ext.analysis.cells import NOTHING, Cell, count, text
 from megatron_ext.analysis.runs import Run
-from megatron_ext.errors import UserError
-from megatron_ext.events import launches, read_events
-from megatron_ext.files import read_regular
+from megatron_ext.run_folder.launch_events import launches, read_events
+from megatron_ext.utils.atomic_files import read_regular
+from megatron_ext.utils.errors import UserError
 
 SKIPPED = "skipped_shards.jsonl"
 """File of a run that skipped a part of its data, with a line for each change of the skipped shards."""

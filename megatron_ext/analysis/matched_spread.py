@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_ext.analysis.runs import FloatArray, IntArray, Run, Split
-from megatron_ext.ratio import FEWEST_DOCUMENTS, Spread, none_like, spread_of_ratio
+from megatron_ext.utils.ratio_interval import FEWEST_DOCUMENTS, Spread, none_like, spread_of_ratio
 
 SHORTEST_NOISE_WINDOW = 6
 """Minimum number of steps for an estimate of batch noise, twice the number that a parabola fits exactly."""

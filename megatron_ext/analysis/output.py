@@ -6,9 +6,9 @@ import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from megatron_ext.files import read_regular, write_whole
-from megatron_ext.json_text import parse_json
-from megatron_ext.paths import path_within
+from megatron_ext.utils.atomic_files import read_regular, write_whole
+from megatron_ext.utils.json_text import parse_json
+from megatron_ext.utils.untrusted_paths import path_within
 
 
 def replace_files(

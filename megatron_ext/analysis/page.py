@@ -41,7 +41,7 @@ from megatron_ext.analysis.suites import (
     loss_table,
     retrieval_table,
 )
-from megatron_ext.ratio import FEW_DOCUMENTS
+from megatron_ext.utils.ratio_interval import FEW_DOCUMENTS
 
 SECTIONS = {
     "curves": "Loss over tokens",

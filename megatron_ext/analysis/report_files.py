@@ -21,8 +21,8 @@ from megatron_ext.analysis.scaling.run_points import by_mixer, points_of
 from megatron_ext.analysis.scaling.section import section
 from megatron_ext.analysis.selection import Selected, with_unevaluated
 from megatron_ext.analysis.suites import as_tables, heat_maps, read_suites, to_dict
-from megatron_ext.errors import UserError
-from megatron_ext.files import os_reason, write_whole
+from megatron_ext.utils.atomic_files import os_reason, write_whole
+from megatron_ext.utils.errors import UserError
 
 SCALING = "scaling"
 """Subfolder of the report for scaling laws."""

@@ -16,10 +16,11 @@ from pydantic_core import ErrorDetails
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from megatron_ext.config.yaml_text import TooLargeError, parse_yaml
-from megatron_ext.credentials import redacted_tree
-from megatron_ext.errors import UserError
-from megatron_ext.files import os_reason, read_regular
-from megatron_ext.printable import printable
+from megatron_ext.run_folder.layout import CONFIG, EVALUATION, METRICS, MODEL
+from megatron_ext.utils.atomic_files import os_reason, read_regular
+from megatron_ext.utils.credentials import redacted_tree
+from megatron_ext.utils.errors import UserError
+from megatron_ext.utils.printable import printable
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
@@ -29,7 +30,6 @@ Record = TypeVar("Record")
 SPLITS: dict[Split, str] = {"test": "out of domain", "validation": "in domain", "test_in_domain": "in domain test"}
 """Names of the splits in reports, in the order of display."""
 
-CONFIG = "config.yaml"
 
 LOSS_TOLERANCE = 1e-3
 """Allowed relative difference between a domain's loss and the mean over its documents. It covers only the order of
@@ -208,7 +208,7 @@ def read_runs(paths: Sequence[Path], *, evaluated: bool = True) -> list[Run]:
     for run in runs:
         check_same_data(run, first)
     if evaluated and not runs[0].split("test"):
-        where = str(runs[0].path / "evaluation.jsonl")
+        where = str(runs[0].path / EVALUATION)
         raise UserError(where, "has no out-of-domain (split test) evaluation", "train with data.test_domains")
     return runs
 
@@ -243,9 +243,9 @@ def read_run(path: Path, *, evaluated: bool = True) -> Run:
         UserError: a file is missing or damaged, a line is invalid, or there is no step or no required evaluation.
     """
     config = _read_config(path)
-    metrics = _read_metrics(path / "metrics.jsonl")
+    metrics = _read_metrics(path / METRICS)
     steps = np.array([record.step for record in metrics], dtype=np.int64)
-    evaluations = _read_evaluations(path / "evaluation.jsonl", steps, needed=evaluated)
+    evaluations = _read_evaluations(path / EVALUATION, steps, needed=evaluated)
     rates = [record.tokens_per_second for record in metrics]
     shares = [record.mfu for record in metrics if record.mfu is not None]
     peaks = [record.peak_memory for record in metrics if record.peak_memory is not None]
@@ -260,7 +260,7 @@ def read_run(path: Path, *, evaluated: bool = True) -> Run:
         tokens_per_second=np.array(rates, dtype=np.float64),  # None becomes NaN
         evaluation_steps=evaluations.steps,
         domains=evaluations.domains,
-        size=_read_size(path / "model.json"),
+        size=_read_size(path / MODEL),
         peak_memory=max(peaks, default=None),
         mfu=float(np.median(shares)) if shares else None,
         other_text_until=evaluations.other_text_until,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_ext.analysis.architecture import Architecture, group_runs
 from megatron_ext.analysis.runs import Run, check_same_data, read_run, read_runs, run_folders
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 NOT_EVALUATED = "has no out-of-domain evaluation: its training loss alone is shown"
 

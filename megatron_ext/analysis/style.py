@@ -22,7 +22,7 @@ from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from megatron_ext.analysis.architecture import Architecture, mixer_label
-from megatron_ext.reports import csv_row
+from megatron_ext.utils.markdown import csv_row
 
 DPI = 150
 

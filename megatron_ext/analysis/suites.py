@@ -16,9 +16,10 @@ from megatron_ext.analysis.architecture import Architecture
 from megatron_ext.analysis.cells import NOTHING, Cell, Table, count, number, text
 from megatron_ext.analysis.runs import SPLITS, Split, column_name
 from megatron_ext.analysis.style import as_csv
-from megatron_ext.errors import UserError
-from megatron_ext.files import os_reason, read_regular
-from megatron_ext.ratio import FEW_DOCUMENTS
+from megatron_ext.run_folder.layout import EVALUATIONS, step_of
+from megatron_ext.utils.atomic_files import os_reason, read_regular
+from megatron_ext.utils.errors import UserError
+from megatron_ext.utils.ratio_interval import FEW_DOCUMENTS
 
 _AGAIN = "run `selectron evaluate` again"
 _LARGEST_PICTURE = 1 << 26
@@ -188,9 +189,9 @@ def _picture(path: Path | None) -> bytes | None:
 
 def _newest(folder: Path, name: str) -> Path | None:
     """Find the file of the last step in `evaluation/step_*`, where `selectron evaluate` and training write it."""
-    files = {path.parent.name.removeprefix("step_"): path for path in folder.glob(f"evaluation/step_*/{name}")}
-    steps = [int(step) for step in files if step.isdecimal()]
-    return files[str(max(steps))] if steps else None
+    paths = folder.glob(f"{EVALUATIONS}/*/{name}")
+    files = {step: path for path in paths if (step := step_of(path.parent.name)) is not None}
+    return files[max(files)] if files else None
 
 
 def _parsed(path: Path | None, kind: type[File]) -> File | None:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     from megatron_ext.config.schema import RunConfig
-    from megatron_ext.platform import Platform
+    from megatron_ext.platform.device import Platform
 
 VOCABULARY = 50304
 
@@ -45,7 +45,7 @@ def config_of_run(args: argparse.Namespace, more: Sequence[str] = ()) -> RunConf
     """
     from megatron_ext.config.load import load_config
     from megatron_ext.config.rules import check
-    from megatron_ext.mixers.registry import load_all
+    from megatron_ext.mixers.core.registry import load_all
 
     config = load_config(args.config, [*args.overrides, *more], load_all())
     check(config, world_size(), load_all())
@@ -73,7 +73,7 @@ def process_groups(config: RunConfig, platform: Platform) -> Iterator[ProcessGro
     import torch.distributed as dist
 
     from megatron_ext.parallel.groups import groups_of_one_process, make_process_groups
-    from megatron_ext.platform import start_process_group
+    from megatron_ext.platform.device import start_process_group
 
     if "RANK" not in os.environ:
         with groups_of_one_process(platform.communication) as groups:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from kernels.bench.arguments import save_into
 from kernels.bench.report import machine_line
 from megatron_ext.bench.processes import is_first
-from megatron_ext.reports import write_both
+from megatron_ext.utils.markdown import write_both
 
 
 @dataclass(frozen=True, kw_only=True)

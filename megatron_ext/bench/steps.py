@@ -10,15 +10,16 @@ import numpy as np
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_ext.bench.plain_megatron import build_plain
-from megatron_ext.bench.step_parts import part
-from megatron_ext.bench.step_trace import DATA
+from megatron_ext.bench.train.plain_megatron import build_plain
+from megatron_ext.bench.train.profiler_ranges import part
+from megatron_ext.bench.train.step_trace import DATA
 from megatron_ext.config.layout import layout_of
 from megatron_ext.config.schema import RunConfig
+from megatron_ext.data.datasets import packing_of, step_batches
 from megatron_ext.data.samples import TrainingSamples
-from megatron_ext.platform import Platform
-from megatron_ext.training.build import build_trainer, model_shape
-from megatron_ext.training.datasets import packing_of, step_batches
+from megatron_ext.model.shape import model_shape
+from megatron_ext.platform.device import Platform
+from megatron_ext.training.build import build_trainer
 from megatron_ext.training.trainer import StepResult, Trainer
 
 

@@ -9,7 +9,7 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 _STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EACCES, errno.EFBIG}
 _TORCH_STORAGE_ERRORS = ("iostream error", "file write failed", "inline_container")

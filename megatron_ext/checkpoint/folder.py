@@ -7,7 +7,6 @@ written. `latest` is updated after that. An interruption at any point leaves ear
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -16,10 +15,11 @@ from typing import Any
 
 from megatron_ext.checkpoint.contents import Content, content_of
 from megatron_ext.checkpoint.disk import NotAsWritten
-from megatron_ext.errors import UserError
-from megatron_ext.files import LARGEST_POINTER, os_reason, read_regular, write_whole
-from megatron_ext.json_text import parse_json
-from megatron_ext.paths import relative_name
+from megatron_ext.run_folder.layout import step_name, step_of
+from megatron_ext.utils.atomic_files import LARGEST_POINTER, os_reason, read_regular, write_whole
+from megatron_ext.utils.errors import UserError
+from megatron_ext.utils.json_text import parse_json
+from megatron_ext.utils.untrusted_paths import relative_name
 
 RECORD = "checkpoint.json"
 LATEST = "latest"
@@ -27,7 +27,6 @@ LATEST = "latest"
 _MOST = 1 << 62
 """Upper bound of any number of steps, samples or tokens. Fits into int64."""
 
-_STEP = re.compile(r"step_[0-9]{1,18}")
 
 TO_TRAIN = "name another step with --from-step"
 """Advice to users of `selectron train` if a checkpoint is unusable."""
@@ -110,17 +109,17 @@ class CheckpointFolder:
 
     def path(self, step: int) -> Path:
         """Return the path of a complete checkpoint."""
-        return self.root / f"step_{step}"
+        return self.root / step_name(step)
 
     def partial(self, step: int) -> Path:
         """Return the path of a checkpoint while it is being written."""
-        return self.root / f".step_{step}.partial"
+        return self.root / f".{step_name(step)}.partial"
 
     def steps(self) -> list[int]:
         """Return the steps of the complete checkpoints, ascending."""
         found = (path.parent.name for path in self.root.glob(f"step_*/{RECORD}"))
         # A user may keep other folders there, e.g. step_6.copy.
-        return sorted(int(name.removeprefix("step_")) for name in found if _STEP.fullmatch(name))
+        return sorted(step for name in found if (step := step_of(name)) is not None)
 
     def latest(self) -> int | None:
         """Return the step named by `latest`, or None if the file does not exist.
@@ -135,11 +134,12 @@ class CheckpointFolder:
             name = read_regular(pointer, LARGEST_POINTER).decode(errors="replace").strip()
         except OSError as error:
             raise UserError(str(pointer), f"cannot be read ({os_reason(error)})", "restore or remove it") from error
-        if _STEP.fullmatch(name) is None:
-            there = ", ".join(f"step_{step}" for step in self.steps())
+        step = step_of(name)
+        if step is None:
+            there = ", ".join(step_name(step) for step in self.steps())
             mend = f"write one of them into it: {there}" if there else "no checkpoint is there: remove the file"
             raise UserError(str(pointer), f"{name!r} names no checkpoint", mend)
-        return int(name.removeprefix("step_"))
+        return step
 
     def go_back(self, step: int) -> None:
         """Set `latest` to an earlier checkpoint, from which the run is trained again.
@@ -153,7 +153,7 @@ class CheckpointFolder:
         Raises:
             OSError: the file cannot be written.
         """
-        pointer, content = self.root / LATEST, f"step_{step}\n".encode()
+        pointer, content = self.root / LATEST, f"{step_name(step)}\n".encode()
         with suppress(OSError):  # an unreadable or larger file has other content
             if read_regular(pointer, len(content)) == content:
                 return
@@ -188,7 +188,7 @@ class CheckpointFolder:
         # Remove a damaged or partly deleted folder of this step. A complete one is never saved again.
         shutil.rmtree(self.path(step), ignore_errors=True)
         partial.rename(self.path(step))
-        write_whole(self.root / LATEST, f"step_{step}\n".encode())
+        write_whole(self.root / LATEST, f"{step_name(step)}\n".encode())
         for old in retention.dropped(self.steps(), step):
             self._drop(old)
 
@@ -202,7 +202,7 @@ class CheckpointFolder:
 
     def _drop(self, step: int) -> None:
         """Remove a checkpoint. It is renamed first, so that an interruption leaves none that looks complete."""
-        going = self.root / f".step_{step}.dropped"
+        going = self.root / f".{step_name(step)}.dropped"
         self.path(step).rename(going)
         shutil.rmtree(going)
 

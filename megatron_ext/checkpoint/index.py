@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_ext.checkpoint.metadata_index import FILE_NAME
-from megatron_ext.files import write_whole
+from megatron_ext.utils.atomic_files import write_whole
 
 
 class _Writer(FileSystemWriter):

@@ -14,8 +14,8 @@ from typing import Any
 
 from megatron_ext.checkpoint.extent import RefusedPickle
 from megatron_ext.checkpoint.restricted_pickle import Name, Names, load, ordered, unread
-from megatron_ext.errors import UserError
-from megatron_ext.files import os_reason, read_regular
+from megatron_ext.utils.atomic_files import os_reason, read_regular
+from megatron_ext.utils.errors import UserError
 
 FILE_NAME = ".metadata"
 """Name of the file in torch."""

@@ -40,9 +40,9 @@ from megatron_ext.checkpoint.metadata_file import read_metadata
 from megatron_ext.checkpoint.metadata_index import FILE_NAME, MEND
 from megatron_ext.checkpoint.restricted_pickle import Names
 from megatron_ext.checkpoint.torch_file import NAMES, load_file, load_part
-from megatron_ext.errors import UserError
-from megatron_ext.files import open_regular, os_reason
 from megatron_ext.parallel.agreement import on_every_rank
+from megatron_ext.utils.atomic_files import open_regular, os_reason
+from megatron_ext.utils.errors import UserError
 
 
 class RestrictedReader(FileSystemReader):

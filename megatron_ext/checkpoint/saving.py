@@ -38,8 +38,8 @@ from megatron_ext.checkpoint.index import Index, encoded
 from megatron_ext.checkpoint.metadata_index import FILE_NAME as INDEX
 from megatron_ext.checkpoint.plan import Plan
 from megatron_ext.checkpoint.staging import OnHost
-from megatron_ext.files import force_to_disk
 from megatron_ext.parallel.agreement import from_first_rank, gather_on_first
+from megatron_ext.utils.atomic_files import force_to_disk
 
 FORMAT = CheckpointingConfig("torch_dist", 1)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from megatron_ext.platform import Platform
+from megatron_ext.platform.device import Platform
 
 OnHost = Callable[[], list[Tensor]]
 """Return the copies in host memory. It may block, so a background thread calls it."""

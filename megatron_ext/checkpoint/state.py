@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_ext.optim.base import RunOptimizer
 from megatron_ext.optim.state import Stretch, placed_state
-from megatron_ext.platform import Platform
+from megatron_ext.platform.device import Platform
 
 
 def unwrap(chunk: Any) -> Any:

@@ -29,10 +29,10 @@ from megatron_ext.checkpoint.state import (
     restore_model,
     run_state,
 )
-from megatron_ext.errors import UserError
 from megatron_ext.optim.base import RunOptimizer
 from megatron_ext.parallel.agreement import from_first_rank, on_every_rank
-from megatron_ext.platform import Platform
+from megatron_ext.platform.device import Platform
+from megatron_ext.utils.errors import UserError
 
 
 class CheckpointStore:

@@ -24,7 +24,7 @@ from torch import Tensor
 from megatron_ext.checkpoint.extent import RefusedPickle
 from megatron_ext.checkpoint.metadata_file import TYPES, size_of
 from megatron_ext.checkpoint.restricted_pickle import Name, Names, load, ordered, unread
-from megatron_ext.files import open_regular
+from megatron_ext.utils.atomic_files import open_regular
 
 _PICKLE = "data.pkl"
 _LOCAL_HEADER = 30

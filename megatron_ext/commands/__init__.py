@@ -1,1 +1,1 @@
-"""Small sub-commands of `selectron`, one per file."""
+"""Sub-commands of `selectron`, one file each."""

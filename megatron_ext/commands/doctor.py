@@ -20,7 +20,7 @@ def run() -> int:
         except metadata.PackageNotFoundError:
             print(f"{name:<24}not installed")
     sys.stdout.flush()  # the imports of torch and Megatron take seconds
-    from megatron_ext.platform import choose_backend, select_platform
+    from megatron_ext.platform.device import choose_backend, select_platform
 
     platform = select_platform()
     print(f"{'device':<24}{platform.device} ({platform.communication})")
@@ -29,7 +29,7 @@ def run() -> int:
     print(f"{'import kernels':<24}{complaint or 'ours'}")
     if complaint:  # the rest needs our `kernels`
         return 0
-    from megatron_ext.diagnosis import implementations
+    from megatron_ext.commands.op_choices import implementations
 
     print("\nWhat each mixer uses here, in bf16 and with its default settings:")
     for name, choices in implementations(platform):
@@ -45,6 +45,6 @@ def _kernels_complaint() -> str | None:
     """
     import runpy
 
-    path = Path(__file__).resolve().parents[2] / "kernels" / "ownership.py"
+    path = Path(__file__).resolve().parents[2] / "kernels" / "name_conflict.py"
     complaint: str | None = runpy.run_path(str(path))["complaint"]()
     return complaint

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import metadata
 
-from megatron_ext.source import commit
+from megatron_ext.utils.git_info import commit
 
 
 def run() -> int:

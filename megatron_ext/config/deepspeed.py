@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.config.schema import OptimizerConfig, TrainingConfig
-from megatron_ext.errors import UserError
-from megatron_ext.files import LARGEST_VOCABULARY, os_reason, read_regular
-from megatron_ext.json_text import parse_json
+from megatron_ext.utils.atomic_files import LARGEST_VOCABULARY, os_reason, read_regular
+from megatron_ext.utils.errors import UserError
+from megatron_ext.utils.json_text import parse_json
 
 _AT_STAGE_3_ALONE = {"offload_optimizer": ("nvme",), "offload_param": ("cpu", "nvme")}
 """Offload devices that DeepSpeed only supports at stage 3. At lower stages it would not move the state."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_ext.config.schema import ModelConfig, RunConfig
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 FFN_MULTIPLE = 64
 

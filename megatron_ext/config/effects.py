@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 from megatron_ext.config.pattern import parse_pattern
 from megatron_ext.config.schema import OF_SUITES, RunConfig
 from megatron_ext.config.validate import sections
-from megatron_ext.credentials import redacted_tree
+from megatron_ext.utils.credentials import redacted_tree
 
 
 class Effect(Enum):

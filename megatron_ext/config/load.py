@@ -18,7 +18,8 @@ from megatron_ext.config.suggest import suggest, unknown_mixer
 from megatron_ext.config.traits import Mixers
 from megatron_ext.config.validate import field_names, sections, show, validate
 from megatron_ext.config.yaml_text import TooLargeError, parse_yaml, read_yaml
-from megatron_ext.errors import UserError
+from megatron_ext.run_folder.layout import CONFIG
+from megatron_ext.utils.errors import UserError
 
 Tree = dict[str, Any]
 
@@ -97,7 +98,7 @@ def read_tree(path: Path, what: str = "configuration", first: str = "a section l
     except FileNotFoundError:
         raise UserError(str(path), "no such file", f"give the path of a {what}, see examples/") from None
     except IsADirectoryError:
-        if (Path(path) / "config.yaml").exists():
+        if (Path(path) / CONFIG).exists():
             raise UserError(str(path), "is the folder of a run", f"give its {path}/config.yaml") from None
         raise UserError(str(path), "is a folder", f"give the path of a {what}, see examples/") from None
     except (OSError, UnicodeDecodeError, TooLargeError) as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import NoReturn
 
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 MAX_LAYERS = 10_000
 """Limit above any real model. It stops a typo like `attention*1200000000` from exhausting memory."""

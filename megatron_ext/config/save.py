@@ -12,9 +12,9 @@ from ruamel.yaml import YAML
 from ruamel.yaml.representer import SafeRepresenter
 
 from megatron_ext.config.schema import RunConfig
-from megatron_ext.credentials import redacted, redacted_tree
-from megatron_ext.errors import UserError
-from megatron_ext.files import os_reason, write_whole
+from megatron_ext.utils.atomic_files import os_reason, write_whole
+from megatron_ext.utils.credentials import redacted, redacted_tree
+from megatron_ext.utils.errors import UserError
 
 
 class _Representer(SafeRepresenter):

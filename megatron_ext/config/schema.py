@@ -362,4 +362,4 @@ class RunConfig:
 
 
 OF_SUITES = ("retrieval", "fewshot")
-"""Sections whose fields the schema does not define. The suites read them (see `training.suites`)."""
+"""Sections whose fields the schema does not define. The suites read them (see `evaluation.registry`)."""

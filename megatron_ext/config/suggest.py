@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 
 def suggest(name: str, known: Iterable[str]) -> str:

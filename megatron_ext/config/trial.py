@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_ext.config.schema import OptimizerConfig, RunConfig
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 FOLDER = "trials"
 """Folder of trials inside the folder of runs. Reports only search one level deep and do not find them."""

@@ -14,8 +14,8 @@ from pydantic_core import ErrorDetails
 
 from megatron_ext.config.pattern import on_one_line
 from megatron_ext.config.suggest import suggest
-from megatron_ext.errors import UserError
-from megatron_ext.paths import check_text
+from megatron_ext.utils.errors import UserError
+from megatron_ext.utils.untrusted_paths import check_text
 
 T = TypeVar("T")
 

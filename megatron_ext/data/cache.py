@@ -15,11 +15,11 @@ from urllib.parse import quote
 import fsspec
 
 from data_prep.manifest import MANIFEST_NAME, ShardEntry, parse_manifest
-from megatron_ext.credentials import is_redacted, redacted, without_secrets_of
 from megatron_ext.data.failed import DamagedShard
-from megatron_ext.errors import UserError
-from megatron_ext.files import force_to_disk, open_to_write, os_reason, write_whole
-from megatron_ext.paths import path_within
+from megatron_ext.utils.atomic_files import force_to_disk, open_to_write, os_reason, write_whole
+from megatron_ext.utils.credentials import is_redacted, redacted, without_secrets_of
+from megatron_ext.utils.errors import UserError
+from megatron_ext.utils.untrusted_paths import path_within
 
 BLOCK = 4 << 20
 

@@ -14,8 +14,8 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 from data_prep.manifest import Manifest
-from megatron_ext.errors import UserError
-from megatron_ext.files import force_to_disk
+from megatron_ext.utils.atomic_files import force_to_disk
+from megatron_ext.utils.errors import UserError
 
 NOTES = "failed_shards"
 """Folder with one file per shard. The file name is the record, so ranks of several machines may write at once."""

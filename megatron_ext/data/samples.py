@@ -11,7 +11,7 @@ import numpy.typing as npt
 from megatron_ext.data.blend import Blend
 from megatron_ext.data.shards import TokenStore
 from megatron_ext.data.windows import Windows, derived_seed
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 PADDING_DOCUMENT = -1
 """Document number of labels that are padding."""

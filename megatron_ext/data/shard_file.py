@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from data_prep.manifest import ShardEntry
 from megatron_ext.data.failed import DamagedShard
-from megatron_ext.files import os_reason
+from megatron_ext.utils.atomic_files import os_reason
 
 STRIDE = 64
 """Documents between two entries of `Landmarks`. The index rows between two entries take one kilobyte."""

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from data_prep.manifest import ShardEntry
 from megatron_ext.data.verify import check_here
-from megatron_ext.files import read_regular, write_whole
-from megatron_ext.json_text import parse_json
+from megatron_ext.utils.atomic_files import read_regular, write_whole
+from megatron_ext.utils.json_text import parse_json
 
 NAME = "verified_shards.json"
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from data_prep.manifest import Manifest, ShardEntry, VerifyMode, verify_shard, verify_tokenizer
 from megatron_ext.data.cache import Unreachable
-from megatron_ext.errors import UserError
-from megatron_ext.files import os_reason
+from megatron_ext.utils.atomic_files import os_reason
+from megatron_ext.utils.errors import UserError
 
 THREADS = min(8, 4 * len(os.sched_getaffinity(0)))
 """Files hashed concurrently. With four threads per core, some hash while others wait for the disk."""

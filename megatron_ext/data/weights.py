@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from data_prep.manifest import Manifest, match_domain
 from megatron_ext.data.blend import shares
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 _FIELD = "data.weights"
 

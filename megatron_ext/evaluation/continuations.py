@@ -16,7 +16,7 @@ from megatron_ext.evaluation.next_tokens import OutputLayer, without_output_laye
 from megatron_ext.evaluation.stages import Stages
 from megatron_ext.evaluation.text_model import Draw
 from megatron_ext.evaluation.vocabulary import Vocabulary
-from megatron_ext.mixers.memory import Memory
+from megatron_ext.mixers.core.decode_cache import Memory
 
 PIECE = 8192
 """Maximum tokens of a prefill forward pass, over all prompts of a batch. Without the limit, a layer's activations of a

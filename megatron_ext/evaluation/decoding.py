@@ -10,7 +10,7 @@ import torch
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from megatron_ext.mixers.memory import LooksBack, Memory
+from megatron_ext.mixers.core.decode_cache import LooksBack, Memory
 
 _SEQUENCE_PARALLEL = ("sequence_parallel", "scatter_to_sequence_parallel", "reduce_scatter_embeddings")
 """Attributes of Megatron's configuration, linear layers and embeddings that enable sequence parallelism."""

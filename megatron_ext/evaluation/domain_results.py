@@ -14,8 +14,8 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 
 from data_prep.manifest import Manifest
 from megatron_ext.config.schema import STRICT
-from megatron_ext.ratio import FEW_DOCUMENTS, FEWEST_DOCUMENTS, ratio_interval
-from megatron_ext.reports import table, write_both
+from megatron_ext.utils.markdown import table, write_both
+from megatron_ext.utils.ratio_interval import FEW_DOCUMENTS, FEWEST_DOCUMENTS, ratio_interval
 
 STEM = "domains"
 """Stem of the names of the output files."""

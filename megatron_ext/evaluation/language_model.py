@@ -12,7 +12,7 @@ from megatron_ext.evaluation.continuations import Continuations, IsDone
 from megatron_ext.evaluation.next_tokens import NOTHING, NextTokens, Text
 from megatron_ext.evaluation.text_model import Draw, Foretelling, Request, Score
 from megatron_ext.parallel.agreement import gather_values
-from megatron_ext.platform import Platform
+from megatron_ext.platform.device import Platform
 
 
 class Coder(Protocol):

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from megatron_ext.data.batches import micro_batch_indices
 from megatron_ext.evaluation.vocabulary import Vocabulary
-from megatron_ext.parallel.schedule import evaluating, run_schedule
-from megatron_ext.platform import Platform
+from megatron_ext.model.pipeline_schedule import evaluating, run_schedule
+from megatron_ext.platform.device import Platform
 
 NOTHING = -1
 """Placeholder for a target or text number that is not requested."""

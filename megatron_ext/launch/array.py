@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ext.errors import UserError
-from megatron_ext.events import LAUNCH
-from megatron_ext.files import read_regular, write_whole
-from megatron_ext.json_text import parse_json
 from megatron_ext.launch import slurm
 from megatron_ext.launch.job import NUMBER, SCRIPT, Job, next_folder, sbatch_options, unwritable
 from megatron_ext.launch.readings import UNREADABLE, problem_of
 from megatron_ext.launch.resources import Resources
-from megatron_ext.paths import path_within
+from megatron_ext.run_folder.launch_events import LAUNCH
+from megatron_ext.utils.atomic_files import read_regular, write_whole
+from megatron_ext.utils.errors import UserError
+from megatron_ext.utils.json_text import parse_json
+from megatron_ext.utils.untrusted_paths import path_within
 
 FOLDER = Path(LAUNCH) / "arrays"
 _ARRAY, _JOBS = "array.sbatch", "jobs.json"

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 from megatron_ext.config.schema import RunConfig, TrainingConfig
-from megatron_ext.errors import UserError
+from megatron_ext.run_folder.layout import CHECKPOINTS, step_name, step_of
+from megatron_ext.utils.errors import UserError
 
-_CHECKPOINT, _EXAMPLE = re.compile(r"step_(\d+)"), "checkpoints/step_400"
+_EXAMPLE = f"{CHECKPOINTS}/{step_name(400)}"
 
 
 def is_checkpoint(path: Path) -> bool:
     """Return True if a path is a folder with the name of a checkpoint."""
-    return _CHECKPOINT.fullmatch(path.name) is not None and path.is_dir()
+    return step_of(path.name) is not None and path.is_dir()
 
 
 def trunks_of(folder: Path, configs: Mapping[str, RunConfig]) -> dict[str, str]:
@@ -36,12 +36,12 @@ def trunks_of(folder: Path, configs: Mapping[str, RunConfig]) -> dict[str, str]:
         run = checkpoint.parent.parent
         if run.parent != folder.absolute() or run.name not in configs:
             continue
-        step = _CHECKPOINT.fullmatch(checkpoint.name)
+        step = step_of(checkpoint.name)
         if not checkpoint.exists():
             where = f"run {name}: run.branch_from"
             if step is None:
                 raise UserError(where, f"{checkpoint} is no checkpoint of a run", f"give one like {run}/{_EXAMPLE}")
-            _check_kept(where, run.name, configs[run.name].training, int(step[1]))
+            _check_kept(where, run.name, configs[run.name].training, step)
         trunks[name] = run.name
     try:
         in_order(configs, trunks)

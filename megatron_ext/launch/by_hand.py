@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ext.heartbeat import FOLDER as HEARTBEATS
+from megatron_ext.run_folder.heartbeat import FOLDER as HEARTBEATS
+from megatron_ext.run_folder.layout import METRICS
 from megatron_ext.run_folder.lock import FOLDER as LOCK
 from megatron_ext.run_folder.lock_file import Holder, LockState, lock_state
 
 BY_HAND = "by hand"
-METRICS = "metrics.jsonl"
 
 
 @dataclass(frozen=True)

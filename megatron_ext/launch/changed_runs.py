@@ -20,12 +20,13 @@ from data_prep.manifest import load_manifest, match_domain
 from megatron_ext.config.effects import Change, Effect, changes, flat
 from megatron_ext.config.load import read_tree
 from megatron_ext.config.schema import DataConfig, RunConfig
-from megatron_ext.errors import UserError
-from megatron_ext.events import LAUNCH, read_events
-from megatron_ext.files import is_url, read_regular, write_whole
-from megatron_ext.json_text import parse_json
 from megatron_ext.launch.job import Job, newest_job, next_folder
 from megatron_ext.launch.readings import UNREADABLE
+from megatron_ext.run_folder.launch_events import LAUNCH, read_events
+from megatron_ext.run_folder.layout import CHECKPOINTS, CONFIG, METRICS
+from megatron_ext.utils.atomic_files import is_url, read_regular, write_whole
+from megatron_ext.utils.errors import UserError
+from megatron_ext.utils.json_text import parse_json
 
 DATA = "data.json"
 """File in a job's folder with digests of the data at launch."""
@@ -34,7 +35,6 @@ REPLACED = Path(LAUNCH) / "replaced"
 """Folder in a sweep's folder with the earlier versions of restarted runs."""
 
 TRAINING_TEXT = "training text"
-CONFIG, METRICS, CHECKPOINTS = "config.yaml", "metrics.jsonl", "checkpoints"
 _ENDED = ("refused", "given up", "ended with", "stopped")
 _MOST_RUNS, _MOST_FIELDS, _MOST_CHARACTERS = 3, 4, 60
 

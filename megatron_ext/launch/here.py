@@ -12,7 +12,7 @@ from types import FrameType
 from typing import IO
 
 from megatron_ext.launch.job import Job, local_environment
-from megatron_ext.signals import handled
+from megatron_ext.utils.signals import handled
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _SECONDS_TO_SHOW = 5.0

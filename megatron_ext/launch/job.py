@@ -14,16 +14,17 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ext import source
 from megatron_ext.config.save import private_yaml, to_yaml
 from megatron_ext.config.schema import RunConfig
-from megatron_ext.errors import UserError
-from megatron_ext.events import EVENTS, LAUNCH, launches
-from megatron_ext.files import open_regular, os_reason, read_regular, write_private, write_whole
 from megatron_ext.launch import slurm
 from megatron_ext.launch.resources import Resources
-from megatron_ext.paths import check_text
+from megatron_ext.run_folder.launch_events import EVENTS, LAUNCH, launches
+from megatron_ext.run_folder.layout import CONFIG
 from megatron_ext.run_folder.lock import held, take
+from megatron_ext.utils import git_info
+from megatron_ext.utils.atomic_files import open_regular, os_reason, read_regular, write_private, write_whole
+from megatron_ext.utils.errors import UserError
+from megatron_ext.utils.untrusted_paths import check_text
 
 TEMPLATE = Path(__file__).with_name("train.sbatch")
 PACKAGES = ("megatron_ext", "kernels", "data_prep")
@@ -155,7 +156,7 @@ def copy_code(folder: Path) -> Path:
     """
     try:
         for package in PACKAGES:
-            shutil.copytree(source.ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(git_info.ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
     except OSError as error:
         raise unwritable(folder, error) from error
     return folder
@@ -181,14 +182,14 @@ def write_job(
     _container(resources, folder.parents[1])
     try:
         folder = next_folder(folder)
-        (folder / "config.yaml").write_text(to_yaml(config))
+        (folder / CONFIG).write_text(to_yaml(config))
         if private := private_yaml(config):
             write_private(folder / PRIVATE, private.encode())
         if code is None:
             copy_code(folder / CODE)
         else:
             (folder / CODE).symlink_to(os.path.relpath(code, folder))
-        (folder / "code.json").write_text(json.dumps({"commit": source.commit(), "python": python}, indent=1) + "\n")
+        (folder / "code.json").write_text(json.dumps({"commit": git_info.commit(), "python": python}, indent=1) + "\n")
         job = Job(folder)
         job.script.write_text(script(job, resources, python))
     except OSError as error:
@@ -248,7 +249,7 @@ def script(job: Job, resources: Resources, python: str) -> str:
     options = sbatch_options(resources, job.folder, "job-%j.log")
     srun, inside = _container(resources, job.run.parent)
     private = job.folder / PRIVATE
-    configurations = [str(job.folder / "config.yaml"), *([str(private)] if private.exists() else [])]
+    configurations = [str(job.folder / CONFIG), *([str(private)] if private.exists() else [])]
     settings = [
         *slurm.directives(options),
         f"python={shlex.quote(python)}",

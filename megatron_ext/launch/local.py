@@ -16,10 +16,10 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, TYPE_CHECKING
 
-from megatron_ext.errors import EXIT_STOPPED, EXIT_USER_ERROR
-from megatron_ext.launch.reporting import ERROR_FILE, print_user_error
-from megatron_ext.scratch import keep, scratch_folder
-from megatron_ext.signals import handled
+from megatron_ext.utils.error_reporting import ERROR_FILE, print_user_error
+from megatron_ext.utils.errors import EXIT_STOPPED, EXIT_USER_ERROR
+from megatron_ext.utils.signals import handled
+from megatron_ext.utils.temp_dirs import keep, scratch_folder
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from megatron_ext.errors import UserError
 from megatron_ext.launch import slurm
 from megatron_ext.launch.array import Array
 from megatron_ext.launch.job import SCRIPT, Job
 from megatron_ext.launch.slurm import JobState
+from megatron_ext.utils.errors import UserError
 
 
 def is_of_another(job: Job, state: JobState) -> bool:

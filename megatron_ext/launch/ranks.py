@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from megatron_ext.errors import UserError
-from megatron_ext.heartbeat import signs, troubles
 from megatron_ext.launch.status import ago
-from megatron_ext.printable import printable
-from megatron_ext.reports import table
+from megatron_ext.run_folder.heartbeat import signs, troubles
 from megatron_ext.run_folder.lock import FOLDER as LOCK
 from megatron_ext.run_folder.lock_file import lock_state
+from megatron_ext.utils.errors import UserError
+from megatron_ext.utils.markdown import table
+from megatron_ext.utils.printable import printable
 
 COLUMNS = ("rank", "host", "process", "step", "passes", "got further", "last sign")
 

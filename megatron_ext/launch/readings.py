@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from megatron_ext.errors import UserError
-from megatron_ext.files import os_reason
+from megatron_ext.utils.atomic_files import os_reason
+from megatron_ext.utils.errors import UserError
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
 
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 _LOG = "the job's log is RUN/launch/N/job-NUMBER.log, which `selectron logs` shows", "leave it out"
 _REQUEUE = "the job starts anew by itself", "use --requeues (0: it does not)"

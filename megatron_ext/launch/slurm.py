@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ext.errors import UserError
-from megatron_ext.paths import check_text
-from megatron_ext.scratch import scratch_folder
+from megatron_ext.utils.errors import UserError
+from megatron_ext.utils.temp_dirs import scratch_folder
+from megatron_ext.utils.untrusted_paths import check_text
 
 UNLIMITED = "infinite"
 

@@ -13,20 +13,20 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.config.load import read_tree
-from megatron_ext.errors import UserError
-from megatron_ext.events import LAUNCH, Event, read_events
-from megatron_ext.files import open_regular, read_regular
-from megatron_ext.json_text import parse_json
 from megatron_ext.launch.by_hand import BY_HAND, ManualStart, has_begun, manual_start
 from megatron_ext.launch.job import NUMBER, Job, is_claimed, jobs_of, newest_job
 from megatron_ext.launch.ownership import is_of_another
 from megatron_ext.launch.readings import Readings
 from megatron_ext.launch.slurm import JobState, job_state
-from megatron_ext.paths import path_within
-from megatron_ext.printable import printable
-from megatron_ext.reports import table
+from megatron_ext.run_folder.launch_events import LAUNCH, Event, read_events
+from megatron_ext.run_folder.layout import CONFIG, METRICS
+from megatron_ext.utils.atomic_files import open_regular, read_regular
+from megatron_ext.utils.errors import UserError
+from megatron_ext.utils.json_text import parse_json
+from megatron_ext.utils.markdown import table
+from megatron_ext.utils.printable import printable
+from megatron_ext.utils.untrusted_paths import path_within
 
-METRICS = "metrics.jsonl"
 SWEEP = "sweep.json"
 """File in a sweep's folder with the names of its runs."""
 COLUMNS = ("run", "job", "state", "starts", "step", "loss", "tokens/s", "last step", "last event")
@@ -147,7 +147,7 @@ def status_of(folder: Path) -> RunStatus:
         standing = DAMAGED
     if is_copy and standing == FAILED:  # the copied events end where the original continued
         standing = STOPPED
-    config = job.folder / "config.yaml"
+    config = job.folder / CONFIG
     return RunStatus(
         folder.name,
         str(folder),
@@ -169,7 +169,7 @@ def status_of(folder: Path) -> RunStatus:
 
 def _by_hand(folder: Path, hand: ManualStart, readings: Readings) -> RunStatus:
     """Return the status of a run whose newest start was by `selectron train`."""
-    last, config = last_metrics(folder, readings), folder / "config.yaml"
+    last, config = last_metrics(folder, readings), folder / CONFIG
     steps = readings.get(config, lambda: _steps(config), None) if config.exists() else None
     step = last["step"] if last else 0
     standing, state = STOPPED if hand.is_stopped else FAILED, hand.said

@@ -16,9 +16,6 @@ from pathlib import Path
 from types import FrameType
 
 from megatron_ext.config.schema import RunConfig
-from megatron_ext.errors import EXIT_STOPPED
-from megatron_ext.events import LAUNCH
-from megatron_ext.files import write_whole
 from megatron_ext.launch.array import find_lost, write_array
 from megatron_ext.launch.branches import in_order, trunks_of
 from megatron_ext.launch.changed_runs import (
@@ -44,7 +41,10 @@ from megatron_ext.launch.job import (
 from megatron_ext.launch.ownership import own_state
 from megatron_ext.launch.resources import Resources
 from megatron_ext.launch.status import SWEEP, events_of, is_finished
-from megatron_ext.signals import handled
+from megatron_ext.run_folder.launch_events import LAUNCH
+from megatron_ext.utils.atomic_files import write_whole
+from megatron_ext.utils.errors import EXIT_STOPPED
+from megatron_ext.utils.signals import handled
 
 _POLL_SECONDS = 0.2
 _CODE = Path(LAUNCH) / "code"

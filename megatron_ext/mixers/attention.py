@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from kernels.softmax_attention import alibi_slopes, softmax_attention
-from megatron_ext.mixers.base import Part
-from megatron_ext.mixers.key_value import KeyValueMixer, keys_in_window
-from megatron_ext.mixers.registry import register
-from megatron_ext.mixers.settings import AttentionConfig
+from megatron_ext.mixers.core.base import Part
+from megatron_ext.mixers.core.key_value import KeyValueMixer, keys_in_window
+from megatron_ext.mixers.core.registry import register
+from megatron_ext.mixers.core.settings import AttentionConfig
 from megatron_ext.parallel.parameters import generator_for
 
 

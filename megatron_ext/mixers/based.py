@@ -12,13 +12,13 @@ from typing import ClassVar
 from torch import Tensor
 
 from kernels.based import based, by_features, num_features
-from kernels.fusion import cut, fused
+from kernels.common.fusion import cut, fused
 from kernels.gated_linear_attention import gated_linear_attention
-from megatron_ext.mixers.base import Mixer, Part, StateShape, batch_first
-from megatron_ext.mixers.past import BEGINNING
-from megatron_ext.mixers.registry import register
-from megatron_ext.mixers.settings import BasedConfig
-from megatron_ext.mixers.stateful import walk
+from megatron_ext.mixers.core.base import Mixer, Part, StateShape, batch_first
+from megatron_ext.mixers.core.history import BEGINNING
+from megatron_ext.mixers.core.registry import register
+from megatron_ext.mixers.core.settings import BasedConfig
+from megatron_ext.mixers.core.stateful import walk
 
 
 @register("based")

@@ -9,15 +9,15 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.fusion import cut, fused
+from kernels.common.fusion import cut, fused
 from kernels.gated_delta_rule import gated_delta_rule
 from kernels.short_convolution import short_convolution
-from megatron_ext.mixers.base import Part, batch_first
-from megatron_ext.mixers.convolution import rows_before
-from megatron_ext.mixers.decay import inverse_softplus_step, log_uniform_decay_from_zero
-from megatron_ext.mixers.registry import register
-from megatron_ext.mixers.settings import DeltaNetConfig, GatedDeltaNetConfig
-from megatron_ext.mixers.stateful import StatefulMixer, walk
+from megatron_ext.mixers.core.base import Part, batch_first
+from megatron_ext.mixers.core.convolution import rows_before
+from megatron_ext.mixers.core.decay import inverse_softplus_step, log_uniform_decay_from_zero
+from megatron_ext.mixers.core.registry import register
+from megatron_ext.mixers.core.settings import DeltaNetConfig, GatedDeltaNetConfig
+from megatron_ext.mixers.core.stateful import StatefulMixer, walk
 from megatron_ext.parallel.parameters import uniform_within
 
 

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.fusion import cut, fused
+from kernels.common.fusion import cut, fused
 from kernels.gated_linear_attention import gated_linear_attention
-from megatron_ext.mixers.base import Part, batch_first
-from megatron_ext.mixers.registry import register
-from megatron_ext.mixers.settings import GLAConfig
-from megatron_ext.mixers.stateful import StatefulMixer, walk
+from megatron_ext.mixers.core.base import Part, batch_first
+from megatron_ext.mixers.core.registry import register
+from megatron_ext.mixers.core.settings import GLAConfig
+from megatron_ext.mixers.core.stateful import StatefulMixer, walk
 from megatron_ext.parallel.parameters import new_parameter, normal, zeros
 
 

@@ -11,15 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.fusion import cut, fused
-from kernels.linear import linear_to_fp32
+from kernels.common.fusion import cut, fused
+from kernels.common.linear import linear_to_fp32
 from kernels.selective_scan import selective_scan
 from kernels.short_convolution import short_convolution
-from megatron_ext.mixers.base import Mixer, Part, batch_first
-from megatron_ext.mixers.convolution import rows_before
-from megatron_ext.mixers.decay import inverse_softplus_step
-from megatron_ext.mixers.registry import register
-from megatron_ext.mixers.settings import MambaConfig
+from megatron_ext.mixers.core.base import Mixer, Part, batch_first
+from megatron_ext.mixers.core.convolution import rows_before
+from megatron_ext.mixers.core.decay import inverse_softplus_step
+from megatron_ext.mixers.core.registry import register
+from megatron_ext.mixers.core.settings import MambaConfig
 from megatron_ext.parallel.exchange import sum_over_ranks
 from megatron_ext.parallel.parameters import normal, ones, uniform_within
 

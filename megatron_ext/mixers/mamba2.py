@@ -7,15 +7,15 @@ from typing import Any, ClassVar
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.fusion import cut, fused
+from kernels.common.fusion import cut, fused
 from kernels.gated_linear_attention import gated_linear_attention
 from kernels.short_convolution import short_convolution
-from megatron_ext.mixers.base import Mixer, Part, StateShape, batch_first
-from megatron_ext.mixers.convolution import rows_before
-from megatron_ext.mixers.decay import inverse_softplus_step, log_uniform_decay
-from megatron_ext.mixers.registry import register
-from megatron_ext.mixers.settings import Mamba2Config
-from megatron_ext.mixers.stateful import walk
+from megatron_ext.mixers.core.base import Mixer, Part, StateShape, batch_first
+from megatron_ext.mixers.core.convolution import rows_before
+from megatron_ext.mixers.core.decay import inverse_softplus_step, log_uniform_decay
+from megatron_ext.mixers.core.registry import register
+from megatron_ext.mixers.core.settings import Mamba2Config
+from megatron_ext.mixers.core.stateful import walk
 from megatron_ext.parallel.parameters import ones, uniform_within
 
 

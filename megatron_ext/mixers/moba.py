@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from megatron_ext.mixers.registry import register
-from megatron_ext.mixers.settings import MoBAConfig, Top1ChunkConfig
+from megatron_ext.mixers.core.registry import register
+from megatron_ext.mixers.core.settings import MoBAConfig, Top1ChunkConfig
 from megatron_ext.mixers.top1_chunk import Top1Chunk
 
 

@@ -7,12 +7,12 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kernels.fusion import cut
+from kernels.common.fusion import cut
 from kernels.native_sparse_attention import native_sparse_attention
-from megatron_ext.mixers.base import Part, batch_first
-from megatron_ext.mixers.key_value import KeyValueMixer, keys_in_window
-from megatron_ext.mixers.registry import register
-from megatron_ext.mixers.settings import NUM_BRANCHES, NSAConfig
+from megatron_ext.mixers.core.base import Part, batch_first
+from megatron_ext.mixers.core.key_value import KeyValueMixer, keys_in_window
+from megatron_ext.mixers.core.registry import register
+from megatron_ext.mixers.core.settings import NUM_BRANCHES, NSAConfig
 
 
 @plain_dataclass(frozen=True, kw_only=True)

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from kernels.gated_linear_attention import gated_linear_attention
-from megatron_ext.mixers.base import Part
-from megatron_ext.mixers.registry import register
-from megatron_ext.mixers.rotary import rotated_heads, rotation
-from megatron_ext.mixers.settings import RetNetConfig
-from megatron_ext.mixers.stateful import StatefulMixer, walk
+from megatron_ext.mixers.core.base import Part
+from megatron_ext.mixers.core.registry import register
+from megatron_ext.mixers.core.rotary import rotated_heads, rotation
+from megatron_ext.mixers.core.settings import RetNetConfig
+from megatron_ext.mixers.core.stateful import StatefulMixer, walk
 
 
 @register("retnet")

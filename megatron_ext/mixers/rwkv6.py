@@ -9,14 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.fusion import fused
+from kernels.common.fusion import fused
 from kernels.rwkv6 import rwkv6
-from megatron_ext.mixers.base import Part, batch_first
-from megatron_ext.mixers.registry import register
-from megatron_ext.mixers.rwkv import RWKVMixer, along, normed_heads
-from megatron_ext.mixers.settings import RWKV6Config
-from megatron_ext.mixers.stateful import walk
-from megatron_ext.mixers.token_shift import mixtures, ramp, ramps
+from megatron_ext.mixers.core.base import Part, batch_first
+from megatron_ext.mixers.core.registry import register
+from megatron_ext.mixers.core.rwkv import RWKVMixer, along, normed_heads
+from megatron_ext.mixers.core.settings import RWKV6Config
+from megatron_ext.mixers.core.stateful import walk
+from megatron_ext.mixers.core.token_shift import mixtures, ramp, ramps
 from megatron_ext.parallel.parameters import Initializer, by_channel, uniform_within, zeros
 
 

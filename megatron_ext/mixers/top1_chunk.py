@@ -7,12 +7,12 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from kernels.top1_chunk import top1_chunk_attention
-from megatron_ext.errors import UserError
-from megatron_ext.mixers.base import Part, batch_first
-from megatron_ext.mixers.chosen_chunks import choose_over_ranks, fetch_chosen
-from megatron_ext.mixers.key_value import KeyValueMixer
-from megatron_ext.mixers.registry import register
-from megatron_ext.mixers.settings import Top1ChunkConfig
+from megatron_ext.mixers.core.base import Part, batch_first
+from megatron_ext.mixers.core.chunk_fetch import choose_over_ranks, fetch_chosen
+from megatron_ext.mixers.core.key_value import KeyValueMixer
+from megatron_ext.mixers.core.registry import register
+from megatron_ext.mixers.core.settings import Top1ChunkConfig
+from megatron_ext.utils.errors import UserError
 
 
 @register("top1_chunk")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from kernels.top1_element import top1_element_attention
-from megatron_ext.mixers.base import Part
-from megatron_ext.mixers.key_value import KeyValueMixer
-from megatron_ext.mixers.registry import register
-from megatron_ext.mixers.settings import Top1ElementConfig
+from megatron_ext.mixers.core.base import Part
+from megatron_ext.mixers.core.key_value import KeyValueMixer
+from megatron_ext.mixers.core.registry import register
+from megatron_ext.mixers.core.settings import Top1ElementConfig
 
 
 @register("top1_element")

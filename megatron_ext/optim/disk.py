@@ -11,8 +11,8 @@ import torch
 from deepspeed.ops.op_builder import AsyncIOBuilder
 from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadParamConfig
 
-from megatron_ext.errors import UserError
-from megatron_ext.files import os_reason
+from megatron_ext.utils.atomic_files import os_reason
+from megatron_ext.utils.errors import UserError
 
 
 def check_disk(sections: Mapping[str, Mapping[str, Any]], chunk: torch.nn.Module, data_parallel_size: int) -> None:

@@ -33,7 +33,7 @@ from megatron_ext.optim.base import RunOptimizer
 from megatron_ext.optim.fp32_values import Master
 from megatron_ext.optim.schedule import make_schedule
 from megatron_ext.optim.state import MOMENTS, Stretch, make_moments
-from megatron_ext.platform import DTYPES, Platform
+from megatron_ext.platform.device import DTYPES, Platform
 
 
 class MegatronRunOptimizer(RunOptimizer):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megatron_ext.config.schema import OptimizerConfig
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 
 def adamw_groups(chunks: Sequence[torch.nn.Module]) -> list[dict[str, Any]]:

@@ -30,7 +30,7 @@ from megatron_ext.optim.fp32_values import Master
 from megatron_ext.optim.parameter_groups import adamw
 from megatron_ext.optim.schedule import make_schedule
 from megatron_ext.optim.state import MOMENTS, Stretch, make_moments
-from megatron_ext.platform import Platform
+from megatron_ext.platform.device import Platform
 
 
 class Zero1RunOptimizer(RunOptimizer):

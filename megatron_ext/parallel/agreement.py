@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 
 def on_every_rank(check: Callable[[], object]) -> None:

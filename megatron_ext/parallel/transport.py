@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_ext.config.schema import TransportName
-from megatron_ext.errors import UserError
 from megatron_ext.parallel.agreement import gather_values
+from megatron_ext.utils.errors import UserError
 
 
 class Sent(NamedTuple):

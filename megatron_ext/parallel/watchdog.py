@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
-from megatron_ext.heartbeat import Heartbeat
+from megatron_ext.run_folder.heartbeat import Heartbeat
 
 STANDARD_ERROR = 2
 """File descriptor of standard error, used instead of `sys.stderr`, which may be replaced or closed."""

@@ -18,24 +18,23 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 from torch.nn import functional
 
-from kernels.one_kernel import as_one_kernel, one_kernel
-from kernels.unlaunched import unlaunched
+from kernels.meta.fused_call import as_one_kernel, one_kernel
+from kernels.meta.unlaunched import unlaunched
 from megatron_ext.config.layout import layout_of
 from megatron_ext.config.schema import RunConfig
 from megatron_ext.data.batches import Batch
-from megatron_ext.evaluation.token_losses import TokenLosses
-from megatron_ext.meta_device import on_meta
-from megatron_ext.mixers.base import Mixer, Rounds
-from megatron_ext.model import ModelShape, build_model, check_tiles
-from megatron_ext.model_parts import members, within
-from megatron_ext.output_layer import LanguageModel
-from megatron_ext.parts import BACKWARD, FORWARD, LOSS
+from megatron_ext.mixers.core.base import Mixer, Rounds
+from megatron_ext.model.build import build_model, check_tiles
+from megatron_ext.model.forward_backward import TokenLosses, summed_loss
+from megatron_ext.model.meta_device import on_meta
+from megatron_ext.model.module_parts import members, within
+from megatron_ext.model.output_layer import LanguageModel
+from megatron_ext.model.shape import ModelShape, model_shape
+from megatron_ext.model.step_parts import BACKWARD, FORWARD, LOSS
 from megatron_ext.planning.ledger import Ledger, Purpose, Watched
 from megatron_ext.planning.rates import part_of_mixer
 from megatron_ext.planning.te_linears import as_transformer_engines, linears, weights_of_linears
 from megatron_ext.planning.virtual_gpu import VirtualGpu, groups_of_rank, on_stand_ins, virtual_gpu
-from megatron_ext.training.build import model_shape
-from megatron_ext.training.trainer import summed_loss
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,9 +10,9 @@ from pydantic.dataclasses import dataclass
 
 from megatron_ext.config.load import read_fields
 from megatron_ext.config.schema import STRICT
+from megatron_ext.config.sweep_file import PLAN
 from megatron_ext.config.validate import validate
-from megatron_ext.errors import UserError
-from megatron_ext.launch.sweep_file import PLAN
+from megatron_ext.utils.errors import UserError
 
 Share = Annotated[float, Field(gt=0.0, lt=1.0)]
 

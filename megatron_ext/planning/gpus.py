@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_ext.config.schema import TransportName
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 GB, GIB = 1e9, 2**30
 

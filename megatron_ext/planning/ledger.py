@@ -15,8 +15,8 @@ from torch.distributed._tools.fake_collectives import CollectiveOp, collective_o
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from kernels.one_kernel import within_one_kernel
-from megatron_ext.parts import COMMUNICATION
+from kernels.meta.fused_call import within_one_kernel
+from megatron_ext.model.step_parts import COMMUNICATION
 
 BLOCK = 512
 """Granularity in bytes of torch's caching allocator."""

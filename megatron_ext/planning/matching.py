@@ -7,8 +7,8 @@ from dataclasses import replace
 from math import lcm
 
 from megatron_ext.config.schema import RunConfig
-from megatron_ext.errors import UserError
-from megatron_ext.launch.sweep_file import WIDTH, MatchParameters
+from megatron_ext.config.sweep_file import WIDTH, MatchParameters
+from megatron_ext.utils.errors import UserError
 
 Parameters = Callable[[RunConfig], int]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron_ext.config.schema import OptimizerConfig, RunConfig
-from megatron_ext.parts import BACKWARD, FORWARD
+from megatron_ext.model.step_parts import BACKWARD, FORWARD
 from megatron_ext.planning.gpus import GIB, Gpu
 
 if TYPE_CHECKING:

@@ -13,12 +13,12 @@ from megatron_ext.config.rules import check
 from megatron_ext.config.rules.nodes import check_nodes
 from megatron_ext.config.schema import RunConfig
 from megatron_ext.config.traits import Mixers
-from megatron_ext.errors import UserError
 from megatron_ext.planning.counts import process_pool
 from megatron_ext.planning.gpus import GPUS, Gpu
 from megatron_ext.planning.layouts import by_copy_engines, candidates
 from megatron_ext.planning.memory import Memory, memory_of
 from megatron_ext.planning.step_time import HEADS, StepTime, step_time
+from megatron_ext.utils.errors import UserError
 
 if TYPE_CHECKING:
     from megatron_ext.planning.dry_step import Footprint

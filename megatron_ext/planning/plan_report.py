@@ -7,14 +7,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.errors import UserError
-from megatron_ext.files import os_reason
 from megatron_ext.planning.gpus import GIB, MEASURED
 from megatron_ext.planning.layouts import differences
 from megatron_ext.planning.memory import USABLE, Memory
 from megatron_ext.planning.plan import Machine, Planned
-from megatron_ext.reports import digits, table, write_both
-from megatron_ext.source import commit
+from megatron_ext.utils.atomic_files import os_reason
+from megatron_ext.utils.errors import UserError
+from megatron_ext.utils.git_info import commit
+from megatron_ext.utils.markdown import digits, table, write_both
 
 if TYPE_CHECKING:
     from megatron_ext.planning.shards import Shard

@@ -10,7 +10,7 @@ from functools import cache
 from importlib import resources
 from itertools import pairwise
 
-from megatron_ext.parts import FEED_FORWARD
+from megatron_ext.model.step_parts import FEED_FORWARD
 
 RATES = "rates.json"
 FORWARD_SHARE = 1 / 3

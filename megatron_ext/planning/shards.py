@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megatron_ext.config.schema import RunConfig
-from megatron_ext.meta_device import on_meta
-from megatron_ext.model import build_model
+from megatron_ext.model.build import build_model
+from megatron_ext.model.meta_device import on_meta
+from megatron_ext.model.shape import model_shape
 from megatron_ext.parallel.parameters import count_parameters
 from megatron_ext.planning.virtual_gpu import groups_of_rank, on_stand_ins, virtual_gpu
-from megatron_ext.training.build import model_shape
 
 
 @dataclass(frozen=True, kw_only=True)

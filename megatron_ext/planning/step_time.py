@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from megatron_ext.config.layout import layout_of, sequence_parallel
 from megatron_ext.config.schema import RunConfig, TransportName
-from megatron_ext.parts import (
+from megatron_ext.model.step_parts import (
     BACKWARD,
     COMMUNICATION,
     EMBEDDING,
@@ -32,7 +32,7 @@ from megatron_ext.planning.memory import shares
 from megatron_ext.planning.rates import filled, part_of_feed_forward, rate_of
 
 if TYPE_CHECKING:
-    from megatron_ext.mixers.base import Rounds
+    from megatron_ext.mixers.core.base import Rounds
     from megatron_ext.planning.dry_step import Footprint
     from megatron_ext.planning.ledger import Message
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megatron_ext.config.schema import RunConfig
-from megatron_ext.errors import UserError
-from megatron_ext.launch.sweep_file import PLAN
+from megatron_ext.config.sweep_file import PLAN
 from megatron_ext.planning.counts import ModelCounts
+from megatron_ext.utils.errors import UserError
 
 
 def step_tokens(config: RunConfig) -> int:

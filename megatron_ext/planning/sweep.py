@@ -7,13 +7,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megatron_ext.config.schema import RunConfig
-from megatron_ext.errors import UserError
-from megatron_ext.launch.sweep_file import WIDTH, MatchParameters, of_sweep, read_sweep
+from megatron_ext.config.sweep_file import WIDTH, MatchParameters, of_sweep, read_sweep
 from megatron_ext.planning.counts import Counter, ModelCounts
 from megatron_ext.planning.fields import DERIVED, PlanFields, split_plan
 from megatron_ext.planning.matching import matched_width
 from megatron_ext.planning.steps import planned_steps, step_tokens
-from megatron_ext.reports import table
+from megatron_ext.utils.errors import UserError
+from megatron_ext.utils.markdown import table
 
 Load = Callable[[Path, Sequence[str]], RunConfig]
 """Function that reads a configuration with overrides, see `load_config`."""

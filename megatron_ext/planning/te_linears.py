@@ -17,8 +17,8 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatron_ext.model_parts import within
-from megatron_ext.output_layer import LossOutputLayer
+from megatron_ext.model.module_parts import within
+from megatron_ext.model.output_layer import LossOutputLayer
 
 BYTES = {"tensorwise": 1.0, "blockwise": 1 + 4 / 128}
 """Bytes per element in FP8, including scales of hidden states: one fp32 scale per 128 elements if blockwise."""

@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_ext.config.schema import ParallelConfig, RunConfig
 from megatron_ext.parallel.groups import destroy_process_groups, make_process_groups
-from megatron_ext.platform import Platform, select_platform
+from megatron_ext.platform.device import Platform, select_platform
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from data_prep.manifest import MANIFEST_NAME, load_manifest
 from megatron_ext.data.cache import ShardCache
-from megatron_ext.errors import UserError
-from megatron_ext.files import is_url
+from megatron_ext.utils.atomic_files import is_url
+from megatron_ext.utils.errors import UserError
 
 
 def vocab_size(path: str, cache_dir: str | None) -> int:

@@ -7,13 +7,13 @@ from functools import cache
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_ext.config.schema import RunConfig
-from megatron_ext.meta_device import on_meta
-from megatron_ext.model import build_model, training_flops_per_token
+from megatron_ext.model.build import build_model, training_flops_per_token
+from megatron_ext.model.meta_device import on_meta
+from megatron_ext.model.shape import model_shape
 from megatron_ext.parallel.groups import groups_of_one_process
 from megatron_ext.parallel.parameters import count_parameters
 from megatron_ext.planning.counts import ModelCounts
-from megatron_ext.platform import Platform, select_platform
-from megatron_ext.training.build import model_shape
+from megatron_ext.platform.device import Platform, select_platform
 
 
 def count(config: RunConfig, vocab_size: int) -> ModelCounts:

@@ -1,1 +1,1 @@
-"""Files through which the processes of a run, and its observers, detect each other."""
+"""Files of a run folder: their names, its lock, heartbeats and launch events."""

@@ -27,11 +27,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megatron_ext.errors import UserError
-from megatron_ext.files import os_reason
 from megatron_ext.run_folder import lock_file
 from megatron_ext.run_folder.lock_file import DEAD_SECONDS, Holder
 from megatron_ext.run_folder.process_identity import ProcessIdentity, this_process
+from megatron_ext.utils.atomic_files import os_reason
+from megatron_ext.utils.errors import UserError
 
 FOLDER = "lock"
 BEAT_SECONDS = 5.0

@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.files import open_regular
 from megatron_ext.run_folder.process_identity import ProcessIdentity
+from megatron_ext.utils.atomic_files import open_regular
 
 DEAD_SECONDS = 60.0
 """Seconds without a change after which a holder counts as dead."""

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ext.checkpoint.folder import CheckpointFolder
-from megatron_ext.errors import UserError
-from megatron_ext.training.records import METRICS, lr_at
+from megatron_ext.run_folder.layout import METRICS
+from megatron_ext.training.records import lr_at
+from megatron_ext.utils.errors import UserError
 
 FIELD = "run.branch_from"
 EXAMPLE = "give one like runs/trunk/checkpoints/step_400"

@@ -5,53 +5,20 @@ No other module passes sections of the configuration to these components.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
-from pydantic import TypeAdapter
 
 from megatron_ext.config.deepspeed import STAGES, deepspeed_config, on_disk
-from megatron_ext.config.layout import layout_of, sequence_parallel
-from megatron_ext.config.pattern import parse_pattern
+from megatron_ext.config.layout import layout_of
 from megatron_ext.config.schema import RunConfig
-from megatron_ext.errors import UserError
-from megatron_ext.mixers.registry import load_all
-from megatron_ext.model import ModelShape, build_model
+from megatron_ext.model.build import build_model
+from megatron_ext.model.shape import ModelShape
 from megatron_ext.optim.base import RunOptimizer
 from megatron_ext.optim.megatron import MegatronRunOptimizer
-from megatron_ext.platform import Platform, choose_backend
+from megatron_ext.platform.device import Platform
 from megatron_ext.training.trainer import Trainer
-
-
-def model_shape(config: RunConfig, platform: Platform, vocab_size: int) -> ModelShape:
-    """Return the description from which the model is built, for a checked configuration with derived fields."""
-    mixers = parse_pattern(config.model.pattern)
-    backend, fp8 = choose_backend(config.run.backend, platform), config.training.fp8
-    if fp8 != "none" and backend == "local":
-        reason = "is not installed" if platform.is_cuda else "needs a GPU"
-        mend = "install the extra `selectron[gpu]` on a GPU machine, or set training.fp8=none"
-        raise UserError("training.fp8", f"'{fp8}' is computed by Transformer Engine, which {reason}", mend)
-    parallel = config.parallel
-    if parallel.context_transport == "copy_engine" and parallel.context > 1 and not platform.is_cuda:
-        mend = "train on GPUs, or set parallel.context_transport=nccl, which is gloo here"
-        raise UserError("parallel.context_transport", "copy_engine, and there is no GPU", mend)
-    return ModelShape(
-        model=config.model,
-        mixers=mixers,
-        mixer_configs={name: _mixer_config(config, name) for name in set(mixers)},
-        parallel=replace(parallel, sequence=sequence_parallel(config)),
-        vocab_size=vocab_size,
-        precision=config.training.precision,
-        recompute=config.training.recompute,
-        backend=backend,
-        fp8=fp8,
-    )
-
-
-def _mixer_config(config: RunConfig, name: str) -> Any:
-    return TypeAdapter(load_all()[name].config_type).validate_python(config.mixers.get(name, {}), strict=False)
 
 
 def build_trainer(

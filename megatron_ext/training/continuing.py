@@ -20,14 +20,14 @@ from megatron_ext.config.load import read_tree
 from megatron_ext.config.schema import OptimizerConfig, RunConfig
 from megatron_ext.config.validate import show, validate
 from megatron_ext.data.identity import differences
-from megatron_ext.errors import UserError
-from megatron_ext.mixers.registry import load_all
+from megatron_ext.mixers.core.registry import load_all
 from megatron_ext.optim.schedule import first_other_rate
-from megatron_ext.training.decisions import WENT_ON, note
+from megatron_ext.runs.config_files import config_file_at
+from megatron_ext.runs.identity import CHANGED, DATA, FIELDS, check_identity
 from megatron_ext.training.domain_synonyms import DOMAIN_FIELDS, TRAIN_DOMAINS, known_domains, without_synonyms
-from megatron_ext.training.identity import CHANGED, DATA, FIELDS, check_identity
-from megatron_ext.training.kept_config import config_file_at
 from megatron_ext.training.records import RunRecords
+from megatron_ext.training.resilience.decisions import WENT_ON, note
+from megatron_ext.utils.errors import UserError
 
 ALLOW, ALLOW_DATA = "run.allow_changed", "run.allow_other_data"
 TEXT = "data"
@@ -66,7 +66,7 @@ class Continuing:
 
     Attributes:
         config: checked configuration with derived fields.
-        identity: see `training.identity`; None: the data was not opened and is not compared.
+        identity: see `runs.identity`; None: the data was not opened and is not compared.
         is_branch: the checkpoint belongs to another run.
     """
 

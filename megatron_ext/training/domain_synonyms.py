@@ -20,7 +20,7 @@ def without_synonyms(found: Sequence[Change], before: Mapping[str, Any], after: 
 
     Args:
         found: differences between two configurations.
-        before: identity of the first, see `training.identity`.
+        before: identity of the first, see `runs.identity`.
         after: identity of the second, or its `known_domains`.
     """
     same = {

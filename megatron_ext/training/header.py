@@ -7,11 +7,11 @@ from pathlib import Path
 from megatron_ext.checkpoint.folder import Progress
 from megatron_ext.config.layout import Layout, sequence_parallel
 from megatron_ext.config.schema import RunConfig
-from megatron_ext.credentials import redacted
+from megatron_ext.data.datasets import RunData
 from megatron_ext.parallel.parameters import ParameterCount
-from megatron_ext.platform import Platform
-from megatron_ext.printable import printable
-from megatron_ext.training.datasets import RunData
+from megatron_ext.platform.device import Platform
+from megatron_ext.utils.credentials import redacted
+from megatron_ext.utils.printable import printable
 
 
 def header(

@@ -17,17 +17,17 @@ from megatron_ext.checkpoint.store import CheckpointStore
 from megatron_ext.config.layout import Layout
 from megatron_ext.config.schema import TrainingConfig
 from megatron_ext.data.batches import NO_PACKING, Batch, Packing
+from megatron_ext.data.datasets import step_batches
 from megatron_ext.data.samples import TrainingSamples
 from megatron_ext.evaluation.domains import DomainEvaluator
-from megatron_ext.heartbeat import Heartbeat
+from megatron_ext.evaluation.during_training import SuitesBetweenSteps
 from megatron_ext.parallel.agreement import on_every_rank
-from megatron_ext.training.between_steps import SuitesBetweenSteps
-from megatron_ext.training.datasets import step_batches
-from megatron_ext.training.guard import Fault
+from megatron_ext.run_folder.heartbeat import Heartbeat
 from megatron_ext.training.records import RunRecords
-from megatron_ext.training.recovery import Recovery
-from megatron_ext.training.stopping import StopRequest
-from megatron_ext.training.stragglers import Stragglers
+from megatron_ext.training.resilience.guard import Fault
+from megatron_ext.training.resilience.recovery import Recovery
+from megatron_ext.training.resilience.stopping import StopRequest
+from megatron_ext.training.resilience.stragglers import Stragglers
 from megatron_ext.training.trainer import StepResult, Trainer
 
 

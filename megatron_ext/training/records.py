@@ -15,14 +15,11 @@ from tensorboard.summary.writer.event_file_writer import _AsyncWriterThread
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-from megatron_ext.errors import UserError
-from megatron_ext.files import open_to_append, os_reason, read_regular, write_whole
-from megatron_ext.json_text import parse_json
+from megatron_ext.run_folder.layout import EVALUATION, METRICS, SUITES, TENSORBOARD
+from megatron_ext.utils.atomic_files import open_to_append, os_reason, read_regular, write_whole
+from megatron_ext.utils.errors import UserError
+from megatron_ext.utils.json_text import parse_json
 
-METRICS = "metrics.jsonl"
-EVALUATION = "evaluation.jsonl"
-SUITES = "suites.jsonl"
-TENSORBOARD = "tensorboard"
 _KEPT = (METRICS, EVALUATION, SUITES)
 
 DATA = "data"

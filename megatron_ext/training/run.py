@@ -21,50 +21,46 @@ from megatron_ext.checkpoint.folder import CheckpointFolder, Progress, Record, R
 from megatron_ext.checkpoint.store import CheckpointStore
 from megatron_ext.config.layout import layout_of
 from megatron_ext.config.schema import RunConfig
+from megatron_ext.data import skipped_shards
+from megatron_ext.data.datasets import RunData, open_data, packing_of
 from megatron_ext.data.failed import forget_failed, noting, read_failed
 from megatron_ext.data.lengths import PackedSamples, document_lengths
 from megatron_ext.data.verified import read_verified, write_verified
-from megatron_ext.errors import UserError
 from megatron_ext.evaluation.domains import DomainEvaluator, evaluation_domains
-from megatron_ext.files import os_reason, write_whole
-from megatron_ext.heartbeat import Heartbeat, forget
-from megatron_ext.model import ModelShape, packed_flops_per_token
+from megatron_ext.evaluation.during_training import SuitesBetweenSteps
+from megatron_ext.evaluation.registry import check_suites
+from megatron_ext.evaluation.suite import Evaluated
+from megatron_ext.model.build import packed_flops_per_token
+from megatron_ext.model.shape import ModelShape, model_shape
 from megatron_ext.parallel.agreement import from_every_rank, on_every_rank
+from megatron_ext.parallel.first_rank import say_on_first_rank
 from megatron_ext.parallel.groups import make_process_groups
 from megatron_ext.parallel.parameters import ParameterCount, count_parameters
 from megatron_ext.parallel.watchdog import group_timeout, watching
-from megatron_ext.platform import DTYPES, Platform, platform_of, start_process_group
+from megatron_ext.platform.device import DTYPES, Platform, platform_of, start_process_group
+from megatron_ext.run_folder.heartbeat import Heartbeat, forget
+from megatron_ext.run_folder.layout import CHECKPOINTS, CONFIG, EVALUATION, METRICS, MODEL
 from megatron_ext.run_folder.lock import RunLock
-from megatron_ext.training import skipped, trial
-from megatron_ext.training.between_steps import SuitesBetweenSteps
+from megatron_ext.runs.config_files import keep_config
+from megatron_ext.runs.identity import CHANGED, DATA, identity
+from megatron_ext.runs.tokenizer import coder_of, keep_coder
+from megatron_ext.training import trial
 from megatron_ext.training.branch import FIELD, Branch, branch_of
-from megatron_ext.training.build import build_trainer, model_shape
-from megatron_ext.training.coder import coder_of, keep_coder
+from megatron_ext.training.build import build_trainer
 from megatron_ext.training.continuing import Continuing, GoesOn, say_goes_on
-from megatron_ext.training.datasets import RunData, open_data, packing_of
-from megatron_ext.training.decisions import copy_decisions, place_in_data
 from megatron_ext.training.header import header
-from megatron_ext.training.holding import holding
-from megatron_ext.training.identity import CHANGED, DATA, identity
-from megatron_ext.training.kept_config import CONFIG, keep_config
 from megatron_ext.training.loop import TrainingLoop
-from megatron_ext.training.records import EVALUATION, METRICS, RunRecords, copy_records
-from megatron_ext.training.recovery import Recovery
-from megatron_ext.training.starting import (
-    CHECKPOINTS,
-    Resume,
-    check_finished,
-    run_folder,
-    say_on_first_rank,
-    starting_step,
-)
-from megatron_ext.training.stopping import StopRequest, stop_on_signals
-from megatron_ext.training.stragglers import Stragglers
-from megatron_ext.training.suites import check_suites
-from megatron_ext.training.testing import Evaluated
+from megatron_ext.training.records import RunRecords, copy_records
+from megatron_ext.training.resilience.decisions import copy_decisions, place_in_data
+from megatron_ext.training.resilience.recovery import Recovery
+from megatron_ext.training.resilience.stopping import StopRequest, stop_on_signals
+from megatron_ext.training.resilience.stragglers import Stragglers
+from megatron_ext.training.run_lock import holding
+from megatron_ext.training.starting import Resume, check_finished, run_folder, starting_step
 from megatron_ext.training.trainer import Trainer
+from megatron_ext.utils.atomic_files import os_reason, write_whole
+from megatron_ext.utils.errors import UserError
 
-MODEL = "model.json"
 DIGITS = 16
 """Hexadecimal digits of a data digest that each record contains."""
 
@@ -133,7 +129,7 @@ def _train(
     lock: RunLock | None,
 ) -> bool:
     data = open_data(config.data, config.training.seed, read_verified(folder), read_failed(folder))
-    for warning in (*data.warnings, *skipped.warnings(data.damages, data.samples)):
+    for warning in (*data.warnings, *skipped_shards.warnings(data.damages, data.samples)):
         say_on_first_rank(warning)
     groups = make_process_groups(config.parallel, config.training.seed)
     store, begins_at, record, goes_on = _start_of(config, folder, data, groups, platform, branch, record_of, lock)
@@ -299,8 +295,8 @@ def _records(
         if branch is not None:
             copy_records(branch.run, folder)
             copy_decisions(branch.run, folder, branch.step)
-            skipped.copy_skipped(branch.run, folder, branch.step)
-        skipped.keep(folder, data.damages, data.samples, progress.step)
+            skipped_shards.copy_skipped(branch.run, folder, branch.step)
+        skipped_shards.keep(folder, data.damages, data.samples, progress.step)
         forget_failed(folder, {damage.shard for damage in data.damages})
         if data.verified:
             write_verified(folder, data.verified)

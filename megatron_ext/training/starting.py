@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import difflib
-import os
-import sys
 from pathlib import Path
 from typing import Literal
 
-import torch.distributed as dist
-
 from megatron_ext.checkpoint.folder import CheckpointFolder, DamagedCheckpoint
 from megatron_ext.config.schema import RunConfig
-from megatron_ext.errors import UserError
+from megatron_ext.parallel.first_rank import say_on_first_rank
+from megatron_ext.run_folder.layout import CHECKPOINTS, CONFIG, METRICS
 from megatron_ext.training import trial
 from megatron_ext.training.continuing import Continuing
-from megatron_ext.training.kept_config import CONFIG
-from megatron_ext.training.records import METRICS
-
-CHECKPOINTS = "checkpoints"
+from megatron_ext.utils.errors import UserError
 
 Resume = Literal["auto"] | bool
 """Resume from a checkpoint. True: from the newest, which must exist. "auto": from the newest if there is one, else from
@@ -112,13 +106,6 @@ def _say_changes(config: RunConfig, step: int) -> None:
     else:
         for line in Continuing(config, None).compare(record, checkpoints.path(step)).said:
             say_on_first_rank(line)
-
-
-def say_on_first_rank(line: str) -> None:
-    """Print a line to standard error on the first rank."""
-    rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
-    if rank == 0:
-        print(line, file=sys.stderr)
 
 
 def _has_begun(folder: Path) -> bool:

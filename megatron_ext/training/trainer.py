@@ -7,14 +7,13 @@ from dataclasses import dataclass, replace
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
-from torch import Tensor
 
 from megatron_ext.data.batches import Batch
-from megatron_ext.evaluation.token_losses import TokenLosses
+from megatron_ext.model.forward_backward import TokenLosses, summed_loss
 from megatron_ext.optim.base import RunOptimizer
-from megatron_ext.platform import Platform
-from megatron_ext.training.guard import Fault
-from megatron_ext.training.unsound_gradients import watched_gradients
+from megatron_ext.platform.device import Platform
+from megatron_ext.training.resilience.guard import Fault
+from megatron_ext.training.resilience.nonfinite_gradients import watched_gradients
 
 Judge = Callable[[float, float], Fault | None]
 
@@ -104,18 +103,3 @@ class Trainer(TokenLosses):
         self.optimizer.finish_step(goes_on)
         (result,) = found
         return replace(result, lr=self.optimizer.lr, unsound_gradient=unsound_gradient)
-
-
-def summed_loss(batch: Batch, losses_bt: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return a micro-batch's summed loss, its number of labels, and both as a tensor to report.
-
-    Megatron divides the gradient by the number of labels of the whole batch.
-
-    Args:
-        batch: micro-batch of this rank.
-        losses_bt: loss of each token in nats, (batch, tokens).
-    """
-    total = (losses_bt.float() * batch.loss_mask).sum()
-    tokens = batch.loss_mask.sum()
-    # No copy to the host here: it would stall the GPU in every micro-batch.
-    return total, tokens.to(torch.int), {"loss_and_tokens": torch.stack([total.detach(), tokens])}

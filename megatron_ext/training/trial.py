@@ -12,9 +12,10 @@ from statistics import median
 from typing import Any
 
 from megatron_ext.config.schema import RunConfig, TrainingConfig
-from megatron_ext.errors import UserError
-from megatron_ext.files import os_reason, write_whole
 from megatron_ext.run_folder import lock
+from megatron_ext.run_folder.layout import METRICS
+from megatron_ext.utils.atomic_files import os_reason, write_whole
+from megatron_ext.utils.errors import UserError
 
 MARK = "trial.json"
 """File that marks a trial's folder, which the next trial may replace. The finished trial writes its estimate there."""
@@ -99,7 +100,7 @@ def conclude(whole: RunConfig, folder: Path, checkpoints: Path, seconds: Mapping
     Returns:
         Text to print.
     """
-    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    metrics = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
     size = sum(path.stat().st_size for path in checkpoints.rglob("*") if path.is_file())
     estimate = _estimate(whole, metrics, seconds, size)
     write_whole(folder / MARK, (json.dumps(asdict(estimate), indent=1) + "\n").encode())

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_ext.analysis.architecture import PLAIN, group_runs, mixer_label
 from megatron_ext.analysis.runs import ModelSize, Run, Texts
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 
 def make_run(pattern, mixers=None, *, seed=1, name="run", text=None, changed=(), **sections):
@@ -148,7 +148,7 @@ def test_plain_settings_are_the_mixers_defaults():
     It has every field: one that a run of an earlier version lacks is compared by its default.
     """
     pytest.importorskip("megatron.core")
-    from megatron_ext.mixers.registry import load_all
+    from megatron_ext.mixers.core.registry import load_all
 
     for name, mixer in load_all().items():
         assert PLAIN.get(name, {}) == {one.name: one.default for one in fields(mixer.config_type)}, name

@@ -17,7 +17,7 @@ from megatron_ext.analysis.decisions import Decided, counts, decision_table, rea
 from megatron_ext.analysis.page import _skipped_table
 from megatron_ext.analysis.report import write_report
 from megatron_ext.analysis.runs import read_run
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 CHUNK = {"pattern": "top1_chunk*4"}
 

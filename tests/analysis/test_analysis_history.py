@@ -9,7 +9,7 @@ from megatron_ext.analysis.cells import NOTHING
 from megatron_ext.analysis.history import differences, duration, happened, skipped
 from megatron_ext.analysis.report import write_report
 from megatron_ext.analysis.runs import read_run
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 
 def test_what_a_run_recorded(tmp_path):

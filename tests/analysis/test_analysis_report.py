@@ -19,7 +19,7 @@ from megatron_ext.analysis.matched_tables import COLUMNS
 from megatron_ext.analysis.report import write_report
 from megatron_ext.analysis.runs import read_runs
 from megatron_ext.analysis.style import DARK, LIGHT
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 CHUNK = {"name": "chunk", "pattern": "top1_chunk*4", "mixers": {"top1_chunk": {"score": "exact"}}}
 

@@ -8,7 +8,7 @@ import pytest
 from analysis_synthetic import TOKENS_A_STEP, Synthetic, evaluation_lines, write_run
 
 from megatron_ext.analysis.runs import read_run, read_runs
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 
 @pytest.fixture

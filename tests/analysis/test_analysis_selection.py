@@ -10,7 +10,7 @@ from analysis_synthetic import Synthetic, write_run
 from megatron_ext.analysis.architecture import group_runs
 from megatron_ext.analysis.selection import NOT_EVALUATED, select_runs, with_unevaluated
 from megatron_ext.cli import main
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 DELTA = {"name": "delta", "pattern": "gated_deltanet*4"}
 

@@ -9,8 +9,8 @@ from analysis_synthetic import Synthetic, write_run
 from browser import browser, missing
 
 from megatron_ext.analysis.report import write_report
-from megatron_ext.errors import UserError
 from megatron_ext.evaluation.domain_results import DomainLoss, DomainOptions, write_domains
+from megatron_ext.utils.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("unpainted")
 

@@ -13,7 +13,7 @@ from analysis_synthetic import Synthetic, write_run
 from megatron_ext.analysis.report import write_report
 from megatron_ext.analysis.run_texts import text_warnings
 from megatron_ext.analysis.runs import ModelSize, Run, Texts, read_run, read_runs
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 
 def entry(split: str, domain: str, documents: int = 5) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from kernels.bench.timing import Times
-from megatron_ext.bench.cases import SIZES, LayerShape, Size
+from megatron_ext.bench.layers.cases import SIZES, LayerShape, Size
 from megatron_ext.config.derive import derive
 from megatron_ext.config.schema import DataConfig, ModelConfig, RunConfig, TrainingConfig
 

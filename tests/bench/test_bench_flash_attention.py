@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext.bench import flash_attention
-from megatron_ext.bench.flash_attention import flash_attn_func, flash_attn_varlen_func, stand_in_for_flash_attn
+from megatron_ext.bench.layers import flash_attention
+from megatron_ext.bench.layers.flash_attention import flash_attn_func, flash_attn_varlen_func, stand_in_for_flash_attn
 
 
 @pytest.mark.filterwarnings("ignore")

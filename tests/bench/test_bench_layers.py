@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from kernels.bench.contestant import NotRun
-from kernels.dispatch import plain_forms, recorded_choices
-from megatron_ext.bench import ours, peers
-from megatron_ext.bench.cases import SIZES, LayerShape, Plan
-from megatron_ext.bench.layer import Layer, hidden_states, training_pass
-from megatron_ext.bench.ours import Agreement
-from megatron_ext.bench.run import bench
-from megatron_ext.mixers.registry import load_all
-from megatron_ext.platform import Platform
+from kernels.common.dispatch import plain_forms, recorded_choices
+from megatron_ext.bench.layers import ours, peers
+from megatron_ext.bench.layers.cases import SIZES, LayerShape, Plan
+from megatron_ext.bench.layers.layer import Layer, hidden_states, training_pass
+from megatron_ext.bench.layers.ours import Agreement
+from megatron_ext.bench.layers.run import bench
+from megatron_ext.mixers.core.registry import load_all
+from megatron_ext.platform.device import Platform
 
 CPU = Platform(torch.device("cpu"), "gloo")
 
@@ -31,7 +31,7 @@ def plan(shape: LayerShape, **changes: Any) -> Plan:
 @pytest.fixture(autouse=True)
 def no_group_of_its_own(monkeypatch: pytest.MonkeyPatch, one_process: Any) -> None:
     """The run makes its process group itself; here there is one already."""
-    monkeypatch.setattr("megatron_ext.bench.run.groups_of_one_process", lambda _: nullcontext(one_process))
+    monkeypatch.setattr("megatron_ext.bench.layers.run.groups_of_one_process", lambda _: nullcontext(one_process))
 
 
 def test_every_mixer_is_checked_and_timed(meter: Any, shape: LayerShape) -> None:

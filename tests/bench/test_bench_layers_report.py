@@ -12,13 +12,13 @@ import torch
 
 from kernels.bench import timing
 from kernels.bench.timing import Times
-from kernels.dispatch import Choice
+from kernels.common.dispatch import Choice
 from megatron_ext import cli
-from megatron_ext.bench import options, report
-from megatron_ext.bench.cases import SIZES, LayerShape, Plan
-from megatron_ext.bench.ours import Agreement
-from megatron_ext.bench.report import Measured, Report, Row
-from megatron_ext.mixers.registry import load_all
+from megatron_ext.bench.layers import options, report
+from megatron_ext.bench.layers.cases import SIZES, LayerShape, Plan
+from megatron_ext.bench.layers.ours import Agreement
+from megatron_ext.bench.layers.report import Measured, Report, Row
+from megatron_ext.mixers.core.registry import load_all
 
 SMALL = LayerShape(size_name="110m", size=SIZES["110m"], length=2048, batch=16)
 LONG = LayerShape(size_name="1p3b", size=SIZES["1p3b"], length=102_400, batch=1)

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import webdataset
 
-from megatron_ext.bench import loader, loader_turns
-from megatron_ext.bench.loader_report import Report, Resume, Row, Turns
+from megatron_ext.bench.loader import run
+from megatron_ext.bench.loader import turns as loader_turns
+from megatron_ext.bench.loader.report import Report, Resume, Row, Turns
 from megatron_ext.cli import main
 from megatron_ext.data.opening import open_samples
 from megatron_ext.data.random_data import make_random_data
@@ -37,25 +38,25 @@ def test_random_data_is_prepared_data(tmp_path: Path) -> None:
 def test_tokens_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_random_data(tmp_path, 1, 3000, seed=3)
     read: list[int] = []
-    given = loader.training_batch
+    given = run.training_batch
 
     def noting(samples, indices, *rest):  # type: ignore[no-untyped-def]
         read.extend(indices)
         return given(samples, indices, *rest)
 
-    monkeypatch.setattr(loader, "training_batch", noting)
+    monkeypatch.setattr(run, "training_batch", noting)
     clock = iter(range(100))
-    monkeypatch.setattr(loader.time, "perf_counter", lambda: next(clock))
-    monkeypatch.setattr(loader.time, "process_time", iter((10.0, 12.0)).__next__)
+    monkeypatch.setattr(run.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(run.time, "process_time", iter((10.0, 12.0)).__next__)
     # One batch to warm up; then the clock is read once a batch and stands at 3 s behind the third.
-    assert loader.read(loader.Reading(tmp_path, 100, 2, 1, 2, 3.0)) == (600 / 3, 600 / 2)
+    assert run.read(run.Reading(tmp_path, 100, 2, 1, 2, 3.0)) == (600 / 3, 600 / 2)
     assert read == [2, 3, 6, 7, 10, 11, 14, 15]  # the second of two ranks
 
 
 def test_something_is_read_however_long_the_process_is_held_up(tmp_path: Path) -> None:
     make_random_data(tmp_path, 1, 3000, seed=3)
-    samples, _ = open_samples(tmp_path, 100, loader.SEED)
-    assert loader.timed(samples, loader.Reading(tmp_path, 100, 2, 0, 1, seconds=0.0), 4)[0] == 5
+    samples, _ = open_samples(tmp_path, 100, run.SEED)
+    assert run.timed(samples, run.Reading(tmp_path, 100, 2, 0, 1, seconds=0.0), 4)[0] == 5
 
 
 def test_bare_reads_are_of_the_bytes_that_samples_span(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,11 +83,11 @@ def test_turns_read_the_samples_of_each_folder(tmp_path: Path, monkeypatch: pyte
     roots = {tmp_path / "few": 2, tmp_path / "many": 5}
     for root, shards in roots.items():
         make_random_data(root, shards, 3000, seed=shards)
-    expected = {root: open_samples(root, 100, loader.SEED)[0] for root in roots}
+    expected = {root: open_samples(root, 100, run.SEED)[0] for root in roots}
     taken: list[Path] = []
     read: dict[Path, list[int]] = {root: [] for root in roots}
     alone: dict[Path, set[Path]] = {root: set() for root in roots}
-    given, batch_of, reads = loader_turns.timed, loader.training_batch, os.preadv
+    given, batch_of, reads = loader_turns.timed, run.training_batch, os.preadv
 
     def turn(samples, reading, number):  # type: ignore[no-untyped-def]
         taken.append(reading.root)
@@ -106,7 +107,7 @@ def test_turns_read_the_samples_of_each_folder(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(loader_turns, "TURN", 0.002)
     monkeypatch.setattr(loader_turns, "timed", turn)
-    monkeypatch.setattr(loader, "training_batch", batch)
+    monkeypatch.setattr(run, "training_batch", batch)
     monkeypatch.setattr(os, "preadv", preadv)
     turns = loader_turns.measure_turns(roots, 100, 2, 1, 0.008)
     few, many = roots
@@ -125,7 +126,7 @@ def test_stores_and_reads_alone_share_the_files_that_a_process_may_have(
     make_random_data(tmp_path, 8, 3000, seed=3)
     monkeypatch.setattr(loader_turns, "open_shards", lambda: 4)  # of 32 files
     before = len(os.listdir("/proc/self/fd"))
-    reading = loader.Reading(tmp_path, 100, 2, 0, 1, 1.0)
+    reading = run.Reading(tmp_path, 100, 2, 0, 1, 1.0)
     for folders, files in ((2, 4 * 2 + 2), (3, 4 * 2 + 1), (4, 3 * 2 + 1)):
         with loader_turns._folder(reading, folders):
             assert len(os.listdir("/proc/self/fd")) == before + files

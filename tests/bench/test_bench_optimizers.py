@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.bench import optimizers
+from megatron_ext.bench.optimizers import run as optimizers
 from megatron_ext.bench.steps import TimedRun
 from megatron_ext.cli import main
 from megatron_ext.config.schema import OptimizerConfig, RunConfig
-from megatron_ext.platform import Platform
+from megatron_ext.platform.device import Platform
 
 CPU = Platform(torch.device("cpu"), "gloo")
 

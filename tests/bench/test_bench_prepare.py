@@ -10,10 +10,10 @@ import pytest
 import zstandard
 
 from data_prep.tokenization.tokenizer import train_tokenizer
-from megatron_ext.bench import prepare
-from megatron_ext.bench.prepare_input import DOMAIN, TEST_DOMAIN, given_texts, random_texts, read_texts, write_input
-from megatron_ext.bench.prepare_report import Report, Row
-from megatron_ext.bench.prepare_work import bare
+from megatron_ext.bench.prepare import run as prepare
+from megatron_ext.bench.prepare.contestants import bare
+from megatron_ext.bench.prepare.input import DOMAIN, TEST_DOMAIN, given_texts, random_texts, read_texts, write_input
+from megatron_ext.bench.prepare.report import Report, Row
 from megatron_ext.bench.supervise import cost_of
 from megatron_ext.cli import main
 

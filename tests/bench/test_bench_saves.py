@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.bench import saves_report as report
-from megatron_ext.bench.saves import WARM_UP, Bench, Measured, Save
+from megatron_ext.bench.checkpoints import report
+from megatron_ext.bench.checkpoints.run import WARM_UP, Bench, Measured, Save
 from megatron_ext.cli import main
 from megatron_ext.config.schema import RunConfig
-from megatron_ext.platform import Platform
+from megatron_ext.platform.device import Platform
 
 CPU = Platform(torch.device("cpu"), "gloo")
 

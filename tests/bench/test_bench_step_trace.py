@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.bench.step_parts import named_parts
-from megatron_ext.bench.step_trace import (
+from megatron_ext.bench.steps import TimedRun
+from megatron_ext.bench.train.measure import profile_steps
+from megatron_ext.bench.train.profiler_ranges import named_parts
+from megatron_ext.bench.train.step_trace import (
     OTHER,
     PARTS,
     PHASES,
@@ -21,11 +23,9 @@ from megatron_ext.bench.step_trace import (
     break_down,
     mean,
 )
-from megatron_ext.bench.steps import TimedRun
-from megatron_ext.bench.train_measure import profile_steps
 from megatron_ext.config.schema import RunConfig
-from megatron_ext.parts import BACKWARD, FEED_FORWARD, FORWARD, MIXER, MODEL
-from megatron_ext.platform import Platform
+from megatron_ext.model.step_parts import BACKWARD, FEED_FORWARD, FORWARD, MIXER, MODEL
+from megatron_ext.platform.device import Platform
 
 CPU = Platform(torch.device("cpu"), "gloo")
 MAIN, AUTOGRAD, STREAM, NCCL_STREAM = 100, 101, 7, 20

@@ -14,21 +14,22 @@ import pytest
 import torch
 
 from kernels.bench.timing import Ceilings
-from megatron_ext import garbage
-from megatron_ext.bench import train, train_rank
-from megatron_ext.bench.step_trace import PARTS, PHASES, Breakdown, Idle
-from megatron_ext.bench.train import parse_variant
-from megatron_ext.bench.train_measure import Amount, Measured, Memory, measure
-from megatron_ext.bench.train_rank import FAILED, Job, read_job
-from megatron_ext.bench.train_report import Report, Row, derived
+from megatron_ext.bench.train import rank as train_rank
+from megatron_ext.bench.train import run
+from megatron_ext.bench.train.measure import Amount, Measured, Memory, measure
+from megatron_ext.bench.train.rank import FAILED, Job, read_job
+from megatron_ext.bench.train.report import Report, Row, derived
+from megatron_ext.bench.train.run import parse_variant
+from megatron_ext.bench.train.step_trace import PARTS, PHASES, Breakdown, Idle
 from megatron_ext.cli import main
 from megatron_ext.config.load import resolve
 from megatron_ext.config.schema import RunConfig
 from megatron_ext.data.opening import open_samples
 from megatron_ext.data.random_data import make_random_data
-from megatron_ext.mixers.registry import load_all
-from megatron_ext.parts import MODEL
-from megatron_ext.platform import Platform
+from megatron_ext.mixers.core.registry import load_all
+from megatron_ext.model.step_parts import MODEL
+from megatron_ext.platform.device import Platform
+from megatron_ext.utils import gc_control
 
 CPU = Platform(torch.device("cpu"), "gloo")
 TINY = """
@@ -104,7 +105,7 @@ def test_plain_megatron_is_as_large_and_counts_as_many_operations(
 def test_what_plain_megatron_is_not_is_refused(tmp_path: Path, overrides: str, said: str) -> None:
     path = tmp_path / "tiny.yaml"
     path.write_text(TINY)
-    plain, ours = train.read_variants(path, [], ["ours:"], 1, [f"plain:{overrides}"])
+    plain, ours = run.read_variants(path, [], ["ours:"], 1, [f"plain:{overrides}"])
     assert plain.plain
     assert str(plain.refused).startswith(said)
     assert (ours.plain, ours.refused) == (False, None)
@@ -232,7 +233,7 @@ def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
 def test_garbage_is_not_looked_for_in_what_a_rank_has_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     collecting: list[bool] = []
     monkeypatch.setattr(gc, "freeze", lambda: collecting.append(gc.isenabled()))
-    monkeypatch.setattr(garbage, "_is_ours", False)  # so that it is again after this test
+    monkeypatch.setattr(gc_control, "_is_ours", False)  # so that it is again after this test
     monkeypatch.setattr(train_rank, "do", lambda folder, *, only_machine: 0)
     monkeypatch.setattr(sys, "argv", ["selectron", "bench", "train-rank", "folder"])
     assert main() == 0
@@ -255,14 +256,14 @@ def test_what_fails_says_why_and_the_others_go_on(
             (folder / FAILED).write_text(said)
         return code
 
-    monkeypatch.setattr(train, "launch", launch)
-    variants = [train.Variant(name=name, overrides=(), config=resolve(small_run, load_all())) for name in "abcd"]
+    monkeypatch.setattr(run, "launch", launch)
+    variants = [run.Variant(name=name, overrides=(), config=resolve(small_run, load_all())) for name in "abcd"]
     amount = Amount(warm_up=1, steps=2, profiled=0)
-    plan = train.Plan(processes=1, amount=amount, vocabulary=50, prepared=False)
+    plan = run.Plan(processes=1, amount=amount, vocabulary=50, prepared=False)
     saved: list[int] = []
     about = {"name": "small", "overrides": (), "processes": 1}
     said: list[str] = []
-    report, code = train.bench(variants, plan, about, tell=said.append, save=lambda one: saved.append(len(one.rows)))
+    report, code = run.bench(variants, plan, about, tell=said.append, save=lambda one: saved.append(len(one.rows)))
     assert code == 130
     assert [row.failed for row in report.rows] == [
         "OutOfMemoryError: CUDA out of memory.",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_ext.bench.tuning import evenly_spaced, limit_tuning
+from megatron_ext.bench.layers.tuning import evenly_spaced, limit_tuning
 
 
 @pytest.mark.parametrize(

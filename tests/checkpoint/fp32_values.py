@@ -13,11 +13,11 @@ from torch import Tensor
 
 from megatron_ext.checkpoint.folder import Progress
 from megatron_ext.checkpoint.store import CheckpointStore
-from megatron_ext.mixers import base
-from megatron_ext.model import build_model
+from megatron_ext.mixers.core import base
+from megatron_ext.model.build import build_model
+from megatron_ext.model.shape import model_shape
 from megatron_ext.optim import state
 from megatron_ext.parallel.fp32_values import fp32_values
-from megatron_ext.training.build import model_shape
 from megatron_ext.training.trainer import Trainer
 
 Values = dict[str, dict[str, Tensor]]

@@ -14,9 +14,10 @@ from torch import Tensor
 from megatron_ext.checkpoint.folder import Progress
 from megatron_ext.checkpoint.store import CheckpointStore
 from megatron_ext.config.schema import RunConfig
+from megatron_ext.model.shape import model_shape
 from megatron_ext.parallel.groups import make_process_groups
-from megatron_ext.platform import select_platform
-from megatron_ext.training.build import build_trainer, model_shape
+from megatron_ext.platform.device import select_platform
+from megatron_ext.training.build import build_trainer
 from megatron_ext.training.trainer import Trainer
 
 STEPS = 2

@@ -19,7 +19,7 @@ from megatron_ext.checkpoint.folder import (
     Record,
     Retention,
 )
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 KEEP_ALL = Retention()
 

@@ -12,8 +12,8 @@ import torch
 from megatron_ext.bench.steps import TimedRun
 from megatron_ext.checkpoint.plan import Plan, Planner
 from megatron_ext.checkpoint.state import held_tensors, plain_state, run_state
-from megatron_ext.mixers.registry import load_all
-from megatron_ext.platform import Platform
+from megatron_ext.mixers.core.registry import load_all
+from megatron_ext.platform.device import Platform
 
 CPU = Platform(torch.device("cpu"), "gloo")
 MIXERS = {"top1_chunk": {"chunk_size": 8}, "mamba2": {"state_size": 16}, "moba": {"block_size": 8, "top_k": 2}}

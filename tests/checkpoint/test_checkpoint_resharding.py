@@ -10,7 +10,7 @@ import resharded
 import torch
 from resharded import Run
 
-from megatron_ext.mixers.registry import load_all
+from megatron_ext.mixers.core.registry import load_all
 
 pytestmark = pytest.mark.slow
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.checkpoint.staging import Staging, _copies
-from megatron_ext.platform import Platform
+from megatron_ext.platform.device import Platform
 
 CPU = Platform(torch.device("cpu"), "gloo")
 

@@ -20,7 +20,7 @@ from megatron_ext.checkpoint.folder import (
     Retention,
 )
 from megatron_ext.checkpoint.store import CheckpointStore
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 IDENTITY = {"model.hidden_size": 8, "data.train_domains": ["A", "B"], "training.seed": 1}
 

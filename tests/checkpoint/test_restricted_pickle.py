@@ -32,7 +32,7 @@ from megatron_ext.checkpoint.metadata_plain import read_plain
 from megatron_ext.checkpoint.reading import read_common
 from megatron_ext.checkpoint.restricted_pickle import load, namespace
 from megatron_ext.checkpoint.torch_file import NAMES, load_file
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 INDEX_READERS = (read_metadata, read_plain)
 """Readers of the index, with torch's classes and with stand-ins for them."""

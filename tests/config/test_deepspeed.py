@@ -10,7 +10,7 @@ import pytest
 
 from megatron_ext.config.deepspeed import deepspeed_config, on_disk
 from megatron_ext.config.schema import OptimizerConfig, TrainingConfig
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 TRAINING = TrainingConfig(global_batch_size=32, micro_batch_size=4, precision="bf16")
 

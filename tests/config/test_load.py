@@ -7,7 +7,7 @@ from config_fakes import MIXERS, config_of, load
 from ruamel.yaml import YAML
 
 from megatron_ext.config.load import known_keys, load_config, resolve
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 BASE = "data: {path: d}\n"
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_ext.config.pattern import parse_pattern
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from megatron_ext.config.load import load_config
 from megatron_ext.config.rules import RULES, check
 from megatron_ext.config.rules.nodes import check_nodes
 from megatron_ext.config.schema import DataConfig, ModelConfig, RunConfig
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 Sections = dict[str, dict[str, Any]]
 

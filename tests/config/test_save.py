@@ -13,8 +13,8 @@ from megatron_ext.config.load import load_config
 from megatron_ext.config.save import save_config, to_yaml
 from megatron_ext.config.schema import OptimizerConfig, RunSection
 from megatron_ext.config.validate import validate
-from megatron_ext.errors import UserError
-from megatron_ext.printable import control_characters
+from megatron_ext.utils.errors import UserError
+from megatron_ext.utils.printable import control_characters
 
 
 @pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)

@@ -8,7 +8,7 @@ from config_fakes import MIXERS, config_of
 
 from megatron_ext.config.rules import check
 from megatron_ext.config.trial import trial_config
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 LONG = {"steps": 1000, "evaluate_every": 100, "checkpoint_every": 50, "keep_every": 100}
 

@@ -11,7 +11,7 @@ from ruamel.yaml.scanner import Scanner
 from megatron_ext.analysis.runs import read_run
 from megatron_ext.config.load import apply_override, read_tree
 from megatron_ext.config.yaml_text import parse_yaml
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 LEVELS = "abcdefghijklmnop"
 

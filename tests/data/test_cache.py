@@ -19,8 +19,8 @@ from megatron_ext.data.cache import BLOCK, ShardCache
 from megatron_ext.data.failed import DamagedShard
 from megatron_ext.data.shards import TokenStore
 from megatron_ext.data.verify import find_damage
-from megatron_ext.errors import UserError
-from megatron_ext.files import is_url
+from megatron_ext.utils.atomic_files import is_url
+from megatron_ext.utils.errors import UserError
 
 
 @pytest.fixture

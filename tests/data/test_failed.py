@@ -9,7 +9,7 @@ import pytest
 
 from data_prep.manifest import Manifest
 from megatron_ext.data.failed import NOTES, DamagedShard, forget_failed, noting, read_failed
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 
 def _error(shard: str) -> DamagedShard:

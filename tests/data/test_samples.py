@@ -5,7 +5,7 @@ import pytest
 
 from megatron_ext.data.order import sample_positions
 from megatron_ext.data.samples import EvaluationSamples, TrainingSamples
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 T = 37
 

@@ -10,7 +10,7 @@ import pytest
 from data_prep.manifest import ShardEntry
 from megatron_ext.data import shard_file
 from megatron_ext.data.shard_file import OpenShard
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 UINT16 = np.dtype("<u2")
 COUNTS = [3, 0, 1, 250, 0, 0, 7, 64, 1, 1, 0] * 20

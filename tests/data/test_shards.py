@@ -6,7 +6,7 @@ import pytest
 
 from megatron_ext.data import shards
 from megatron_ext.data.shards import TokenStore
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 
 @pytest.mark.parametrize("split", ["train", "validation", "test"])

@@ -13,7 +13,7 @@ import pytest
 from data_prep.manifest import Manifest
 from megatron_ext.data.verified import Verified, read_verified, write_verified
 from megatron_ext.data.verify import find_damage, verify_shards
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 
 from data_prep.tokenization.tokenizer import train_tokenizer
 from megatron_ext.data.verify import check_tokenizer, find_damage, verify_shards
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 
 @pytest.fixture

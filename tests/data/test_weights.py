@@ -11,7 +11,7 @@ from megatron_ext.data.samples import TrainingSamples
 from megatron_ext.data.shards import TokenStore
 from megatron_ext.data.weights import domain_weights
 from megatron_ext.data.windows import derived_seed
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 T = 37
 WEIGHTS = {"C4": 0.6, "CommonCrawl": 0.4}

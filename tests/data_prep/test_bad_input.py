@@ -14,7 +14,7 @@ import pytest
 import zstandard
 
 from data_prep.prepare import prepare
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 GOOD = prep_fakes.lines(["C4", "CommonCrawl", "ArXiv"], 20)
 PLACE = 7

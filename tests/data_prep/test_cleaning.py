@@ -6,7 +6,7 @@ import pytest
 from datatrove.data import Document
 
 from data_prep.cleaning import Clean, CleaningOptions
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 
 def cleaned(*texts: str, **options: object) -> tuple[list[str], dict[str, float]]:

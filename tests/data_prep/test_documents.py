@@ -10,7 +10,7 @@ from data_prep.documents import Problems, short_domain
 from data_prep.reading.corpus import open_files
 from data_prep.reading.inputs import local_file
 from data_prep.reading.lines import read_lines
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 
 def read(path: Path, on_error: str = "stop"):

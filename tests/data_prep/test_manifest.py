@@ -15,7 +15,7 @@ from data_prep.manifest import (
     verify_shard,
 )
 from data_prep.storage import sha256_of
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 
 def manifest() -> Manifest:

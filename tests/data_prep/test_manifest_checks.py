@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from data_prep.manifest import DomainEntry, Manifest, ShardEntry, TokenizerEntry, parse_manifest
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 
 def good() -> dict[str, Any]:

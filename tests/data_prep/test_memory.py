@@ -20,7 +20,7 @@ from data_prep.documents import Problems
 from data_prep.reading.corpus import open_files
 from data_prep.reading.fields import Fields
 from megatron_ext.bench.supervise import cost_of
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 READ = """
 import sys

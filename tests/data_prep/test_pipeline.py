@@ -18,7 +18,7 @@ from data_prep.prepare import PrepareOptions, prepare
 from data_prep.stages import Filtering
 from data_prep.steps import ReadCorpus
 from data_prep.summary import summary
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 generator = random.Random(11)
 VOCABULARY = ["".join(generator.choices(string.ascii_lowercase, k=5)) for _ in range(2000)]

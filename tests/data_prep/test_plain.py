@@ -12,7 +12,7 @@ from data_prep.manifest import load_manifest
 from data_prep.prepare import prepare
 from data_prep.splits import fingerprint
 from data_prep.stages import Filtering
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 FAST = {"filtering": Filtering(cleaning=None, duplicates="keep", overlap=None)}
 USUAL = {"train_domains": None, "test_domains": None, **FAST}

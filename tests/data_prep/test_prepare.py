@@ -22,7 +22,7 @@ from data_prep.output import merging, shards, writing
 from data_prep.prepare import prepare
 from data_prep.stages import Filtering
 from data_prep.tokenization.tokenizer import JsonTokenizer
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 ONE_PASS = Filtering(cleaning=None, duplicates="keep", overlap=None)
 """One stage: for tests of what happens in it, or about all."""

@@ -13,7 +13,7 @@ from data_prep.contamination.overlap import OverlapOptions
 from data_prep.deduplication.duplicates import NearOptions
 from data_prep.manifest import load_manifest
 from data_prep.stages import Filtering
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 
 def parse(*arguments: str) -> argparse.Namespace:

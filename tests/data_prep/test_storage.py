@@ -7,8 +7,8 @@ from kills import DONE, KILLED, changes
 
 from data_prep.manifest import MANIFEST_NAME
 from data_prep.storage import BEGUN_NAME, LOCK_NAME, publish, unfinished_folder, was_published
-from megatron_ext.errors import UserError
-from megatron_ext.files import write_whole
+from megatron_ext.utils.atomic_files import write_whole
+from megatron_ext.utils.errors import UserError
 
 BEGUN = {"--x": 1, "--names": ["a", "b"]}
 OTHER = {"--x": 2, "--names": ["a", "b"]}

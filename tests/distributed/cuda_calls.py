@@ -19,13 +19,14 @@ import torch
 import torch.distributed as dist
 from parity import VOCABULARY, masked_batch, step_batches
 
-from megatron_ext import megatron_cpu
 from megatron_ext.checkpoint.folder import Progress
 from megatron_ext.checkpoint.store import CheckpointStore
 from megatron_ext.config.schema import RunConfig
+from megatron_ext.model.shape import model_shape
 from megatron_ext.parallel.groups import make_process_groups
-from megatron_ext.platform import select_platform
-from megatron_ext.training.build import build_trainer, model_shape
+from megatron_ext.platform import megatron_cpu
+from megatron_ext.platform.device import select_platform
+from megatron_ext.training.build import build_trainer
 
 # Queries that the CPU build of torch supports, and the seeds, which torch.manual_seed itself passes to CUDA.
 _ALLOWED = {"is_available", "device_count", "is_initialized", "is_bf16_supported", "manual_seed", "manual_seed_all"}

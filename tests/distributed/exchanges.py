@@ -15,16 +15,16 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_ext.config.schema import RunConfig
-from megatron_ext.mixers.base import Mixer
-from megatron_ext.model import build_model
+from megatron_ext.mixers.core.base import Mixer
+from megatron_ext.model.build import build_model
+from megatron_ext.model.shape import model_shape
 from megatron_ext.parallel import heads
 from megatron_ext.parallel.exchange import gather_sequence, same_on_ranks
 from megatron_ext.parallel.groups import make_process_groups
 from megatron_ext.parallel.heads import all_heads, heads_to_sequence, sequence_to_heads
 from megatron_ext.parallel.transport import Collective
 from megatron_ext.parallel.zigzag import from_zigzag, to_zigzag
-from megatron_ext.platform import select_platform
-from megatron_ext.training.build import model_shape
+from megatron_ext.platform.device import select_platform
 
 Moved = tuple[Tensor, Tensor]
 """Output of an exchange, and the gradient of its input."""

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kernels.top1_chunk import top1_chunk_attention
-from megatron_ext.mixers.chosen_chunks import choose_over_ranks, fetch_chosen
+from megatron_ext.mixers.core.chunk_fetch import choose_over_ranks, fetch_chosen
 from megatron_ext.parallel.fetch import fetch_blocks
 from megatron_ext.parallel.line import parts_before
 

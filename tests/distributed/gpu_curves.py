@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from training_runs import train as train_apart
 
-from megatron_ext.source import commit
+from megatron_ext.utils.git_info import commit
 
 STEPS, KILLED_AFTER = 50, 30
 LAYOUTS: dict[str, tuple[int, list[str]]] = {

@@ -32,14 +32,15 @@ from megatron_ext.config.schema import (
 )
 from megatron_ext.data.batches import Batch, micro_batch_indices, training_batch
 from megatron_ext.data.samples import TrainingSamples
-from megatron_ext.mixers import base, chosen_chunks, key_value, past
-from megatron_ext.mixers.registry import load_all
-from megatron_ext.model import ModelShape, build_model, training_flops_per_token
+from megatron_ext.mixers.core import base, chunk_fetch, history, key_value
+from megatron_ext.mixers.core.registry import load_all
+from megatron_ext.model.build import build_model, training_flops_per_token
+from megatron_ext.model.shape import ModelShape, model_shape
 from megatron_ext.parallel.groups import make_process_groups
 from megatron_ext.parallel.parameters import ParameterCount
-from megatron_ext.platform import select_platform
+from megatron_ext.platform.device import select_platform
 from megatron_ext.training import run
-from megatron_ext.training.build import build_trainer, model_shape
+from megatron_ext.training.build import build_trainer
 from megatron_ext.training.trainer import Trainer
 
 VOCABULARY, LENGTH, STEPS, SEED = 117, 32, 5, 1234  # padded to 128 rows, on the last tensor-parallel rank
@@ -340,9 +341,9 @@ def counted_exchanges() -> Iterator[Counter[str]]:
     calls: Counter[str] = Counter()
     names = {
         base: ["sequence_to_heads", "heads_to_sequence"],
-        chosen_chunks: ["fetch_blocks"],
+        chunk_fetch: ["fetch_blocks"],
         key_value: ["gather_sequence", "to_zigzag"],
-        past: ["gather_sequence", "walk_by_parts", "diagonal_state_before"],
+        history: ["gather_sequence", "walk_by_parts", "diagonal_state_before"],
     }
     places = [(module, name) for module, of_module in names.items() for name in of_module]
     originals = [getattr(module, name) for module, name in places]

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_ext import reports
 from megatron_ext.config.pattern import parse_pattern
-from megatron_ext.mixers.registry import load_all
+from megatron_ext.mixers.core.registry import load_all
+from megatron_ext.utils import markdown
 
 README = Path(__file__).parents[2] / "README.md"
 
@@ -147,7 +147,7 @@ def table() -> str:
         [f"`{mixer}`", *("yes" if (mixer, layout) in held else "" for layout in COLUMNS)]
         for mixer in sorted(load_all())
     ]
-    return "\n".join(reports.table(["", *COLUMNS.values()], rows)) + "\n"
+    return "\n".join(markdown.table(["", *COLUMNS.values()], rows)) + "\n"
 
 
 def readme_with_table() -> str:

@@ -16,7 +16,7 @@ from parity_cases import LAYOUTS, MODELS, TWO, Model, chunks, compared, deep_eno
 from pool import WorkerPool
 
 from megatron_ext.config.pattern import parse_pattern
-from megatron_ext.mixers.registry import load_all
+from megatron_ext.mixers.core.registry import load_all
 
 LOSS, NORM, PARAMETER = 2e-6, 1e-6, 2e-5
 # Five times the measured difference of two layouts. A parameter may differ by one rounding of a weight near 1 (2**-7).

@@ -29,7 +29,7 @@ from launching import (
 from pool import WorkerPool
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron_ext.errors import EXIT_STOPPED
+from megatron_ext.utils.errors import EXIT_STOPPED
 
 
 class References:
@@ -156,7 +156,7 @@ def test_a_rank_that_hangs_ends_the_run_with_stacks_and_it_continues_to_the_last
 def test_no_weights_are_drawn_that_a_checkpoint_replaces(tmp_path: Path, config: Path, reference: References) -> None:
     folder = tmp_path / "run"
     shutil.copytree(reference("one"), folder)
-    with patch("megatron_ext.model.initialize_model") as drawing:
+    with patch("megatron_ext.model.build.initialize_model") as drawing:
         assert call(config, "--from-step", "6") == 0
     drawing.assert_not_called()
     assert curve(folder) == curve(reference("one"))

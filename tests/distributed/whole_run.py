@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 from megatron_ext.config.load import load_config
 from megatron_ext.config.rules import check
-from megatron_ext.mixers.registry import load_all
+from megatron_ext.mixers.core.registry import load_all
 from megatron_ext.training.run import train
 
 

@@ -13,10 +13,10 @@ from megatron_ext.evaluation.beams import Beams
 from megatron_ext.evaluation.generation import Sampler
 from megatron_ext.evaluation.language_model import LanguageModel
 from megatron_ext.evaluation.text_model import Draw, Foretelling, Request, Score
-from megatron_ext.model import build_model
+from megatron_ext.model.build import build_model
+from megatron_ext.model.shape import model_shape
 from megatron_ext.parallel.groups import make_process_groups
-from megatron_ext.platform import select_platform
-from megatron_ext.training.build import model_shape
+from megatron_ext.platform.device import select_platform
 
 VOCABULARY = 61
 END = 3

@@ -14,9 +14,10 @@ from megatron_ext.data.batches import evaluation_batch, micro_batch_indices, tra
 from megatron_ext.data.samples import TrainingSamples
 from megatron_ext.data.shards import TokenStore
 from megatron_ext.evaluation.domains import DomainEvaluator, EvaluationDomain, evaluation_domains
+from megatron_ext.model.shape import model_shape
 from megatron_ext.parallel.groups import make_process_groups
-from megatron_ext.platform import select_platform
-from megatron_ext.training.build import build_trainer, model_shape
+from megatron_ext.platform.device import select_platform
+from megatron_ext.training.build import build_trainer
 from megatron_ext.training.trainer import Trainer
 
 LENGTH = 32

@@ -12,9 +12,9 @@ from torch import Tensor
 from megatron_ext.config.derive import derive
 from megatron_ext.config.schema import DataConfig, ModelConfig, RunConfig, TrainingConfig
 from megatron_ext.evaluation.decoding import decoding
-from megatron_ext.model import build_model
-from megatron_ext.platform import Platform
-from megatron_ext.training.build import model_shape
+from megatron_ext.model.build import build_model
+from megatron_ext.model.shape import model_shape
+from megatron_ext.platform.device import Platform
 
 LENGTH, VOCABULARY = 24, 100
 HYBRID = "attention,gated_deltanet,top1_chunk,mamba2,nsa,mamba,rwkv7,retnet,attention"

@@ -13,10 +13,10 @@ import pytest
 from corpora import prepared
 
 from data_prep.manifest import load_manifest
+from megatron_ext.evaluation import suite
 from megatron_ext.evaluation.domain_results import DomainOptions, domain_losses, write_domains
-from megatron_ext.ratio import ratio_interval
-from megatron_ext.training import testing
-from megatron_ext.training.suites import read_overrides
+from megatron_ext.evaluation.registry import read_overrides
+from megatron_ext.utils.ratio_interval import ratio_interval
 
 
 def test_bytes_count_where_all_of_a_domain_was_read(tmp_path: Path) -> None:
@@ -59,9 +59,9 @@ def test_bytes_count_where_all_of_a_domain_was_read(tmp_path: Path) -> None:
 def test_what_has_no_effect_any_more_is_said(
     fields: list[str], named: str | None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(testing, "_open_domains", lambda *_: None)
+    monkeypatch.setattr(suite, "_open_domains", lambda *_: None)
     evaluated: Any = SimpleNamespace(config=SimpleNamespace(data=None))
-    testing.check_domains(evaluated, read_overrides("domains", fields))
+    suite.check_domains(evaluated, read_overrides("domains", fields))
     said = f"selectron: warning: {named} no effect any more; leave out\n"
     assert capsys.readouterr().err == ("" if named is None else said)
 

@@ -11,10 +11,10 @@ from corpora import prepared
 
 from data_prep.manifest import DomainEntry, Manifest, load_manifest
 from megatron_ext.config.schema import DataConfig
-from megatron_ext.errors import UserError
+from megatron_ext.data.datasets import chosen_domains, open_data, open_tests
 from megatron_ext.evaluation.domain_results import DomainOptions, domain_losses
 from megatron_ext.evaluation.domains import EvaluationDomain, evaluation_domains
-from megatron_ext.training.datasets import chosen_domains, open_data, open_tests
+from megatron_ext.utils.errors import UserError
 
 ALL = [
     ("First", "validation"),

@@ -109,12 +109,12 @@ def test_all_suites_are_checked_before_the_first_is_computed(
     line: str,
 ) -> None:
     """The domains come first: nothing of them may be computed, and no weights loaded."""
-    from megatron_ext.training import evaluation
+    from megatron_ext.evaluation import runner
 
     def computed(*_: object) -> None:
         raise AssertionError("weights are loaded")
 
-    monkeypatch.setattr(evaluation, "trained_chunks", computed)
+    monkeypatch.setattr(runner, "trained_chunks", computed)
     run = _run_without_weights(tmp_path, data)
     before = sorted(run.rglob("*"))
     try:

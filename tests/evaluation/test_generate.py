@@ -15,10 +15,11 @@ from megatron_ext.checkpoint.store import CheckpointStore
 from megatron_ext.cli import main
 from megatron_ext.config.load import load_config
 from megatron_ext.config.schema import ParallelConfig
-from megatron_ext.mixers.registry import load_all
+from megatron_ext.mixers.core.registry import load_all
+from megatron_ext.model.shape import model_shape
 from megatron_ext.parallel.groups import groups_of_one_process
-from megatron_ext.platform import select_platform
-from megatron_ext.training.build import build_trainer, model_shape
+from megatron_ext.platform.device import select_platform
+from megatron_ext.training.build import build_trainer
 
 pytestmark = pytest.mark.slow
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.errors import UserError
-from megatron_ext.generate import _check_length
+from megatron_ext.commands.generate import _check_length
+from megatron_ext.utils.errors import UserError
 
 
 def _trained(*, learns_positions: bool) -> Any:

@@ -18,15 +18,16 @@ from data_prep.manifest import Manifest, load_manifest
 from megatron_ext.config.derive import derive
 from megatron_ext.config.schema import DataConfig, ModelConfig, RunConfig, TrainingConfig
 from megatron_ext.data.batches import training_batch
+from megatron_ext.data.datasets import packing_of
 from megatron_ext.data.lengths import SAMPLES
 from megatron_ext.data.samples import EvaluationSamples, TrainingSamples
 from megatron_ext.data.shards import TokenStore
 from megatron_ext.evaluation.domain_results import DomainOptions, domain_losses
 from megatron_ext.evaluation.domains import DomainEvaluator, EvaluationDomain
-from megatron_ext.platform import select_platform
-from megatron_ext.training.build import build_trainer, model_shape
-from megatron_ext.training.coder import coder_of
-from megatron_ext.training.datasets import packing_of
+from megatron_ext.model.shape import model_shape
+from megatron_ext.platform.device import select_platform
+from megatron_ext.runs.tokenizer import coder_of
+from megatron_ext.training.build import build_trainer
 from megatron_ext.training.run import flops_and_peak
 from megatron_ext.training.trainer import Trainer
 

@@ -5,14 +5,14 @@ import logging
 import pytest
 import torch
 
-from kernels.dispatch import Choice, choose, choose_triton_or_reference, plain_forms
+from kernels.common.dispatch import Choice, choose, choose_triton_or_reference, plain_forms
 
 Q = torch.zeros(1, 1, 1, 1)
 
 
 @pytest.mark.parametrize("obstacle", [None, "it rains: wait"])
 def test_on_a_cpu_auto_means_the_reference(obstacle, caplog):
-    caplog.set_level(logging.DEBUG, logger="kernels.dispatch")
+    caplog.set_level(logging.DEBUG, logger="kernels.common.dispatch")
     assert choose_triton_or_reference("walk", "auto", Q, obstacle).name == "reference"
     assert "walk: reference (triton's kernels need a GPU, and the inputs are on cpu)" in caplog.text
 

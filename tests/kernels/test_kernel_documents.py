@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels.documents import by_document, flat_tokens
+from kernels.common.documents import by_document, flat_tokens
 
 BOUNDS = [0, 5, 5, 6, 21]
 

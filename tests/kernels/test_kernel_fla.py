@@ -11,7 +11,7 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
-from kernels import fla
+from kernels.common import fla
 from kernels.gated_linear_attention import gated_linear_attention
 from kernels.rwkv6 import rwkv6
 from kernels.rwkv7 import rwkv7

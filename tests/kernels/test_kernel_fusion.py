@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from kernels import fusion
+from kernels.common import fusion
 
 
 @fusion.fused

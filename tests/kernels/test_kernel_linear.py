@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.linear import linear_to_fp32
+from kernels.common.linear import linear_to_fp32
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from triton_cases import BF16, DEVICE, FP16, FP32, TOLERANCE, needs_gpu, poison, relative_rms
 
-from kernels.dispatch import HAS_TRITON
+from kernels.common.dispatch import HAS_TRITON
 from kernels.linear_cross_entropy import interface, linear_cross_entropy, op
 
 __all__ = ["poison"]  # a fixture: found by its name
@@ -188,7 +188,7 @@ def test_a_gradient_that_is_not_a_number_stays_so() -> None:
 
 def test_auto_says_what_it_takes(caplog: pytest.LogCaptureFixture) -> None:
     hidden, weight, labels, _ = draw(4, 5)
-    with caplog.at_level(logging.DEBUG, logger="kernels.dispatch"):
+    with caplog.at_level(logging.DEBUG, logger="kernels.common.dispatch"):
         linear_cross_entropy(hidden, weight, labels)
     assert ("triton" if DEVICE == "cuda" else "chunked") in caplog.text
 

@@ -12,8 +12,9 @@ from triton_cases import BF16, DEVICE, FP16, FP32, ON_GPU, TOLERANCE, draw, need
 
 pytest.importorskip("triton")
 
-from kernels.attention_math import mix_values, query_key_products
-from kernels.dispatch import Choice, recorded_choices
+from kernels.common.attention_math import mix_values, query_key_products
+from kernels.common.dispatch import Choice, recorded_choices
+from kernels.common.triton_math import Tiles
 from kernels.native_sparse_attention import branches, native_sparse_attention, selected, triton_launch
 from kernels.native_sparse_attention.compressed import (
     Compressed,
@@ -25,7 +26,6 @@ from kernels.native_sparse_attention.op import choose_blocks
 from kernels.native_sparse_attention.reference import block_means, compressed_probabilities, select_blocks
 from kernels.top1_chunk import triton_launch as triton_launch_chunk
 from kernels.top1_chunk.triton_launch_order import Order
-from kernels.triton_math import Tiles
 
 __all__ = ["poison"]  # a fixture: found by its name
 

@@ -187,7 +187,7 @@ def test_more_elements_than_int32_counts():
 
 
 def test_auto_takes_triton_on_a_gpu_only(caplog):
-    caplog.set_level(logging.DEBUG, logger="kernels.dispatch")
+    caplog.set_level(logging.DEBUG, logger="kernels.common.dispatch")
     tensors = draw(5)[:5]
     selective_scan(*tensors)
     assert f"selective_scan: {'triton' if ON_GPU else 'chunked'}" in caplog.text

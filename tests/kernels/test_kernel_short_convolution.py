@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 from triton_cases import BF16, DEVICE, FP16, FP32, ON_GPU, TOLERANCE, needs_gpu, poison, relative_rms
 
-from kernels.dispatch import HAS_TRITON
+from kernels.common.dispatch import HAS_TRITON
 from kernels.short_convolution import short_convolution
 
 __all__ = ["poison"]  # a fixture: found by its name
@@ -241,7 +241,7 @@ def test_more_elements_than_int32_counts():
 
 
 def test_auto_takes_triton_on_a_gpu_only(caplog):
-    caplog.set_level(logging.DEBUG, logger="kernels.dispatch")
+    caplog.set_level(logging.DEBUG, logger="kernels.common.dispatch")
     short_convolution(*draw(5), **HEADS)
     assert f"short_convolution: {'triton' if ON_GPU else 'reference'}" in caplog.text
     caplog.clear()

@@ -261,7 +261,7 @@ def test_ranges_are_what_a_query_sees(num_queries, offset, bounds):
 
 
 def test_auto_takes_triton_on_a_gpu_only(caplog):
-    caplog.set_level(logging.DEBUG, logger="kernels.dispatch")
+    caplog.set_level(logging.DEBUG, logger="kernels.common.dispatch")
     q, k, v, _ = draw(5)
     top1_element_attention(q, k, v)
     assert f"top1_element_attention: {'triton' if ON_GPU else 'reference'}" in caplog.text

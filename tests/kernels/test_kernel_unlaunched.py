@@ -6,9 +6,9 @@ import pytest
 import torch
 from meta_tensors import kept_by, meta
 
+from kernels.meta.unlaunched import unlaunched
 from kernels.softmax_attention import softmax_attention
 from kernels.top1_chunk import top1_chunk_attention
-from kernels.unlaunched import unlaunched
 
 
 @pytest.mark.parametrize("window", [None, 16])

@@ -39,7 +39,7 @@ from slurm_runs import (
 )
 
 from megatron_ext.checkpoint.folder import CheckpointFolder
-from megatron_ext.reports import table
+from megatron_ext.utils.markdown import table
 
 HANG_SECONDS = 15
 SLURMD_SECONDS = 36

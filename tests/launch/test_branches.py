@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.config.schema import DataConfig, RunConfig, RunSection, TrainingConfig
-from megatron_ext.errors import UserError
 from megatron_ext.launch.branches import in_order, trunks_of
+from megatron_ext.utils.errors import UserError
 
 
 def run(branch_from: Path | str | None = None, **training: int) -> RunConfig:

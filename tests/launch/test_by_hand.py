@@ -13,12 +13,13 @@ import pytest
 from test_status import job_of
 
 from megatron_ext.cli import main
-from megatron_ext.heartbeat import Heartbeat
-from megatron_ext.launch import slurm, status, status_command
+from megatron_ext.commands import status as status_command
+from megatron_ext.launch import slurm, status
 from megatron_ext.launch.ranks import ranks_table
 from megatron_ext.launch.slurm import JobState
 from megatron_ext.launch.status import status_of
 from megatron_ext.run_folder import lock_file
+from megatron_ext.run_folder.heartbeat import Heartbeat
 from megatron_ext.run_folder.lock import FOLDER, RunLock, take
 from megatron_ext.run_folder.process_identity import this_process
 

@@ -242,7 +242,7 @@ def test_older_sweeps_are_compared_by_their_configuration(
 
 
 def test_a_trunk_is_not_begun_anew_without_its_branches() -> None:
-    from megatron_ext.errors import UserError
+    from megatron_ext.utils.errors import UserError
 
     with pytest.raises(UserError, match="--restart: short begins from a checkpoint of long; add --restart short"):
         changed_runs.check_restarts(["long"], {"long": None, "short": None}, {"short": "long"})  # type: ignore[dict-item]

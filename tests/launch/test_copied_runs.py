@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.cli import main
-from megatron_ext.errors import UserError
-from megatron_ext.launch import command, slurm, status, status_command
+from megatron_ext.commands import launch as command
+from megatron_ext.commands import status as status_command
+from megatron_ext.launch import slurm, status
 from megatron_ext.launch.job import Job
 from megatron_ext.launch.ownership import is_of_another
 from megatron_ext.launch.slurm import JobState
@@ -20,6 +21,7 @@ from megatron_ext.launch.status import status_of
 from megatron_ext.run_folder.lock import FOLDER, take
 from megatron_ext.run_folder.lock_file import lock_state
 from megatron_ext.run_folder.process_identity import this_process
+from megatron_ext.utils.errors import UserError
 
 
 def job_at(run: Path, number: str) -> Job:

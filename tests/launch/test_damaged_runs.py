@@ -16,10 +16,11 @@ import pytest
 from test_status import job_of
 
 from megatron_ext.cli import main
-from megatron_ext.heartbeat import FOLDER as HEARTBEATS
-from megatron_ext.heartbeat import Heartbeat
-from megatron_ext.launch import slurm, status, status_command
+from megatron_ext.commands import status as status_command
+from megatron_ext.launch import slurm, status
 from megatron_ext.launch.slurm import JobState
+from megatron_ext.run_folder.heartbeat import FOLDER as HEARTBEATS
+from megatron_ext.run_folder.heartbeat import Heartbeat
 from megatron_ext.run_folder.lock import FOLDER as LOCK
 from megatron_ext.run_folder.lock import take
 from megatron_ext.run_folder.lock_file import LAUNCH_VARIABLE

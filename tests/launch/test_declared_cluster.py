@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from slurm_cluster import SlurmCluster, missing
 
-from megatron_ext import source
 from megatron_ext.config.schema import DataConfig, RunConfig
-from megatron_ext.errors import UserError
 from megatron_ext.launch import slurm
 from megatron_ext.launch.array import write_array
 from megatron_ext.launch.job import write_job
 from megatron_ext.launch.resources import Resources
+from megatron_ext.utils import git_info
+from megatron_ext.utils.errors import UserError
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "never")
 
@@ -69,7 +69,9 @@ def test_a_value_of_two_words_is_one_option(cluster: SlurmCluster) -> None:
 
 def test_the_template_is_accepted_as_it_is(cluster: SlurmCluster) -> None:
     options = ["--nodes=2", "--ntasks-per-node=8", "--gpus-per-node=8"]
-    cluster.run("sbatch", "--test-only", *options, str(source.ROOT / "slurm" / "train.sbatch"), "examples/110m_2k.yaml")
+    cluster.run(
+        "sbatch", "--test-only", *options, str(git_info.ROOT / "slurm" / "train.sbatch"), "examples/110m_2k.yaml"
+    )
 
 
 @pytest.mark.parametrize(

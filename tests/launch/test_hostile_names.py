@@ -10,11 +10,11 @@ import pytest
 from megatron_ext.cli import main
 from megatron_ext.config.load import load_config
 from megatron_ext.config.schema import DataConfig, RunConfig
-from megatron_ext.errors import UserError
 from megatron_ext.launch import slurm
 from megatron_ext.launch.array import write_array
 from megatron_ext.launch.job import Job, copy_code, write_job
 from megatron_ext.launch.resources import Resources
+from megatron_ext.utils.errors import UserError
 
 RESOURCES = Resources(nodes=1, processes_per_node=1, job_name="run")
 

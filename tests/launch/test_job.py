@@ -14,14 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext import source
 from megatron_ext.config.load import load_config
 from megatron_ext.config.schema import DataConfig, RunConfig
-from megatron_ext.errors import EXIT_STOPPED, UserError
 from megatron_ext.launch.job import Job, jobs_of, script, write_job
 from megatron_ext.launch.resources import Resources
 from megatron_ext.launch.slurm import _gpus
 from megatron_ext.launch.status import events_of, last_metrics, run_folders, status_of, status_table
+from megatron_ext.utils import git_info
+from megatron_ext.utils.errors import EXIT_STOPPED, UserError
 
 RESOURCES = Resources(nodes=1, job_name="run", requeues=2)
 
@@ -64,7 +64,7 @@ def test_the_run_is_made_of_what_was_there(tmp_path: Path, monkeypatch: pytest.M
     assert given["PYTHONPATH"] == f"{job.folder}/code:/packages/of/the/user"
     # The working folder is the source tree, which `python -m` would search first.
     command = [sys.executable, "-c", "import kernels, data_prep, megatron_ext as m; print(m.__file__)"]
-    seen = subprocess.run(command, env=given, cwd=source.ROOT, capture_output=True, text=True, check=True)
+    seen = subprocess.run(command, env=given, cwd=git_info.ROOT, capture_output=True, text=True, check=True)
     assert seen.stdout.strip() == f"{job.folder}/code/megatron_ext/__init__.py"
     assert job.number is None
 

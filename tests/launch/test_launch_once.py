@@ -12,15 +12,16 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ext.commands import launch as command
 from megatron_ext.config.schema import DataConfig, RunConfig, RunSection
-from megatron_ext.errors import UserError
-from megatron_ext.launch import array, command, job, slurm
+from megatron_ext.launch import array, job, slurm
 from megatron_ext.launch.job import Job, jobs_of, next_folder, submitting, write_job
 from megatron_ext.launch.resources import Resources
 from megatron_ext.launch.slurm import JobState
 from megatron_ext.launch.sweep import Sweep
 from megatron_ext.run_folder.lock import FOLDER, RunLock, take
 from megatron_ext.run_folder.process_identity import this_process
+from megatron_ext.utils.errors import UserError
 
 CALLS = 4
 

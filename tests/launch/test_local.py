@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.errors import EXIT_STOPPED
-from megatron_ext.launch import reporting
 from megatron_ext.launch.local import Patience, launch, rank_command, rank_environment
+from megatron_ext.utils import error_reporting
+from megatron_ext.utils.errors import EXIT_STOPPED
 
 ROOT = Path(__file__).parents[2]
 PRELUDE = """
@@ -107,7 +107,7 @@ def test_a_crash_is_shown_with_its_rank(tmp_path: Path, capfd: pytest.CaptureFix
 def test_one_line_for_the_same_error_of_all_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     body = """
     import megatron_ext.cli as cli
-    from megatron_ext.errors import UserError
+    from megatron_ext.utils.errors import UserError
     def fail(arguments): raise UserError("data.path", f"rank {rank} says no", "mend it")
     cli._dispatch = fail
     sys.exit(cli.main([]))
@@ -121,7 +121,7 @@ def test_one_line_for_the_same_error_of_all_ranks(tmp_path: Path, capfd: pytest.
 def test_what_peers_raise_after_a_users_error_is_not_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     body = """
     import megatron_ext.cli as cli
-    from megatron_ext.errors import UserError
+    from megatron_ext.utils.errors import UserError
     def fail(arguments):
         if rank == 1:
             raise UserError("data.path", "no", "mend it")
@@ -222,21 +222,21 @@ def test_under_torchrun_one_rank_speaks(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.delenv(reporting.ERROR_FILE, raising=False)
+    monkeypatch.delenv(error_reporting.ERROR_FILE, raising=False)
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    assert not reporting.reported_by_another()
-    reporting.report_user_error("a: b; c")
-    reporting.report_user_error("a: b; c")
-    assert reporting.reported_by_another()
+    assert not error_reporting.reported_by_another()
+    error_reporting.report_user_error("a: b; c")
+    error_reporting.report_user_error("a: b; c")
+    assert error_reporting.reported_by_another()
     assert capfd.readouterr().err == "selectron: error: a: b; c\n"
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another")
-    assert not reporting.reported_by_another()
+    assert not error_reporting.reported_by_another()
 
 
 def test_an_error_is_said_even_where_no_file_can_be_made(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv(reporting.ERROR_FILE, str(tmp_path / "no" / "folder"))
-    reporting.report_user_error("a: b; c")
+    monkeypatch.setenv(error_reporting.ERROR_FILE, str(tmp_path / "no" / "folder"))
+    error_reporting.report_user_error("a: b; c")
     assert capfd.readouterr().err == "selectron: error: a: b; c\n"

@@ -14,12 +14,12 @@ import pytest
 from launching import environment
 from test_job import RESOURCES, ended
 
-from megatron_ext import source
 from megatron_ext.cli import main
 from megatron_ext.config.schema import DataConfig, RunConfig
 from megatron_ext.launch.job import write_job
-from megatron_ext.launch.preflight_checks import PACKAGES, code_digest
-from megatron_ext.launch.preflight_limits import size
+from megatron_ext.launch.preflight.checks import PACKAGES, code_digest
+from megatron_ext.launch.preflight.limits import size
+from megatron_ext.utils import git_info
 
 # Each rank poses as one of two per node in a Slurm job that does not exist.
 RANKS = """
@@ -40,7 +40,7 @@ def flown(folder: Path, *options: str, processes: int = 4, silent: str = "()") -
     program = folder / "ranks.py"
     program.write_text(RANKS.format(silent=silent))
     command = [sys.executable, "-c", LAUNCH, str(processes), sys.executable, str(program), "--folder", str(folder)]
-    given = environment() | {"PYTHONPATH": str(source.ROOT)}
+    given = environment() | {"PYTHONPATH": str(git_info.ROOT)}
     done = subprocess.run([*command, *options], env=given, capture_output=True, text=True, timeout=120, check=False)
     found = folder / "preflight.json"
     return done.returncode, done.stdout + done.stderr, json.loads(found.read_text()) if found.exists() else {}
@@ -104,7 +104,7 @@ def test_a_limit_that_is_none(
 ) -> None:
     arguments = [verb, f"{option}={value}"]
     if verb == "launch":
-        arguments += [str(source.ROOT / "examples" / "quickstart.yaml"), f"run.dir={tmp_path}", "--dry-run"]
+        arguments += [str(git_info.ROOT / "examples" / "quickstart.yaml"), f"run.dir={tmp_path}", "--dry-run"]
     assert main(arguments) == 2
     assert capsys.readouterr().err == f"selectron: error: {line}\n"
     assert list(tmp_path.iterdir()) == []
@@ -112,7 +112,7 @@ def test_a_limit_that_is_none(
 
 def test_the_script_has_all_limits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "data").mkdir()
-    config = str(source.ROOT / "examples" / "quickstart.yaml")
+    config = str(git_info.ROOT / "examples" / "quickstart.yaml")
     fields = [f"run.dir={tmp_path}", f"data.path={tmp_path}/data", "--processes-per-node", "2", "--dry-run"]
     assert main(["launch", config, *fields, "--min-disk", "10GB"]) == 0
     (line,) = re.findall(r"^preflight=\((.*)\)$", capsys.readouterr().out, re.MULTILINE)

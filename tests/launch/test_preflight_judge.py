@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_ext.launch.preflight_checks import Gpu, Report, Space
-from megatron_ext.launch.preflight_judge import Links, Verdict, amount, judge_links, judge_nodes, second_tries
-from megatron_ext.launch.preflight_limits import Limits
-from megatron_ext.launch.preflight_links import Link, Pair, ring
+from megatron_ext.launch.preflight.checks import Gpu, Report, Space
+from megatron_ext.launch.preflight.judge import Links, Verdict, amount, judge_links, judge_nodes, second_tries
+from megatron_ext.launch.preflight.limits import Limits
+from megatron_ext.launch.preflight.links import Link, Pair, ring
 
 LIMITS = Limits()
 GPU = Gpu(index=0, name="H200", free=140 * 10**9, total=141 * 10**9)

@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch.distributed import HashStore, TCPStore
 
-from megatron_ext.launch.preflight_links import BYTES, Link, longest, measure, offset, ring, rounds
+from megatron_ext.launch.preflight.links import BYTES, Link, longest, measure, offset, ring, rounds
 
 CPU = torch.device("cpu")
 OTHER = """
 import dataclasses, json, sys, torch
 from torch.distributed import PrefixStore, TCPStore
-from megatron_ext.launch.preflight_links import measure
+from megatron_ext.launch.preflight.links import measure
 store = PrefixStore("a", TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False, wait_for_workers=False))
 print(json.dumps(dataclasses.asdict(measure(("n1", "n2"), 3, 1, store, torch.device("cpu"), 20))))
 """

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.errors import UserError
 from megatron_ext.launch import slurm
 from megatron_ext.launch.resources import Resources, seconds
 from megatron_ext.launch.slurm import JobState, Partition
+from megatron_ext.utils.errors import UserError
 
 CLUSTER = {
     "gpu": Partition("gpu", 64, 8, 128, "1-00:00:00", False),

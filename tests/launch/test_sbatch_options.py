@@ -8,8 +8,8 @@ import subprocess
 
 import pytest
 
-from megatron_ext.errors import UserError
 from megatron_ext.launch.sbatch_options import REFUSED, VARIABLES, check_options, check_variables
+from megatron_ext.utils.errors import UserError
 
 
 @pytest.mark.parametrize(

@@ -31,10 +31,10 @@ from slurm_runs import (
     wait_for_step,
 )
 
-from megatron_ext.events import read_events
 from megatron_ext.launch import slurm
 from megatron_ext.launch.job import jobs_of
 from megatron_ext.launch.status import events_of
+from megatron_ext.run_folder.launch_events import read_events
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing() or "never")]
 

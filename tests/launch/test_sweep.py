@@ -14,15 +14,15 @@ import pytest
 from corpora import prepared
 from launching import environment, records, write_config
 
-from megatron_ext import source
 from megatron_ext.cli import main
 from megatron_ext.config.schema import DataConfig, RunConfig, RunSection
-from megatron_ext.errors import EXIT_STOPPED, UserError
+from megatron_ext.config.sweep_file import read_sweep
 from megatron_ext.launch.job import claim, jobs_of
 from megatron_ext.launch.resources import Resources
 from megatron_ext.launch.status import run_folders, status_of, status_table
 from megatron_ext.launch.sweep import Sweep
-from megatron_ext.launch.sweep_file import read_sweep
+from megatron_ext.utils import git_info
+from megatron_ext.utils.errors import EXIT_STOPPED, UserError
 
 SWEEP = """
 config: base.yaml
@@ -260,7 +260,7 @@ touch $here/begun-$name; sleep 60 & wait
 def test_a_signal_stops_the_runs_and_begins_no_other(tmp_path: Path) -> None:
     sweep_of(tmp_path, WAITS, ["a", "b", "c"])
     script = (
-        f"import sys; sys.path.insert(0, {str(source.ROOT / 'tests' / 'launch')!r});"
+        f"import sys; sys.path.insert(0, {str(git_info.ROOT / 'tests' / 'launch')!r});"
         f"from pathlib import Path; from test_sweep import WAITS, sweep_of;"
         f"sys.exit(sweep_of(Path({str(tmp_path)!r}), WAITS, ['a', 'b', 'c']).run(1, 2))"
     )
@@ -311,7 +311,7 @@ def test_a_sweep_is_trained_and_reported_as_a_folder_of_runs(base: Path, tmp_pat
     sweep = written(base.parent, f"config: base.yaml\nfields: {fields}\nruns: {runs}")
     command = [sys.executable, "-m", "megatron_ext.cli"]
     arguments = ["sweep", str(sweep), "--local", "1", "--parallel", "2", "--no-preflight", "training.evaluate_every=2"]
-    subprocess.run([*command, *arguments], env=environment(), cwd=source.ROOT, check=True, timeout=240)
+    subprocess.run([*command, *arguments], env=environment(), cwd=git_info.ROOT, check=True, timeout=240)
     folder = base.parent / "runs" / "sizes"
     short, long = (records(folder / name) for name in ("short", "long"))
     assert [len(short), len(long)] == [6, 8]

@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from plain_flash_attention import flash_attn_func, varlen_backward, varlen_forward
 from torch import Tensor
 
-from megatron_ext.checkpoint.conversion.families import FAMILIES
-from megatron_ext.checkpoint.conversion.families.one_mixer import OneMixerFamily
 from megatron_ext.config.schema import ModelConfig
-from megatron_ext.mixers.registry import load_all
+from megatron_ext.conversion.huggingface.families import FAMILIES
+from megatron_ext.conversion.huggingface.families.one_mixer import OneMixerFamily
+from megatron_ext.mixers.core.registry import load_all
 
 
 def fla(path: str) -> Any:

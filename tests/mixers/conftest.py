@@ -9,11 +9,11 @@ from megatron.core.transformer.spec_utils import build_module
 
 from megatron_ext.config.derive import derive
 from megatron_ext.config.schema import DataConfig, ModelConfig, RunConfig, TrainingConfig
-from megatron_ext.mixers.base import Mixer
-from megatron_ext.model import transformer_config
-from megatron_ext.platform import Platform
-from megatron_ext.specs import mixer_spec
-from megatron_ext.training.build import model_shape
+from megatron_ext.mixers.core.base import Mixer
+from megatron_ext.model.build import transformer_config
+from megatron_ext.model.shape import model_shape
+from megatron_ext.model.specs import mixer_spec
+from megatron_ext.platform.device import Platform
 
 HIDDEN, HEADS = 24, 4
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext.mixers.base import Part
+from megatron_ext.mixers.core.base import Part
 
 MakeMixer = Callable[..., Any]
 

@@ -14,7 +14,7 @@ import torch
 from beside_fla import PLAIN, assert_same_function, converted, fla, replace
 from torch import Tensor
 
-from megatron_ext.mixers.registry import load_all
+from megatron_ext.mixers.core.registry import load_all
 
 pytest.importorskip("fla", reason="flash-linear-attention is not installed")
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import megatron_ext.mixers
-from megatron_ext.mixers.base import Mixer, Part
-from megatron_ext.mixers.past import OtherRanks
-from megatron_ext.mixers.registry import MIXERS, load_all, register
+from megatron_ext.mixers.core.base import Mixer, Part
+from megatron_ext.mixers.core.history import OtherRanks
+from megatron_ext.mixers.core.registry import MIXERS, load_all, register
 from megatron_ext.parallel.aligned_linear import MULTIPLE
 from megatron_ext.parallel.states import DiagonalWalk, Walk
 

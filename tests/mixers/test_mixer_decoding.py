@@ -11,8 +11,8 @@ from test_mixer_common import VARIANTS
 from torch import Tensor
 
 from megatron_ext.evaluation.decoding import remembering
-from megatron_ext.mixers.base import Mixer
-from megatron_ext.mixers.registry import load_all
+from megatron_ext.mixers.core.base import Mixer
+from megatron_ext.mixers.core.registry import load_all
 
 MakeMixer = Callable[..., Any]
 

@@ -11,8 +11,8 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from megatron_ext.mixers import documents
-from megatron_ext.mixers.registry import load_all
+from megatron_ext.mixers.core import documents
+from megatron_ext.mixers.core.registry import load_all
 
 APART = sorted(name for name, entry in load_all().items() if entry.keeps_documents_apart)
 FIELDS: dict[str, dict[str, Any]] = {

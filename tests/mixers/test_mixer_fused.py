@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import fusion
+from kernels.common import fusion
 
 MIXERS = [
     "attention",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.mixers import mamba
-from megatron_ext.mixers.base import Part
+from megatron_ext.mixers.core.base import Part
 
 MakeMixer = Callable[..., Any]
 LENGTH, BATCH, HIDDEN, HEADS, STATE, HEAD_DIM = 13, 2, 24, 4, 5, 6

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext.mixers.base import Part
+from megatron_ext.mixers.core.base import Part
 from megatron_ext.parallel.parameters import uniform_within
 
 MakeMixer = Callable[..., Any]

@@ -11,9 +11,9 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from kernels.native_sparse_attention import native_sparse_attention
-from megatron_ext.mixers.base import Part
-from megatron_ext.mixers.past import Beginning
-from megatron_ext.mixers.settings import NSAConfig
+from megatron_ext.mixers.core.base import Part
+from megatron_ext.mixers.core.history import Beginning
+from megatron_ext.mixers.core.settings import NSAConfig
 
 MakeMixer = Callable[..., Any]
 HEADS, WIDTH = 4, 6

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext.mixers.rotary import frequencies, rotate, rotated_heads, rotation
+from megatron_ext.mixers.core.rotary import frequencies, rotate, rotated_heads, rotation
 
 
 def turned_from(x_tbnd: Tensor, base: float, first_position: int) -> Tensor:

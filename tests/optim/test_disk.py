@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.errors import UserError
 from megatron_ext.optim import disk
+from megatron_ext.utils.errors import UserError
 
 
 @pytest.fixture(autouse=True)

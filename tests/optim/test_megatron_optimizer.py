@@ -12,10 +12,10 @@ from torch import Tensor
 
 from megatron_ext.config.derive import derive
 from megatron_ext.config.schema import DataConfig, ModelConfig, OptimizerConfig, RunConfig, TrainingConfig
-from megatron_ext.model import build_model
+from megatron_ext.model.build import build_model
+from megatron_ext.model.shape import model_shape
 from megatron_ext.optim.megatron import MegatronRunOptimizer
-from megatron_ext.platform import Platform
-from megatron_ext.training.build import model_shape
+from megatron_ext.platform.device import Platform
 
 CPU = Platform(torch.device("cpu"), "gloo")
 STEPS = 20

@@ -12,7 +12,6 @@ from pool import WorkerPool
 
 from megatron_ext.checkpoint.folder import DamagedCheckpoint
 from megatron_ext.data.failed import DamagedShard
-from megatron_ext.errors import UserError
 from megatron_ext.parallel.agreement import (
     from_every_rank,
     from_first_rank,
@@ -20,6 +19,7 @@ from megatron_ext.parallel.agreement import (
     gather_values,
     on_every_rank,
 )
+from megatron_ext.utils.errors import UserError
 
 ODD = {"numbers": [0.1, -0.0, math.inf, 2**70, None, True], "text": "é\ud800\n", "": []}
 

@@ -9,11 +9,11 @@ import torch
 
 from megatron_ext.config.derive import derive
 from megatron_ext.config.schema import DataConfig, ModelConfig, RunConfig, TrainingConfig
-from megatron_ext.mixers.base import Part
-from megatron_ext.model import build_model
+from megatron_ext.mixers.core.base import Part
+from megatron_ext.model.build import build_model
+from megatron_ext.model.shape import model_shape
 from megatron_ext.parallel.fp32_values import fp32_values, in_fp32, keep_fp32_values, set_values
-from megatron_ext.platform import Platform
-from megatron_ext.training.build import model_shape
+from megatron_ext.platform.device import Platform
 
 CPU = Platform(torch.device("cpu"), "gloo")
 OF_MIXERS = {

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from pool import WorkerPool
 from torch.distributed import ProcessGroup
 
-from megatron_ext.errors import UserError
 from megatron_ext.parallel import transport
 from megatron_ext.parallel.transport import Collective, forget_transports, transport_of
+from megatron_ext.utils.errors import UserError
 
 
 def _of_a_group(rank: int, world_size: int) -> None:

@@ -7,10 +7,10 @@ from unittest.mock import patch
 
 from megatron_ext.config.load import load_config
 from megatron_ext.config.rules import check
-from megatron_ext.mixers.registry import load_all
+from megatron_ext.mixers.core.registry import load_all
 from megatron_ext.training.loop import TrainingLoop
+from megatron_ext.training.resilience.stopping import StopRequest
 from megatron_ext.training.run import train
-from megatron_ext.training.stopping import StopRequest
 
 
 def flops_per_token(rank: int, world_size: int, path: Path, overrides: list[str]) -> float:

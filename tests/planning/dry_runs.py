@@ -10,7 +10,7 @@ from megatron_ext.config.derive import derive
 from megatron_ext.config.load import load_config
 from megatron_ext.config.rules import check
 from megatron_ext.config.schema import RunConfig
-from megatron_ext.mixers.registry import load_all
+from megatron_ext.mixers.core.registry import load_all
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 ONE_GPU = ("parallel.tensor=1", "parallel.sequence=false", "parallel.context=1")
@@ -56,15 +56,15 @@ def layer_bytes(mixer: str, hidden_size: int, heads: int, head_dim: int, length:
     import torch
     from megatron.core.transformer.spec_utils import build_module
 
-    from kernels.unlaunched import unlaunched
+    from kernels.meta.unlaunched import unlaunched
     from megatron_ext.config.schema import ParallelConfig
-    from megatron_ext.lone_mixer import lone_mixer_shape
-    from megatron_ext.meta_device import on_meta
-    from megatron_ext.model import transformer_config
+    from megatron_ext.model.build import transformer_config
+    from megatron_ext.model.meta_device import on_meta
+    from megatron_ext.model.single_mixer import lone_mixer_shape
+    from megatron_ext.model.specs import mixer_spec
     from megatron_ext.planning.dry_step import fused_as_on_a_gpu
     from megatron_ext.planning.ledger import Ledger, Purpose, Watched
     from megatron_ext.planning.virtual_gpu import groups_of_rank, virtual_gpu
-    from megatron_ext.specs import mixer_spec
 
     gpu, ledger = virtual_gpu(), Ledger()
     groups = 1 if mixer == "nsa" else None  # as in the benchmark

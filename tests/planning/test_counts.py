@@ -17,11 +17,11 @@ from launching import TP2, write_config
 from megatron_ext.config.derive import derive
 from megatron_ext.config.load import load_config
 from megatron_ext.config.schema import DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig
-from megatron_ext.errors import UserError
-from megatron_ext.mixers.registry import load_all
+from megatron_ext.mixers.core.registry import load_all
 from megatron_ext.planning import counts
 from megatron_ext.planning.counts import Counter, ModelCounts
 from megatron_ext.planning.vocabulary import vocab_size
+from megatron_ext.utils.errors import UserError
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 HIDDEN, HEADS, FFN, LENGTH, ROWS = 32, 4, 48, 16, 384  # rows of the embedding: 300 tokens, padded to multiples of 128

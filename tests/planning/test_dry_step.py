@@ -12,7 +12,7 @@ import dry_runs
 import pytest
 from dry_runs import ONE_GPU, configured
 
-from megatron_ext.mixers.registry import load_all
+from megatron_ext.mixers.core.registry import load_all
 from megatron_ext.planning.gpus import GIB
 
 BENCHMARKS = Path(__file__).parents[2] / "docs" / "benchmarks"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_ext.errors import UserError
 from megatron_ext.planning.fields import PlanFields, split_plan
+from megatron_ext.utils.errors import UserError
 
 
 def test_a_plan_is_taken_out_wherever_it_stands() -> None:

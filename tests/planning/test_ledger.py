@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels.one_kernel import one_kernel
+from kernels.meta.fused_call import one_kernel
 from megatron_ext.planning.ledger import BLOCK, Ledger, Purpose, Watched
 
 HERE, THERE = Purpose("here", 1, "forward"), Purpose("there", None, "backward")

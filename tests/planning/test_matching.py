@@ -9,11 +9,11 @@ import pytest
 
 from megatron_ext.config.load import load_config
 from megatron_ext.config.schema import DataConfig, ModelConfig, ParallelConfig, RunConfig
-from megatron_ext.errors import UserError
-from megatron_ext.launch.sweep_file import MatchParameters
-from megatron_ext.mixers.registry import load_all
+from megatron_ext.config.sweep_file import MatchParameters
+from megatron_ext.mixers.core.registry import load_all
 from megatron_ext.planning.counts import Counter
 from megatron_ext.planning.matching import matched_width, with_width
+from megatron_ext.utils.errors import UserError
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALLER = "give a smaller match_parameters.multiple_of"

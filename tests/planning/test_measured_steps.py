@@ -12,7 +12,7 @@ import dry_runs
 import pytest
 from dry_runs import as_measured
 
-from megatron_ext.parts import FEED_FORWARD, MIXER, NORMS, OPTIMIZER
+from megatron_ext.model.step_parts import FEED_FORWARD, MIXER, NORMS, OPTIMIZER
 from megatron_ext.planning.gpus import GPUS
 from megatron_ext.planning.memory import memory_of
 from megatron_ext.planning.step_time import step_time

@@ -12,7 +12,7 @@ import pytest
 from megatron_ext import cli
 from megatron_ext.config.load import load_config
 from megatron_ext.config.schema import RunConfig
-from megatron_ext.mixers.registry import load_all
+from megatron_ext.mixers.core.registry import load_all
 from megatron_ext.planning.layouts import candidates, differences
 from megatron_ext.planning.shards import Shard, whole_model
 

@@ -12,8 +12,8 @@ from launching import write_config
 from megatron_ext.cli import main
 from megatron_ext.config.load import load_config
 from megatron_ext.config.schema import RunConfig
-from megatron_ext.launch.sweep_file import MatchParameters, read_sweep
-from megatron_ext.mixers.registry import load_all
+from megatron_ext.config.sweep_file import MatchParameters, read_sweep
+from megatron_ext.mixers.core.registry import load_all
 from megatron_ext.planning.counts import Counter
 from megatron_ext.planning.matching import with_width
 from megatron_ext.planning.sweep import SweepRun, sweep_runs

@@ -14,7 +14,7 @@ import pytest
 from dry_runs import ONE_GPU, configured
 
 from megatron_ext.config.schema import TransportName
-from megatron_ext.parts import COMMUNICATION, FEED_FORWARD, MIXER, NORMS, OPTIMIZER
+from megatron_ext.model.step_parts import COMMUNICATION, FEED_FORWARD, MIXER, NORMS, OPTIMIZER
 from megatron_ext.planning import step_time as module
 from megatron_ext.planning.gpus import BANDWIDTH_REACHED, EXCHANGE_REACHED, GPUS, LINKS_REACHED
 from megatron_ext.planning.ledger import Message

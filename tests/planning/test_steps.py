@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from megatron_ext.config.schema import DataConfig, RunConfig, TrainingConfig
-from megatron_ext.errors import UserError
 from megatron_ext.planning.counts import ModelCounts
 from megatron_ext.planning.steps import planned_steps
+from megatron_ext.utils.errors import UserError
 
 CONFIG = RunConfig(data=DataConfig(path="none", seq_length=100), training=TrainingConfig(global_batch_size=10))
 COUNTS = ModelCounts(parameters=50_000, flops_per_token=3e5)  # a step has 1,000 tokens and takes 3e8

@@ -9,7 +9,7 @@ import dry_runs
 import pytest
 from dry_runs import ONE_GPU, configured
 
-from megatron_ext.parts import FEED_FORWARD, FORWARD, MIXER, NORMS
+from megatron_ext.model.step_parts import FEED_FORWARD, FORWARD, MIXER, NORMS
 from megatron_ext.planning.memory import IN_8_BITS, memory_of
 
 HIDDEN, WIDTH, LENGTH = 2048, 5504, 4096

@@ -1,8 +1,8 @@
-"""Import layers: imports point from the command down to the kernels, without cycles.
+"""Import layers: imports point from the command down to the helpers, without cycles.
 
-A *room* is a folder or a file of `megatron_ext`, or another package of ours. The table lists the rooms that each room
-may import. Any other import fails. Imports inside functions and for type checking count as well, because they are
-dependencies, too.
+A *room* is a folder or a file of `megatron_ext`, or another package of ours. `tools/architecture.py` lists the floors
+of rooms: a room may import rooms of lower floors. Imports inside functions and for type checking count as well, because
+they are dependencies, too.
 """
 
 import ast
@@ -12,107 +12,19 @@ from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
+import architecture
 import pytest
+from architecture import FLOORS, lower_floors
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = architecture.ROOT
 PACKAGES = ("megatron_ext", "kernels", "data_prep")
 
-BOTTOM = {"errors", "files", "scratch", "signals", "reports", "source", "config.schema"} | {
-    *("credentials", "json_text", "paths", "printable", "ratio"),
-}
-"""Modules that every room but the kernels may import: user errors, atomic file writes, temporary folders and signal
-handlers, tables, the commit, the schema, checks of untrusted paths, JSON, addresses and text, and intervals over
-documents."""
-
-LOW = {"parallel", "kernels", "platform"}
-LEAVES = {"config", "data", "optim"}
-MODEL = LOW | LEAVES | {"mixers", "specs", "model", "meta_device"}
-
-# A room may import the rooms below it. Rooms of the same level do not import each other.
-ALLOWED: dict[str, set[str]] = {
-    "kernels": set(),
-    "kernels.bench": {"kernels"},
-    "megatron_cpu": set(),
-    "credentials": set(),
-    "errors": set(),
-    "events": set(),
-    "files": set(),
-    "garbage": set(),
-    "json_text": set(),
-    "meta_device": set(),
-    "paths": set(),
-    "printable": set(),
-    "scratch": {"signals"},
-    "signals": set(),
-    "reports": set(),
-    "source": set(),
-    "ratio": set(),
-    "heartbeat": set(),
-    "run_folder": set(),
-    "platform": {"megatron_cpu"},
-    "parallel": {"platform", "heartbeat"},
-    "mixers": LOW,
-    "block_layer": set(),
-    "rwkv7_block": LOW | {"mixers", "block_layer"},
-    "specs": LOW | {"mixers", "rwkv7_block", "block_layer"},
-    "output_layer": {"kernels"},
-    "model_parts": {"parts"},
-    "parts": set(),
-    "model": LOW | {"mixers", "specs", "output_layer"},
-    # Leaves: they import no other room.
-    "config": set(),
-    "data": {"data_prep.manifest", "data_prep.digest"},
-    "optim": {"platform", "parallel"},
-    "data_prep": set(),
-    # Rooms that work on a model.
-    "checkpoint": MODEL,
-    "evaluation": MODEL | {"data_prep.manifest", "data_prep.documents", "data_prep.reading"},
-    # Rooms that make or use runs.
-    "training": MODEL
-    | {"checkpoint", "evaluation", "heartbeat", "run_folder", "data_prep.manifest", "data_prep.tokenization"},
-    # It counts what training builds, as training builds it, for runs that launch reads from a file and begins.
-    # A planned step has the same parts.
-    "planning": MODEL
-    | {"checkpoint", "evaluation", "training.build", "training.trainer", "launch.sweep_file", "data_prep.manifest"}
-    | {"model_parts", "parts", "output_layer"},
-    "analysis": {"config", "events"},
-    "launch": {"config", "events", "heartbeat", "run_folder", "data_prep.manifest", "data_prep.digest"},
-    "lone_mixer": MODEL,
-    "diagnosis": MODEL | {"lone_mixer"},
-    # It starts ranks as the command does, and reads their output.
-    "bench": MODEL
-    | {"model_parts", "parts", "lone_mixer", "checkpoint", "garbage", "training", "data_prep"}
-    | {"launch.local", "launch.reporting"},
-    "evaluate": MODEL | {"training", "evaluation"},
-    "generate": MODEL | {"training", "evaluation"},
-    "arguments": {"launch.reporting", "launch.resuming"},
-    "commands": {"platform", "diagnosis"},
-    # The command imports everything.
-    "cli": MODEL
-    | {
-        "arguments",
-        "commands",
-        "training",
-        "planning",
-        "launch",
-        "analysis",
-        "checkpoint",
-        "evaluation",
-        "data_prep",
-        "diagnosis",
-        "garbage",
-        "generate",
-        "evaluate",
-        "bench",
-    },
-}
-
-COPIED = ROOT / "megatron_ext" / "checkpoint" / "conversion" / "selectron_hf"
+COPIED = ROOT / "megatron_ext" / "conversion" / "huggingface" / "selectron_hf"
 """Modules copied into a converted checkpoint. They import each other relatively, and little else."""
 
 WHOLE_CONFIGURATION = "RunConfig"
-READERS = {"config", "training", "planning", "launch", "bench", "cli"}
-"""Rooms that may read the whole configuration of a run. Lower rooms get only their part of it."""
+WITHOUT_IT = {"kernels", "data_prep", "platform", "parallel", "data", "optim", "mixers", "checkpoint", "analysis"}
+"""Rooms that do not read the whole configuration of a run. They get only their part of it."""
 
 
 def source_files() -> list[Path]:
@@ -144,7 +56,7 @@ def imported(path: Path) -> Iterator[tuple[str, int]]:
 
 
 def room_of(module: str) -> str:
-    """Return the room of one of our modules: `megatron_ext.mixers.base` -> `mixers`, `kernels.dispatch` -> `kernels`.
+    """Return the room of one of our modules: `megatron_ext.mixers.core.base` -> `mixers`.
 
     The benchmark of the kernels is a separate room: it writes reports, while the kernels import nothing of ours.
     """
@@ -169,25 +81,27 @@ def edges_out_of(path: Path) -> list[tuple[str, int]]:
     return [(name, line) for name, line in imported(path) if is_ours(name) and room_of(name) != room]
 
 
-def test_every_room_stands_in_the_table():
-    rooms = {room_of(module) for module in modules()} - {"megatron_ext"}
-    assert rooms <= set(ALLOWED), f"new rooms, not in the table: {sorted(rooms - set(ALLOWED))}"
+def test_every_room_has_a_floor():
+    rooms = {room_of(module) for module in modules()} - {"megatron_ext", "kernels.bench"}
+    named = [room for floor in FLOORS for room in floor]
+    assert sorted(named) == sorted(rooms)
 
 
-def test_imports_point_one_way():
+def test_imports_point_to_lower_floors():
     wrong = []
     for path in source_files():
         room = room_of(module_of(path))
-        allowed = ALLOWED.get(room, set()) | (BOTTOM if room != "kernels" else set())
+        if room == "megatron_ext":
+            continue
         for name, line in edges_out_of(path):
-            if not allows(allowed, name):
+            if not allows(lower_floors(room), name):
                 wrong.append(f"{path.relative_to(ROOT)}:{line}: {room} imports {name}")
     assert not wrong, "\n" + "\n".join(wrong)
 
 
-def test_the_table_itself_has_no_circle():
-    rooms = {room: {entry.split(".")[0] for entry in allowed} for room, allowed in ALLOWED.items()}
-    TopologicalSorter(rooms).prepare()
+def test_the_picture_is_that_of_today():
+    stored = (ROOT / "docs" / "architecture.svg").read_text(encoding="utf-8")
+    assert stored == architecture.picture(), "run: python tools/architecture.py docs/architecture.svg"
 
 
 def test_no_circle_between_modules():
@@ -227,11 +141,11 @@ def test_files_that_are_copied_need_torch_and_transformers_alone():
     assert {path for path, name in outside if name.startswith(inside)} <= {family}
 
 
-def test_nothing_below_training_reads_the_whole_configuration():
+def test_parts_do_not_read_the_whole_configuration():
     wrong = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for path in source_files()
-        if room_of(module_of(path)) not in READERS
+        if room_of(module_of(path)) in WITHOUT_IT
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.ImportFrom) and any(alias.name == WHOLE_CONFIGURATION for alias in node.names)
     ]
@@ -244,15 +158,16 @@ def test_the_rules_see_what_they_are_for(tmp_path):
     source.write_text(
         "import megatron_ext.training.trainer as t\n"
         "def late():\n    from megatron_ext import model\n"
-        "from kernels.dispatch import choose\n"
+        "from kernels.common.dispatch import choose\n"
     )
     assert sorted(imported(source)) == [
-        ("kernels.dispatch", 4),
+        ("kernels.common.dispatch", 4),
         ("megatron_ext.model", 3),
         ("megatron_ext.training.trainer", 1),
     ]
-    assert not allows(ALLOWED["mixers"], "megatron_ext.training.trainer")
-    assert not allows(ALLOWED["mixers"], "megatron_ext.model")
-    assert allows(ALLOWED["mixers"], "kernels.dispatch")
-    assert allows(BOTTOM, "megatron_ext.config.schema")
-    assert not allows(BOTTOM, "megatron_ext.config.load")
+    assert not allows(lower_floors("mixers"), "megatron_ext.training.trainer")
+    assert not allows(lower_floors("mixers"), "megatron_ext.model.build")
+    assert not allows(lower_floors("mixers"), "megatron_ext.data.shards")
+    assert allows(lower_floors("mixers"), "kernels.common.dispatch")
+    assert allows(lower_floors("mixers"), "megatron_ext.config.schema")
+    assert not allows(lower_floors("mixers"), "megatron_ext.config.load")

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_ext.mixers.base import Part
-from megatron_ext.mixers.memory import Memory
-from megatron_ext.mixers.registry import MIXERS, load_all
+from megatron_ext.mixers.core.base import Part
+from megatron_ext.mixers.core.decode_cache import Memory
+from megatron_ext.mixers.core.registry import MIXERS, load_all
 
 ROOT = Path(__file__).resolve().parents[2]
 

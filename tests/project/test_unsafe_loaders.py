@@ -47,15 +47,15 @@ REASONS: dict[tuple[str, str], str] = {
     ("megatron_ext/config/yaml_text.py", "YAML"): _SAFE_YAML,
     ("megatron_ext/config/yaml_text.py", "yaml.load"): _SAFE_YAML,
     ("megatron_ext/config/save.py", "YAML"): "writes",
-    ("megatron_ext/bench/loader.py", "multiprocessing.get_context"): _OWN_WORKERS,
-    ("megatron_ext/bench/prepare_work.py", "multiprocessing.get_context"): _OWN_WORKERS,
+    ("megatron_ext/bench/loader/run.py", "multiprocessing.get_context"): _OWN_WORKERS,
+    ("megatron_ext/bench/prepare/contestants.py", "multiprocessing.get_context"): _OWN_WORKERS,
     ("megatron_ext/planning/counts.py", "multiprocessing.get_context"): _OWN_WORKERS,
     ("data_prep/running/execution.py", "multiprocess.get_context"): _OWN_WORKERS,
-    ("megatron_ext/bench/prepare_work.py", "from_file"): _TOKENIZER,
+    ("megatron_ext/bench/prepare/contestants.py", "from_file"): _TOKENIZER,
     ("data_prep/tokenization/folders.py", "from_file"): _TOKENIZER,
-    (f"{_CHECKPOINT}/conversion/hf_model.py", "from_pretrained"): "of a configuration's class, which the family names; "
+    ("megatron_ext/conversion/huggingface/model.py", "from_pretrained"): "of a configuration's class, which the family names; "
     "config.json is plain values, and its auto_map is followed by the Auto classes alone",
-    (f"{_CHECKPOINT}/conversion/torch_dist.py", "read_metadata"): _RESTRICTED,
+    ("megatron_ext/conversion/megatron/torch_dist.py", "read_metadata"): _RESTRICTED,
     (f"{_CHECKPOINT}/reading.py", "read_metadata"): _RESTRICTED,
     (f"{_CHECKPOINT}/reading.py", "class of FileSystemReader"): "what torch's unpickles is overridden: " + _RESTRICTED,
     (f"{_CHECKPOINT}/reading.py", "load_tensors_metadata"): "Megatron's, given metadata that is read already",
@@ -67,7 +67,7 @@ REASONS: dict[tuple[str, str], str] = {
     ): "tasks are code: lm-eval's, and those of "
     "the folder that the user names for it (fewshot.include_path); no run's or checkpoint's files are among them",
     ("data_prep/reading/tables.py", "read_metadata"): "Parquet's, which pyarrow reads",
-    ("megatron_ext/mixers/registry.py", "importlib.import_module"): "modules of one package of ours",
+    ("megatron_ext/mixers/core/registry.py", "importlib.import_module"): "modules of one package of ours",
     ("data_prep/contamination/arrays.py", "np.load"): "allow_pickle=False",
     ("data_prep/reading/indexed.py", "np.load"): "numpy unpickles nothing unless it is asked to",
 }

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.errors import UserError
 from megatron_ext.run_folder import lock as lock_module
 from megatron_ext.run_folder import lock_file
 from megatron_ext.run_folder.lock import BEAT_SECONDS, CONFIRM_SECONDS, Clock, LockLost, RunLock, held, take
 from megatron_ext.run_folder.lock_file import DEAD_SECONDS, lock_state, read_holder
 from megatron_ext.run_folder.process_identity import ProcessIdentity, this_process
+from megatron_ext.utils.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 HERE = this_process()
@@ -306,7 +306,7 @@ def test_what_is_written_often_is_checked_once_a_second(folder: Path, monkeypatc
 CONTEND = """
 import os, sys, time
 from pathlib import Path
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 from megatron_ext.run_folder.lock import take
 rounds, root, name = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 print("ready", flush=True)

@@ -10,7 +10,7 @@ import measure_training
 import pytest
 from measure_training import CONFIG, MODELS, ONE_GPU, ROOT, row
 
-from megatron_ext.bench.train import Variant, read_variants
+from megatron_ext.bench.train.run import Variant, read_variants
 from megatron_ext.config.derive import derive
 
 TRAINING = ROOT / "docs" / "benchmarks" / "training"

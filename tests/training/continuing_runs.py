@@ -9,8 +9,8 @@ from megatron_ext.checkpoint.folder import Progress, Record
 from megatron_ext.config.load import resolve
 from megatron_ext.config.schema import RunConfig
 from megatron_ext.config.validate import validate
-from megatron_ext.mixers.registry import load_all
-from megatron_ext.training.identity import identity
+from megatron_ext.mixers.core.registry import load_all
+from megatron_ext.runs.identity import identity
 
 
 def text(split: str, domain: str, documents: int = 10, tokens: int = 100, sha256: str = "0") -> dict[str, Any]:

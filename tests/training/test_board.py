@@ -11,7 +11,8 @@ from pathlib import Path
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron_ext.training.records import EVALUATION, METRICS, SUITES, TENSORBOARD, RunRecords, copy_records
+from megatron_ext.run_folder.layout import EVALUATION, METRICS, SUITES, TENSORBOARD
+from megatron_ext.training.records import RunRecords, copy_records
 
 
 def train(folder: Path, first: int, last: int, *, saved: int = 0, end: str = "close", loss: float = 10.0) -> None:

@@ -12,8 +12,8 @@ from continuing_runs import DATA_RECORD, a_run, identity_of, record_of, text
 
 from megatron_ext.checkpoint.folder import DamagedCheckpoint
 from megatron_ext.config.save import save_config
-from megatron_ext.errors import UserError
 from megatron_ext.training.continuing import Continuing
+from megatron_ext.utils.errors import UserError
 
 CHECKPOINT = Path("runs/run/checkpoints/step_6")
 

@@ -13,7 +13,7 @@ from megatron_ext.config.derive import derive
 from megatron_ext.config.layout import layout_of
 from megatron_ext.config.schema import DataConfig, ModelConfig, ParallelConfig, RunConfig, TrainingConfig
 from megatron_ext.parallel.parameters import ParameterCount
-from megatron_ext.platform import Platform
+from megatron_ext.platform.device import Platform
 from megatron_ext.training.header import header
 
 CPU = Platform(torch.device("cpu"), "gloo")

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron_ext.errors import UserError
-from megatron_ext.training.records import EVALUATION, METRICS, TENSORBOARD, RunRecords
+from megatron_ext.run_folder.layout import EVALUATION, METRICS, TENSORBOARD
+from megatron_ext.training.records import RunRecords
+from megatron_ext.utils.errors import UserError
 
 
 def metrics(step: int, **changes: Any) -> dict[str, Any]:

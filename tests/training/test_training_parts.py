@@ -20,14 +20,14 @@ from megatron_ext.config.effects import flat
 from megatron_ext.config.layout import layout_of
 from megatron_ext.config.schema import DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig
 from megatron_ext.config.schema import TrainingConfig as Training
+from megatron_ext.data.datasets import RunData, step_batches
 from megatron_ext.data.samples import TrainingSamples
-from megatron_ext.errors import UserError
 from megatron_ext.optim.schedule import make_schedule
-from megatron_ext.training.datasets import RunData, step_batches
-from megatron_ext.training.identity import identity
+from megatron_ext.runs.identity import identity
 from megatron_ext.training.loop import TrainingLoop
-from megatron_ext.training.stopping import StopRequest
+from megatron_ext.training.resilience.stopping import StopRequest
 from megatron_ext.training.trainer import StepResult
+from megatron_ext.utils.errors import UserError
 
 LENGTH = 12
 

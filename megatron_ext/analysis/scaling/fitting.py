@@ -31,9 +31,9 @@ from megatron_ext.analysis.scaling.uncertainty import (
 )
 from megatron_ext.analysis.scaling.untold import CONSTANTS, names_of
 from megatron_ext.analysis.style import Picture
-from megatron_ext.errors import UserError
-from megatron_ext.files import os_reason
-from megatron_ext.reports import table, write_both
+from megatron_ext.utils.atomic_files import os_reason
+from megatron_ext.utils.errors import UserError
+from megatron_ext.utils.markdown import table, write_both
 
 WHY_NOT_FALLING = "an exponent is not above 0: loss does not fall with it, and the law says nothing of larger models"
 

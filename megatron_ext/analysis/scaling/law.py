@@ -16,7 +16,7 @@ from scipy.optimize import least_squares, minimize
 
 from megatron_ext.analysis.runs import FloatArray
 from megatron_ext.analysis.scaling.points import Points
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 DELTA = 1e-3
 """Threshold of the Huber loss. Larger differences of log losses count linearly, so that outliers have little weight."""

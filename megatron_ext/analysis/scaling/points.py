@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from megatron_ext.analysis.runs import FloatArray, IntArray
-from megatron_ext.errors import UserError
-from megatron_ext.files import os_reason
+from megatron_ext.utils.atomic_files import os_reason
+from megatron_ext.utils.errors import UserError
 
 NUMBERS = ("params", "tokens", "loss")
 MIXER, TEST_LOSS = "mixer", "test_loss"

@@ -12,13 +12,13 @@ from pathlib import Path
 import numpy as np
 
 from megatron_ext.analysis.run_texts import text_warnings
-from megatron_ext.analysis.runs import CONFIG, Run, read_runs
+from megatron_ext.analysis.runs import Run, read_runs
 from megatron_ext.analysis.scaling.points import MIXER, NUMBERS, TEST_LOSS, Points
 from megatron_ext.analysis.scaling.pooled import OF_LAW, law_names
-from megatron_ext.errors import UserError
-from megatron_ext.reports import csv_row
+from megatron_ext.run_folder.layout import CONFIG, METRICS, MODEL
+from megatron_ext.utils.errors import UserError
+from megatron_ext.utils.markdown import csv_row
 
-METRICS = "metrics.jsonl"
 _LONGEST_LINE = 1 << 24
 
 WINDOW = 0.05
@@ -214,7 +214,7 @@ def _point(run: Run, name: str, embeddings: bool) -> RunPoint:
     last = int(run.steps[-1])
     if run.size is None:
         mend = "give a CSV file with the column params instead"
-        raise UserError(str(run.path / "model.json"), "is missing: the number of parameters is not known", mend)
+        raise UserError(str(run.path / MODEL), "is missing: the number of parameters is not known", mend)
     params = run.size.parameters
     if not embeddings:
         params -= run.size.embedding_parameters + run.size.output_layer_parameters

@@ -13,7 +13,7 @@ from megatron_ext.analysis.scaling.law import FEWEST_POINTS, Fit, ScalingLaw, fi
 from megatron_ext.analysis.scaling.points import Points
 from megatron_ext.analysis.scaling.profile import Region, region_of
 from megatron_ext.analysis.scaling.untold import Untold, names_of, untold
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 HELD_OUT = 0.1
 """Fraction of the points that a back-test holds out, those of the largest models."""

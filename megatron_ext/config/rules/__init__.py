@@ -14,7 +14,7 @@ from megatron_ext.config.rules.rule import Facts
 from megatron_ext.config.schema import RunConfig
 from megatron_ext.config.suggest import unknown_mixer
 from megatron_ext.config.traits import Mixers
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 RULES = [*layout.RULES, *data.RULES, *training.RULES]
 

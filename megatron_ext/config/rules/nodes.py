@@ -6,7 +6,7 @@ Code that starts or plans a run calls it, because it has the number of GPUs per 
 from __future__ import annotations
 
 from megatron_ext.config.schema import RunConfig
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 
 def check_nodes(config: RunConfig, world_size: int, per_node: int) -> None:

@@ -16,8 +16,8 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, po
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
-from megatron_ext.errors import UserError
 from megatron_ext.evaluation.text_model import Draw, Request, TextModel
+from megatron_ext.utils.errors import UserError
 
 MAX_TOKENS = 256
 """Default maximum of generated tokens, the same as in lm-eval's Hugging Face model."""

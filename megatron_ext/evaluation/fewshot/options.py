@@ -9,8 +9,8 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from megatron_ext.config.schema import STRICT
-from megatron_ext.errors import UserError
 from megatron_ext.evaluation.fewshot.published import PUBLISHED_SETS
+from megatron_ext.utils.errors import UserError
 
 Split = Literal["published", "validation"]
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.errors import UserError
-from megatron_ext.files import os_reason, read_regular
-from megatron_ext.json_text import parse_json
+from megatron_ext.utils.atomic_files import os_reason, read_regular
+from megatron_ext.utils.errors import UserError
+from megatron_ext.utils.json_text import parse_json
 
 Row = dict[str, Any]
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.reports import finite, table, write_both
+from megatron_ext.utils.markdown import finite, table, write_both
 
 COLUMNS = ("task", "version", "examples", "rows", "filter", "metric", "value", "standard error")
 

@@ -20,11 +20,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_ext.errors import UserError
 from megatron_ext.evaluation.fewshot.options import FewshotOptions
 from megatron_ext.evaluation.fewshot.results import FewshotResults, task_results
 from megatron_ext.evaluation.generators import generators_kept
 from megatron_ext.evaluation.text_model import TextModel
+from megatron_ext.utils.errors import UserError
 
 BOOTSTRAP_DRAWS = 100_000
 """Bootstrap draws of standard errors, the default of lm-eval."""

@@ -18,10 +18,10 @@ from lm_eval.tasks import TaskManager
 from lm_eval.tasks._index import Kind
 from lm_eval.tasks._yaml_loader import load_yaml
 
-from megatron_ext.errors import UserError
 from megatron_ext.evaluation.fewshot.adapter import generation_of
 from megatron_ext.evaluation.fewshot.options import FewshotOptions, Split
 from megatron_ext.evaluation.fewshot.published import PUBLISHED_SETS, Row, find_file, read_rows
+from megatron_ext.utils.errors import UserError
 
 VALIDATION_ALONE = {"training_split": None, "test_split": "validation", "fewshot_split": "validation"}
 """Changes of a task's definition that take evaluated rows and few-shot examples from the validation split.

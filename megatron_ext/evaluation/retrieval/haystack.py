@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from data_prep.documents import Problems
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 """Noise sentences of passkey retrieval (Mohtashami & Jaggi 2023, arXiv 2305.16300) and of RULER."""

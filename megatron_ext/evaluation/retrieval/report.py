@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.evaluation.retrieval.results import CONFIDENCE, RetrievalResults, Summary
-from megatron_ext.files import write_whole
-from megatron_ext.reports import csv_row, table
+from megatron_ext.utils.atomic_files import write_whole
+from megatron_ext.utils.markdown import csv_row, table
 
 SCHEMA = "selectron.retrieval.1"
 """Schema of retrieval.json. Its fields besides the description of the model: `schema`, `options`, `haystack`,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 
-from megatron_ext.errors import UserError
 from megatron_ext.evaluation.progress import progress
 from megatron_ext.evaluation.retrieval.alphabet import ordinary_tokens
 from megatron_ext.evaluation.retrieval.haystack import read_haystack
@@ -13,6 +12,7 @@ from megatron_ext.evaluation.retrieval.results import Record, RetrievalResults, 
 from megatron_ext.evaluation.retrieval.samples import Material, Place, Sample, TextSample, TokenSample, Unfit
 from megatron_ext.evaluation.retrieval.tasks import TASKS, TextTask
 from megatron_ext.evaluation.text_model import Foretelling, TextModel
+from megatron_ext.utils.errors import UserError
 
 TOGETHER = 1 << 22
 """Approximate number of sample tokens in memory at a time; as Python lists they take some hundred megabytes."""

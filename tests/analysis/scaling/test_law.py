@@ -20,7 +20,7 @@ from megatron_ext.analysis.scaling.law import (
     refit,
 )
 from megatron_ext.analysis.scaling.points import Points, read_points
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 CHINCHILLA = Path(__file__).with_name("chinchilla.csv")
 """245 points of figure 4 of Hoffmann et al. 2022: parameters, tokens (compute / 6 / parameters) and losses, to nine

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.analysis.scaling.points import read_points
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 
 def written(folder: Path, text: str) -> Path:

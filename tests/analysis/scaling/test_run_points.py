@@ -13,7 +13,7 @@ from analysis_synthetic import TOKENS_A_STEP, Synthetic, write_run
 from megatron_ext.analysis.scaling.law import ScalingLaw
 from megatron_ext.analysis.scaling.run_points import by_mixer, points_of_runs
 from megatron_ext.cli import main
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 LAWS = {"attention": ScalingLaw(1.7, 4.0, 20.0, 0.34, 0.36), "mamba": ScalingLaw(1.8, 3.0, 25.0, 0.33, 0.35)}
 SIZES = {2: 2_000, 4: 9_000, 8: 41_000}

@@ -12,7 +12,7 @@ from data_prep.contamination import findings, runs
 from data_prep.contamination.decontamination import Decontamination, Source, decontamination
 from data_prep.contamination.overlap import OverlapOptions
 from data_prep.contamination.overlap_filter import DropContaminated
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 generator = random.Random(3)
 VOCABULARY = ["".join(generator.choices(string.ascii_lowercase, k=5)) for _ in range(3000)]

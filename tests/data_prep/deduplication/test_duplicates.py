@@ -12,7 +12,7 @@ from pipelines import FailsOnce, Given, document, read, run, run_here
 from data_prep.deduplication import signatures
 from data_prep.deduplication.duplicates import NearOptions, exact_duplicates, near_duplicates
 from data_prep.deduplication.signatures import ExactSignature, NearSignature
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 generator = random.Random(5)
 VOCABULARY = ["".join(generator.choices(string.ascii_lowercase, k=6)) for _ in range(5000)]

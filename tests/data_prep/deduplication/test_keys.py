@@ -7,7 +7,7 @@ from pipelines import Given, document, read
 
 from data_prep.deduplication import keys
 from data_prep.deduplication.keys import AllKeys, WriteKeys, key_of, keys_of
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 TASKS = 3
 

@@ -11,7 +11,7 @@ from pipelines import document
 
 from data_prep.deduplication.keys import key_of
 from data_prep.deduplication.survivors import ROWS_AT_A_TIME, ChooseSurvivors
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 LEVELS = ("test", "validation", "train")
 Node = tuple[int, int]

@@ -15,7 +15,7 @@ from data_prep.domains import MOST_SHOWN, find_domains
 from data_prep.prepare import prepare
 from data_prep.reading.corpus import open_files
 from data_prep.reading.fields import Fields
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 MIB = 1 << 20
 

@@ -27,7 +27,7 @@ from data_prep.reading.fields import Fields
 from data_prep.reading.indexed import export
 from data_prep.reading.inputs import InputFile
 from data_prep.tokenization.vocabularies import open_tokenizer
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 
 def read(source, on_error="stop", domain=None, **given):

@@ -14,7 +14,7 @@ from data_prep.reading import selection
 from data_prep.reading.corpus import open_files
 from data_prep.reading.inputs import InputFile
 from data_prep.summary import summary
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 
 def files(root, *names, content="x"):

@@ -15,7 +15,7 @@ from prep_fakes import options
 from data_prep.prepare import prepare
 from data_prep.running.execution import Execution
 from data_prep.running.ray_tasks import RayExecutor
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 ON_RAY = Execution(executor="ray", workers=2)
 NODE = {"Alive": True, "Resources": {"CPU": 1.0, "memory": 2.0 * 2**30}}

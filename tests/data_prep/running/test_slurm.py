@@ -17,7 +17,7 @@ from data_prep.prepare import prepare
 from data_prep.running import execution
 from data_prep.running.execution import Execution
 from data_prep.running.slurm import _Job
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 SBATCH = f"""#!{sys.executable}
 import json, pathlib, sys

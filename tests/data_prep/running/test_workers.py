@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from data_prep.running.workers import OWN_FILES, allow_open_files
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 PAIRS_OF_MANY_TASKS = """
 import resource, sys

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from data_prep.prepare import prepare
 from data_prep.tokenization.vocabularies import end_of_document, open_tokenizer, tokenizer_files
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 TEXTS = ["plain text", " two  spaces ", "naïve 東京 🦆", "<|endoftext|> inside", "it's 12 o'clock\n\n", text(1, 100)]
 

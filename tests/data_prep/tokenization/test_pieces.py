@@ -11,7 +11,7 @@ from data_prep.output.writing import DocumentEncoder
 from data_prep.tokenization import pieces
 from data_prep.tokenization.pieces import UnbrokenError, encode_in_pieces
 from data_prep.tokenization.tokenizer import JsonTokenizer, load_tokenizer
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from data_prep.tokenization.vocabularies import (
     open_tokenizer,
     token_dtype,
 )
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 
 def wrap(*vocabulary: str) -> JsonTokenizer:

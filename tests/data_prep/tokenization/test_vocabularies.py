@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models
 from data_prep.manifest import load_manifest
 from data_prep.prepare import prepare
 from data_prep.tokenization.vocabularies import end_of_document, kept_tokenizer, open_tokenizer
-from megatron_ext.errors import UserError
+from megatron_ext.utils.errors import UserError
 
 TEXTS = ["plain text", "", "naïve 東京 🦆\0", "aaaaaaaaab", "  spaces\n\n", "<|endoftext|> inside", text(1, 300)]
 PATTERN = r"\p{L}+|[^\p{L}]"

@@ -8,8 +8,8 @@ from unittest.mock import patch
 from megatron_ext.config.load import load_config
 from megatron_ext.config.rules import check
 from megatron_ext.evaluation.fewshot.options import FewshotOptions
-from megatron_ext.mixers.registry import load_all
-from megatron_ext.training.evaluation import evaluate
+from megatron_ext.evaluation.runner import evaluate
+from megatron_ext.mixers.core.registry import load_all
 from megatron_ext.training.run import train
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from questions import SETS, write_questions, write_rows
 
-from megatron_ext.errors import UserError
 from megatron_ext.evaluation.fewshot.published import PUBLISHED_SETS, Row, find_file, read_rows
+from megatron_ext.utils.errors import UserError
 
 CHOICES = {"text": ["a ladder", "a kettle"], "label": ["A", "B"]}
 HELLASWAG = {"ind": 4, "activity_label": "Tidying", "endings": ["one.", "two."], "label": 1}

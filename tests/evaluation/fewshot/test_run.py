@@ -17,12 +17,12 @@ from questions import write_questions
 from small_model import MAX_LENGTH, PlainModel, small_llama, small_tokenizer
 
 from megatron_ext.config.validate import validate
-from megatron_ext.errors import UserError
 from megatron_ext.evaluation.fewshot.adapter import Generation, generation_of
 from megatron_ext.evaluation.fewshot.options import FewshotOptions
 from megatron_ext.evaluation.fewshot.results import write_results
 from megatron_ext.evaluation.fewshot.run import evaluate_fewshot
 from megatron_ext.evaluation.text_model import Draw
+from megatron_ext.utils.errors import UserError
 
 
 @pytest.fixture(scope="module")

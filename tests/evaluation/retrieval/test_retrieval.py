@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from readers import Letters, after_the_last_one_like_it, next_copied, read
 
-from megatron_ext.errors import UserError
 from megatron_ext.evaluation.retrieval.options import TASK_NAMES, RetrievalOptions
 from megatron_ext.evaluation.retrieval.report import markdown, write_results
 from megatron_ext.evaluation.retrieval.results import RetrievalResults, wilson_interval
 from megatron_ext.evaluation.retrieval.run import evaluate_retrieval
 from megatron_ext.evaluation.retrieval.scoring import first_integer, string_match_all
+from megatron_ext.utils.errors import UserError
 
 LENGTHS, DEPTHS = [3500, 14_000], [0.0, 0.5, 1.0]
 TOKEN_TASKS = ("mqar", "selective_copying", "induction")

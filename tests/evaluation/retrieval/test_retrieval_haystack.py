@@ -13,8 +13,8 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from megatron_ext.errors import UserError
 from megatron_ext.evaluation.retrieval.haystack import NOISE, insert, read_haystack
+from megatron_ext.utils.errors import UserError
 
 
 def test_without_a_path_hay_is_noise() -> None:

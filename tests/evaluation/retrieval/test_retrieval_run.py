@@ -13,12 +13,12 @@ import pytest
 from pydantic import ValidationError
 from retrieval_fakes import Characters, FakeModel, Words, guess, read
 
-from megatron_ext.errors import UserError
 from megatron_ext.evaluation.retrieval.options import TASK_NAMES, RetrievalOptions
 from megatron_ext.evaluation.retrieval.report import markdown, write_results
 from megatron_ext.evaluation.retrieval.results import RetrievalResults
 from megatron_ext.evaluation.retrieval.run import evaluate_retrieval
 from megatron_ext.evaluation.retrieval.tasks import TASKS
+from megatron_ext.utils.errors import UserError
 
 
 def _options(**changes: Any) -> RetrievalOptions:

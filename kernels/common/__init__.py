@@ -1,0 +1,1 @@
+"""Argument checks, implementation choice and building blocks shared by the ops."""

@@ -1,0 +1,284 @@
+"""Argument checks and implementation choice, shared by the interfaces of all ops."""
+
+import logging
+import math
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import cache
+from importlib.util import find_spec
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+
+class Choice(NamedTuple):
+    """An implementation and the reason for choosing it."""
+
+    name: str
+    reason: str
+
+
+def choose(op: str, requested: str, available: Collection[str], automatic: Choice, plain: str) -> Choice:
+    """Resolve the caller's `implementation` to an available one, log the choice and record it.
+
+    Args:
+        op: name of the op, for messages.
+        requested: the implementation that the caller asked for; "auto" takes `automatic`.
+        available: names of the op's implementations.
+        automatic: the implementation that "auto" selects for these inputs, and the reason.
+        plain: the implementation that "auto" selects inside `plain_forms`.
+
+    Raises:
+        ValueError: the requested implementation does not exist.
+    """
+    if requested not in ("auto", *available):
+        raise ValueError(f"implementation is {requested!r}, but {op} has: use one of {['auto', *available]}")
+    if requested != "auto":
+        chosen = Choice(requested, "asked for")
+    else:
+        chosen = Choice(plain, "plain forms are asked for") if _plain_only else automatic
+    if not torch.compiler.is_compiling():  # a log call would break the graph
+        logger.debug("%s: %s (%s)", op, chosen.name, chosen.reason)
+        for record in _records:
+            record.append((op, chosen))
+    return chosen
+
+
+_plain_only = False
+
+
+@contextmanager
+def plain_forms() -> Iterator[None]:
+    """Context manager in which "auto" selects plain torch in every op, as a baseline for the faster implementations."""
+    global _plain_only
+    before, _plain_only = _plain_only, True
+    try:
+        yield
+    finally:
+        _plain_only = before
+
+
+_records: list[list[tuple[str, Choice]]] = []
+
+
+@contextmanager
+def recorded_choices() -> Iterator[list[tuple[str, Choice]]]:
+    """Context manager that yields a list to which each call of an op appends (op, choice)."""
+    record: list[tuple[str, Choice]] = []
+    _records.append(record)
+    try:
+        yield record
+    finally:
+        _records.pop()
+
+
+def check_option(argument: str, value: str, allowed: Collection[str]) -> None:
+    """Raise ValueError unless `value` is one of the allowed strings."""
+    if value not in allowed:
+        raise ValueError(f"{argument} is {value!r}: use one of {list(allowed)}")
+
+
+def check_positive_int(argument: str, value: int) -> None:
+    """Raise ValueError unless `value` is an int of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{argument} is {value!r}: give a whole number of at least 1")
+
+
+def resolve_scale(scale: float | None, head_dim: int) -> float:
+    """Return the factor on the scores, head_dim**-0.5 for None.
+
+    Raises:
+        ValueError: negative or not finite. A negative scale would reverse the order of the scores.
+    """
+    if scale is None:
+        return head_dim**-0.5
+    if not (math.isfinite(scale) and scale >= 0):
+        raise ValueError(f"scale is {scale!r}: give a number that is not negative, or None for head_dim**-0.5")
+    return float(scale)
+
+
+def check_any_floating(**tensors: Tensor) -> None:
+    """Raise ValueError unless each tensor has a floating-point dtype; the dtypes may differ."""
+    for name, x in tensors.items():
+        if not x.is_floating_point():
+            raise ValueError(f"{name} has dtype {x.dtype}: convert it to a floating-point dtype")
+
+
+def check_floating(**tensors: Tensor) -> None:
+    """Raise ValueError unless all tensors share the first one's device and floating-point dtype."""
+    (first_name, first), *rest = tensors.items()
+    check_any_floating(**{first_name: first})
+    for name, x in rest:
+        if x.dtype != first.dtype:
+            raise ValueError(f"{name} has dtype {x.dtype} but {first_name} has {first.dtype}: convert one of them")
+        if x.device != first.device:
+            raise ValueError(f"{name} is on {x.device} but {first_name} is on {first.device}: move one of them")
+
+
+def check_shapes(q: Tensor, expected: Mapping[str, tuple[Tensor, Sequence[int]]], reader: str = "q") -> None:
+    """Raise ValueError unless each named tensor has the expected shape and q's device.
+
+    Args:
+        q: the op's main input.
+        expected: tensors by name, each with its shape.
+        reader: the op's name of q, for messages.
+    """
+    for name, (x, shape) in expected.items():
+        if tuple(x.shape) != tuple(shape):
+            raise ValueError(
+                f"{name} has shape {list(x.shape)}: give {list(shape)}, to go with {reader} {list(q.shape)}"
+            )
+        if x.device != q.device:
+            raise ValueError(f"{name} is on {x.device} but {reader} is on {q.device}: move one of them")
+
+
+def check_attention(q_bthd: Tensor, k_bshd: Tensor, v_bshe: Tensor, query_offset: int) -> None:
+    """Check the arguments that all attention ops share.
+
+    Args:
+        q_bthd: queries [b, tq, hq, d].
+        k_bshd: keys [b, tk, hkv, d], hq a multiple of hkv.
+        v_bshe: values [b, tk, hkv, dv].
+        query_offset: global position of the first query.
+
+    Raises:
+        ValueError: a shape, dtype, device or offset does not fit; the message names it.
+    """
+    for name, x in (("q", q_bthd), ("k", k_bshd), ("v", v_bshe)):
+        if x.dim() != 4:
+            raise ValueError(f"{name} has shape {list(x.shape)}: give [batch, length, heads, head_dim]")
+        if x.numel() == 0:
+            raise ValueError(f"{name} has shape {list(x.shape)}: give at least one element in each dimension")
+    check_floating(q=q_bthd, k=k_bshd, v=v_bshe)
+    if k_bshd.shape[:3] != v_bshe.shape[:3]:
+        raise ValueError(f"v has shape {list(v_bshe.shape)}: match batch, length, heads of k, {list(k_bshd.shape)}")
+    if q_bthd.shape[0] != k_bshd.shape[0] or q_bthd.shape[3] != k_bshd.shape[3]:
+        raise ValueError(f"k has shape {list(k_bshd.shape)}: match batch and head_dim of q, {list(q_bthd.shape)}")
+    if q_bthd.shape[2] % k_bshd.shape[2]:
+        raise ValueError(f"q has {q_bthd.shape[2]} heads: give a multiple of the {k_bshd.shape[2]} heads of k and v")
+    check_query_offset(query_offset, q_bthd.shape[1], k_bshd.shape[1])
+
+
+def check_query_offset(query_offset: int, num_queries: int, num_keys: int) -> None:
+    """Raise ValueError unless the queries' global positions lie within the keys."""
+    if isinstance(query_offset, bool) or not isinstance(query_offset, int) or query_offset < 0:
+        raise ValueError(f"query_offset is {query_offset!r}: give the first query's position, a whole number from 0")
+    if query_offset + num_queries > num_keys:
+        raise ValueError(
+            f"query_offset is {query_offset}, so {num_queries} queries end at position {query_offset + num_queries}, "
+            f"beyond the {num_keys} keys: pass the keys of the whole sequence, or a smaller offset"
+        )
+
+
+def on_gpu(x: Tensor) -> bool:
+    """Return True if the GPU implementations apply: x is on a GPU, or on the meta device.
+
+    Memory planning runs a step on meta tensors (see `kernels.meta.unlaunched`). It must save the same
+    tensors as a GPU does.
+    """
+    return x.is_cuda or x.is_meta
+
+
+_meta_is_this_gpu = False
+
+
+@contextmanager
+def meta_as_this_gpu() -> Iterator[None]:
+    """Context manager in which meta tensors stand for tensors of this machine's GPU.
+
+    Outside it they stand for those of any GPU, and nothing that depends on the GPU's model is asked.
+    """
+    global _meta_is_this_gpu
+    before, _meta_is_this_gpu = _meta_is_this_gpu, True
+    try:
+        yield
+    finally:
+        _meta_is_this_gpu = before
+
+
+def on_this_gpu(x: Tensor) -> bool:
+    """Return True if x is on a GPU of this machine, or stands for a tensor there (see `meta_as_this_gpu`)."""
+    return x.is_cuda or (x.is_meta and _meta_is_this_gpu)
+
+
+HAS_TRITON = find_spec("triton") is not None
+TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MAX_TRITON_HEAD_DIM = 256
+
+
+def triton_obstacle(**tensors: Tensor) -> str | None:
+    """Return the reason why no Triton kernel supports these tensors, and the fix; None if one may."""
+    if not HAS_TRITON:
+        return "Triton is not installed: pip install triton"
+    for name, x in tensors.items():
+        if not (on_gpu(x) or os.environ.get("TRITON_INTERPRET") == "1"):
+            return f"{name} is on {x.device}: move it to a GPU"
+        if x.dtype not in TRITON_DTYPES:
+            return f"{name} has dtype {x.dtype}: convert it to one of {[str(dtype) for dtype in TRITON_DTYPES]}"
+    return None
+
+
+def triton_attention_obstacle(q_bthd: Tensor, v_bshe: Tensor) -> str | None:
+    """Return the reason why the Triton attention kernels do not support these tensors, and the fix; None if they do."""
+    obstacle = triton_obstacle(q=q_bthd)
+    if obstacle is not None:
+        return obstacle
+    if q_bthd.shape[3] > MAX_TRITON_HEAD_DIM:
+        return f"q has head_dim {q_bthd.shape[3]}: give at most {MAX_TRITON_HEAD_DIM}"
+    if v_bshe.shape[3] != q_bthd.shape[3]:
+        return f"v has head_dim {v_bshe.shape[3]}: give that of q, {q_bthd.shape[3]}"
+    return None
+
+
+def choose_fast_or_plain(
+    op: str, requested: str, x: Tensor, obstacle: str | None, fast: Choice, plain: Sequence[str]
+) -> Choice:
+    """Resolve the caller's `implementation` to the op's fast implementation or to a plain torch one.
+
+    Args:
+        op: name of the op, for messages.
+        requested: the implementation that the caller asked for; "auto" takes the fast one on a GPU unless there is an
+            obstacle.
+        x: an input of the op, for its device.
+        obstacle: reason why the fast implementation does not support these inputs, and the fix; None if it does.
+        fast: the fast implementation, and the reason why "auto" takes it.
+        plain: names of the plain implementations; "auto" falls back to the first.
+
+    Raises:
+        ValueError: the requested implementation does not exist, or it is the fast one and there is an obstacle.
+    """
+    if not on_gpu(x):
+        automatic = Choice(plain[0], f"{fast.name}'s kernels need a GPU, and the inputs are on {x.device}")
+    else:
+        automatic = fast if obstacle is None else Choice(plain[0], obstacle)
+    chosen = choose(op, requested, (*plain, fast.name), automatic, plain[0])
+    if chosen.name == fast.name and obstacle is not None:
+        raise ValueError(f"implementation is {fast.name!r}, but {obstacle}")
+    # Only for callers who did not ask for the plain implementation.
+    if requested == "auto" and on_gpu(x) and obstacle is not None and not torch.compiler.is_compiling():
+        where = "a GPU" if x.is_meta else x.device
+        _warn_once(f"{op} takes its slow plain form on {where}, because {obstacle}")
+    return chosen
+
+
+def choose_triton_or_reference(
+    op: str, requested: str, x: Tensor, obstacle: str | None, plain: Sequence[str] = ("reference",)
+) -> Choice:
+    """Call `choose_fast_or_plain` for an op whose fast implementation is "triton"."""
+    return choose_fast_or_plain(op, requested, x, obstacle, Choice("triton", "fused on CUDA"), plain)
+
+
+@cache
+def _warn_once(message: str) -> None:
+    logger.warning("%s", message)
+
+
+@contextmanager
+def full_precision(x: Tensor) -> Iterator[None]:
+    """Context manager that disables autocast, which would undo the upcasts to fp32 in the ops' definitions."""
+    with nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False):
+        yield

@@ -1,0 +1,116 @@
+"""flash-linear-attention (fla) on a GPU: choose it, find the reasons against it, and run its ops.
+
+Yang, Zhang 2024, "FLA: A Triton-Based Library for Hardware-Efficient Implementations of Linear Attention Mechanism".
+"""
+
+from collections.abc import Callable, Collection
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from packaging.version import Version
+from torch import Tensor
+
+from kernels.common.dispatch import Choice, choose_fast_or_plain, full_precision, on_gpu, on_this_gpu
+
+FLA = Choice("fla", "flash-linear-attention's kernels")
+DTYPES = (torch.bfloat16, torch.float16)
+MAX_KEY_DIM = 256
+HOPPER = 9
+WRONG_SINCE, RIGHT_SINCE = Version("3.4.0"), Version("3.7.1")
+"""Triton versions in [WRONG_SINCE, RIGHT_SINCE) miscompile the gradient of a per-head decay on Hopper; fla refuses them
+(issue 640)."""
+
+
+def choose_fla_or_plain(op: str, requested: str, obstacle: str | None, q_bthd: Tensor, plain: Collection[str]) -> str:
+    """Resolve the caller's `implementation` to "fla" or a plain torch one; "auto" takes fla where it is supported.
+
+    Args:
+        op: name of the op, for messages.
+        requested: the implementation that the caller asked for.
+        obstacle: result of `fla_obstacle`.
+        q_bthd: queries, for their device.
+        plain: names of the plain implementations, "chunked" among them.
+
+    Raises:
+        ValueError: the implementation does not exist, or it is fla and there is an obstacle.
+    """
+    others = ["chunked", *(name for name in plain if name != "chunked")]
+    return choose_fast_or_plain(op, requested, q_bthd, obstacle, FLA, others).name
+
+
+def fla_obstacle(q_bthd: Tensor, refused: Callable[[], str | None] = lambda: None) -> str | None:
+    """Return the reason why fla does not support an op's inputs, and the fix; None if it does.
+
+    Args:
+        q_bthd: queries [b, t, h, dk].
+        refused: returns a further obstacle of the op, such as `refused_on_hopper`. It is called only if this
+            machine's GPU is meant.
+    """
+    if find_spec("fla") is None:
+        return "flash-linear-attention is not installed: pip install flash-linear-attention"
+    if not on_gpu(q_bthd):
+        return f"the inputs are on {q_bthd.device}: move them to a GPU"
+    if q_bthd.dtype not in DTYPES:
+        return f"the inputs have dtype {q_bthd.dtype}: convert them to one of {[str(dtype) for dtype in DTYPES]}"
+    if q_bthd.shape[3] > MAX_KEY_DIM:
+        return f"the key dim is {q_bthd.shape[3]}: give at most {MAX_KEY_DIM}"
+    return refused() if on_this_gpu(q_bthd) else None
+
+
+@cache
+def refused_on_hopper() -> str | None:
+    """Return the reason why fla refuses per-head decays on this GPU, and the fix; None if it accepts them.
+
+    In other ops fla can replace Triton with the tilelang package, but not in linear attention.
+    """
+    triton = _version("triton")
+    if torch.cuda.get_device_capability()[0] != HOPPER or triton is None or not WRONG_SINCE <= triton < RIGHT_SINCE:
+        return None
+    return (
+        f"flash-linear-attention refuses decays of whole heads on a Hopper GPU under Triton {triton}, "
+        f"which gets their gradients wrong: pip install 'triton>={RIGHT_SINCE}'"
+    )
+
+
+def _version(package: str) -> Version | None:
+    try:
+        return Version(version(package))
+    except PackageNotFoundError:
+        return None
+
+
+def run_fla(
+    op: Callable[..., tuple[Tensor, Tensor | None]],
+    inputs: dict[str, Tensor],
+    scale: float | None,
+    initial_state: Tensor | None,
+    return_final_state: bool,
+    *,
+    values_first: bool = False,
+) -> Any:
+    """Run an op of fla with the interface of `kernels.common.stateful.run_form`.
+
+    Args:
+        op: function of fla.
+        inputs: tensors by fla's argument names, "v" among them.
+        scale: factor on the queries.
+        initial_state: [b, h, dk, dv] before the first token; None for zeros.
+        return_final_state: also return the final state.
+        values_first: make the op store states as [dv, dk], which is faster for some ops.
+
+    Returns:
+        o [b, t, h, dv] in the values' dtype. With return_final_state also the final state [b, h, dk, dv] in fp32.
+    """
+    state = None if initial_state is None else initial_state.float()
+    layout = {"state_v_first": True} if values_first else {}
+    if values_first and state is not None:
+        state = state.mT
+    with full_precision(inputs["v"]):
+        out, last = op(**inputs, scale=scale, initial_state=state, output_final_state=return_final_state, **layout)
+    if values_first and last is not None:
+        last = last.mT
+    out = out.to(inputs["v"].dtype)
+    return (out, last) if return_final_state else out

@@ -1,0 +1,1 @@
+"""Ops on meta tensors, to plan memory without a GPU."""

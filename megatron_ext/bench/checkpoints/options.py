@@ -1,0 +1,48 @@
+"""Options of `selectron bench checkpoints`, for one process or those that torchrun started."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from pathlib import Path
+
+from kernels.bench.arguments import at_least_one
+from megatron_ext.bench.processes import add_run, config_of_run, process_groups, which_run
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    add_run(parser)
+    add = parser.add_argument
+    add("--steps", type=int, default=10, metavar="N", help="timed without a save (%(default)s)")
+    add("--saves", type=int, default=5, metavar="N", help="timed of each kind (%(default)s)")
+    add("--output", type=Path, default=Path("bench/checkpoints"), metavar="DIR", help="of the report (%(default)s)")
+    add("--disk", type=Path, metavar="DIR", help="where checkpoints are written and removed again (--output)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, write the report and print its table on the first rank; return 0.
+
+    Raises:
+        UserError: the configuration is invalid, or the disk is full.
+        OptionError: an option or the output folder is invalid.
+    """
+    steps, saves = at_least_one("--steps", args.steps), at_least_one("--saves", args.saves)
+    vocabulary = at_least_one("--vocabulary", args.vocabulary)
+    config = config_of_run(args)
+    from kernels.bench.report import describe_machine
+    from megatron_ext.bench.checkpoints.report import Report, host
+    from megatron_ext.bench.checkpoints.run import Bench
+    from megatron_ext.bench.run_report import publish
+    from megatron_ext.platform.device import platform_of
+
+    platform = platform_of(config.run.device, config.parallel)
+    root = (args.disk or args.output) / ".checkpoints"
+    with process_groups(config, platform) as groups:
+        try:
+            measured = Bench(config, vocabulary, groups, platform, root).measure(steps, saves)
+        finally:
+            shutil.rmtree(root, ignore_errors=True)
+    machine = describe_machine(platform.device) | host()
+    publish(Report(**which_run(args), machine=machine, measured=measured), args.output)
+    return 0

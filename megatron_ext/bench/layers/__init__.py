@@ -1,0 +1,1 @@
+"""Benchmark of single layers beside their peers."""

@@ -1,0 +1,103 @@
+"""Options of `selectron bench layers`, and their conversion to a plan."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from functools import partial
+
+from kernels.bench.arguments import add_run_arguments, at_least_one, names, save_into, seed_of, split, tell
+from kernels.bench.cases import OptionError
+from megatron_ext.bench.layers.cases import PEERS, SIZES, LayerShape, Plan
+
+# Enough tokens that no layer is limited by launches from Python.
+DEFAULT_SHAPES = "110m:2048x50,1p3b:2048x16,1p3b:8192x4,1p3b:32768x1,1p3b:102400x1"
+FORM = f"write SIZE[/HEADS]:LENGTHxBATCH, as 110m:2048x16 or 110m/2:2048x16, with a size of {', '.join(SIZES)}"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    add = parser.add_argument
+    add("--mixers", metavar="LIST", help="names as in model.pattern (all)")
+    add("--shapes", default=DEFAULT_SHAPES, metavar="LIST", help="SIZE[/HEADS]:LENGTHxBATCH, ... (%(default)s)")
+    add("--peers", default=",".join(PEERS), metavar="LIST", help='to compare with; "" for none (%(default)s)')
+    add("--configurations", type=int, metavar="N", help="that a kernel tunes itself over, at most (all it has)")
+    add_run_arguments(parser, output="bench/layers")
+
+
+def make_plan(args: argparse.Namespace) -> Plan:
+    """Check the options and return the settings.
+
+    Raises:
+        OptionError: an option has an invalid value.
+    """
+    return Plan(
+        shapes=make_shapes(args.shapes),
+        peers=names("--peers", args.peers, PEERS),
+        repeat=at_least_one("--repeat", args.repeat),
+        seed=seed_of(args),
+        configurations=None if args.configurations is None else at_least_one("--configurations", args.configurations),
+        output=args.output,
+        mixers=_mixers(args.mixers),  # last, as it imports torch
+    )
+
+
+def _mixers(text: str | None) -> tuple[str, ...]:
+    from megatron_ext.mixers.core.registry import load_all
+
+    known = sorted(load_all())
+    found = names("--mixers", ",".join(known) if text is None else text, known)
+    if not found:
+        raise OptionError("--mixers", "is empty", f"name some of {', '.join(known)}, or leave it out for all")
+    return found
+
+
+def make_shapes(text: str) -> tuple[LayerShape, ...]:
+    """Parse a list of shapes, without duplicates.
+
+    Raises:
+        OptionError: a shape is malformed or its size unknown.
+    """
+    shapes = [_shape(part) for part in split(text)]
+    if not shapes:
+        raise OptionError("--shapes", "is empty", FORM)
+    return tuple(dict.fromkeys(shapes))
+
+
+def _shape(text: str) -> LayerShape:
+    match = re.fullmatch(r"((\w+)(?:/([1-9]\d*))?):([1-9]\d*)x([1-9]\d*)", text)
+    if match is None or match[2] not in SIZES:
+        raise OptionError("--shapes", f"{text!r} is no such shape", FORM)
+    size = SIZES[match[2]]
+    size = size._replace(heads=int(match[3] or size.heads))
+    return LayerShape(size_name=match[1], size=size, length=int(match[4]), batch=int(match[5]))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, write the report and print its table.
+
+    Returns:
+        0, or 1 if a mixer of ours was wrong or did not run.
+
+    Raises:
+        OptionError: an option, the output folder or the machine is unsuitable.
+    """
+    plan = make_plan(args)
+    from kernels.bench import timing
+    from megatron_ext.bench.layers import report
+    from megatron_ext.bench.layers.run import bench
+    from megatron_ext.bench.layers.tuning import limit_tuning
+    from megatron_ext.platform.device import select_platform
+
+    device = timing.find_device(args.device)
+    if plan.configurations is not None:
+        limit_tuning(plan.configurations)
+    platform = select_platform("cuda" if device.type == "cuda" else "cpu", device.index or 0)
+
+    def save(so_far: report.Report) -> None:
+        save_into(plan.output, partial(report.write, so_far))
+
+    done = bench(plan, timing.CudaMeter(device, plan.repeat), platform, tell=tell, save=save)
+    print(report.markdown(done))
+    print(f"written: {plan.output}")
+    return 1 if done.failures else 0

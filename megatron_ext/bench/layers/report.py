@@ -1,0 +1,208 @@
+"""Report of `selectron bench layers` as JSON and as a Markdown table."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from kernels.bench.report import machine_line
+from kernels.bench.timing import Times
+from kernels.common.dispatch import Choice
+from megatron_ext.bench.layers.cases import FLA, OURS, LayerShape, Plan
+from megatron_ext.bench.layers.ours import CHECKED_LENGTH, LIMIT, Agreement
+from megatron_ext.utils.markdown import digits, finite, table, write_both
+
+COLUMNS = (
+    "size",
+    "length x batch",
+    "mixer",
+    "layer",
+    "implementation",
+    "ms",
+    "20 % to 80 %",
+    "tokens/s",
+    "MFU",
+    "memory, GiB",
+    "fla's time over ours",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Measurements of forward and backward pass.
+
+    Attributes:
+        times: milliseconds.
+        memory: peak bytes beyond weights and hidden states, including gradients.
+        parameters: number of weights of the layer.
+    """
+
+    times: Times
+    memory: int
+    parameters: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """Result of one layer at one shape: measured, failed or not run.
+
+    Attributes:
+        mixer: name of the mixer.
+        shape: of the problem.
+        maker: implementer of the layer, ours or a peer.
+        measured: measurements, if the result was correct.
+        failed: error of our layer.
+        not_run: why a peer did not run.
+        agreement: of our layer with its plain torch forms.
+        choices: implementation that each op of our layer chose, and why.
+        flops: FLOPs per token, by the mixer's own formula.
+        note: remark that readers of the numbers need.
+    """
+
+    mixer: str
+    shape: LayerShape
+    maker: str
+    measured: Measured | None = None
+    failed: str | None = None
+    not_run: str | None = None
+    agreement: Agreement | None = None
+    choices: tuple[tuple[str, Choice], ...] = ()
+    flops: float | None = None
+    note: str | None = None
+
+    @property
+    def title(self) -> str:
+        """Identification of the row."""
+        return f"{self.shape.size_name} {self.shape.length_name} {self.mixer} {self.maker}"
+
+    @property
+    def summary(self) -> str:
+        """Short form of the result."""
+        if self.measured is not None:
+            return f"{digits(self.measured.times.median)} ms"
+        return f"failed: {self.failed}" if self.failed is not None else f"not run: {self.not_run}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Results of a whole benchmark run.
+
+    Attributes:
+        plan: settings.
+        machine: description, see `describe_machine`.
+        peak_flops: basis of MFU in FLOP/s; None: unknown.
+        rows: in the order of the table.
+    """
+
+    plan: Plan
+    machine: dict[str, str | None]
+    peak_flops: float | None
+    rows: list[Row]
+
+    @property
+    def failures(self) -> list[Row]:
+        """Rows of our layers that were wrong or did not run."""
+        return [row for row in self.rows if row.failed is not None]
+
+    def peer_ratio(self, row: Row) -> float | None:
+        """Return fla's time divided by ours at the same shape; None: the row is fla's, or one was not measured."""
+        if row.maker != OURS or row.measured is None:
+            return None
+        for other in self.rows:
+            if (other.maker, other.mixer, other.shape) == (FLA, row.mixer, row.shape) and other.measured is not None:
+                return other.measured.times.median / row.measured.times.median
+        return None
+
+
+def to_dict(report: Report) -> dict[str, Any]:
+    """Return all numbers, with units in their names."""
+    plan = asdict(report.plan)
+    del plan["shapes"]
+    return {
+        "machine": report.machine,
+        "peak_tflops": None if report.peak_flops is None else report.peak_flops / 1e12,
+        "settings": plan | {"output": str(report.plan.output), "dtype": "bfloat16"},
+        "rows": [_row_dict(report, row) for row in report.rows],
+    }
+
+
+def _row_dict(report: Report, row: Row) -> dict[str, Any]:
+    shape = row.shape
+    found: dict[str, Any] = {
+        "mixer": row.mixer,
+        "layer": row.maker,
+        "size": shape.size_name,
+        **shape.size._asdict(),
+        "length": shape.length,
+        "batch": shape.batch,
+        "implementations": [{"op": op, **choice._asdict()} for op, choice in row.choices],
+    }
+    found |= {name: said for name in ("failed", "not_run", "note") if (said := getattr(row, name)) is not None}
+    if row.agreement is not None:
+        found["check"] = finite(asdict(row.agreement))
+    return found if row.measured is None else found | _numbers(report, row, row.measured)
+
+
+def _numbers(report: Report, row: Row, measured: Measured) -> dict[str, Any]:
+    tokens_per_s = row.shape.tokens / (measured.times.median * 1e-3)
+    flops, peak = row.flops, report.peak_flops
+    return {
+        "ms": measured.times.median,
+        "ms_20": measured.times.q20,
+        "ms_80": measured.times.q80,
+        "tokens_per_s": tokens_per_s,
+        "flops_per_token": flops,
+        "mfu": None if flops is None or peak is None else flops * tokens_per_s / peak,
+        "memory_bytes": measured.memory,
+        "parameters": measured.parameters,
+        "fla_time_over_ours": report.peer_ratio(row),
+    }
+
+
+def markdown(report: Report) -> str:
+    """Return the table with the machine above it and the reasons for the implementations below."""
+    peak = "not known" if report.peak_flops is None else f"{digits(report.peak_flops / 1e12)} TFLOP/s"
+    lines = [
+        machine_line(report.machine),
+        "",
+        "One layer's mixer with its projections, forward + backward with the gradients of all weights, in bf16. MFU "
+        f"counts 6 operations a weight and token and 3 times the mixer's own forward; peak {peak}. Memory is beyond "
+        f"weights and hidden states. Seed {report.plan.seed}. Medians of {report.plan.repeat} runs with a cold L2 "
+        f"cache. Ours agree with their plain torch forms within {LIMIT:.0e} at {CHECKED_LENGTH} tokens or fewer.",
+        "",
+        *table(COLUMNS, [_cells(report, row) for row in report.rows]),
+    ]
+    return "\n".join([*lines, *_choice_lines(report)]) + "\n"
+
+
+def _cells(report: Report, row: Row) -> list[str]:
+    implementation = ", ".join(choice.name for _, choice in row.choices)
+    names = [row.shape.size_name, row.shape.length_name, row.mixer, row.maker, implementation]
+    if row.measured is None:
+        return [*names, row.summary, *[""] * (len(COLUMNS) - len(names) - 1)]
+    numbers = _numbers(report, row, row.measured)
+    mfu, ratio = numbers["mfu"], numbers["fla_time_over_ours"]
+    return [
+        *names,
+        digits(numbers["ms"]),
+        f"{digits(numbers['ms_20'])} to {digits(numbers['ms_80'])}",
+        digits(numbers["tokens_per_s"]),
+        "" if mfu is None else f"{100 * mfu:.1f} %",
+        digits(numbers["memory_bytes"] / 2**30),
+        "" if ratio is None else f"{digits(ratio)}x",
+    ]
+
+
+def _choice_lines(report: Report) -> list[str]:
+    """Return a line for each implementation that an op chose, and for each note."""
+    lines = [
+        f"* {row.mixer}: {op}: {choice.name} ({choice.reason})" for row in report.rows for op, choice in row.choices
+    ]
+    lines += [f"* {row.mixer}, {row.maker}: {row.note}" for row in report.rows if row.note is not None]
+    return ["", *dict.fromkeys(lines)] if lines else []
+
+
+def write(report: Report, folder: Path) -> None:
+    """Write layers.json and layers.md, each atomically."""
+    write_both(folder, "layers", to_dict(report), markdown(report))

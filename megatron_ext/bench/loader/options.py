@@ -1,0 +1,114 @@
+"""Options of `selectron bench loader`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from kernels.bench.arguments import at_least_one, save_into, split, tell
+from kernels.bench.cases import OptionError
+from megatron_ext.utils.atomic_files import os_reason
+from megatron_ext.utils.temp_dirs import scratch_folder
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    add = parser.add_argument
+    add("--data", type=Path, metavar="DIR", help="a prepared folder (random data, made and removed again)")
+    add("--shards", default="10,100,1000", metavar="LIST", help="of random data (%(default)s)")
+    add("--shard-tokens", type=int, default=1_000_000, metavar="N", help="of a random shard (%(default)s)")
+    add("--lengths", default="2048,102400", metavar="LIST", help="tokens a sample (%(default)s)")
+    add("--batch-tokens", type=int, default=8192, metavar="N", help="of a micro-batch, about (%(default)s)")
+    add("--ranks", default="1,2", metavar="LIST", help="processes that read at once (%(default)s)")
+    add("--samples", default="0,32000000", metavar="LIST", help="to resume at (%(default)s: 10^6 steps of 32)")
+    add(
+        "--seconds",
+        type=float,
+        default=5.0,
+        metavar="S",
+        help="that each row is read for, and each folder in turns (%(default)s)",
+    )
+    add("--output", type=Path, default=Path("bench/loader"), metavar="DIR", help="of the report (%(default)s)")
+    add("--disk", type=Path, metavar="DIR", help="where random data is made (--output)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, write the report and print its tables; return 0.
+
+    Raises:
+        OptionError: an option or the output folder is invalid.
+        UserError: the folder is not prepared data.
+    """
+    counts = [1] if args.data else _numbers("--shards", args.shards, 1)
+    lengths, ranks = _numbers("--lengths", args.lengths, 1), _numbers("--ranks", args.ranks, 1)
+    starts, batch_tokens = _numbers("--samples", args.samples, 0), at_least_one("--batch-tokens", args.batch_tokens)
+    shard_tokens = at_least_one("--shard-tokens", args.shard_tokens)
+    if not args.seconds > 0:
+        raise OptionError("--seconds", f"{args.seconds} is not above 0", "give some seconds")
+    import torch
+
+    from kernels.bench.report import describe_machine
+    from megatron_ext.bench.checkpoints.report import host
+    from megatron_ext.bench.loader import run as loader
+    from megatron_ext.bench.loader.report import Report, Resume, Row, Turns
+    from megatron_ext.bench.loader.turns import measure_turns
+    from megatron_ext.data.opening import shard_files
+
+    sizes = [(length, max(1, batch_tokens // length)) for length in lengths]
+    rows: list[Row] = []
+    turns: list[Turns] = []
+    resumes: list[Resume] = []
+    with ExitStack() as folders:
+        disk, roots = args.disk or args.output, dict[Path, int]()
+        for count in counts:
+            root = folders.enter_context(_data(args.data, disk, count, shard_tokens))
+            shards = roots[root] = len(shard_files(root)) // 2
+            record = folders.enter_context(scratch_folder("loader"))
+            loader.verify_once(root, record)
+            for length, batch in sizes:
+                tell(f"{shards} shards, {length} tokens a sample")
+                resumes += [loader.resume(root, shards, length, start, 3, record) for start in starts]
+                # Cold reading comes last, as it evicts the files that the others need in the page cache.
+                for number, cold in [*((number, False) for number in ranks), (ranks[-1], True)]:
+                    rows.append(loader.measure(root, shards, length, batch, number, args.seconds, cold=cold))
+        for length, batch in sizes if len(roots) > 1 else ():
+            tell(f"in turns, {length} tokens a sample")
+            for number in ranks:
+                turns += measure_turns(roots, length, batch, number, args.seconds)
+    data = (
+        f"`{args.data}`"
+        if args.data
+        else f"Random data, {shard_tokens:,} tokens a shard, documents of 1,000 on average"
+    )
+    machine = describe_machine(torch.device("cpu")) | host()
+    report = Report(data, machine, args.seconds, rows, turns, resumes)
+    save_into(args.output, report.write)
+    print(report.markdown())
+    return 0
+
+
+def _numbers(option: str, text: str, least: int) -> list[int]:
+    """Parse comma-separated integers."""
+    parts = split(text)
+    if not parts or not all(part.isdecimal() and int(part) >= least for part in parts):
+        raise OptionError(option, f"{text!r} is no list of whole numbers from {least} on", "write it like 10,100")
+    return [int(part) for part in parts]
+
+
+@contextmanager
+def _data(given: Path | None, disk: Path, shards: int, shard_tokens: int) -> Iterator[Path]:
+    """Context manager that yields the data folder; random data is removed at the end."""
+    if given is not None:
+        yield given
+        return
+    from megatron_ext.data.random_data import make_random_data
+
+    try:
+        disk.mkdir(parents=True, exist_ok=True)
+        with scratch_folder("random-data", disk) as folder:
+            make_random_data(folder, shards, shard_tokens, seed=0)
+            yield folder
+    except OSError as error:
+        raise OptionError("--disk", f"{disk} cannot be written ({os_reason(error)})", "give one with room") from None

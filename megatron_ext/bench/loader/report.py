@@ -1,0 +1,178 @@
+"""Report of `selectron bench loader` as JSON and as Markdown tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from kernels.bench.report import machine_line
+from megatron_ext.utils.markdown import table, write_both
+
+
+@dataclass(frozen=True)
+class Row:
+    """Throughput of reading batches.
+
+    Attributes:
+        shards: number of shards of the training text.
+        length: tokens per sample.
+        batch: samples per micro-batch.
+        ranks: number of processes that read concurrently.
+        cold: the files were not in the page cache.
+        tokens_per_second: of all processes.
+        tokens_per_processor_second: of each process; other load on the machine does not affect it.
+        floor: tokens per second at which one core copies the bytes of such batches.
+    """
+
+    shards: int
+    length: int
+    batch: int
+    ranks: int
+    cold: bool
+    tokens_per_second: float
+    tokens_per_processor_second: float
+    floor: float
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Reading times of a folder in alternation with others, with cached files and open shards.
+
+    Attributes:
+        shards: number of shards of the training text.
+        length: tokens per sample.
+        ranks: number of processes that read concurrently.
+        sample_seconds: processor seconds per sample, for each round of each rank. Rounds of other folders have the same
+            index.
+        bare_seconds: processor seconds of raw reads: as many bytes of a tar as a sample spans, at random positions,
+            into one buffer. A slowdown with more shards here comes from the machine's memory.
+    """
+
+    shards: int
+    length: int
+    ranks: int
+    sample_seconds: Sequence[float]
+    bare_seconds: Sequence[float]
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Time to the first sample of a resumed run.
+
+    Attributes:
+        shards: number of shards of the training text.
+        length: tokens per sample.
+        sample: index of the first sample.
+        seconds: to read the manifest, open the shards and return one sample as a batch.
+        seconds_checked: `seconds`, plus the check of all shards by `data.verify: sha256`, already verified before.
+    """
+
+    shards: int
+    length: int
+    sample: int
+    seconds: float
+    seconds_checked: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """Results of a whole benchmark run.
+
+    Attributes:
+        data: description of the data.
+        machine: description of the machine.
+        seconds: duration of each row, and of each folder in alternation.
+        rows: throughput.
+        turns: time per sample by number of shards; empty for a single number of shards.
+        resumes: times to the first batch.
+    """
+
+    data: str
+    machine: dict[str, str | None]
+    seconds: float
+    rows: Sequence[Row]
+    turns: Sequence[Turns]
+    resumes: Sequence[Resume]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all numbers, with units in their names."""
+        return asdict(self)
+
+    def markdown(self) -> str:
+        """Return the tables with the machine above them."""
+        speeds = ("million tokens/s", "million tokens a processor second", "of the floor")
+        head = ("shards", "tokens a sample", "samples a batch", "ranks", "files", *speeds)
+        rows = [
+            (
+                f"{row.shards:,}",
+                f"{row.length:,}",
+                f"{row.batch}",
+                f"{row.ranks}",
+                "on the disk" if row.cold else "in memory",
+                f"{row.tokens_per_second / 1e6:.1f}",
+                f"{row.tokens_per_processor_second / 1e6:.1f}",
+                f"{100 * row.tokens_per_processor_second / row.floor:.0f} %",
+            )
+            for row in self.rows
+        ]
+        resumes = [
+            (
+                f"{one.shards:,}",
+                f"{one.length:,}",
+                f"{one.sample:,}",
+                f"{1e3 * one.seconds:.0f}",
+                f"{1e3 * one.seconds_checked:.0f}",
+            )
+            for one in self.resumes
+        ]
+        about = (
+            f"{self.data}. Each row was read for {self.seconds:g} s. Floor: the 30 bytes that "
+            "a token is stored and given in, copied from memory to memory by one core, measured beside each row."
+        )
+        lines = [
+            machine_line(self.machine),
+            "",
+            about,
+            "",
+            *table(head, rows),
+            "",
+            *self._flatness(),
+            *table(("shards", "tokens a sample", "first sample", "ms to it", "ms, data.verify sha256"), resumes),
+        ]
+        return "\n".join(lines) + "\n"
+
+    def _flatness(self) -> list[str]:
+        """Return a table of the time per sample by number of shards; empty for a single number of shards."""
+        if not self.turns:
+            return []
+        about = (
+            "Microseconds of a processor a sample, files in memory and shards opened before. In each process the "
+            f"folders took turns, {self.seconds:g} s of samples each: medians of all rounds, with the least and the "
+            "most; a ratio is to the fewest shards in the same round. Reads alone: as many bytes as a sample spans, at "
+            "random places, into one buffer."
+        )
+        head = ("shards", "tokens a sample", "ranks", "microseconds", "ratio", "reads alone", "ratio of reads alone")
+        fewest = {(one.length, one.ranks): one for one in sorted(self.turns, key=lambda one: -one.shards)}
+        rows = [_compared(one, fewest[one.length, one.ranks]) for one in self.turns]
+        return [about, "", *table(head, rows), ""]
+
+    def write(self, folder: Path) -> None:
+        """Write loader.json and loader.md, each atomically."""
+        write_both(folder, "loader", self.to_dict(), self.markdown())
+
+
+def _compared(one: Turns, least: Turns) -> tuple[str, ...]:
+    """Return a row of the table of `_flatness`."""
+    cells = [f"{one.shards:,}", f"{one.length:,}", f"{one.ranks}"]
+    for many, few in ((one.sample_seconds, least.sample_seconds), (one.bare_seconds, least.bare_seconds)):
+        ratios = [theirs / its for theirs, its in zip(many, few, strict=True)]
+        cells += [_spread([1e6 * x for x in many], 1), "" if one is least else _spread(ratios, 2)]
+    return tuple(cells)
+
+
+def _spread(values: Sequence[float], places: int) -> str:
+    """Format median, minimum and maximum."""
+    return f"{median(values):.{places}f} ({min(values):.{places}f} to {max(values):.{places}f})"

@@ -1,0 +1,50 @@
+"""Options of `selectron bench optimizers`, for one process or those that torchrun started."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from kernels.bench.arguments import at_least_one, split
+from megatron_ext.bench.processes import add_run, config_of_run, process_groups, which_run
+from megatron_ext.utils.errors import UserError
+
+DEFAULT = "megatron,zero1,zero2,zero3"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    add_run(parser)
+    add = parser.add_argument
+    add("--optimizers", default=DEFAULT, metavar="A,B,...", help="values of optimizer.sharding (%(default)s)")
+    add("--rounds", type=int, default=6, metavar="N", help="how often each has its turn (%(default)s)")
+    add("--steps", type=int, default=10, metavar="N", help="timed in a round (%(default)s)")
+    add("--output", type=Path, default=Path("bench/optimizers"), metavar="DIR", help="of the report (%(default)s)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, write the report and print its table on the first rank; return 0.
+
+    Raises:
+        UserError: the configuration is invalid.
+        OptionError: an option or the output folder is invalid.
+    """
+    rounds, steps = at_least_one("--rounds", args.rounds), at_least_one("--steps", args.steps)
+    vocabulary, names = at_least_one("--vocabulary", args.vocabulary), split(args.optimizers)
+    if not names:
+        raise UserError("--optimizers", "names none", f"give e.g. {DEFAULT}")
+    configs = {name: config_of_run(args, [f"optimizer.sharding={name}"]) for name in names}
+    from kernels.bench.report import describe_machine
+    from megatron_ext.bench.optimizers import run as optimizers
+    from megatron_ext.bench.run_report import publish
+    from megatron_ext.platform.device import platform_of
+
+    first = next(iter(configs.values()))
+    platform = platform_of(first.run.device, first.parallel)
+    with process_groups(first, platform) as groups:
+        seconds = optimizers.measure(configs, vocabulary, groups, platform, rounds=rounds, steps=steps)
+    report = optimizers.Report(
+        **which_run(args), machine=describe_machine(platform.device), steps=steps, seconds=seconds
+    )
+    publish(report, args.output)
+    return 0

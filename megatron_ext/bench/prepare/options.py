@@ -1,0 +1,59 @@
+"""Options of `selectron bench prepare`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from kernels.bench.arguments import at_least_one, save_into
+from kernels.bench.cases import OptionError
+from megatron_ext.utils.atomic_files import os_reason
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    add = parser.add_argument
+    add("--tokenizer", type=Path, required=True, metavar="FILE", help="a tokenizer.json")
+    add("--input", type=Path, metavar="PATH", help="documents as for `selectron prepare` (random text, made here)")
+    add("--megabytes", type=float, default=20.0, metavar="MB", help="of random text (%(default)s)")
+    add("--megatron-lm", type=Path, metavar="DIR", help="checkout of Megatron-LM (without it: left out)")
+    add("--workers", type=int, default=1, metavar="N", help="processes of each contestant (%(default)s)")
+    add("--rounds", type=int, default=3, metavar="N", help="that all run in turn (%(default)s)")
+    add("--output", type=Path, default=Path("bench/prepare"), metavar="DIR", help="of the report (%(default)s)")
+    add("--disk", type=Path, metavar="DIR", help="where inputs and outputs lie meanwhile (--output)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, write the report and print its table; return 0.
+
+    Raises:
+        OptionError: an option or the output folder is invalid.
+        UserError: the input or the tokenizer cannot be read.
+    """
+    workers, rounds = at_least_one("--workers", args.workers), at_least_one("--rounds", args.rounds)
+    if not args.megabytes > 0:
+        raise OptionError("--megabytes", f"{args.megabytes} is not above 0", "give some")
+    if args.megatron_lm and not (args.megatron_lm / "tools" / "preprocess_data.py").is_file():
+        raise OptionError("--megatron-lm", f"{args.megatron_lm} has no tools/preprocess_data.py", "give a checkout")
+    import torch
+
+    from kernels.bench.report import describe_machine
+    from megatron_ext.bench.checkpoints.report import host
+    from megatron_ext.bench.prepare import run as prepare
+    from megatron_ext.bench.prepare.input import given_texts, random_texts
+    from megatron_ext.bench.prepare.report import Report
+
+    disk = args.disk or args.output
+    try:
+        disk.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OptionError("--disk", f"{disk} cannot be written ({os_reason(error)})", "give one that can") from None
+    texts = given_texts(args.input) if args.input else random_texts(round(args.megabytes * 1e6))
+    rows = prepare.compare(texts, args.tokenizer, workers, rounds, disk, args.megatron_lm)
+    data = f"`{args.input}`" if args.input else "Random text"
+    left_out = [] if args.megatron_lm else [f"{prepare.MEGATRON} (no `--megatron-lm`)"]
+    machine = describe_machine(torch.device("cpu")) | host()
+    report = Report(data, machine, workers, rounds, rows, left_out)
+    save_into(args.output, report.write)
+    print(report.markdown())
+    return 0

@@ -1,0 +1,102 @@
+"""Report of `selectron bench prepare` as JSON and as a Markdown table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from kernels.bench.report import machine_line
+from megatron_ext.utils.markdown import table, write_both
+
+
+@dataclass(frozen=True)
+class Row:
+    """Result of one contestant: medians over the rounds.
+
+    Attributes:
+        name: of the contestant.
+        documents: number of documents read.
+        bytes: of their text in UTF-8.
+        tokens: number of tokens produced.
+        seconds: from start to exit; for a bare tokenizer: of encoding alone.
+        cpu_seconds: of all its processes; for a bare tokenizer: of encoding alone.
+        start_cpu_seconds: `cpu_seconds` with one document per file, i.e. independent of the input size.
+        peak_bytes: resident memory of its largest process, maximum over the rounds; 0: not measured.
+        does_more: additional work that the others do not do.
+    """
+
+    name: str
+    documents: int
+    bytes: int
+    tokens: int
+    seconds: float
+    cpu_seconds: float
+    start_cpu_seconds: float
+    peak_bytes: int
+    does_more: str = ""
+
+    @property
+    def work(self) -> float:
+        """Processor seconds that grow with the input."""
+        return self.cpu_seconds - self.start_cpu_seconds
+
+
+@dataclass(frozen=True)
+class Report:
+    """Results of a whole benchmark run.
+
+    Attributes:
+        data: description of the input.
+        machine: description of the machine.
+        workers: processes of each contestant.
+        rounds: number of rounds.
+        rows: the bare tokenizer's first.
+        left_out: contestants that were not available.
+    """
+
+    data: str
+    machine: dict[str, str | None]
+    workers: int
+    rounds: int
+    rows: Sequence[Row]
+    left_out: Sequence[str] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all numbers, with units in their names."""
+        return asdict(self)
+
+    def markdown(self) -> str:
+        """Return the table with the machine above it."""
+        floors = self.rows[:2]
+        shares = [f"of {floor.name}" for floor in floors]
+        speeds = ("MB a processor second", "thousand tokens a processor second")
+        head = ("contestant", "tokens", "s", "processor s", "of them to start", *speeds, *shares, "peak MiB")
+        rows = [
+            (
+                row.name,
+                f"{row.tokens:,}",
+                f"{row.seconds:.1f}",
+                f"{row.cpu_seconds:.1f}",
+                f"{row.start_cpu_seconds:.1f}",
+                f"{row.bytes / row.work / 1e6:.2f}",
+                f"{row.tokens / row.work / 1e3:.0f}",
+                *(f"{100 * floor.work / row.work:.0f} %" for floor in floors),
+                f"{row.peak_bytes >> 20}" if row.peak_bytes else "-",
+            )
+            for row in self.rows
+        ]
+        about = (
+            f"{self.data}: {floors[0].documents:,} documents, {floors[0].bytes / 1e6:.1f} MB of text. "
+            f"{self.workers} workers of one thread; medians of {self.rounds} rounds in turn. The last columns but one "
+            "are of processor seconds without those that a document a file takes: other work on the machine and "
+            "starting are not in them."
+        )
+        notes = [f"{row.name}: {row.does_more}." for row in self.rows if row.does_more]
+        notes += [f"Left out: {name}." for name in self.left_out]
+        return "\n".join([machine_line(self.machine), "", about, *notes, "", *table(head, rows)]) + "\n"
+
+    def write(self, folder: Path) -> None:
+        """Write prepare.json and prepare.md, each atomically."""
+        write_both(folder, "prepare", self.to_dict(), self.markdown())

@@ -1,0 +1,200 @@
+"""Measurement of training steps of one configuration on its ranks: time, memory and parts."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+
+import psutil
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch.profiler import ProfilerActivity, profile
+
+from megatron_ext.bench.steps import TimedRun
+from megatron_ext.bench.train.plain_megatron import plain_flops_per_token
+from megatron_ext.bench.train.profiler_ranges import named_parts, part
+from megatron_ext.bench.train.step_trace import END, STEP, Breakdown, break_down, breakdown_of, mean
+from megatron_ext.config.schema import RunConfig
+from megatron_ext.data.samples import TrainingSamples
+from megatron_ext.parallel.agreement import from_every_rank
+from megatron_ext.platform.device import Platform
+from megatron_ext.training.run import flops_and_peak, model_size
+from megatron_ext.training.trainer import StepResult
+from megatron_ext.utils.temp_dirs import scratch_folder
+
+
+@dataclass(frozen=True, kw_only=True)
+class Amount:
+    """Numbers of steps to run.
+
+    Attributes:
+        warm_up: untimed steps first, in which kernels are compiled and tuned and Adam's moments created.
+        steps: timed steps.
+        profiled: steps under the profiler after those; 0: none.
+    """
+
+    warm_up: int
+    steps: int
+    profiled: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Peak memory of one rank in bytes: torch's allocator on a GPU, else the resident memory of the process.
+
+    Attributes:
+        allocated: by tensors, during the timed steps.
+        reserved: by the allocator, during the timed steps; None: there is no GPU.
+        allocated_before: by tensors, during model construction and untimed steps.
+    """
+
+    allocated: int
+    reserved: int | None
+    allocated_before: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Measurements of a configuration, over all ranks unless stated otherwise.
+
+    Attributes:
+        parameters: of the model, by kind; see `ParameterCount`.
+        tokens: per step, without padding.
+        seconds: of each timed step, until all ranks had finished it.
+        losses: of each timed step, in nats per token.
+        flops_per_token: model FLOPs of forward and backward pass, as training counts them.
+        peak_flops: of all devices, as training counts them; None: unknown.
+        memory: maximum over ranks, separately for each kind.
+        breakdown: mean over profiled steps and ranks; None: nothing was profiled.
+        breakdown_by_rank: mean over the profiled steps of each rank.
+        starting: seconds from process start until all ranks had met: imports, process groups, opening of data.
+        building: seconds from then until the model, its weights and the optimizer were ready.
+        first_step: seconds of the very first step, which includes compilation.
+    """
+
+    parameters: dict[str, int]
+    tokens: int
+    seconds: list[float]
+    losses: list[float]
+    flops_per_token: float
+    peak_flops: float | None
+    memory: Memory
+    breakdown: Breakdown | None
+    breakdown_by_rank: list[Breakdown]
+    starting: float
+    building: float
+    first_step: float
+
+
+def measure(
+    config: RunConfig,
+    vocabulary: int,
+    samples: TrainingSamples,
+    groups: ProcessGroupCollection,
+    platform: Platform,
+    amount: Amount,
+    *,
+    plain: bool = False,
+) -> Measured:
+    """Train for some steps and measure them; a collective call.
+
+    Args:
+        config: checked configuration of the run.
+        vocabulary: vocabulary size of the model.
+        samples: training samples.
+        groups: process groups.
+        platform: of this process.
+        amount: numbers of steps.
+        plain: use megatron-core's own model.
+
+    Returns:
+        Measurements, the same on every rank.
+    """
+    starting = max(from_every_rank(time.time() - psutil.Process().create_time()))
+    begun = time.perf_counter()
+    run = TimedRun(config, vocabulary, groups, platform, samples, plain=plain)
+    platform.synchronize()
+    building = time.perf_counter() - begun
+    warm_up = [run.timed(run.train) for _ in range(amount.warm_up)]
+    before = platform.peak_memory_bytes()
+    if platform.is_cuda:
+        torch.cuda.reset_peak_memory_stats(platform.device)
+    results: list[StepResult] = []
+    seconds = [run.timed(lambda: results.append(run.train())) for _ in range(amount.steps)]
+    memory = [Memory(**one) for one in from_every_rank(asdict(_memory(platform, before)))]
+    by_rank = _breakdowns(run, platform, amount.profiled)
+    with run.trainer.optimizer.whole():  # the parameters are counted, so they must be gathered
+        flops, peak = flops_and_peak(config, run.shape, run.trainer, run.samples)
+        if plain:
+            flops = plain_flops_per_token(run.shape, run.trainer, config.data.seq_length)
+        parameters = asdict(model_size(run.trainer))
+    return Measured(
+        parameters=parameters,
+        tokens=results[-1].tokens,
+        seconds=seconds,
+        losses=[result.loss for result in results],
+        flops_per_token=flops,
+        peak_flops=peak,
+        memory=_largest(memory),
+        breakdown=mean(by_rank) if by_rank else None,
+        breakdown_by_rank=by_rank,
+        starting=starting,
+        building=building,
+        first_step=[*warm_up, *seconds][0],
+    )
+
+
+def _memory(platform: Platform, before: int) -> Memory:
+    reserved = torch.cuda.max_memory_reserved(platform.device) if platform.is_cuda else None
+    return Memory(allocated=platform.peak_memory_bytes(), reserved=reserved, allocated_before=before)
+
+
+def _largest(of_ranks: list[Memory]) -> Memory:
+    reserved = [one.reserved for one in of_ranks if one.reserved is not None]
+    return Memory(
+        allocated=max(one.allocated for one in of_ranks),
+        reserved=max(reserved) if reserved else None,
+        allocated_before=max(one.allocated_before for one in of_ranks),
+    )
+
+
+def _breakdowns(run: TimedRun, platform: Platform, profiled: int) -> list[Breakdown]:
+    """Return each rank's mean over the profiled steps; empty if there are none or the profiler sees no GPU kernels."""
+    own = [asdict(step) for step in profile_steps(run, platform, profiled)] if profiled else []
+    of_ranks = [[breakdown_of(step) for step in steps] for steps in from_every_rank(own)] if profiled else []
+    if not all(of_ranks):
+        print("the profiler sees no kernels of a GPU: there are no parts of a step", file=sys.stderr)
+        return []
+    return [mean(steps) for steps in of_ranks]
+
+
+def profile_steps(run: TimedRun, platform: Platform, steps: int) -> list[Breakdown]:
+    """Profile this rank's next steps and return their breakdowns; a collective call.
+
+    One more step is made first and left out, as the profiler starts slowly.
+
+    Returns:
+        Breakdowns by step; empty if the profiler sees no kernels of the GPU, e.g. if CUPTI is not permitted.
+    """
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if platform.is_cuda else [])]
+    with scratch_folder("trace") as folder:
+        path = folder / "trace.json"
+        with ExitStack() as stack:
+            stack.enter_context(named_parts(run.trainer))
+            profiler = stack.enter_context(profile(activities=activities))
+            for _ in range(1 + steps):
+                run.timed(lambda: _marked_step(run, platform))
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_bytes(), strict=False)["traceEvents"]
+    found = break_down(events)[1:]
+    return found if not platform.is_cuda or all(one.host_syncs is not None for one in found) else []
+
+
+def _marked_step(run: TimedRun, platform: Platform) -> None:
+    with part(STEP):
+        run.train()
+        with part(END):
+            platform.synchronize()

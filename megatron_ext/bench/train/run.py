@@ -1,0 +1,236 @@
+"""Benchmark of training steps: variants of a configuration are trained one after the other, each in new processes."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import TypeAdapter
+
+from kernels.bench.timing import Ceilings
+from megatron_ext.bench.train.measure import Amount, Measured
+from megatron_ext.bench.train.plain_megatron import check_plain
+from megatron_ext.bench.train.rank import FAILED, MACHINE, MEASURED, Job, about_machine, write_job
+from megatron_ext.bench.train.report import Report, Row
+from megatron_ext.config.load import load_config
+from megatron_ext.config.rules import check
+from megatron_ext.config.schema import RunConfig
+from megatron_ext.data.random_data import make_random_data
+from megatron_ext.launch.local import launch, rank_command
+from megatron_ext.mixers.core.registry import load_all
+from megatron_ext.utils.errors import EXIT_USER_ERROR, UserError
+from megatron_ext.utils.temp_dirs import scratch_folder
+
+RANK = "train-rank"
+"""Internal subject of `selectron bench` with which ranks are started."""
+
+FORM = "write NAME:key=value,key=value or NAME:overlay.yaml"
+
+_SHARD_TOKENS = 1 << 22
+_SEED = 0
+_STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+_LONGEST = 300
+"""Maximum length of a failure reason in the table, in characters."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """Variant of a configuration.
+
+    Attributes:
+        name: in the table.
+        overrides: applied to the common configuration.
+        config: whole configuration; None: it is invalid.
+        refused: why it cannot be trained.
+        plain: the model is megatron-core's own; see `plain_megatron`.
+    """
+
+    name: str
+    overrides: tuple[str, ...]
+    config: RunConfig | None = None
+    refused: str | None = None
+    plain: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Settings of the benchmark, other than the variants.
+
+    Attributes:
+        processes: that train each variant.
+        amount: numbers of steps.
+        vocabulary: vocabulary size of the model; None: that of the data.
+        prepared: read the configured data instead of random tokens.
+    """
+
+    processes: int
+    amount: Amount
+    vocabulary: int | None
+    prepared: bool
+
+
+def parse_variant(text: str, option: str = "--variant") -> tuple[str, tuple[str, ...]]:
+    """Split `NAME:key=value,...` into name and overrides. A comma that no key or file follows belongs to the value.
+
+    Args:
+        text: to split.
+        option: its command-line option, for the message.
+
+    Raises:
+        UserError: the format is invalid.
+    """
+    name, colon, rest = text.partition(":")
+    if not colon or not re.fullmatch(r"[\w.+-]+", name):
+        raise UserError(option, f"{text!r} is no variant", FORM)
+    parts = re.split(r",(?=\s*[A-Za-z_]\w*(?:\.\w+)+=|[^,=]+\.ya?ml(?:,|$))", rest)
+    return name, tuple(part.strip() for part in parts if part.strip())
+
+
+def read_variants(
+    path: Path, overrides: Sequence[str], texts: Sequence[str], processes: int, plain: Sequence[str] = ()
+) -> list[Variant]:
+    """Return the variants of a configuration, including rejected ones; without any, the configuration itself.
+
+    Args:
+        path: of the configuration.
+        overrides: of all variants.
+        texts: variants in the format of `parse_variant`.
+        processes: that train each variant.
+        plain: variants with plain megatron-core models; they come first.
+
+    Raises:
+        UserError: the common configuration cannot be read, or cannot be trained and there are no variants; or a variant
+            is malformed or a duplicate.
+    """
+    own = load_config(path, overrides, load_all())
+    if not texts and not plain:
+        check(own, processes, load_all())
+        return [Variant(name=path.stem, overrides=(), config=own)]
+    found: dict[str, Variant] = {}
+    for is_plain, text in [*((True, text) for text in plain), *((False, text) for text in texts)]:
+        option = "--plain" if is_plain else "--variant"
+        name, more = parse_variant(text, option)
+        if name in found:
+            raise UserError(option, f"{name!r} is there twice", "give each a name of its own")
+        found[name] = Variant(name=name, overrides=more, plain=is_plain)
+        try:
+            config = load_config(path, [*overrides, *more], load_all())
+            found[name] = replace(found[name], config=config)
+            check(config, processes, load_all())
+            if is_plain:
+                check_plain(config)
+        except UserError as error:
+            found[name] = replace(found[name], refused=str(error))
+    return list(found.values())
+
+
+def bench(
+    variants: Sequence[Variant],
+    plan: Plan,
+    about: Mapping[str, Any],
+    *,
+    tell: Callable[[str], None] = print,
+    save: Callable[[Report], None] | None = None,
+) -> tuple[Report, int]:
+    """Measure every variant.
+
+    Args:
+        variants: in the order of the rows.
+        plan: settings.
+        about: fields of the report that identify the run; see `which_run`.
+        tell: takes a line before and after each variant.
+        save: takes the report after each row, so that an interrupted benchmark keeps its results.
+
+    Returns:
+        Report and exit code. The code is 1 if a variant failed, that of a signal if one ended the benchmark, else 0.
+    """
+    with scratch_folder("bench") as folder:
+        here, ceilings = _machine(folder)
+        report = Report(**about, machine=here, ceilings=ceilings, amount=plan.amount, prepared=plan.prepared, rows=[])
+        if save is not None:
+            save(report)  # fail before measuring if the folder cannot be written
+        random_data = None if plan.prepared else _random_data(folder / "data", variants, plan)
+        for number, variant in enumerate(variants):
+            tell(f"{variant.name} ...")
+            row, code = _row(folder / str(number), variant, plan, random_data)
+            report.rows.append(row)
+            tell(f"{variant.name}: {row.summary}")
+            if save is not None:
+                save(report)
+            if code in _STOPPED:
+                return report, code
+    return report, 1 if any(row.failed for row in report.rows) else 0
+
+
+def _random_data(folder: Path, variants: Sequence[Variant], plan: Plan) -> Path:
+    """Write a data folder with as many random tokens as the longest variant reads, up to a maximum."""
+    steps = plan.amount.warm_up + plan.amount.steps + plan.amount.profiled + 1
+    configs = [one.config for one in variants if one.config is not None]
+    lengths = [(config.data.seq_length, config.training.global_batch_size) for config in configs]
+    needed = [2 * (length + 1) + min(_SHARD_TOKENS, steps * batch * length) for length, batch in lengths]
+    assert plan.vocabulary is not None, "random tokens have no tokenizer"
+    make_random_data(folder, 1, max(needed, default=1), _SEED, plan.vocabulary)
+    return folder
+
+
+def _machine(folder: Path) -> tuple[dict[str, str | None], Ceilings | None]:
+    """Describe this machine and measure its GPU's ceilings in a separate process, which frees the GPU's memory.
+
+    Raises:
+        UserError: the GPU does not work.
+    """
+    if not torch.cuda.is_available():
+        return about_machine(torch.device("cpu")), None
+    code = launch(rank_command("bench", [RANK, "--machine", str(folder)]), 1)
+    if code:
+        problem = f"the GPU cannot be measured: {_reason(folder, code)}"
+        raise UserError("run.device", problem, "see who else is at it (nvidia-smi), and `selectron doctor`")
+    found = json.loads((folder / MACHINE).read_bytes())
+    return found["machine"], Ceilings(**found["ceilings"])
+
+
+def _row(folder: Path, variant: Variant, plan: Plan, random_data: Path | None) -> tuple[Row, int]:
+    """Train a variant, and return its row and the exit code of its processes."""
+    config = None if variant.config is None else TypeAdapter(RunConfig).dump_python(variant.config, mode="json")
+    row = Row(
+        name=variant.name,
+        overrides=variant.overrides,
+        config=config,
+        processes=plan.processes,
+        plain=variant.plain,
+    )
+    if variant.refused is not None or variant.config is None:
+        return row.with_failure(str(variant.refused)), EXIT_USER_ERROR
+    folder.mkdir()
+    job = Job(
+        config=variant.config,
+        vocabulary=plan.vocabulary,
+        random_data=random_data,
+        amount=plan.amount,
+        plain=variant.plain,
+    )
+    write_job(folder, job)
+    begun = time.perf_counter()
+    code = launch(rank_command("bench", [RANK, str(folder)]), plan.processes)
+    row = replace(row, took=time.perf_counter() - begun)
+    if code:
+        return row.with_failure(_reason(folder, code)), code
+    return row.with_numbers(TypeAdapter(Measured).validate_json((folder / MEASURED).read_bytes())), 0
+
+
+def _reason(folder: Path, code: int) -> str:
+    """Return the error of the first rank that failed, or how it ended if it reported none."""
+    said = folder / FAILED
+    if said.exists():
+        return said.read_text()[:_LONGEST]
+    if code > 128:
+        name = signal.Signals(code - 128).name
+        return f"was ended by {name}" + (", for want of memory perhaps" if name == "SIGKILL" else "")
+    return f"ended with exit code {code}"

@@ -1,0 +1,422 @@
+"""Breakdown of a training step's time from a profiler trace: every instant is attributed to one part.
+
+The trace is torch.profiler's in Chrome's format. It has slices (`X`) of host threads and GPU streams, and flows (`s` to
+`f`) from a forward operation to the backward operation that autograd derived from it. Ranges whose names begin with
+`PREFIX` name the part that the host works on (see `step_parts`).
+
+An operation belongs to the innermost range around it. A backward operation belongs to the part of its forward
+operation. One without a forward operation, such as the accumulation of a weight's gradient, belongs to the part of the
+backward operation before it. Recomputation has its own ranges inside a backward operation.
+
+On a GPU, an instant belongs to the running kernel, and of several to the one that began first. It belongs to
+communication if only communication runs. Otherwise the GPU is idle; this time is the data's if the host is loading
+data. Without a GPU, an instant belongs to what the host's main thread does.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from megatron_ext.model.step_parts import BACKWARD, COMMUNICATION, FORWARD, MODEL, OPTIMIZER
+
+PREFIX = "selectron: "
+STEP, END = "step", "end of the step"
+"""Ranges around a whole step and, inside it, around the final wait for the GPU."""
+
+DATA, OTHER, IDLE = "data", "other", "GPU idle"
+PARTS = (*MODEL, COMMUNICATION, OPTIMIZER, DATA, OTHER, IDLE)
+
+RECOMPUTE = "recompute"
+PHASES = (FORWARD, RECOMPUTE, BACKWARD)
+
+_HOST = {"cpu_op", "user_annotation", "cuda_runtime", "cuda_driver"}
+_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
+_BACKWARD = "autograd::engine::evaluate_function"
+_COMMUNICATION = ("c10d::", "gloo:", "nccl:")
+_SYNCS = {
+    "cudaStreamSynchronize",
+    "cudaDeviceSynchronize",
+    "cudaEventSynchronize",
+    "cudaMemcpy",
+    "cudaFree",
+    "cuStreamSynchronize",
+    "cuCtxSynchronize",
+    "cuEventSynchronize",
+    "cuMemcpyDtoH_v2",
+}
+"""Calls in which the host waits for the GPU."""
+
+
+class Place(NamedTuple):
+    """Part of a step and, for parts of the model, the phase."""
+
+    part: str
+    phase: str
+
+
+Span = tuple[float, float]
+"""Begin and end in microseconds."""
+
+Spent = dict[Place, float]
+"""Microseconds by place."""
+
+
+@dataclass(eq=False)
+class _Slice:
+    """Slice of a host thread."""
+
+    begin: float
+    end: float
+    name: str
+    is_range: bool
+    parent: _Slice | None = None
+    children: list[_Slice] = field(default_factory=list)
+
+    def up(self) -> Iterable[_Slice]:
+        """Yield this slice and its ancestors, innermost first."""
+        found: _Slice | None = self
+        while found is not None:
+            yield found
+            found = found.parent
+
+
+@dataclass(frozen=True)
+class Idle:
+    """Interval in which a GPU was idle.
+
+    Attributes:
+        seconds: length.
+        host: what a host thread did for most of the interval, and the part it belongs to.
+    """
+
+    seconds: float
+    host: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Breakdown:
+    """Breakdown of a step's time.
+
+    Attributes:
+        step: seconds under the profiler, which slows the step down.
+        parts: seconds by part; their sum is `step`.
+        phases: seconds of the model's parts by phase, without communication, as in `parts`.
+        communication: seconds in which communication ran, overlapped or not; None: unknown.
+        host_syncs: how often the host waited for the GPU before the step's end, by location; None: there is no GPU.
+        longest_idle: longest single interval of `parts`' idle time, over all steps; None: there is no GPU, or it was
+            never idle.
+    """
+
+    step: float
+    parts: dict[str, float]
+    phases: dict[str, dict[str, float]]
+    communication: float | None
+    host_syncs: dict[str, float] | None
+    longest_idle: Idle | None
+
+
+def breakdown_of(plain: dict[str, Any]) -> Breakdown:
+    """Return the breakdown that `asdict` converted to plain values."""
+    idle = plain["longest_idle"]
+    return Breakdown(**{**plain, "longest_idle": None if idle is None else Idle(**idle)})
+
+
+def mean(found: Sequence[Breakdown]) -> Breakdown:
+    """Return the mean of breakdowns of several steps or ranks; at least one."""
+    all_communicate = [one.communication for one in found if one.communication is not None]
+    syncs = [one.host_syncs for one in found if one.host_syncs is not None]
+    places = {place for one in syncs for place in one}
+    idle = [one.longest_idle for one in found if one.longest_idle is not None]
+    return Breakdown(
+        step=fmean(one.step for one in found),
+        parts={part: fmean(one.parts[part] for one in found) for part in PARTS},
+        phases={part: {p: fmean(one.phases[part][p] for one in found) for p in PHASES} for part in MODEL},
+        communication=fmean(all_communicate) if all_communicate else None,
+        host_syncs={place: fmean(one.get(place, 0) for one in syncs) for place in sorted(places)} if syncs else None,
+        longest_idle=max(idle, key=lambda one: one.seconds, default=None),
+    )
+
+
+def break_down(events: Sequence[Mapping[str, Any]]) -> list[Breakdown]:
+    """Return the breakdown of every step in a trace, in order.
+
+    Args:
+        events: `traceEvents`.
+    """
+    trace = _Trace(events)
+    return [trace.of_step(step) for step in trace.steps]
+
+
+class _Trace:
+    def __init__(self, events: Sequence[Mapping[str, Any]]) -> None:
+        self._threads: dict[Any, list[_Slice]] = defaultdict(list)
+        self._by_correlation: dict[int, _Slice] = {}
+        self._by_id: dict[int, _Slice] = {}
+        for event in events:
+            if event.get("ph") == "X" and event.get("cat") in _HOST:
+                self._add(event)
+        for slices in self._threads.values():
+            _nest(slices)
+        self._starts = {tid: [one.begin for one in slices] for tid, slices in self._threads.items()}
+        self._forward_of = self._flows(events)
+        self._backward: dict[_Slice, Place] = {}
+        self._resolve_backward()
+        self._gpu = [event for event in events if event.get("ph") == "X" and event.get("cat") in _GPU]
+        self.steps = [one for slices in self._threads.values() for one in slices if one.name == PREFIX + STEP]
+        self.steps.sort(key=lambda one: one.begin)
+
+    def _add(self, event: Mapping[str, Any]) -> None:
+        begin, args = float(event["ts"]), event.get("args", {})
+        is_range = event["cat"] == "user_annotation"
+        one = _Slice(begin, begin + float(event["dur"]), event["name"], is_range)
+        self._threads[event["tid"]].append(one)
+        if event["cat"] in ("cuda_runtime", "cuda_driver"):
+            self._by_correlation[args.get("correlation", -1)] = one
+        else:
+            self._by_id[args.get("External id", -1)] = one
+
+    # --- which part --------------------------------------------------------------------------------------------------
+
+    def _flows(self, events: Sequence[Mapping[str, Any]]) -> dict[_Slice, _Slice]:
+        """Map each backward operation to its forward operation, if it has one."""
+        ends: dict[str, dict[Any, _Slice]] = {"s": {}, "f": {}}
+        for event in events:
+            if event.get("cat") == "fwdbwd" and event.get("ph") in ends:
+                found = self._innermost(event["tid"], float(event["ts"]))
+                if found is not None:
+                    ends[event["ph"]][event["id"]] = found
+        return {one: ends["s"][name] for name, one in ends["f"].items() if name in ends["s"]}
+
+    def _innermost(self, tid: Any, instant: float) -> _Slice | None:
+        index = bisect_right(self._starts.get(tid, []), instant) - 1
+        if index < 0:
+            return None
+        return next((one for one in self._threads[tid][index].up() if one.end >= instant), None)
+
+    def _resolve_backward(self) -> None:
+        """Assign a place to every backward operation, in order of time."""
+        nodes = [
+            (one.begin, number, tid, one)
+            for number, (tid, slices) in enumerate(self._threads.items())
+            for one in slices
+            if one.name.startswith(_BACKWARD)
+        ]
+        last: dict[Any, Place] = {}
+        for _, _, tid, node in sorted(nodes, key=lambda entry: entry[:2]):
+            forward = next((self._forward_of[one] for one in (node, *node.children) if one in self._forward_of), None)
+            if forward is not None:
+                last[tid] = Place(self.place(forward).part, BACKWARD)
+            self._backward[node] = last.get(tid, Place(OTHER, BACKWARD))
+
+    def place(self, one: _Slice) -> Place:
+        """Return the part and phase of a slice, from the ranges and backward operations around it."""
+        for outer in one.up():
+            if outer in self._backward:
+                return self._backward[outer]
+            if outer.is_range and outer.name.removeprefix(PREFIX) in PARTS:
+                again = any(beyond in self._backward for beyond in outer.up())
+                return Place(outer.name.removeprefix(PREFIX), RECOMPUTE if again else FORWARD)
+        return Place(OTHER, FORWARD)
+
+    def _place_on_host(self, one: _Slice) -> Place:
+        communicates = any(outer.name.startswith(_COMMUNICATION) for outer in one.up())
+        return Place(COMMUNICATION, FORWARD) if communicates else self.place(one)
+
+    def _place_of_kernel(self, event: Mapping[str, Any]) -> Place:
+        if _is_communication(event["name"]):
+            return Place(COMMUNICATION, FORWARD)
+        args = event.get("args", {})
+        callers = self._by_correlation.get(args.get("correlation")), self._by_id.get(args.get("External id"))
+        places = [self.place(one) for one in callers if one is not None]
+        found = next((place for place in places if place.part != OTHER), Place(OTHER, FORWARD))
+        is_input = found.part == OTHER and event["name"].startswith("Memcpy HtoD")
+        return Place(DATA, FORWARD) if is_input else found
+
+    # --- how long ----------------------------------------------------------------------------------------------------
+
+    def of_step(self, step: _Slice) -> Breakdown:
+        """Return the breakdown of a step."""
+        idle: Idle | None = None
+        communication: float | None = None
+        if self._gpu:
+            spent, free = self._by_kernels(step)
+            idle, communication = self._longest_idle(free), self._communication(step)
+        else:
+            spent = self._by_host(step)
+        parts = {part: sum(us for place, us in spent.items() if place.part == part) / 1e6 for part in PARTS}
+        phases = {part: {phase: spent.get(Place(part, phase), 0.0) / 1e6 for phase in PHASES} for part in MODEL}
+        syncs = self._host_syncs(step) if self._gpu else None
+        seconds = (step.end - step.begin) / 1e6
+        return Breakdown(
+            step=seconds,
+            parts=parts,
+            phases=phases,
+            communication=communication,
+            host_syncs=syncs,
+            longest_idle=idle,
+        )
+
+    def _by_kernels(self, step: _Slice) -> tuple[Spent, list[Span]]:
+        computed: list[tuple[Span, Place]] = []
+        communicated: list[tuple[Span, Place]] = []
+        for event in self._gpu:
+            place = self._place_of_kernel(event)
+            (communicated if place.part == COMMUNICATION else computed).append((_span(event), place))
+        at_data = [((one.begin, one.end), Place(DATA, FORWARD)) for one in _all(step) if one.name == PREFIX + DATA]
+        return _fill(step, (computed, communicated, at_data), Place(IDLE, FORWARD))
+
+    def _longest_idle(self, free: Sequence[Span]) -> Idle | None:
+        if not free:
+            return None
+        begin, end = max(free, key=lambda span: span[1] - span[0])
+        at: list[tuple[bool, float, _Slice]] = []
+        for slices in self._threads.values():
+            for one in slices:
+                own = sum(max(0.0, min(stop, end) - max(start, begin)) for start, stop in _own(one))
+                # Ranges do not count: the main thread is always in one, even while it only waits for autograd's thread.
+                at.append((not one.is_range and 2 * own >= end - begin, own, one))
+        _, spent, host = max(at, key=lambda entry: entry[:2])
+        return Idle((end - begin) / 1e6, self._said(host) if spent else "?")
+
+    def _said(self, one: _Slice) -> str:
+        """Describe a slice of the host by its name, its caller and its part."""
+        by = "" if one.parent is None else f" in {one.parent.name.removeprefix(PREFIX)}"
+        return f"{one.name.removeprefix(PREFIX)}{by} ({self.place(one).part})"
+
+    def _communication(self, step: _Slice) -> float:
+        spent: Spent = defaultdict(float)
+        found = [_span(event) for event in self._gpu if _is_communication(event["name"])]
+        _take([(step.begin, step.end)], [(span, Place(COMMUNICATION, FORWARD)) for span in found], spent)
+        return float(sum(spent.values())) / 1e6
+
+    def _by_host(self, step: _Slice) -> Spent:
+        """Attribute the main thread's time: operations first, then communication of other threads, then Python."""
+        worked: list[tuple[Span, Place]] = []
+        idle: list[tuple[Span, Place]] = []
+        for one in _all(step):
+            place = self._place_on_host(one)
+            entries = idle if one.is_range and place.part != COMMUNICATION else worked
+            entries += ((span, place) for span in _own(one))
+        own = set(_all(step))
+        others = (one for slices in self._threads.values() for one in slices if one not in own)
+        beside = [
+            ((one.begin, one.end), Place(COMMUNICATION, FORWARD))
+            for one in others
+            if one.name.startswith(_COMMUNICATION)
+        ]
+        return _fill(step, (worked, beside, idle), Place(OTHER, FORWARD))[0]
+
+    def _host_syncs(self, step: _Slice) -> dict[str, float]:
+        found: Counter[str] = Counter()
+        for slices in self._threads.values():
+            for one in slices:
+                if one.name not in _SYNCS or not step.begin <= one.begin < step.end:
+                    continue
+                around = [outer.name for outer in one.up()][1:]
+                if PREFIX + END in around or _SYNCS.intersection(around):  # a driver call in a runtime call is one
+                    continue
+                found[self._said(one)] += 1
+        return {name: float(count) for name, count in found.items()}
+
+
+def _is_communication(kernel: str) -> bool:
+    # Including the copies of copy engines and the barriers around them (`CopyEngines`).
+    return kernel.startswith(("nccl", "Memcpy PtoP")) or "symmetric_memory::barrier_kernel" in kernel
+
+
+def _span(event: Mapping[str, Any]) -> Span:
+    return float(event["ts"]), float(event["ts"]) + float(event["dur"])
+
+
+def _nest(slices: list[_Slice]) -> None:
+    """Sort the slices of a thread, and set parents and children."""
+    slices.sort(key=lambda one: (one.begin, -one.end))
+    around: list[_Slice] = []
+    for one in slices:
+        while around and around[-1].end <= one.begin:
+            around.pop()
+        if around:
+            one.parent = around[-1]
+            one.parent.children.append(one)
+        around.append(one)
+
+
+def _all(outer: _Slice) -> Iterable[_Slice]:
+    """Yield a slice and all its descendants."""
+    left = [outer]
+    while left:
+        one = left.pop()
+        yield one
+        left += one.children
+
+
+def _own(one: _Slice) -> Iterable[Span]:
+    """Yield the spans of a slice that no child covers."""
+    at = one.begin
+    for child in one.children:
+        if child.begin > at:
+            yield at, child.begin
+        at = max(at, child.end)
+    if one.end > at:
+        yield at, one.end
+
+
+def _fill(step: _Slice, layers: Iterable[Sequence[tuple[Span, Place]]], rest: Place) -> tuple[Spent, list[Span]]:
+    """Attribute a step's time to the first layer of spans, the remainder to the next, and the rest to `rest`.
+
+    Returns:
+        Attributed microseconds, and the spans that no layer covers.
+    """
+    free = [(step.begin, step.end)]
+    spent: Spent = defaultdict(float)
+    for layer in layers:
+        free = _take(free, layer, spent)
+    spent[rest] += sum(end - begin for begin, end in free)
+    return spent, free
+
+
+def _take(free: Sequence[Span], wanted: Sequence[tuple[Span, Place]], spent: Spent) -> list[Span]:
+    """Attribute free time to the spans that cover it, and of several to the one that begins first.
+
+    Args:
+        free: unattributed spans, ascending and disjoint.
+        wanted: spans with their places, in any order.
+        spent: microseconds by place; added to in place.
+
+    Returns:
+        Spans that are still free.
+    """
+    left: list[Span] = []
+    claims, index = _apart(wanted), 0
+    for begin, end in free:
+        at = begin
+        while index < len(claims) and claims[index][0][0] < end:
+            (start, stop), place = claims[index]
+            if stop > at:
+                if start > at:
+                    left.append((at, start))
+                until = min(stop, end)
+                spent[place] += until - max(at, start)
+                at = until
+            if stop > end:  # it reaches into the next free span
+                break
+            index += 1
+        if at < end:
+            left.append((at, end))
+    return left
+
+
+def _apart(wanted: Sequence[tuple[Span, Place]]) -> list[tuple[Span, Place]]:
+    """Sort spans by their begin, and cut each to begin after those before it."""
+    found: list[tuple[Span, Place]] = []
+    at = float("-inf")
+    for (start, stop), place in sorted(wanted):
+        if stop > max(start, at):
+            found.append(((max(start, at), stop), place))
+            at = stop
+    return found

@@ -1,0 +1,113 @@
+"""Implementation of `selectron convert`: read a checkpoint, write another one, and verify that the models are equal."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_ext.conversion.core.output_folder import beside, check_destination, check_space
+from megatron_ext.conversion.core.source_arguments import add_source_options, open_asked
+from megatron_ext.utils.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron_ext.conversion.core.destination import Destination, Wish
+    from megatron_ext.conversion.core.source import Source
+
+FORMATS = ("hf", "megatron", "deepspeed-universal")
+PRECISIONS = ("fp32", "bf16", "fp16")
+SHARD_SIZE = 5.0
+"""Default maximum size of a safetensors file in gigabytes (10^9 bytes)."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `selectron convert`."""
+    add = parser.add_argument
+    add(
+        "source",
+        type=Path,
+        metavar="SOURCE",
+        help="run, checkpoint, Hugging Face folder, DeepSpeed universal or plain Megatron checkpoint",
+    )
+    add("destination", type=Path, metavar="DESTINATION", help="folder to write")
+    add("--to", required=True, choices=FORMATS, help="format to write")
+    add("--dtype", choices=PRECISIONS, help="type of the numbers (default: as they are)")
+    check = "compare every tensor, and the logits of both models, before the folder appears (default: yes)"
+    add("--architecture", metavar="NAME", help="of --to hf (default: the first of other libraries' that fits, or ours)")
+    add("--verify", action=argparse.BooleanOptionalAction, default=True, help=check)
+    add("--dry-run", action="store_true", help="say what would be written, and write nothing")
+    add("--overwrite", action="store_true", help="replace a model that is there")
+    size = f"of a safetensors file of --to hf, at most (default: {SHARD_SIZE:g})"
+    add("--shard-size", type=float, metavar="GB", help=size)
+    add_source_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Convert a checkpoint as the arguments specify.
+
+    Args:
+        args: parsed arguments, see `add_arguments`.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        UserError: the source is invalid or cannot be written in this format, or writing fails. No files are left
+            behind.
+    """
+    _check_options(args)
+    check_destination(args.source, args.destination, overwrite=args.overwrite)
+    source = open_asked(args.source, args)
+    from megatron_ext.conversion.core.destination import DESTINATIONS, Wish
+
+    destination = DESTINATIONS[args.to]
+    wish = Wish(
+        dtype=_dtype(args.dtype),
+        shard_bytes=int((args.shard_size or SHARD_SIZE) * 10**9),
+        name=args.destination.resolve().name,
+        architecture=args.architecture,
+    )
+    destination.check(source, wish)
+    files = destination.files(source, wish)
+    for name, size in files.items():
+        print(f"{args.destination / name}  {size / 1e6:,.1f} MB")
+    if not args.dry_run:
+        check_space(args.destination, sum(files.values()))
+        _convert(source, destination, wish, args)
+    return 0
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    if args.shard_size is not None and not 0 < args.shard_size < math.inf:
+        raise UserError("--shard-size", f"{args.shard_size:g} is no size above 0", "give gigabytes")
+    for name in ("architecture", "shard_size"):
+        if args.to != "hf" and getattr(args, name) is not None:
+            option = "--" + name.replace("_", "-")
+            raise UserError(option, f"{getattr(args, name)} says nothing to --to {args.to}", "leave it out")
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    import torch
+
+    names = dict(zip(PRECISIONS, (torch.float32, torch.bfloat16, torch.float16), strict=True))
+    return None if name is None else names[name]
+
+
+def _convert(source: Source, destination: Destination, wish: Wish, args: argparse.Namespace) -> None:
+    from megatron_ext.conversion.core.opening import open_source
+    from megatron_ext.conversion.core.source import SourceOptions
+    from megatron_ext.conversion.core.verify import verify
+
+    with beside(args.destination) as partial:
+        destination.write(source, wish, partial)
+        if args.verify:
+            written, training = open_source(partial, SourceOptions()), destination.carries_training(source, wish)
+            print(verify(source, written, wish.dtype, with_training=training), file=sys.stderr)
+    if (remark := destination.remark(source, wish)) is not None:
+        print(remark, file=sys.stderr)
+    if source.tokenizer is None:
+        print("no tokenizer is there to be copied; --tokenizer FILE gives one", file=sys.stderr)

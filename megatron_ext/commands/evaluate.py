@@ -1,0 +1,90 @@
+"""Sub-command `evaluate`: its arguments, validated before anything starts."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.evaluation.registry import SUITES, check_names, read_overrides
+from megatron_ext.run_folder.layout import CHECKPOINTS, step_of
+from megatron_ext.utils.errors import UserError
+
+OF_THE_MACHINE = re.compile(
+    r"parallel\.\w+|run\.(device|backend)|training\.micro_batch_size|data\.(path|cache_dir|cache_gib|verify|train_domains|test_domains|seq_length)"
+)
+"""Fields that an evaluation may override, because they do not change the trained model."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    add = parser.add_argument
+    add("run", type=Path, metavar="RUN_OR_CHECKPOINT", help="folder of a run, or of one of its checkpoints")
+    fields = "a suite's, e.g. domains.sequences=64; or the run's, e.g. parallel.tensor=2 data.path=DIR"
+    add("overrides", nargs="*", metavar="key=value", help=fields)
+    add(
+        "--suite", default="domains", metavar="NAMES", help=f"of {', '.join(SUITES)}; several with commas (%(default)s)"
+    )
+    add("--step", type=int, metavar="N", help="step of the checkpoint (default: the newest)")
+    add("--output", type=Path, metavar="DIR", help="folder for the results (default: evaluation/step_N in the run's)")
+    add("--processes", type=int, metavar="N", help="processes to start on this machine (default 1)")
+
+
+def work(args: argparse.Namespace) -> Callable[[], None]:
+    """Validate the arguments and return the function that each rank runs.
+
+    Args:
+        args: see `add_arguments`.
+
+    Raises:
+        UserError: a suite or a field does not exist, or a value is out of range.
+    """
+    names = [name.strip() for name in args.suite.split(",")]
+    check_names("--suite", names)
+    own, of_the_run = _sorted(args.overrides, names)
+    suites = {name: read_overrides(name, own[name]) for name in dict.fromkeys(names)}
+    folder, step = _checkpoint(args.run, args.step)
+    return partial(_evaluate, folder, suites, step, of_the_run, args.output)
+
+
+def _evaluate(
+    folder: Path, suites: dict[str, Any], step: int | None, overrides: Sequence[str], output: Path | None
+) -> None:
+    from megatron_ext.platform.device import before_megatron
+
+    before_megatron()
+    from megatron_ext.evaluation.runner import evaluate
+
+    evaluate(folder, suites, step=step, overrides=overrides, output=output)
+
+
+def _checkpoint(path: Path, step: int | None) -> tuple[Path, int | None]:
+    """Return the run's folder, and the step from the name of a checkpoint's folder."""
+    found = step_of(path.name)
+    if found is None or path.parent.name != CHECKPOINTS:
+        return path, step
+    if step not in (None, found):
+        raise UserError("--step", f"{step}, and {path} is of another", "leave one of the two out")
+    return path.parent.parent, found
+
+
+def _sorted(overrides: Sequence[str], suites: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
+    """Split overrides into those of each suite, without its name, and those of the run."""
+    own: dict[str, list[str]] = {name: [] for name in suites}
+    of_the_run = []
+    for override in overrides:
+        key = override.partition("=")[0]
+        section, _, rest = override.partition(".")
+        if section in own:
+            own[section].append(rest)
+        elif section in SUITES:
+            raise UserError(key, f"is of a suite that is not asked for: --suite {','.join(suites)}", "add it there")
+        elif not OF_THE_MACHINE.fullmatch(key):
+            mend = "choose a layout (parallel.*), a device, a micro-batch or data, or a suite's own field"
+            raise UserError(key, "cannot be changed of a trained model", mend)
+        else:
+            of_the_run.append(override)
+    return own, of_the_run

@@ -1,0 +1,77 @@
+"""Command `selectron fit`: arguments, execution and output."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_ext.utils.errors import UserError
+
+if TYPE_CHECKING:
+    from megatron_ext.analysis.scaling.points import Points
+    from megatron_ext.analysis.scaling.run_points import RunPoints
+
+FORMER = ("--bootstrap", "--seed")
+"""Deprecated options of an earlier bootstrap, which have no effect."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    add = parser.add_argument
+    columns = "a CSV file with the columns params, tokens, loss, mixer where there are several, and test_loss if known"
+    add("points", type=Path, nargs="+", metavar="RUN|CSV", help=f"run folders, folders of run folders, or {columns}")
+    add("--output", type=Path, required=True, metavar="DIR", help="folder for fit.json, fit.md and pictures")
+    add("--json", action="store_true", help="print the numbers as JSON, not as a table")
+    without = "count parameters of runs without embeddings and output layer"
+    add("--without-embeddings", action="store_true", help=without)
+    highest = "leave out the N highest losses of each mixer (default %(default)s)"
+    add("--drop-highest", type=int, default=0, metavar="N", help=highest)
+    for option in FORMER:  # accepted, because scripts may still pass them
+        add(option, type=int, help=argparse.SUPPRESS)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Fit laws, write the results and print them.
+
+    Args:
+        args: arguments declared by `add_arguments`.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        UserError: an option is out of range, the points cannot be read, or a law cannot be fitted to them.
+    """
+    for option in FORMER:
+        if getattr(args, option.lstrip("-")) is not None:
+            print(f"warning: {option} has no effect: intervals are computed without random draws", file=sys.stderr)
+    if args.drop_highest < 0:
+        raise UserError("--drop-highest", f"{args.drop_highest} is below 0", "give 0 to keep all points")
+    where, points, runs = _read(args.points, embeddings=not args.without_embeddings)
+    # Imports matplotlib and SciPy, which takes a second: only after the points have been read.
+    from megatron_ext.analysis.scaling.fitting import Options, fit_all, numbers_of, text_of, write
+
+    found = fit_all(points, where, Options(args.drop_highest), runs)
+    write(found, args.output, keep=args.points[0])
+    print(json.dumps(numbers_of(found), indent=1) if args.json else text_of(found))
+    return 0
+
+
+def _read(paths: Sequence[Path], *, embeddings: bool) -> tuple[str, dict[str, Points], RunPoints]:
+    """Return the source's name for messages, the points by mixer, and their runs (empty for a CSV file)."""
+    from megatron_ext.analysis.scaling.points import read_points
+    from megatron_ext.analysis.scaling.run_points import RunPoints, by_mixer, points_of_runs
+
+    files = [path for path in paths if path.is_file() or path.suffix.lower() == ".csv"]
+    if not files:
+        runs = points_of_runs(paths, embeddings=embeddings)
+        return ", ".join(map(str, paths)), by_mixer(runs), runs
+    if len(paths) > 1:
+        raise UserError(str(files[0]), "stands beside other arguments", "give one CSV file alone, or run folders")
+    if not embeddings:
+        raise UserError("--without-embeddings", "says nothing of a CSV file", "give the number in its column params")
+    return str(files[0]), read_points(files[0]), RunPoints()

@@ -1,0 +1,369 @@
+"""Commands `selectron launch` and `selectron sweep`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from megatron_ext.config.rules.nodes import check_nodes
+from megatron_ext.config.schema import RunConfig
+from megatron_ext.config.sweep_file import of_sweep
+from megatron_ext.launch import slurm
+from megatron_ext.launch.array import tasks
+from megatron_ext.launch.branches import is_checkpoint
+from megatron_ext.launch.changed_runs import refusal
+from megatron_ext.launch.here import run_here
+from megatron_ext.launch.job import (
+    Job,
+    claim,
+    is_claimed,
+    jobs_of,
+    newest_job,
+    sbatch_options,
+    submitting,
+    write_job,
+)
+from megatron_ext.launch.ownership import own_state
+from megatron_ext.launch.preflight import limits
+from megatron_ext.launch.resources import Resources
+from megatron_ext.launch.sbatch_options import check_variables
+from megatron_ext.launch.sweep import Sweep
+from megatron_ext.run_folder import lock_file
+from megatron_ext.run_folder.launch_events import EVENTS
+from megatron_ext.run_folder.layout import CHECKPOINTS
+from megatron_ext.run_folder.lock import FOLDER
+from megatron_ext.run_folder.lock_file import lock_state
+from megatron_ext.utils.atomic_files import is_url
+from megatron_ext.utils.errors import UserError
+from megatron_ext.utils.resume_option import add_resume
+
+_OF_SLURM = ("nodes", "gpus_per_node", "processes_per_node", "cpus_per_task", "partition", "time", "container")
+"""Options that do not apply to a run on this machine."""
+
+
+def add_launch(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `selectron launch` other than the configuration."""
+    add_where(parser)
+    how = parser.add_argument_group("how it goes on")
+    add_resume(how, "continue a run that is there")
+    how.add_argument("--dry-run", action="store_true", help="write the job's folder, show its script, submit nothing")
+
+
+def add_sweep(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `selectron sweep`."""
+    parser.add_argument(
+        "sweep", type=Path, metavar="SWEEP", help="YAML file with config, axes and runs, see the README"
+    )
+    override = "of all runs, e.g. training.steps=200; or another YAML file, laid over their configuration"
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help=override)
+    add_where(parser)
+    at_once = "most runs at a time (with --local 1, else as many as Slurm gives)"
+    parser.add_argument("--parallel", type=int, metavar="N", help=at_once)
+    anew = "begin a run anew that was begun otherwise; what it was is kept; may be given again"
+    parser.add_argument("--restart", action="append", default=[], metavar="RUN", help=anew)
+    parser.add_argument("--dry-run", action="store_true", help="check all runs and list them, start nothing")
+
+
+def add_where(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that describe a job, common to single runs and sweeps."""
+    where = parser.add_argument_group("where it runs")
+    where.add_argument("--nodes", type=int, metavar="N", help="nodes (default 1)")
+    where.add_argument("--gpus-per-node", type=int, metavar="N", help="GPUs of each node, a process for each")
+    where.add_argument("--processes-per-node", type=int, metavar="N", help="processes of each node, without GPUs")
+    cpus = "processors of each process, whose threads they run (the cluster's rule, most often 1)"
+    where.add_argument("--cpus-per-task", type=int, metavar="N", help=cpus)
+    where.add_argument("--partition", help="of the cluster (its default one)")
+    where.add_argument("--time", help="limit: minutes, H:MM:SS or D-HH (the partition's)")
+    where.add_argument("--local", type=int, metavar="N", help="without Slurm: N processes of this machine")
+    where.add_argument("--job-name", help="as squeue shows it (run.name)")
+    option = "another option of sbatch that is not the job's own, e.g. --sbatch=--account=mine; may be given again"
+    where.add_argument("--sbatch", action="append", default=[], metavar="OPTION", help=option)
+    image = "image for enroot with pyxis, or a .sif file for Apptainer"
+    where.add_argument("--container", metavar="IMAGE", help=image)
+    mounts = "paths that the container sees beside this folder, separated by commas"
+    where.add_argument("--container-mounts", metavar="PATHS", help=mounts)
+    python = "interpreter of the processes (this one; in a container python3)"
+    where.add_argument("--python", metavar="PATH", help=python)
+    before = "seconds before the time is up at which it writes a checkpoint and starts anew (180)"
+    where.add_argument("--save-before", type=int, default=180, metavar="SECONDS", help=before)
+    look = "train without a look at the nodes, see `selectron preflight`"
+    where.add_argument("--no-preflight", action="store_true", help=look)
+    limits.add_limits(parser)
+    where.add_argument("--requeues", type=int, default=20, metavar="N", help="most times that it starts anew (20)")
+
+
+def world_size(args: argparse.Namespace) -> int:
+    """Check the options and return the number of processes of the launched run.
+
+    Raises:
+        UserError: an option is invalid.
+    """
+    if args.local is not None:
+        for option in _OF_SLURM:
+            if getattr(args, option) is not None:
+                problem = f"{args.local}, beside --{option.replace('_', '-')}, which is for Slurm"
+                raise UserError("--local", problem, "leave one of them out")
+        if args.local < 1:
+            raise UserError("--local", f"{args.local} is less than 1", "give 1 or more")
+        return int(args.local)
+    resources = _resources(args, "run")
+    resources.check()
+    options = {"--partition": args.partition, "--time": args.time, "--cpus-per-task": args.cpus_per_task}
+    check_variables(os.environ, [option for option, value in options.items() if value is not None])
+    return resources.nodes * resources.tasks_per_node
+
+
+def _resources(args: argparse.Namespace, run_name: str) -> Resources:
+    return Resources(
+        nodes=1 if args.nodes is None else args.nodes,
+        gpus_per_node=args.gpus_per_node,
+        processes_per_node=args.local or args.processes_per_node,
+        cpus_per_task=args.cpus_per_task,
+        partition=args.partition,
+        time=args.time,
+        job_name=args.job_name or run_name,
+        save_before=args.save_before,
+        requeues=args.requeues,
+        container=args.container,
+        mounts=args.container_mounts.split(",") if args.container_mounts else [],
+        more=args.sbatch,
+        preflight=[] if args.no_preflight else limits.words(args),
+    )
+
+
+def launch(args: argparse.Namespace, config: RunConfig, check_can_start: Callable[[], None]) -> int:
+    """Write the job of a run, and submit it or start it on this machine.
+
+    Args:
+        args: see `add_launch`; checked by `world_size`.
+        config: checked for that number of processes.
+        check_can_start: raises a UserError if the run folder contains a run that is not to be resumed, or if it
+            contains none although one is to be resumed.
+
+    Returns:
+        Exit code.
+
+    Raises:
+        UserError: something is missing on this machine or in the cluster.
+    """
+    folder = Path(config.run.dir) / config.run.name
+    resources = _resources(args, config.run.name)
+    check_nodes(config, resources.nodes * resources.tasks_per_node, resources.tasks_per_node)
+    check_paths({"": config}, resources, _python(args))
+    check_can_start()
+    if args.local is None:
+        _check_cluster(args, resources, sbatch_options(resources, folder.absolute(), "job-%j.log"))
+    if args.dry_run:
+        job = write_job(config, folder, resources, _python(args))
+        sys.stdout.write(job.script.read_text())
+        print(f"written, and not submitted: {job.script}", file=sys.stderr)
+        return 0
+    if args.local is not None:
+        refuse_held(folder)
+        lock = claim(folder)
+        if lock is None:
+            raise UserError("run.name", f"{folder} is trained by another process", "wait for it, or end it with Ctrl-C")
+        job = write_job(config, folder, resources, _python(args))
+        print(f"events: {job.folder}/events.tsv\n{_how_to_follow(job)}", file=sys.stderr, flush=True)
+        return run_here(job, args.local, lock)
+    with submitting(folder):
+        if not args.resume:
+            check_can_start()
+        _refuse_alive(folder)
+        refuse_held(folder)
+        job = write_job(config, folder, resources, _python(args))
+        job.keep_number(slurm.submit(job.script))
+    print(f"job:    {job.number}\n{_how_to_follow(job)}")
+    return 0
+
+
+def _how_to_follow(job: Job) -> str:
+    return f"log:    {job.log}\nfollow: selectron logs {job.run} --follow; selectron status {job.run}"
+
+
+def sweep(args: argparse.Namespace, configs: Mapping[str, RunConfig], listing: Sequence[str]) -> int:
+    """Launch all unfinished runs of a sweep.
+
+    Args:
+        args: see `add_sweep`; checked by `world_size`.
+        configs: whole, checked configurations by run name.
+        listing: lines that describe the runs.
+
+    Returns:
+        Exit code.
+
+    Raises:
+        UserError: something is missing on this machine or in the cluster.
+    """
+    if args.parallel is not None and args.parallel < 1:
+        raise UserError("--parallel", f"{args.parallel} is less than 1", "give 1 or more")
+    folder = Path(next(iter(configs.values())).run.dir)
+    resources = _resources(args, folder.name)
+    with of_sweep(args.sweep):
+        for config in configs.values():
+            check_nodes(config, resources.nodes * resources.tasks_per_node, resources.tasks_per_node)
+        runs = Sweep(folder, configs, resources, _python(args))
+    runs.check_restarts(args.restart)
+    _check_unchanged(args, runs)
+    try:
+        begun = runs.unfinished | {name: configs[name] for name in args.restart}
+        check_paths(begun, resources, _python(args), runs.waiting, sweep=args.sweep)
+    except UserError as error:
+        if not args.dry_run:  # a dry run is allowed on a machine without the data
+            raise
+        print(f"selectron: warning: {error}", file=sys.stderr)
+    if args.local is None:
+        resources.check()  # again, with the job's name
+        options = sbatch_options(resources, folder.absolute(), "array.log")
+        _check_cluster(args, resources, [*options, tasks(max(runs.largest_array(), 1))])
+    if args.dry_run:
+        print("\n".join(listing))
+        return 0
+    runs.restart(args.restart, _refuse_under_way)
+    runs.note()
+    if not runs.unfinished:
+        print(f"all {len(configs)} runs are finished: selectron report {folder} --output DIR compares them")
+        return 0
+    if args.local is not None:
+        return runs.run(args.local, args.parallel or 1)
+    runs.submit(args.parallel)
+    print(f"follow: selectron status {folder}")
+    return 0
+
+
+def _check_unchanged(args: argparse.Namespace, runs: Sweep) -> None:
+    """Reject runs that were started with a different configuration or data; a dry run prints a warning.
+
+    Raises:
+        UserError: there are changed runs that `--restart` does not name.
+    """
+    unknown = [name for name in runs.without_digests if name not in args.restart]
+    if unknown:
+        names = ", ".join(unknown[:3]) + (f" and {len(unknown) - 3} more" if len(unknown) > 3 else "")
+        print(f"selectron: warning: whether {names} had the same data is not known", file=sys.stderr)
+    changed = [one for one in runs.changed if one.name not in args.restart]
+    if not changed:
+        return
+    error = refusal(args.sweep, changed)
+    if not args.dry_run:
+        raise error
+    print(f"selectron: warning: {error}", file=sys.stderr)
+
+
+def _refuse_under_way(folder: Path) -> None:
+    """Reject a run that has a waiting or running Slurm job, or that a process trains.
+
+    Raises:
+        UserError: it has one.
+    """
+    refuse_held(folder)
+    if is_claimed(folder):
+        raise UserError("--restart", f"{folder} is trained by another process", "wait for it, or end it with Ctrl-C")
+    newest = jobs_of(folder)[-1:]
+    # A job without number and events may have been submitted by a call that was killed before it wrote the number.
+    if any(job.number is not None or not (job.folder / EVENTS).exists() for job in newest):
+        _refuse_alive(folder)
+
+
+def check_paths(
+    configs: Mapping[str, RunConfig],
+    resources: Resources,
+    python: str,
+    waiting: Collection[str] = (),
+    sweep: Path | None = None,
+) -> None:
+    """Check that the paths of runs exist. Print a warning for container paths that this machine cannot see.
+
+    Args:
+        configs: of the runs that will start, by name within a sweep; a single run has the name "".
+        resources: of each run.
+        python: interpreter of the ranks.
+        waiting: runs that branch from a checkpoint that another run has yet to write.
+        sweep: file of the sweep; None: a single run.
+
+    Raises:
+        UserError: a folder, checkpoint, program or mount does not exist.
+    """
+    resources.check_mounts()
+    if resources.container is None and shutil.which(python) is None:
+        raise UserError("--python", f"there is no program {python}", "give an interpreter that has Selectron")
+    unseen = []
+    for name, config in configs.items():
+        for field, path, is_there, kind, mend in _begins_from(config, is_waiting=name in waiting):
+            here = resources.here(path, Path(config.run.dir).absolute())
+            if here is None:
+                unseen.append(f"{field}: {path} is below no mount of the container, so nobody looked for it")
+            elif not is_there(here):
+                found = path if here == Path(os.path.abspath(path)) else f"{path}, which is {here} on this machine"
+                where = field if sweep is None else f"{sweep}: run {name}: {field}"
+                raise UserError(where, f"there is no {kind} {found}", mend)
+    for line in dict.fromkeys(unseen):
+        print(f"selectron: warning: {line}", file=sys.stderr)
+
+
+def _begins_from(config: RunConfig, *, is_waiting: bool) -> Iterator[tuple[str, str, Callable[[Path], bool], str, str]]:
+    """Yield the folders that a run needs at its start, as field, path, existence test, kind and advice."""
+    if not is_url(config.data.path):
+        yield "data.path", config.data.path, Path.is_dir, "folder", "prepare it with `selectron prepare`"
+    own = Path(config.run.dir) / config.run.name / CHECKPOINTS  # if it exists, the run resumes from there instead
+    if config.run.branch_from is not None and not is_waiting and not own.exists():
+        mend = "give one like runs/trunk/checkpoints/step_400"
+        yield "run.branch_from", config.run.branch_from, is_checkpoint, "checkpoint", mend
+
+
+def _check_cluster(args: argparse.Namespace, resources: Resources, options: Sequence[str]) -> None:
+    """Check the request against the cluster. Without a cluster, a dry run only prints a warning.
+
+    Raises:
+        UserError: the cluster lacks what is requested, or there is no cluster.
+    """
+    try:
+        slurm.check_installed()
+        partitions = slurm.partitions()
+    except UserError as error:
+        if not args.dry_run:
+            raise
+        print(f"selectron: warning: no cluster was asked: {error.where}: {error.problem}", file=sys.stderr)
+        return
+    resources.check_cluster(partitions)
+    slurm.check_options(options)
+
+
+def _python(args: argparse.Namespace) -> str:
+    return str(args.python or ("python3" if args.container else sys.executable))
+
+
+def _refuse_alive(folder: Path) -> None:
+    numbers = slurm.numbers_by_script()
+    for job in jobs_of(folder)[-1:]:  # a call that was killed may have submitted it without writing its number
+        if job.number is None and str(job.script) in numbers:
+            job.keep_number(numbers[str(job.script)])
+    newest = newest_job(folder)
+    state = own_state(newest)
+    if newest is not None and state is not None and state.is_alive:
+        problem = f"{folder} has job {newest.number} ({state.state.lower()})"
+        raise UserError("run.name", problem, f"`selectron cancel {folder}` ends it; or choose another run.name")
+
+
+def refuse_held(folder: Path) -> None:
+    """Reject a run that a process trains, however it was started.
+
+    Raises:
+        UserError: a process trains it.
+    """
+    state = lock_state(folder / FOLDER)
+    if state is None or not state.is_held:
+        return
+    job = state.holder.process.job if state.holder else None
+    if job is not None and shutil.which("squeue") is not None:
+        found = slurm.job_state(job)
+        if found is None or not found.is_alive:  # it was killed before it released the lock
+            return
+    signs = f"; its last sign is {state.quiet_seconds:.0f} s old"
+    hint = lock_file.ending(state.holder)
+    holder = state.holder or "a process that does not say who it is"
+    raise UserError("run.name", f"{folder} is trained by {holder}{signs}", hint)

@@ -1,0 +1,122 @@
+"""Options and output of `selectron plan`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_ext.planning.gpus import GPUS, MEASURED, gpu_of
+from megatron_ext.utils.errors import UserError
+
+if TYPE_CHECKING:
+    from megatron_ext.config.schema import RunConfig
+    from megatron_ext.config.traits import Mixers
+
+VOCABULARY = 50304
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options other than the configuration."""
+    add = parser.add_argument
+    add("--nodes", type=int, default=1, metavar="N", help="there are (%(default)s)")
+    add("--gpus-per-node", type=int, default=8, metavar="M", help="a node (%(default)s)")
+    add("--gpu", default=MEASURED, metavar="KIND", help=f"{', '.join(GPUS)} (%(default)s)")
+    vocabulary = f"tokens of the model (those of the prepared data; {VOCABULARY} where there are none here)"
+    add("--vocabulary", type=int, metavar="N", help=vocabulary)
+    add("--tokens", type=float, metavar="N", help="to train on, e.g. 100e9 (those of training.steps)")
+    add("--price", type=float, metavar="P", help="of a GPU hour, in any currency: what the tokens cost")
+    add("--search", type=int, nargs="?", const=10, metavar="N", help="compare all layouts, and show the N best (10)")
+    add("--every-rank", action="store_true", help="build the part of the model that each rank has, and add them up")
+    add("--output", type=Path, metavar="DIR", help="also write the plan as plan.json and plan.md there")
+
+
+def run(
+    args: argparse.Namespace, load: Callable[[Path, Sequence[str]], RunConfig], load_mixers: Callable[[], Mixers]
+) -> int:
+    """Plan a configuration and print the report.
+
+    Args:
+        args: of the command line.
+        load: reads a configuration with overrides; called after the options are checked.
+        load_mixers: returns the registered mixers.
+
+    Returns:
+        0; 1 if the layout does not fit, or with --search no layout fits.
+
+    Raises:
+        UserError: an option or the configuration is invalid.
+    """
+    _check(args)
+    from megatron_ext.config.rules import check
+    from megatron_ext.planning import plan
+    from megatron_ext.planning.batch import batch_of_a_replica_a_node, fitting_batch
+    from megatron_ext.planning.plan_report import PlanReport
+
+    configured, mixers = load(args.config, args.overrides), load_mixers()
+    machine = plan.Machine(gpu=gpu_of(args.gpu), nodes=args.nodes, per_node=args.gpus_per_node)
+    config = fitting_batch(configured, machine.world_size) if args.search is None else configured
+    vocab_size, told = _vocabulary(args, config.data.path, config.data.cache_dir)
+    report = PlanReport(
+        name=args.config.stem,
+        overrides=tuple(args.overrides),
+        machine=machine,
+        vocabulary=told,
+        tokens=args.tokens
+        or configured.training.steps * configured.training.global_batch_size * config.data.seq_length,
+        price=args.price,
+    )
+    if args.search is None:
+        report.planned = plan.plan(config, vocab_size, machine, mixers)
+    else:
+        report.shown = args.search
+        report.layouts = plan.search(config, vocab_size, machine, mixers, _tell)
+        if not any(one.memory for one in report.layouts):
+            config = batch_of_a_replica_a_node(configured, machine)
+            report.layouts = plan.search(config, vocab_size, machine, mixers, _tell)
+    if config is not configured:
+        report.batch = configured.training.global_batch_size, config.training.global_batch_size
+    if args.every_rank:
+        check(config, machine.world_size, mixers)
+        report.shards = list(plan.shards(config, vocab_size, machine.world_size))
+    print(report.markdown())
+    if args.output is not None:
+        report.write(args.output)
+        print(f"written: {args.output}")
+    return 0 if report.fits else 1
+
+
+def _check(args: argparse.Namespace) -> None:
+    for name in ("nodes", "gpus_per_node", "vocabulary", "search"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise UserError(f"--{name.replace('_', '-')}", f"{value} is less than 1", "give 1 or more")
+    for name in ("tokens", "price"):
+        value = getattr(args, name)
+        if value is not None and not 0 < value < float("inf"):
+            raise UserError(f"--{name}", f"{value} is no amount", "give a number above 0")
+    gpu_of(args.gpu)
+    if args.search is not None and args.every_rank:
+        raise UserError("--every-rank", "with --search there are many layouts", "choose one of them first")
+    if args.output is not None and args.output.exists() and not args.output.is_dir():
+        raise UserError("--output", f"{args.output} is no folder", "name another one")
+
+
+def _vocabulary(args: argparse.Namespace, path: str, cache_dir: str | None) -> tuple[int, str]:
+    """Return the vocabulary size and a description of its origin."""
+    if args.vocabulary is not None:
+        return args.vocabulary, f"{args.vocabulary:,} tokens, as told"
+    from megatron_ext.planning.vocabulary import vocab_size
+
+    try:
+        size = vocab_size(path, cache_dir)
+    except UserError:
+        return VOCABULARY, f"{VOCABULARY:,} tokens, as there are no prepared data in {path} (--vocabulary)"
+    return size, f"{size:,} tokens, those of {path}"
+
+
+def _tell(line: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r{line}", end="", file=sys.stderr, flush=True)

@@ -1,0 +1,1 @@
+"""Conversion between any two formats: source, rules, destination and verification."""

@@ -1,0 +1,221 @@
+"""Formats that a checkpoint can be converted to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import gcd
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from megatron_ext.checkpoint.folder import Progress
+from megatron_ext.config.schema import PRECISIONS, RunSection
+from megatron_ext.config.validate import validate
+from megatron_ext.conversion.core import selectron_run
+from megatron_ext.conversion.core.family import SavedModel
+from megatron_ext.conversion.core.formats import ZERO
+from megatron_ext.conversion.core.output_folder import README
+from megatron_ext.conversion.core.source import Source
+from megatron_ext.conversion.core.tensors import in_dtype
+from megatron_ext.conversion.huggingface import folder as hugging_face
+from megatron_ext.conversion.huggingface import model_card
+from megatron_ext.conversion.huggingface.families import family_for
+from megatron_ext.conversion.huggingface.safetensors_files import shards_of
+from megatron_ext.run_folder.layout import CHECKPOINTS, step_name
+from megatron_ext.runs.tokenizer_files import copy_tokenizer
+from megatron_ext.utils.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wish:
+    """Options for writing a checkpoint.
+
+    Attributes:
+        dtype: dtype to convert floating-point tensors to; None: unchanged.
+        shard_bytes: maximum size of a safetensors file.
+        name: name of the destination folder.
+        architecture: architecture for `--to hf`; None: the first one that supports the model.
+    """
+
+    dtype: torch.dtype | None = None
+    shard_bytes: int = 5 * 10**9
+    name: str = "run"
+    architecture: str | None = None
+
+
+class Destination(Protocol):
+    """Format that a checkpoint can be written in."""
+
+    def carries_training(self, source: Source, wish: Wish) -> bool:
+        """Return whether the optimizer state is written too, so that training can be resumed."""
+
+    def remark(self, source: Source, wish: Wish) -> str | None:
+        """Return one line about a limitation of the written checkpoint; None: there is none."""
+
+    def check(self, source: Source, wish: Wish) -> None:
+        """Check that the model can be written in this format.
+
+        Raises:
+            UserError: it cannot, with the reason.
+        """
+
+    def files(self, source: Source, wish: Wish) -> dict[str, int]:
+        """Return the files that will contain tensors, with the bytes of these tensors."""
+
+    def write(self, source: Source, wish: Wish, folder: Path) -> None:
+        """Write the checkpoint into an empty folder.
+
+        Args:
+            source: checkpoint to convert.
+            wish: options.
+            folder: existing empty folder.
+
+        Raises:
+            OSError: writing fails.
+            RuntimeError: writing fails in torch.
+        """
+
+
+class HuggingFace:
+    """Folder that `from_pretrained` loads: config.json, safetensors, tokenizer files and README.md."""
+
+    def carries_training(self, source: Source, wish: Wish) -> bool:
+        """Implement `Destination.carries_training`."""
+        return False
+
+    def remark(self, source: Source, wish: Wish) -> str | None:
+        """Implement `Destination.remark`."""
+        return model_card.needs(family_for(source.saved, wish.architecture))
+
+    def check(self, source: Source, wish: Wish) -> None:
+        """Implement `Destination.check`."""
+        family_for(source.saved, wish.architecture)
+
+    def files(self, source: Source, wish: Wish) -> dict[str, int]:
+        """Implement `Destination.files`."""
+        family = family_for(source.saved, wish.architecture)
+        tensors = hugging_face.theirs(family, source.saved, in_dtype(source.tensors, wish.dtype), str(source.path))
+        return {name: shard.num_bytes for name, shard in shards_of(tensors.infos(), wish.shard_bytes).items()}
+
+    def write(self, source: Source, wish: Wish, folder: Path) -> None:
+        """Implement `Destination.write`."""
+        family = family_for(source.saved, wish.architecture)
+        tensors = hugging_face.theirs(family, source.saved, in_dtype(source.tensors, wish.dtype), str(source.path))
+        hugging_face.write_folder(family, source.saved, tensors, source.tokenizer, folder, wish.shard_bytes)
+        _copy_tokenizer(source, folder)
+        is_there, plain = source.tokenizer is not None, source.training is not None
+        text = model_card.card(family, with_tokenizer=is_there, plain=plain)
+        (folder / README).write_text(text, encoding="utf-8")
+
+
+class Megatron:
+    """Run folder with a checkpoint in Megatron's torch_dist format.
+
+    It contains the optimizer state if the source is a Selectron training run and the dtype is unchanged. Otherwise it
+    contains only the model.
+    """
+
+    def carries_training(self, source: Source, wish: Wish) -> bool:
+        """Implement `Destination.carries_training`."""
+        return source.training is not None and wish.dtype is None
+
+    def remark(self, source: Source, wish: Wish) -> str | None:
+        """Implement `Destination.remark`."""
+        if not source.has_optimizer or self.carries_training(source, wish):
+            return None
+        reason = "is of another library's form" if source.training is None else "belongs to a run of the types it has"
+        return f"the optimizer's state {reason}, and is left out: the run can generate text, and not be continued"
+
+    def check(self, source: Source, wish: Wish) -> None:
+        """Implement `Destination.check`."""
+        self._precision(source, wish)
+        validate(RunSection, {"name": wish.name}, "run.")  # the run's name is that of the folder
+
+    def files(self, source: Source, wish: Wish) -> dict[str, int]:
+        """Implement `Destination.files`."""
+        step = (source.progress or Progress()).step
+        size = in_dtype(source.tensors, wish.dtype).num_bytes
+        if source.training is not None and self.carries_training(source, wish):
+            size = source.training.tensors.num_bytes + source.training.optimizer.tensors.num_bytes
+        return {f"{CHECKPOINTS}/{step_name(step)}/__0_0.distcp": size}
+
+    def write(self, source: Source, wish: Wish, folder: Path) -> None:
+        """Implement `Destination.write`."""
+        saved, tensors = _without_padding(source.saved), in_dtype(source.tensors, wish.dtype)
+        progress, precision = source.progress or Progress(), self._precision(source, wish)
+        _copy_tokenizer(source, folder)
+        if source.training is not None and self.carries_training(source, wish):
+            selectron_run.write_training(source.saved, source.training, progress, folder, wish.name)
+            return
+        selectron_run.write_run(saved, tensors, precision, progress, folder, wish.name)
+
+    def _precision(self, source: Source, wish: Wish) -> str:
+        dtype = wish.dtype or source.dtype
+        names = _precisions(dtype)
+        if not names:
+            kind = str(dtype).removeprefix("torch.")
+            raise UserError("--dtype", f"{kind} is no precision of a run", f"give one of {', '.join(PRECISIONS)}")
+        return names[0]
+
+
+class DeepSpeedUniversal:
+    """DeepSpeed universal checkpoint. It contains the optimizer state if the source is a Selectron training run."""
+
+    def carries_training(self, source: Source, wish: Wish) -> bool:
+        """Implement `Destination.carries_training`."""
+        return source.training is not None
+
+    def remark(self, source: Source, wish: Wish) -> str | None:
+        """Implement `Destination.remark`."""
+        if source.training is not None:
+            return None
+        return "no optimizer state of ours is there: DeepSpeed finds moments of zero after 0 steps, as Adam begins"
+
+    def check(self, source: Source, wish: Wish) -> None:
+        """Implement `Destination.check`."""
+        if wish.dtype is not None:
+            kind = str(wish.dtype).removeprefix("torch.")
+            problem = f"{kind} is for the numbers of a model, and a universal checkpoint holds the optimizer's, in fp32"
+            raise UserError("--dtype", problem, "leave it out")
+
+    def files(self, source: Source, wish: Wish) -> dict[str, int]:
+        """Implement `Destination.files`."""
+        from megatron_ext.conversion.deepspeed import universal_writing
+
+        return {f"{universal_writing.tag_of(source)}/{ZERO}": universal_writing.num_bytes(source)}
+
+    def write(self, source: Source, wish: Wish, folder: Path) -> None:
+        """Implement `Destination.write`."""
+        from megatron_ext.conversion.deepspeed import universal_writing
+
+        _copy_tokenizer(source, folder)
+        universal_writing.write_universal(source, (_precisions(source.dtype) or ["fp32"])[0], folder)
+
+
+DESTINATIONS: dict[str, Destination] = {
+    "hf": HuggingFace(),
+    "megatron": Megatron(),
+    "deepspeed-universal": DeepSpeedUniversal(),
+}
+"""Destinations by the value of `--to`."""
+
+
+def _precisions(dtype: torch.dtype) -> list[str]:
+    """Return the run precisions with this dtype: one name or none."""
+    return [name for name, known in PRECISIONS.items() if str(dtype) == f"torch.{known}"]
+
+
+def _copy_tokenizer(source: Source, folder: Path) -> None:
+    if source.tokenizer is not None:
+        copy_tokenizer(source.tokenizer, folder, plain=source.training is not None)
+
+
+def _without_padding(saved: SavedModel) -> SavedModel:
+    """Return the model with a vocabulary size multiple that requires no padding.
+
+    Padding rows would take part in every softmax without having been trained.
+    """
+    multiple = gcd(saved.model.vocab_size_multiple, saved.vocab_size)
+    return replace(saved, model=replace(saved.model, vocab_size_multiple=multiple))

@@ -1,0 +1,58 @@
+"""Detection of a checkpoint's format from the files in its folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from megatron_ext.checkpoint.folder import LATEST, RECORD
+from megatron_ext.checkpoint.metadata_index import FILE_NAME as METADATA
+from megatron_ext.run_folder.layout import CHECKPOINTS
+from megatron_ext.utils.errors import UserError
+
+Form = Literal["universal", "run", "step", "hugging_face", "plain_megatron"]
+
+"""Subfolder of a Selectron run with its checkpoints."""
+
+CONFIG = "config.json"
+"""Configuration file of a Hugging Face folder."""
+
+UNIVERSAL, ZERO = "latest_universal", "zero"
+"""File with the name of DeepSpeed's newest universal checkpoint, and the folder with the tensors of one."""
+
+PLAIN = "latest_checkpointed_iteration.txt"
+"""File with the iteration of Megatron-LM's newest checkpoint."""
+
+_OF_DEEPSPEED = "*_model_states.pt"
+"""Pattern of a file that every DeepSpeed checkpoint contains, universal ones included."""
+
+
+def form_of(path: Path) -> Form:
+    """Return the checkpoint format of a folder.
+
+    Raises:
+        UserError: the folder does not exist, is no checkpoint, or has an unsupported format.
+    """
+    if not path.is_dir():
+        problem = "is no folder" if path.exists() else "is not there"
+        raise UserError(str(path), problem, "give the folder of a run, of a checkpoint or of a Hugging Face model")
+    # Checked before runs, because DeepSpeed also writes a file `latest` for its other checkpoints.
+    if (path / UNIVERSAL).is_file() or (path / ZERO).is_dir():
+        return "universal"
+    if any(path.glob(_OF_DEEPSPEED)) or any(path.glob(f"*/{_OF_DEEPSPEED}")):
+        problem = "is a checkpoint of DeepSpeed's that only the layout which wrote it can read"
+        mend = "make it universal by `python -m deepspeed.checkpoint.ds_to_universal`, and give that"
+        raise UserError(str(path), problem, mend)
+    if (path / CHECKPOINTS).is_dir() or (path / LATEST).is_file():
+        return "run"
+    if (path / RECORD).is_file():
+        return "step"
+    if (path / CONFIG).is_file():
+        return "hugging_face"
+    if (path / PLAIN).is_file() or (path / METADATA).is_file():
+        return "plain_megatron"
+    problem = (
+        f"is no checkpoint: there is no {RECORD} or {CHECKPOINTS}/ (ours), no {CONFIG} (Hugging Face), "
+        f"no {UNIVERSAL} or {ZERO}/ (DeepSpeed), and no {METADATA} (Megatron's torch_dist)"
+    )
+    raise UserError(str(path), problem, "give a folder that holds one of them")

@@ -1,0 +1,150 @@
+"""Atomic creation of the destination folder, and checks of what it may replace."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from fnmatch import fnmatch
+from pathlib import Path
+
+from megatron_ext.checkpoint.disk import is_full, storage_problem
+from megatron_ext.run_folder.layout import CHECKPOINTS, CONFIG
+from megatron_ext.utils.atomic_files import force_to_disk, open_regular
+from megatron_ext.utils.errors import UserError
+from megatron_ext.utils.temp_dirs import ended_by_exceptions
+
+_MODELS = ("config.json", CHECKPOINTS, "latest_universal")
+"""Every folder that a conversion writes contains at least one of these."""
+
+_WRITTEN = (
+    *_MODELS,
+    *(CONFIG, "global_step*", "*.safetensors", "model.safetensors.index.json", "*_selectron.py"),
+    *("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
+    *("vocab.json", "vocab.txt", "merges.txt", "__pycache__"),
+)
+"""Patterns of the files that a conversion writes, and those that transformers may add."""
+
+README = "README.md"
+README_MARK = "<!-- written by selectron convert -->"
+"""First line of an exported README.md. A file that begins with it may be overwritten."""
+
+
+def check_destination(source: Path, destination: Path, *, overwrite: bool) -> None:
+    """Refuse a destination that exists, overlaps the source, or contains files that no conversion writes.
+
+    Args:
+        source: folder to read.
+        destination: folder to write.
+        overwrite: whether an existing model may be replaced.
+
+    Raises:
+        UserError: the destination is not allowed.
+    """
+    ours, theirs = source.resolve(), destination.resolve()
+    if ours == theirs or ours in theirs.parents or theirs in ours.parents:
+        raise UserError("DESTINATION", f"{destination} and SOURCE lie in each other", "give another folder")
+    if not theirs.exists():
+        return
+    if not overwrite:
+        raise UserError("DESTINATION", f"{destination} is there", "give another folder, or add --overwrite")
+    if not theirs.is_dir():
+        raise UserError("DESTINATION", f"{destination} is a file, and no model to overwrite", "give another folder")
+    names = sorted(path.name for path in theirs.iterdir())
+    foreign = [name for name in names if not _is_ours(theirs / name)]
+    if foreign:
+        problem = f"{destination} holds {foreign[0]}, which no conversion writes, and overwriting would remove it"
+        raise UserError("DESTINATION", problem, "move it away, or give another folder")
+    if names and not set(names) & set(_MODELS):
+        raise UserError("DESTINATION", f"{destination} holds no model to overwrite", "give another folder")
+
+
+def _is_ours(path: Path) -> bool:
+    """Return whether a conversion or transformers writes such a file."""
+    if path.name == README:
+        with suppress(OSError), os.fdopen(open_regular(path), "rb") as file:
+            return file.read(len(README_MARK.encode())) == README_MARK.encode()
+    return any(fnmatch(path.name, pattern) for pattern in _WRITTEN)
+
+
+def check_space(destination: Path, needed: int) -> None:
+    """Check that the disk has enough free space.
+
+    Args:
+        destination: folder to write.
+        needed: number of bytes.
+
+    Raises:
+        UserError: the free space is too small.
+    """
+    there = next(path for path in destination.resolve().parents if path.is_dir())
+    free = shutil.disk_usage(there).free
+    if free < needed:
+        problem = f"needs {needed / 1e6:,.1f} MB, and {there} has {free / 1e6:,.1f} MB left"
+        raise UserError("DESTINATION", problem, "make room, or give a folder on another disk")
+
+
+@contextmanager
+def beside(destination: Path) -> Iterator[Path]:
+    """Return a context manager with a temporary folder that replaces the destination on success.
+
+    On an exception or a signal that ends the process, the temporary folder is removed.
+
+    Yields:
+        The temporary folder, next to the destination.
+
+    Raises:
+        UserError: writing fails.
+    """
+    place = destination.resolve()
+    partial, new = place.with_name(f".{place.name}.partial"), [path for path in place.parents if not path.exists()]
+    with ended_by_exceptions() as ends:
+        try:
+            if partial.exists():  # left by a killed process
+                shutil.rmtree(partial)
+            partial.mkdir(parents=True)
+            yield partial
+            _replace(partial, place)
+        except BaseException as error:
+            problem = os.strerror(errno.ENOSPC) if is_full(place.parent) else storage_problem(error)
+            shutil.rmtree(partial, ignore_errors=True)
+            for folder in new:
+                with suppress(OSError):
+                    folder.rmdir()
+            if ends:  # torch turns an exception during its writing into a storage error
+                raise ends[0] from None
+            if isinstance(error, UserError):
+                raise _as_if_in_place(error, partial, destination) from error
+            if not isinstance(error, Exception) or problem is None:
+                raise
+            mend = "make room, or give a folder that can be written"
+            raise UserError(str(destination), f"cannot be written: {problem}", mend) from error
+
+
+def _as_if_in_place(error: UserError, partial: Path, destination: Path) -> UserError:
+    """Return the error with the path of the removed temporary folder replaced by the destination."""
+    where, problem, mend = (
+        text.replace(str(partial), str(destination)) for text in (error.where, error.problem, error.mend)
+    )
+    return UserError(where, problem, mend)
+
+
+def _replace(partial: Path, place: Path) -> None:
+    for path in partial.rglob("*"):
+        force_to_disk(path)
+    if place.exists():
+        old = place.with_name(f".{place.name}.old")
+        if old.exists():  # left by a killed process
+            shutil.rmtree(old)
+        place.rename(old)
+        try:
+            partial.rename(place)
+        except BaseException:
+            old.rename(place)
+            raise
+        shutil.rmtree(old)
+    else:
+        partial.rename(place)
+    force_to_disk(place.parent)

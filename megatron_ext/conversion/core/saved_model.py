@@ -1,0 +1,122 @@
+"""Conversion between the identity in a checkpoint's record and the model that it describes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import TypeAdapter
+
+from megatron_ext.config.load import load_config
+from megatron_ext.config.pattern import parse_pattern
+from megatron_ext.config.schema import ModelConfig, ParallelConfig
+from megatron_ext.config.validate import validate
+from megatron_ext.conversion.core.family import SavedModel
+from megatron_ext.conversion.core.mixer_settings import settings_type
+from megatron_ext.utils.errors import UserError
+
+if TYPE_CHECKING:
+    from megatron_ext.model.shape import ModelShape
+
+VOCABULARY = "data.vocab_size"
+LENGTH = "data.seq_length"
+PRECISION = "training.precision"
+
+
+def saved_model(identity: Mapping[str, Any], where: str) -> SavedModel:
+    """Return the model that a record's identity describes.
+
+    Args:
+        identity: values by dotted field name, see `runs.identity.identity`.
+        where: file of the record, for error messages.
+
+    Raises:
+        UserError: a field is missing, as in records of earlier versions, or is invalid.
+    """
+    needed = [*(f"model.{field.name}" for field in dataclasses.fields(ModelConfig)), VOCABULARY, LENGTH]
+    missing = [field for field in needed if field not in identity]
+    if missing:
+        mend = "give the run's config.yaml with --model-config, and its tokenizer.json with --tokenizer"
+        raise UserError(where, f"does not say {missing[0]} of the model", mend)
+    model = validate(ModelConfig, _section(identity, "model."), "model.")
+    layers = tuple(parse_pattern(model.pattern))
+    mixers = {name: _mixer(name, _section(identity, f"mixers.{name}.")) for name in sorted(set(layers))}
+    return SavedModel(
+        model=model, layers=layers, mixers=mixers, vocab_size=identity[VOCABULARY], seq_length=identity[LENGTH]
+    )
+
+
+def _section(identity: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    return {key.removeprefix(prefix): value for key, value in identity.items() if key.startswith(prefix)}
+
+
+def _mixer(name: str, fields: dict[str, Any]) -> Any:
+    return validate(settings_type(name, "model.pattern"), fields, f"mixers.{name}.")
+
+
+def identity_of(saved: SavedModel, precision: str) -> dict[str, Any]:
+    """Return the identity of a model, from which `saved_model` restores an equal model.
+
+    Args:
+        saved: the model.
+        precision: precision of the run.
+    """
+    mixers = {name: mixer_fields(config) for name, config in sorted(saved.mixers.items())}
+    return {
+        **{f"model.{field}": value for field, value in dataclasses.asdict(saved.model).items()},
+        **{f"mixers.{name}.{field}": value for name, fields in mixers.items() for field, value in fields.items()},
+        LENGTH: saved.seq_length,
+        VOCABULARY: saved.vocab_size,
+        PRECISION: precision,
+    }
+
+
+def mixer_fields(config: Any) -> dict[str, Any]:
+    """Return a mixer's complete configuration as plain values."""
+    fields: dict[str, Any] = TypeAdapter(type(config)).dump_python(config, mode="json")
+    return fields
+
+
+def configured_model(path: Path, vocab_size: int) -> SavedModel:
+    """Return the model that a run's configuration file (YAML) describes.
+
+    Of the file, `model`, `mixers` and `data.seq_length` are used.
+
+    Args:
+        path: the file.
+        vocab_size: number of tokens of the tokenizer.
+
+    Raises:
+        UserError: the file or one of its fields is invalid.
+    """
+    from megatron_ext.mixers.core.registry import load_all
+
+    config = load_config(path, ["data.path=none"], load_all())
+    layers = tuple(parse_pattern(config.model.pattern))
+    return SavedModel(
+        model=config.model,
+        layers=layers,
+        mixers={name: _mixer(name, config.mixers[name]) for name in sorted(set(layers))},
+        vocab_size=vocab_size,
+        seq_length=config.data.seq_length,
+    )
+
+
+def shape_of(saved: SavedModel, precision: str = "fp32") -> ModelShape:
+    """Return the arguments to build the model in a single process."""
+    from megatron_ext.model.shape import ModelShape
+    from megatron_ext.platform.device import DTYPES
+
+    assert precision in DTYPES
+    return ModelShape(
+        model=saved.model,
+        mixers=saved.layers,
+        mixer_configs=saved.mixers,
+        parallel=ParallelConfig(),
+        vocab_size=saved.vocab_size,
+        precision=precision,
+        recompute="none",
+        backend="local",
+    )

@@ -1,0 +1,201 @@
+"""Reading of checkpoints of Selectron runs, and writing of a run folder with one checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_ext.checkpoint.folder import RECORD, CheckpointFolder, Progress, Record, Retention
+from megatron_ext.config.load import read_tree
+from megatron_ext.config.save import tree_to_yaml
+from megatron_ext.conversion.core.family import SavedModel
+from megatron_ext.conversion.core.saved_model import PRECISION, configured_model, identity_of, mixer_fields, saved_model
+from megatron_ext.conversion.core.source import Source, SourceOptions, Training
+from megatron_ext.conversion.core.tensors import VOCABULARY, Tensors, without_padding
+from megatron_ext.run_folder.layout import CHECKPOINTS, CONFIG, step_name, step_of
+from megatron_ext.runs.tokenizer_files import kept_tokenizer
+from megatron_ext.utils.errors import UserError
+
+if TYPE_CHECKING:
+    from megatron_ext.conversion.megatron.torch_dist import OptimizerState, TorchDistTensors
+
+
+def open_run(path: Path, options: SourceOptions) -> Source:
+    """Open the newest checkpoint of a run.
+
+    Raises:
+        UserError: there is no checkpoint, or it is damaged.
+    """
+    return open_step(newest_step(path), options)
+
+
+def newest_step(path: Path) -> Path:
+    """Return the folder of a run's newest checkpoint.
+
+    Args:
+        path: folder of the run, or of its checkpoints.
+
+    Raises:
+        UserError: there is no checkpoint.
+    """
+    root = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
+    step = CheckpointFolder(root).latest()
+    if step is None:
+        raise UserError(str(root), "holds no checkpoint", "train the run until it has written one")
+    return root / step_name(step)
+
+
+def open_step(path: Path, options: SourceOptions) -> Source:
+    """Open one checkpoint of a run.
+
+    Raises:
+        UserError: the checkpoint is damaged, or its record lacks fields of the model.
+    """
+    from megatron_ext.conversion.megatron.torch_dist import TorchDistTensors
+
+    record = checked_record(path)
+    stored = TorchDistTensors(path)
+    source = source_of(path, record, stored, options, has_optimizer=stored.has_optimizer)
+    return replace(source, training=_training(source, record, stored, is_told=options.model_config is not None))
+
+
+def checked_record(path: Path) -> Record:
+    """Return the record of a checkpoint, after checking that all files match it.
+
+    Raises:
+        UserError: a file does not match, or the folder's name is not step_N.
+    """
+    step = step_of(path.resolve().name)
+    if step is None:
+        raise UserError(str(path), "is a checkpoint whose folder is not called step_N", "give it its name back")
+    checkpoints = CheckpointFolder(path.resolve().parent, "give the folder of another step")
+    record = checkpoints.read_record(step)
+    for name, content in record.files.items():
+        checkpoints.check_file(step, name, content)
+    return record
+
+
+def source_of(path: Path, record: Record, stored: Tensors, options: SourceOptions, *, has_optimizer: bool) -> Source:
+    """Return a checkpoint without the training state.
+
+    Args:
+        path: folder of the checkpoint.
+        record: its record.
+        stored: its tensors.
+        options: information from the user.
+        has_optimizer: whether the checkpoint contains the optimizer state.
+
+    Raises:
+        UserError: the record lacks fields of the model.
+    """
+    tokenizer = kept_tokenizer(_run(path), options.tokenizer)
+    saved = _saved(path, record, stored, options, tokenizer.size if tokenizer else None)
+    return Source(
+        path=path,
+        format="selectron",
+        saved=saved,
+        stored=stored,
+        tensors=without_padding(stored, saved.vocab_size),
+        tokenizer=tokenizer,
+        progress=record.progress,
+        has_optimizer=has_optimizer,
+    )
+
+
+def _run(path: Path) -> Path:
+    """Return the folder of a checkpoint's run."""
+    return path.resolve().parents[1]
+
+
+def _training(source: Source, record: Record, stored: TorchDistTensors, *, is_told: bool) -> Training | None:
+    """Return the state to resume training from; None: there is none.
+
+    `is_told` means that the user gave the model's configuration, which then completes an incomplete record.
+    """
+    from megatron_ext.conversion.megatron.torch_dist import read_optimizer
+
+    saved, run = source.saved, _run(source.path)
+    optimizer = read_optimizer(stored, source.path)
+    if optimizer is None or record.model_only:
+        return None
+    told = identity_of(saved, record.identity[PRECISION]) if is_told and PRECISION in record.identity else {}
+    config = read_tree(run / CONFIG) if (run / CONFIG).is_file() else None
+    return Training(tensors=stored, optimizer=optimizer, identity={**record.identity, **told}, config=config)
+
+
+def _saved(path: Path, record: Record, stored: Tensors, options: SourceOptions, tokens: int | None) -> SavedModel:
+    if options.model_config is None:
+        return saved_model(record.identity, str(path / RECORD))
+    rows = stored.infos()[VOCABULARY[0]].shape[0]
+    return configured_model(options.model_config, rows if tokens is None else tokens)
+
+
+def write_run(saved: SavedModel, tensors: Tensors, precision: str, progress: Progress, folder: Path, name: str) -> None:
+    """Write a run folder with one checkpoint that contains only the model.
+
+    Args:
+        saved: the model.
+        tensors: our tensors, without vocabulary padding.
+        precision: precision of the run, a key of `PRECISIONS`.
+        progress: progress of the training.
+        folder: existing folder of the run.
+        name: name of the run.
+
+    Raises:
+        OSError: writing fails.
+    """
+    identity = identity_of(saved, precision)
+    _write_checkpoint(folder, progress, tensors, None, {"identity": identity, "generators": [], "model_only": True})
+    (folder / CONFIG).write_text(_config(saved, precision, folder.parent, name))
+
+
+def write_training(saved: SavedModel, training: Training, progress: Progress, folder: Path, name: str) -> None:
+    """Write a run folder with one checkpoint that `selectron train --resume` can resume.
+
+    States of random generators are left out. They belong to one parallel layout, and training draws nothing from them.
+
+    Args:
+        saved: the model, as it was trained.
+        training: state of the training.
+        progress: progress of the training.
+        folder: existing folder of the run.
+        name: name of the run.
+
+    Raises:
+        OSError: writing fails.
+    """
+    parts = {"identity": training.identity, "generators": []}
+    _write_checkpoint(folder, progress, training.tensors, training.optimizer, parts)
+    if training.config is None:
+        text = _config(saved, training.identity[PRECISION], folder.parent, name)
+    else:
+        section = {**(training.config.get("run") or {}), **_place(folder.parent, name)}
+        text = tree_to_yaml({**training.config, "run": section})
+    (folder / CONFIG).write_text(text)
+
+
+def _write_checkpoint(
+    folder: Path, progress: Progress, tensors: Tensors, optimizer: OptimizerState | None, parts: dict[str, Any]
+) -> None:
+    from megatron_ext.conversion.megatron.torch_dist import write_torch_dist
+
+    checkpoints = CheckpointFolder(folder / CHECKPOINTS)
+    written = write_torch_dist(tensors, checkpoints.begin(progress.step), optimizer)
+    checkpoints.finish(progress.step, {"progress": progress, **parts}, written, Retention())
+
+
+def _place(runs: Path, name: str) -> dict[str, str]:
+    return {"dir": str(runs), "name": name}
+
+
+def _config(saved: SavedModel, precision: str, runs: Path, name: str) -> str:
+    """Return a configuration with the model's values and a placeholder for the data path."""
+    tree = {
+        "data": {"path": "data", "seq_length": saved.seq_length},
+        "model": asdict(saved.model),
+        "mixers": {mixer: mixer_fields(config) for mixer, config in saved.mixers.items()},
+        "training": {"precision": precision},
+        "run": _place(runs, name),
+    }
+    return tree_to_yaml(tree)

@@ -1,0 +1,254 @@
+"""Named tensors of a checkpoint: their shapes and dtypes without reading them, and access to one at a time."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from megatron_ext.utils.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+"""Keys of our tensors with one row per token."""
+
+SHOWN = 4
+"""Maximum number of names that an error message lists."""
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Shape and dtype of a tensor.
+
+    Attributes:
+        shape: its shape.
+        dtype: its dtype.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_elements(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the data."""
+        return self.num_elements * self.dtype.itemsize
+
+
+class Tensors(ABC):
+    """Named tensors in a file or computed from others. Only few of them are in memory at a time."""
+
+    @abstractmethod
+    def infos(self) -> Mapping[str, TensorInfo]:
+        """Return the shape and dtype of each tensor by key, in the order that is best for reading."""
+
+    @abstractmethod
+    def read(self, key: str) -> Tensor:
+        """Return one tensor.
+
+        Raises:
+            UserError: its file is missing or damaged.
+        """
+
+    def stream(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the key and value of each tensor, in the order of `infos`. No reference to a yielded tensor is kept."""
+        for key in self.infos():
+            yield key, self.read(key)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(info.num_bytes for info in self.infos().values())
+
+    @property
+    def num_elements(self) -> int:
+        """Number of elements of all tensors."""
+        return sum(info.num_elements for info in self.infos().values())
+
+
+class Listed(Tensors):
+    """Tensors that are read by a function.
+
+    Args:
+        infos: shape and dtype of each tensor.
+        read: function that returns the tensor of a key.
+    """
+
+    def __init__(self, infos: Mapping[str, TensorInfo], read: Callable[[str], Tensor]) -> None:
+        self._infos, self._read = infos, read
+
+    def infos(self) -> Mapping[str, TensorInfo]:
+        """Implement `Tensors.infos`."""
+        return self._infos
+
+    def read(self, key: str) -> Tensor:
+        """Implement `Tensors.read`."""
+        return self._read(key)
+
+
+class Joined(Tensors):
+    """Union of the tensors of several sources.
+
+    Args:
+        sources: sources by the prefix of their keys.
+    """
+
+    def __init__(self, sources: Mapping[str, Tensors]) -> None:
+        self._sources = sources
+        self._infos = {before + key: info for before, source in sources.items() for key, info in source.infos().items()}
+        self._places = {before + key: (source, key) for before, source in sources.items() for key in source.infos()}
+
+    def infos(self) -> Mapping[str, TensorInfo]:
+        """Implement `Tensors.infos`."""
+        return self._infos
+
+    def read(self, key: str) -> Tensor:
+        """Implement `Tensors.read`."""
+        source, own = self._places[key]
+        return source.read(own)
+
+    def stream(self) -> Iterator[tuple[str, Tensor]]:
+        """Implement `Tensors.stream`."""
+        for before, source in self._sources.items():
+            for key, tensor in source.stream():
+                yield before + key, tensor
+
+
+class Changed(Tensors):
+    """Tensors that are transformed when they are read.
+
+    Args:
+        source: the original tensors.
+        change: returns the transformed tensor, given the key and the tensor. It must support the meta device.
+    """
+
+    def __init__(self, source: Tensors, change: Callable[[str, Tensor], Tensor]) -> None:
+        import torch
+
+        self._source, self._change = source, change
+        self._infos = {}
+        for key, info in source.infos().items():
+            changed = change(key, torch.empty(info.shape, dtype=info.dtype, device="meta"))
+            self._infos[key] = TensorInfo(tuple(changed.shape), changed.dtype)
+
+    def infos(self) -> Mapping[str, TensorInfo]:
+        """Implement `Tensors.infos`."""
+        return self._infos
+
+    def read(self, key: str) -> Tensor:
+        """Implement `Tensors.read`."""
+        return self._change(key, self._source.read(key))
+
+    def stream(self) -> Iterator[tuple[str, Tensor]]:
+        """Implement `Tensors.stream`."""
+        for key, tensor in self._source.stream():
+            yield key, self._change(key, tensor)
+
+
+IN_FP32 = frozenset({"A_log", "D", "dt_bias", "log_decay", "step_bias", "skip", "decay_bias", "decay_base"})
+"""Last name components of the tensors that stay in fp32 in a 16-bit run: parameters of decays and step sizes."""
+
+
+def in_dtype(source: Tensors, dtype: torch.dtype | None) -> Tensors:
+    """Return the tensors with floating-point values converted to a dtype; None: unchanged.
+
+    Tensors named in `IN_FP32` are never converted to a narrower dtype.
+    """
+    if dtype is None:
+        return source
+
+    def changed(key: str, tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        kept = key.rpartition(".")[-1] in IN_FP32 and tensor.dtype.itemsize > dtype.itemsize
+        return tensor if kept else tensor.to(dtype)
+
+    return Changed(source, changed)
+
+
+def check_keys(expected: Iterable[str], found: Iterable[str], where: str) -> None:
+    """Refuse missing and unexpected tensors.
+
+    Args:
+        expected: keys of the expected tensors.
+        found: keys of the existing tensors.
+        where: file or folder to name in the error message.
+
+    Raises:
+        UserError: tensors are missing or unexpected. The message lists the first ones.
+    """
+    expected, found = list(expected), list(found)
+    missing, unexpected = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
+    if missing or unexpected:
+        kinds = {"lacks": missing, "has besides": unexpected}
+        parts = [f"{kind} {_names(names)}" for kind, names in kinds.items() if names]
+        problem = f"does not hold the tensors of its configuration: {'; '.join(parts)}"
+        raise UserError(where, problem, "give a whole checkpoint with the configuration it was made with")
+
+
+def check_shapes(expected: Mapping[str, TensorInfo], found: Mapping[str, TensorInfo], where: str) -> None:
+    """Refuse tensors with other names or shapes than expected. Dtypes may differ.
+
+    Args:
+        expected: expected tensors by key.
+        found: existing tensors by key.
+        where: file or folder to name in the error message.
+
+    Raises:
+        UserError: names or shapes differ. The message contains the first ones.
+    """
+    check_keys(expected, found, where)
+    wrong = [key for key, info in expected.items() if info.shape != found[key].shape]
+    if wrong:
+        key = wrong[0]
+        more = f", and {len(wrong) - 1} more do not fit" if len(wrong) > 1 else ""
+        problem = f"{key} is {list(found[key].shape)}, its configuration makes it {list(expected[key].shape)}{more}"
+        raise UserError(where, problem, "give the configuration that the model was made with")
+
+
+def _names(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:SHOWN])
+    return shown if len(names) <= SHOWN else f"{shown} and {len(names) - SHOWN} more"
+
+
+class _Unpadded(Tensors):
+    """Tensors of which some are truncated to their first rows. Their infos are computed without torch."""
+
+    def __init__(self, source: Tensors, rows: int, keys: frozenset[str]) -> None:
+        self._source, self._rows, self._keys = source, rows, keys
+        self._infos = {
+            key: replace(info, shape=(min(rows, info.shape[0]), *info.shape[1:]))
+            if key in keys and info.shape
+            else info
+            for key, info in source.infos().items()
+        }
+
+    def infos(self) -> Mapping[str, TensorInfo]:
+        """Implement `Tensors.infos`."""
+        return self._infos
+
+    def read(self, key: str) -> Tensor:
+        """Implement `Tensors.read`."""
+        return self._cut(key, self._source.read(key))
+
+    def stream(self) -> Iterator[tuple[str, Tensor]]:
+        """Implement `Tensors.stream`."""
+        for key, tensor in self._source.stream():
+            yield key, self._cut(key, tensor)
+
+    def _cut(self, key: str, tensor: Tensor) -> Tensor:
+        return tensor[: self._rows] if key in self._keys else tensor
+
+
+def without_padding(source: Tensors, vocab_size: int) -> Tensors:
+    """Return the tensors with those of the vocabulary truncated to `vocab_size` rows."""
+    return _Unpadded(source, vocab_size, frozenset(VOCABULARY))

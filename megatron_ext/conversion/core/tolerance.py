@@ -1,0 +1,45 @@
+"""Sequence lengths and tolerance for the comparison of a converted model's logits with the original's."""
+
+from __future__ import annotations
+
+import math
+
+from megatron_ext.conversion.core.family import SavedModel
+
+LIMIT = 1e-8
+"""Largest accepted difference of two logits, relative to the largest absolute logit or to 1.
+
+Both models are computed in float64 from the stored values. Rounding causes differences of about 1e-13, or 1e-11 in a
+deep state-space model with large weights. A relative error of 1e-4 in one weight causes 1e-6 or more.
+"""
+
+SHORT, LONG = 160, 8192
+"""Numbers of tokens at which the models are compared.
+
+The short length exceeds a chunk of Top-1 Chunk. The long length reveals wrongly rounded positions. It is used only if
+the model supports longer sequences.
+"""
+
+KEPT = 160
+"""Maximum number of last positions whose logits are compared."""
+
+_SCORES, _STATES, _WORK = 1 << 28, 1 << 22, 1e13
+"""Limits of the longer sequence on a CPU.
+
+They bound the attention scores of a layer, the states of a layer in units of 32 per hidden feature, and the
+multiplications with weights, which take some minutes.
+"""
+
+
+def lengths(saved: SavedModel, parameters: int) -> list[int]:
+    """Return the numbers of tokens at which to compare a model: a short one, and a long one if the model supports it.
+
+    Args:
+        saved: the model.
+        parameters: number of its parameters.
+    """
+    model = saved.model
+    most = model.max_position_embeddings or SHORT
+    short = min(SHORT, most)
+    bounds = (math.isqrt(_SCORES // model.num_attention_heads), _STATES // model.hidden_size, int(_WORK // parameters))
+    return sorted({short, max(min(LONG, most, *bounds), short)})

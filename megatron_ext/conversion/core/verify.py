@@ -1,0 +1,143 @@
+"""Verification of a conversion: every tensor is compared bit by bit, and the logits of both models are compared."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+from megatron_ext.conversion.core.our_model import logits_of
+from megatron_ext.conversion.core.source import Source
+from megatron_ext.conversion.core.tensors import Tensors, check_shapes, in_dtype
+from megatron_ext.conversion.core.tolerance import LIMIT, SHORT, lengths
+from megatron_ext.conversion.huggingface import folder
+from megatron_ext.conversion.huggingface import model as hf_model
+from megatron_ext.conversion.megatron import gpt_model
+from megatron_ext.utils.errors import UserError
+
+SEQUENCES = 2
+"""Number of sequences at the short length. At the long length there is one."""
+
+MOST_LOGITS = 1 << 25
+"""Maximum number of logits per model for which two sequences are compared.
+
+Beyond it, one sequence is compared. The logits of both models are in memory at the same time.
+"""
+
+_MEND = "nothing was written; please report it, or leave the check out with --no-verify"
+
+
+def verify(source: Source, written: Source, dtype: torch.dtype | None, *, with_training: bool = False) -> str:
+    """Compare a written checkpoint with its source.
+
+    Args:
+        source: checkpoint that was read.
+        written: checkpoint that was written, opened again.
+        dtype: dtype that the tensors were converted to; None: unchanged.
+        with_training: whether to compare the optimizer state too.
+
+    Returns:
+        One line that describes what was compared.
+
+    Raises:
+        UserError: the checkpoints differ.
+    """
+    expected = in_dtype(source.tensors, dtype)
+    check_shapes(expected.infos(), written.tensors.infos(), str(written.path))
+    _compare_bits(expected, written.tensors, str(written.path))
+    compared = "every tensor"
+    if with_training:
+        _compare_training(source, written)
+        compared += " and the optimizer's state"
+    silent = [one for one in (source, written) if one.family is not None and not hf_model.can_answer(one.family)]
+    if silent:
+        (family,) = (one.family for one in silent[:1])
+        assert family is not None
+        return f"verified: {compared}; {family.architecture} runs on a GPU alone, so logits were not compared"
+    parameters = sum(info.num_elements for info in expected.infos().values())
+    found = [_compare_answers(source, written, expected, t) for t in lengths(source.saved, parameters)]
+    return f"verified: {compared}; logits differ by {', '.join(found)}; at most {LIMIT:.0e}"
+
+
+def _compare_answers(source: Source, written: Source, expected: Tensors, length: int) -> str:
+    """Compare the logits of both models and return a description of the largest difference.
+
+    Raises:
+        UserError: the difference exceeds `LIMIT`.
+    """
+    tokens_bt = fixed_tokens(source, length)
+    theirs_btv = logits(written, written.tensors, tokens_bt)
+    ours_btv = logits(source, expected, tokens_bt)
+    largest = max(1.0, _largest(ours_btv))
+    difference = _largest(theirs_btv.sub_(ours_btv)) / largest
+    if not difference <= LIMIT:
+        problem = f"logits differ from those of {source.path} by {difference:.1e} at {length} tokens"
+        raise UserError(str(written.path), f"{problem}, more than {LIMIT:.0e}", _MEND)
+    return f"{difference:.1e} of the largest at {length} tokens"
+
+
+def _largest(x: Tensor) -> float:
+    """Return the largest absolute value without a temporary copy. NaN if there is one."""
+    low, high = x.aminmax()
+    return abs(float(torch.maximum(-low, high)))
+
+
+def _compare_training(source: Source, written: Source) -> None:
+    """Compare the training state: tensors with padding, optimizer state, schedule, identity and progress."""
+    before, after, where = source.training, written.training, str(written.path)
+    if before is None or after is None:
+        raise UserError(where, "holds no optimizer state", _MEND)
+    for one, other in ((before.tensors, after.tensors), (before.optimizer.tensors, after.optimizer.tensors)):
+        check_shapes(one.infos(), other.infos(), where)
+        _compare_bits(one, other, where)
+    said = {
+        "the schedule": before.optimizer.schedule == after.optimizer.schedule,
+        "the identity": before.identity == after.identity,
+        "the progress": source.progress == written.progress,
+    }
+    for name, is_the_same in said.items():
+        if not is_the_same:
+            raise UserError(where, f"{name} is not what was to be written", _MEND)
+
+
+def _compare_bits(expected: Tensors, written: Tensors, where: str) -> None:
+    for key in written.infos():  # digests, so that only one of the two tensors is in memory
+        if _digest(written.read(key)) != _digest(expected.read(key)):
+            raise UserError(where, f"{key} is not what was to be written", _MEND)
+
+
+def _digest(tensor: Tensor) -> bytes:
+    """Return a digest of a tensor's bytes.
+
+    A comparison of values would treat equal NaNs as different, and 0 and -0 as equal.
+    """
+    return hashlib.blake2b(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data).digest()
+
+
+def fixed_tokens(source: Source, length: int) -> Tensor:
+    """Return the tokens that models are compared on, int64 [b, t].
+
+    They depend only on the vocabulary size and the length.
+    """
+    vocabulary = source.saved.vocab_size
+    generator = torch.Generator().manual_seed(1)
+    is_small = length <= SHORT and SEQUENCES * length * vocabulary <= MOST_LOGITS
+    return torch.randint(vocabulary, (SEQUENCES if is_small else 1, length), generator=generator)
+
+
+def logits(source: Source, tensors: Tensors, tokens_bt: Tensor) -> Tensor:
+    """Compute a checkpoint's logits in float64 with the library of its format, [b, k, v] for the last k tokens.
+
+    Args:
+        source: the checkpoint.
+        tensors: its weights as our tensors, possibly in another dtype.
+        tokens_bt: int64 [b, t].
+    """
+    if source.format in ("selectron", "deepspeed_universal"):
+        return logits_of(source.saved, tensors, tokens_bt)
+    if source.format == "megatron_core":
+        return gpt_model.logits(source.saved, tensors, tokens_bt)
+    assert source.family is not None
+    own = folder.theirs(source.family, source.saved, tensors, str(source.path))
+    return hf_model.logits(source.path, source.family, own, tokens_bt)

@@ -1,0 +1,136 @@
+"""Conversion rules that several families use: renaming, reshaping and reordering of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from megatron_ext.conversion.core.family import Rule
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def renamed(ours: str, theirs: str) -> Rule:
+    """Return the rule for a tensor that only has another name."""
+    return Rule((ours,), (theirs,), list, list)
+
+
+def reshaped(
+    ours: str, theirs: str, to_theirs: Callable[[Tensor], Tensor], to_ours: Callable[[Tensor], Tensor]
+) -> Rule:
+    """Return the rule for one tensor that is a transformation of one other tensor.
+
+    Args:
+        ours: key of our tensor.
+        theirs: key of their tensor.
+        to_theirs: transformation of our tensor.
+        to_ours: its inverse.
+    """
+    return Rule(
+        (ours,),
+        (theirs,),
+        lambda tensors: [to_theirs(tensor).contiguous() for tensor in tensors],
+        lambda tensors: [to_ours(tensor).contiguous() for tensor in tensors],
+    )
+
+
+def flattened(ours: str, theirs: str, units: int) -> Rule:
+    """Return the rule between our tensor [units, width, ...] and theirs [units * width, ...]."""
+    return reshaped(ours, theirs, lambda x: x.flatten(0, 1), lambda x: x.unflatten(0, (units, -1)))
+
+
+def apart(x: Tensor, units: int, widths: Sequence[int]) -> list[Tensor]:
+    """Split the rows of all units by kind.
+
+    Args:
+        x: [units * sum(widths), ...], with the rows of a unit next to each other.
+        units: number of units.
+        widths: number of rows of each kind in a unit.
+
+    Returns:
+        For each kind, [units * width, ...].
+    """
+    return [part.flatten(0, 1) for part in x.unflatten(0, (units, -1)).split(list(widths), 1)]
+
+
+def together(parts: Sequence[Tensor], units: int) -> Tensor:
+    """Interleave the rows of each kind unit by unit; the inverse of `apart`."""
+    import torch
+
+    return torch.cat([part.unflatten(0, (units, -1)) for part in parts], 1).flatten(0, 1)
+
+
+def rows(ours: str, theirs: dict[str, int], units: int) -> Rule:
+    """Return the rule between our input projection, stored unit by unit, and their matrix for each kind of row.
+
+    Args:
+        ours: key of our tensor, [units * sum of widths, ...].
+        theirs: number of rows per unit, by key of their tensor and in our order. Tensors of 0 rows are left out.
+        units: number of heads or query groups.
+    """
+    widths = {name: width for name, width in theirs.items() if width}
+    return Rule(
+        (ours,),
+        tuple(widths),
+        lambda tensors: [part.contiguous() for part in apart(tensors[0], units, list(widths.values()))],
+        lambda tensors: [together(tensors, units)],
+    )
+
+
+def rows_in_order(ours: str, theirs: str, units: int, widths: dict[str, int], order: Sequence[str]) -> Rule:
+    """Return the rule between our tensor, stored unit by unit, and theirs, stored kind by kind.
+
+    Args:
+        ours: key of our tensor, [units * sum of widths, ...].
+        theirs: key of their tensor, with the same number of rows.
+        units: number of heads or query groups.
+        widths: number of rows per unit, by kind and in our order.
+        order: the kinds in their order.
+    """
+
+    def to_theirs(x: Tensor) -> Tensor:
+        import torch
+
+        numbers = torch.arange(len(x), device=x.device).unflatten(0, (units, -1)).split(list(widths.values()), 1)
+        kinds = dict(zip(widths, numbers, strict=True))
+        return x[torch.cat([kinds[kind].reshape(-1) for kind in order])]  # one copy, no intermediate ones
+
+    def to_ours(x: Tensor) -> Tensor:
+        kinds = dict(zip(order, x.split([units * widths[kind] for kind in order]), strict=True))
+        return together([kinds[kind] for kind in widths], units)
+
+    return reshaped(ours, theirs, to_theirs, to_ours)
+
+
+def through(rule: Rule, to_theirs: Callable[[Tensor], Tensor], to_ours: Callable[[Tensor], Tensor]) -> Rule:
+    """Return a rule that applies another rule to our tensors in another shape.
+
+    Args:
+        rule: the rule for that shape.
+        to_theirs: converts our tensors to that shape.
+        to_ours: converts them back.
+    """
+    return replace(
+        rule,
+        to_theirs=lambda tensors: rule.to_theirs([to_theirs(tensor) for tensor in tensors]),
+        to_ours=lambda tensors: [to_ours(tensor) for tensor in rule.to_ours(tensors)],
+    )
+
+
+def under(rules: Iterable[Rule], ours: str, theirs: str) -> Iterator[Rule]:
+    """Yield the rules with a prefix added to the keys on both sides.
+
+    Args:
+        rules: rules with relative keys.
+        ours: prefix of our keys.
+        theirs: prefix of their keys.
+    """
+    for rule in rules:
+        yield replace(
+            rule,
+            ours=tuple(f"{ours}{name}" for name in rule.ours),
+            theirs=tuple(f"{theirs}{name}" for name in rule.theirs),
+            neutral=tuple(f"{theirs}{name}" for name in rule.neutral),
+        )

@@ -1,0 +1,1 @@
+"""Checkpoints of megatron-core (torch_dist)."""

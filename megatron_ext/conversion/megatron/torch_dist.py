@@ -1,0 +1,228 @@
+"""Reading and writing of Megatron's torch_dist checkpoints in a single process, one tensor at a time.
+
+The format is that of torch.distributed.checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
+from torch import Tensor
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.futures import Future
+
+from megatron_ext.checkpoint.contents import CheckedFile, Content, content_of
+from megatron_ext.checkpoint.metadata_index import MEND
+from megatron_ext.checkpoint.reading import RestrictedReader, read_common
+from megatron_ext.conversion.core.tensors import Joined, Listed, TensorInfo, Tensors
+from megatron_ext.conversion.megatron.torch_dist_index import TorchDistIndex
+from megatron_ext.utils.errors import UserError
+
+_OPTIMIZER_STATE = "optimizer.state."
+
+
+class TorchDistTensors(Tensors):
+    """Tensors of the model in a checkpoint, without those of the optimizer.
+
+    Their keys are described in `TorchDistIndex`.
+
+    Args:
+        folder: folder with `.metadata`.
+
+    Raises:
+        UserError: the checkpoint is damaged or incomplete.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._reader = RestrictedReader(folder)
+        self._metadata = self._reader.read_metadata()
+        self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+        self._index = TorchDistIndex(folder, self._metadata, TensorStorageMetadata)
+        self.has_optimizer = self._index.has_optimizer
+
+    def infos(self) -> Mapping[str, TensorInfo]:
+        """Implement `Tensors.infos`."""
+        return self._index.infos
+
+    def read(self, key: str) -> Tensor:
+        """Implement `Tensors.read`."""
+        return self._read(*self._index.places[key])
+
+    @property
+    def optimizer(self) -> Tensors:
+        """Optimizer state in our format (see `optim.state`), by `<kind>.<the parameter's key>`."""
+        begins = _OPTIMIZER_STATE
+        found = {key: entry for key, entry in self._index.entries.items() if key.startswith(begins)}
+        infos = {
+            key.removeprefix(begins): TensorInfo(tuple(entry.size), entry.properties.dtype)
+            for key, entry in found.items()
+        }
+        return Listed(infos, lambda key: self._read(begins + key, None))
+
+    def _read(self, stored: str, layer: int | None) -> Tensor:
+        entry = self._index.entries[stored]
+        offsets, sizes = [0] * len(entry.size), list(entry.size)
+        if layer is not None:
+            offsets[0], sizes[0] = layer, 1
+        wanted = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+        items = create_read_items_for_chunk_list(stored, entry, [wanted])
+        assert sum(item.lengths.numel() for item in items) == math.prod(sizes), f"{stored} is not whole"
+        into = _Into(torch.Size(sizes), entry.properties.dtype)
+        self._reader.read_data(LoadPlan(items), into)
+        return into.tensor if layer is None else into.tensor[0]
+
+
+class _Into(DefaultLoadPlanner):
+    """Load planner that assembles one tensor. A chunk that is the whole tensor is used directly, without a copy.
+
+    Attributes:
+        tensor: the tensor, with the requested shape and dtype.
+    """
+
+    def __init__(self, shape: torch.Size, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._shape, self._dtype = shape, dtype
+        self.tensor = torch.empty(0, dtype=dtype)
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        assert read_item.type == LoadItemType.TENSOR
+        if read_item.lengths == self._shape:
+            return cast(Tensor, _Taken(self))
+        if self.tensor.shape != self._shape:
+            self.tensor = torch.empty(self._shape, dtype=self._dtype)
+        place = zip(read_item.dest_offsets, read_item.lengths, strict=True)
+        return self.tensor[tuple(slice(start, start + length) for start, length in place)]
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        """Do nothing: the data is already in place."""
+
+
+class _Taken:
+    """Stand-in for the target tensor of torch's reader. Its `copy_` keeps the source tensor instead of copying it."""
+
+    def __init__(self, into: _Into) -> None:
+        self._into = into
+
+    def detach(self) -> _Taken:
+        return self
+
+    def size(self) -> torch.Size:
+        return self._into._shape
+
+    def copy_(self, tensor: Tensor) -> None:
+        # A view would keep its whole storage in memory.
+        whole = tensor.untyped_storage().nbytes() == tensor.nbytes
+        self._into.tensor = tensor.to(self._into._dtype) if whole else tensor.to(self._into._dtype, copy=True)
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """State of an optimizer.
+
+    Attributes:
+        tensors: fp32 tensors of the unsharded parameter's shape, by `<kind>.<the parameter's key>`, see `optim.state`.
+        schedule: state of the learning-rate schedule as plain values. Its `num_steps` is also Adam's step count.
+    """
+
+    tensors: Tensors
+    schedule: dict[str, Any]
+
+
+def read_optimizer(stored: TorchDistTensors, folder: Path) -> OptimizerState | None:
+    """Return the optimizer state of a Selectron run; None: the checkpoint contains none in our format.
+
+    Raises:
+        UserError: the schedule cannot be read.
+    """
+    tensors = stored.optimizer
+    if not tensors.infos():
+        return None
+    common = read_common(folder)
+    try:
+        return OptimizerState(tensors, dict(common["optimizer"]["schedule"]))
+    except (TypeError, KeyError, ValueError):
+        raise UserError(str(folder / COMMON_STATE_FNAME), "holds no schedule of an optimizer", MEND) from None
+
+
+def write_torch_dist(tensors: Tensors, folder: Path, optimizer: OptimizerState | None = None) -> dict[str, Content]:
+    """Write a checkpoint that megatron.core.dist_checkpointing can load under any parallel layout.
+
+    Args:
+        tensors: tensors of the model, written as they are streamed.
+        folder: existing folder.
+        optimizer: optimizer state to write too; None: none.
+
+    Returns:
+        Size and checksum of each file, by name.
+
+    Raises:
+        OSError: writing fails.
+        RuntimeError: writing fails in torch.
+    """
+    state = {_OPTIMIZER_STATE: optimizer.tensors} if optimizer else {}
+    everything = Joined({"": tensors, **state})
+    infos = everything.infos().items()
+    shapes = {key: torch.empty(info.shape, dtype=info.dtype, device="meta") for key, info in infos}
+    writer, planner = _OneAfterTheOther(folder), _Planner(everything.stream())
+    # These are the steps of torch.distributed.checkpoint.save, which would wrap an OSError in its own exception.
+    writer.set_up_storage_writer(is_coordinator=True)
+    planner.set_up_planner(shapes, is_coordinator=True)
+    plans, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
+    (plan,) = writer.prepare_global_plan(plans)
+    writer.finish(metadata, [writer.write_data(plan, planner).value()])
+    torch.save({"optimizer": {"schedule": optimizer.schedule}} if optimizer else {}, folder / COMMON_STATE_FNAME)
+    save_config(CheckpointingConfig("torch_dist"), str(folder))
+    return writer.written | {
+        path.name: content_of(path) for path in folder.iterdir() if path.name not in writer.written
+    }
+
+
+class _Planner(DefaultSavePlanner):
+    """Save planner that computes each tensor only when it is written."""
+
+    def __init__(self, stream: Iterator[tuple[str, Tensor]]) -> None:
+        super().__init__(flatten_state_dict=False)
+        self._stream = stream
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        key, tensor = next(self._stream)
+        assert key == write_item.index.fqn, f"{key} where {write_item.index.fqn} was to come"
+        # A view would be saved with its whole storage.
+        whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+        return tensor if whole else tensor.clone(memory_format=torch.contiguous_format)
+
+
+class _OneAfterTheOther(filesystem.FileSystemWriter):
+    """Storage writer that writes one tensor after the other. torch's own keeps all tensors of a file in memory.
+
+    Attributes:
+        written: size and checksum of each written file, by name.
+    """
+
+    written: dict[str, Content]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[Any]]:
+        results, name = [], f"{plan.storage_data.prefix}0{filesystem.DEFAULT_SUFFIX}"
+        with CheckedFile(Path(self.path) / name) as file:
+            for item in plan.items:
+                results.append(self._write_item(file, planner.resolve_data(item), item, name))
+        self.written = {name: file.content}
+        done: Future[list[Any]] = Future()
+        done.set_result(results)
+        return done
+
+    def _write_item(self, file: Any, tensor: Any, item: WriteItem, name: str) -> Any:
+        format_ = filesystem.SerializationFormat.TORCH_SAVE
+        return filesystem._write_item(self.transforms, file, tensor, item, name, format_)

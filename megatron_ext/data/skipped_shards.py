@@ -1,0 +1,80 @@
+"""Warnings and records of skipped damaged shards (`data.on_damaged: skip`)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.data.samples import TrainingSamples
+from megatron_ext.data.verify import Damage
+from megatron_ext.utils.atomic_files import read_regular, write_whole
+from megatron_ext.utils.errors import UserError
+from megatron_ext.utils.json_text import parse_json
+
+SKIPPED = "skipped_shards.jsonl"
+
+
+def warnings(damages: Sequence[Damage], samples: TrainingSamples) -> Iterator[str]:
+    """Yield a warning for each skipped shard and one for the total; nothing without damages."""
+    for damage in damages:
+        yield f"selectron: warning: {damage.problem}: skipped ({damage.tokens:,} tokens)"
+    if damages:
+        left = samples.num_windows - samples.lost_windows
+        yield (
+            f"selectron: warning: data.on_damaged skip: the run does without {_tokens(damages):,} tokens; "
+            f"{left:,} of {samples.num_windows:,} samples an epoch are left, and stand in for the others"
+        )
+
+
+def keep(folder: Path, damages: Sequence[Damage], samples: TrainingSamples, step: int) -> None:
+    """Record the shards that are skipped from a step on, if they have changed.
+
+    Args:
+        folder: of the run.
+        damages: skipped shards.
+        samples: training samples without them.
+        step: number of completed steps.
+
+    Raises:
+        UserError: the file has a line that is not a valid record.
+    """
+    path = folder / SKIPPED
+    lines = read_regular(path).decode().splitlines() if path.exists() else []
+    try:
+        kept = [line for line in lines if parse_json(line)["step"] < step]
+        before = parse_json(kept[-1])["shards"] if kept else []
+    except (ValueError, TypeError, KeyError):
+        problem = "has a line that is no record of skipped shards"
+        raise UserError(str(path), problem, "mend the line or remove the file") from None
+    record: dict[str, Any] = {
+        "step": step,
+        "tokens": _tokens(damages),
+        "samples_an_epoch": samples.num_windows - samples.lost_windows,
+        "of_samples": samples.num_windows,
+        "shards": [asdict(damage) for damage in damages],
+    }
+    if record["shards"] != before:
+        kept.append(json.dumps(record))
+    if kept != lines:
+        write_whole(path, "".join(f"{line}\n" for line in kept).encode())
+
+
+def copy_skipped(source: Path, folder: Path, step: int) -> None:
+    """Copy another run's records of skipped shards up to a checkpoint.
+
+    Args:
+        source: folder of the other run.
+        folder: of the run.
+        step: of the checkpoint.
+    """
+    lines = read_regular(source / SKIPPED).decode().splitlines() if (source / SKIPPED).exists() else []
+    kept = [line for line in lines if parse_json(line)["step"] < step]
+    if kept:
+        write_whole(folder / SKIPPED, "".join(f"{line}\n" for line in kept).encode())
+
+
+def _tokens(damages: Sequence[Damage]) -> int:
+    return sum(damage.tokens for damage in damages)

@@ -1,0 +1,64 @@
+"""Evaluation suites between two optimizer steps, under the run's own layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_ext.checkpoint.folder import Progress
+from megatron_ext.evaluation.generators import generators_kept
+from megatron_ext.evaluation.registry import SUITES
+from megatron_ext.evaluation.suite import Evaluated, make_folder, results_folder
+from megatron_ext.parallel.agreement import on_every_rank
+
+Testing = Callable[[], AbstractContextManager[Sequence[torch.nn.Module]]]
+
+
+class SuitesBetweenSteps:
+    """Evaluate the model of a run between steps, without affecting training.
+
+    Construction is a collective call, like the methods. It checks the options but does not run the model.
+
+    Args:
+        evaluated: the run's model.
+        testing: returns a context manager that yields the model chunks in evaluation state, see `RunOptimizer.testing`.
+        options: of each suite, by name.
+        folder: of the run.
+
+    Raises:
+        UserError: a suite would reject its options when it runs, e.g. a file, a task or a length.
+    """
+
+    def __init__(self, evaluated: Evaluated, testing: Testing, options: Mapping[str, Any], folder: Path) -> None:
+        self._evaluated, self._testing, self._options, self._folder = evaluated, testing, options, folder
+        on_every_rank(self._check)
+
+    def _check(self) -> None:
+        for name, options in self._options.items():
+            SUITES[name].check()(self._evaluated, options)
+
+    def run(self, progress: Progress) -> list[dict[str, Any]]:
+        """Run all suites and write their results, as `selectron evaluate` does.
+
+        Args:
+            progress: of the run.
+
+        Returns:
+            Records for `suites.jsonl`; empty except on the first rank.
+        """
+        output = results_folder(self._folder, progress.step)
+        on_every_rank(lambda: make_folder(output))
+        records = []
+        with generators_kept(), self._testing() as chunks:
+            evaluated = replace(self._evaluated, progress=progress, chunks=chunks)
+            for name, options in self._options.items():
+                tested = SUITES[name].test()(evaluated, options, output)
+                if tested is not None:
+                    about = {"step": progress.step, "tokens": progress.tokens, "suite": name}
+                    records.append({**about, "scores": tested.scores})
+        return records

@@ -1,0 +1,94 @@
+"""Implementation of `selectron evaluate`: run evaluation suites on a trained model under any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megatron_ext.config.rules import check
+from megatron_ext.evaluation.registry import SUITES
+from megatron_ext.evaluation.suite import Evaluated, make_folder, results_folder
+from megatron_ext.mixers.core.registry import load_all
+from megatron_ext.parallel.agreement import on_every_rank
+from megatron_ext.parallel.groups import make_process_groups
+from megatron_ext.platform.device import start_process_group
+from megatron_ext.runs.open_run import TrainedRun, open_run, trained_chunks
+
+WITHOUT_TRAINING = (
+    "optimizer.sharding=none",
+    "optimizer.offload=none",
+    "optimizer.offload_parameters=none",
+    "optimizer.deepspeed=null",
+    "training.recompute=none",
+)
+"""Overrides that switch off the optimizer and recomputation settings of the run, which evaluation does not use."""
+
+
+def evaluate(
+    folder: Path, suites: Mapping[str, Any], *, step: int | None, overrides: Sequence[str], output: Path | None
+) -> None:
+    """Evaluate as one rank of the world that the environment describes.
+
+    Args:
+        folder: run folder.
+        suites: options of the requested suites by name, see `evaluation.registry`.
+        step: of the checkpoint; None: the newest.
+        overrides: of the run's configuration, `section.field=value`.
+        output: folder for the results; None: `evaluation/step_N` in the run folder.
+
+    Raises:
+        UserError: the run, its data, the layout or an option is invalid.
+    """
+    run = open_run(folder, step, [*WITHOUT_TRAINING, *overrides])
+    start_process_group(run.platform)
+    try:
+        _check_layout(run)
+        groups = make_process_groups(run.config.parallel, run.seed)
+        unloaded = _evaluated(run, groups)
+        for name, options in suites.items():  # check all before the first one computes for minutes
+            _check(name, options, unloaded)
+        output = output or results_folder(run.folder, run.record.progress.step)
+        on_every_rank(lambda: make_folder(output))
+        evaluated = replace(unloaded, chunks=trained_chunks(run, groups))
+        for name, options in suites.items():
+            tested = SUITES[name].test()(evaluated, options, output)
+            if tested is not None:
+                print(tested.summary)
+    finally:
+        dist.destroy_process_group()
+
+
+def _check(name: str, options: Any, unloaded: Evaluated) -> None:
+    """Check options and raise one rank's error on all; `check_domains` is itself collective (ranks share reads)."""
+    check_options = SUITES[name].check()
+    if name == "domains":
+        check_options(unloaded, options)
+    else:
+        on_every_rank(lambda: check_options(unloaded, options))
+
+
+def _evaluated(run: TrainedRun, groups: ProcessGroupCollection) -> Evaluated:
+    """Return the run to evaluate, still without weights."""
+    return Evaluated(
+        config=run.config,
+        name=run.folder.name,
+        progress=run.record.progress,
+        tokenizer_sha256=run.record.identity.get("data.tokenizer"),
+        coder=run.coder,
+        chunks=(),
+        groups=groups,
+        platform=run.platform,
+    )
+
+
+def _check_layout(run: TrainedRun) -> None:
+    """Apply the layout rules of training, with a batch size that any number of ranks can divide."""
+    training = run.config.training
+    batch = training.micro_batch_size * dist.get_world_size() * run.config.parallel.pipeline
+    config = replace(run.config, training=replace(training, global_batch_size=batch))
+    check(config, dist.get_world_size(), load_all())

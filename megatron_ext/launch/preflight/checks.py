@@ -1,0 +1,158 @@
+"""Checks of a node by one process: GPUs, memory, disk space, versions of the code."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+
+from megatron_ext.utils import git_info
+
+PACKAGES = ("megatron_ext", "kernels", "data_prep")
+DISTRIBUTIONS = ("torch", "megatron-core", "transformer-engine", "deepspeed", "triton", "flash-linear-attention")
+_SUFFIXES = {".py", ".sbatch", ".txt", ".html", ".j2"}
+_PRODUCT = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """Result of checking a GPU.
+
+    Attributes:
+        index: on its node.
+        name: of the device.
+        free: bytes.
+        total: bytes.
+        error: why computation on it fails; empty: it works.
+    """
+
+    index: int
+    name: str = ""
+    free: int = 0
+    total: int = 0
+    error: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Space:
+    """Free space in a folder.
+
+    Attributes:
+        path: of the folder.
+        free: bytes; None: the folder does not exist.
+    """
+
+    path: str
+    free: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Results of a process.
+
+    Attributes:
+        rank: of the process.
+        local_rank: on its node.
+        node: Slurm's node name, or else the host name.
+        processes: number on this node.
+        gpus_asked: GPUs that Slurm allocated to the job on this node, or 0.
+        gpus_seen: GPUs visible to this process.
+        gpus: those that this process checked.
+        memory: available bytes.
+        spaces: by use: `run`, `temporary`, `shared memory`.
+        versions: of the code and its dependencies.
+    """
+
+    rank: int
+    local_rank: int
+    node: str
+    processes: int
+    gpus_asked: int = 0
+    gpus_seen: int = 0
+    gpus: list[Gpu] = field(default_factory=list)
+    memory: int = 0
+    spaces: dict[str, Space] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+def look_around(folder: Path, environment: Mapping[str, str] = os.environ) -> Report:
+    """Check the node of this process.
+
+    Args:
+        folder: of the run's job.
+        environment: with RANK, LOCAL_RANK, LOCAL_WORLD_SIZE, and Slurm's variables.
+    """
+    import torch
+
+    processes, local_rank = int(environment["LOCAL_WORLD_SIZE"]), int(environment["LOCAL_RANK"])
+    seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    # Not `tempfile.gettempdir()`: on a full disk it chooses another folder, which C libraries do not do.
+    folders = {"run": folder, "temporary": Path(environment.get("TMPDIR", "/tmp")), "shared memory": Path("/dev/shm")}
+    return Report(
+        rank=int(environment["RANK"]),
+        local_rank=local_rank,
+        node=node_name(environment),
+        processes=processes,
+        gpus_asked=int(environment.get("SLURM_GPUS_ON_NODE") or 0),
+        gpus_seen=seen,
+        gpus=[_gpu(index) for index in range(local_rank, seen, processes)],
+        memory=psutil.virtual_memory().available,
+        spaces={use: Space(path=str(path), free=_free(path)) for use, path in folders.items()},
+        versions=_versions(),
+    )
+
+
+def node_name(environment: Mapping[str, str] = os.environ) -> str:
+    """Return Slurm's name of this node, or else the host name."""
+    return environment.get("SLURMD_NODENAME") or socket.gethostname().split(".")[0]
+
+
+def _free(path: Path) -> int | None:
+    try:
+        return shutil.disk_usage(path).free
+    except OSError:
+        return None
+
+
+def _gpu(index: int) -> Gpu:
+    """Compare a matrix product of a GPU with the CPU's. Its small integers have exact fp32 sums in any order."""
+    import torch
+
+    try:
+        free, total = torch.cuda.mem_get_info(index)
+        name = torch.cuda.get_device_name(index)
+        a, b = (torch.randint(-4, 5, (_PRODUCT, _PRODUCT)).float() for _ in range(2))
+        there = (a.to(f"cuda:{index}") @ b.to(f"cuda:{index}")).cpu()
+    except RuntimeError as error:  # base class of torch's errors
+        return Gpu(index=index, error=str(error).splitlines()[0])
+    wrong = int((there != a @ b).sum())
+    problem = f"{wrong} of {_PRODUCT**2} numbers of a matrix product are wrong" if wrong else ""
+    return Gpu(index=index, name=name, free=free, total=total, error=problem)
+
+
+def _versions() -> dict[str, str]:
+    found = {"code": code_digest(git_info.ROOT), "python": platform.python_version()}
+    for name in DISTRIBUTIONS:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def code_digest(root: Path) -> str:
+    """Return twelve hexadecimal digits of a digest of the packages' sources below `root`."""
+    digest = hashlib.sha256()
+    for package in PACKAGES:
+        for path in sorted((root / package).rglob("*")):
+            if path.suffix in _SUFFIXES:
+                digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:12]

@@ -1,0 +1,110 @@
+"""Requirements for a node, as options of `selectron preflight` and, for its job, of `selectron launch`."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from megatron_ext.utils.errors import UserError
+
+_UNITS = {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
+_SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[KMGT]?B?)", re.IGNORECASE)
+
+
+def size(text: str) -> float:
+    """Parse a number of bytes such as `10GB`, `500 MB`, `1TB` or a bare number.
+
+    Raises:
+        ValueError: the text is not a size.
+    """
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise ValueError("is no size; give one like 10GB")
+    unit = match["unit"].upper()
+    return float(match["number"]) * _UNITS[unit if unit.endswith("B") or not unit else f"{unit}B"]
+
+
+def _number(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise ValueError("is no number; give 0 or more")
+    return number
+
+
+def _fraction(text: str) -> float:
+    number = _number(text)
+    if number > 1:
+        raise ValueError("is above 1; give a fraction from 0 to 1")
+    return number
+
+
+def _seconds(text: str) -> float:
+    number = _number(text)
+    if number < 1:
+        raise ValueError("is less than a second; give seconds")
+    return number
+
+
+def _limit(default: str, read: Any, unit: str, text: str) -> Any:
+    """Declare a limit with its option; `default` is in the user's notation."""
+    metadata = {"default": default, "read": read, "unit": unit, "help": f"{text} ({default})"}
+    return field(default=read(default), metadata=metadata)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Requirements for a node, each an option of the same name. Units are bytes, seconds, GB/s and fractions."""
+
+    min_disk: float = _limit("1GB", size, "SIZE", "space for the run's folder")
+    min_tmp: float = _limit("250MB", size, "SIZE", "space for temporary files (TMPDIR)")
+    min_shm: float = _limit("32MB", size, "SIZE", "space in /dev/shm")
+    min_memory: float = _limit("500MB", size, "SIZE", "memory that is free on a node")
+    min_gpu_memory: float = _limit("0.9", _fraction, "FRACTION", "of a GPU's memory that is free")
+    max_clock_offset: float = _limit("2", _number, "SECONDS", "a clock may differ from the first node's")
+    min_bandwidth: float = _limit("0", _number, "GB/S", "of an all-reduce between two nodes, in GB/s")
+    min_bandwidth_fraction: float = _limit("0.5", _fraction, "FRACTION", "of the median bandwidth of the other pairs")
+    pair_timeout: float = _limit("30", _seconds, "SECONDS", "after which two nodes do not reach each other")
+    node_timeout: float = _limit("300", _seconds, "SECONDS", "after which a node is silent")
+
+
+def add_limits(parser: argparse.ArgumentParser) -> None:
+    """Add an option for each limit. Values stay text until `limits_of` parses them."""
+    group = parser.add_argument_group("what a node must have before it trains")
+    for one in fields(Limits):
+        option = "--" + one.name.replace("_", "-")
+        group.add_argument(option, metavar=one.metadata["unit"], help=one.metadata["help"])
+
+
+def limits_of(args: argparse.Namespace) -> Limits:
+    """Parse the limits from the options.
+
+    Raises:
+        UserError: an option is invalid.
+    """
+    values = {}
+    for one in fields(Limits):
+        text = getattr(args, one.name)
+        if text is None:
+            continue
+        try:
+            values[one.name] = one.metadata["read"](text)
+        except ValueError as error:
+            problem, mend = str(error).split("; ")
+            raise UserError("--" + one.name.replace("_", "-"), f"{text!r} {problem}", mend) from None
+    return Limits(**values)
+
+
+def words(args: argparse.Namespace) -> list[str]:
+    """Return all limits as arguments of `selectron preflight` for the job's script, where users can edit them."""
+    limits_of(args)
+    return [
+        word
+        for one in fields(Limits)
+        for word in ("--" + one.name.replace("_", "-"), getattr(args, one.name) or one.metadata["default"])
+    ]

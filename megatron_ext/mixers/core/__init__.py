@@ -1,0 +1,1 @@
+"""Base classes and shared parts of the mixers."""

@@ -1,0 +1,427 @@
+"""Base class of all sequence mixers: projections, tensor-parallel heads, context-parallel exchange.
+
+The input projection of a mixer yields one row of features for each *unit*. A unit is the smallest piece that can be
+moved to another rank: a query group (its queries, key and value) or a head. Rows are interleaved by unit, so a plain
+split along dim 0 is a split by units, over tensor-parallel and over context-parallel ranks.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from math import gcd
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    make_sharded_tensors_for_checkpoint,
+    sharded_state_dict_default,
+)
+from torch import Tensor
+
+from megatron_ext.mixers.core.decode_cache import LooksBack
+from megatron_ext.mixers.core.documents import mix_by_document
+from megatron_ext.mixers.core.history import BEGINNING, Past
+from megatron_ext.parallel.aligned_linear import AlignedColumnParallelLinear
+from megatron_ext.parallel.exchange import gather_sequence, same_on_ranks
+from megatron_ext.parallel.fp32_values import fp32_values, in_fp32, stored
+from megatron_ext.parallel.heads import all_heads, heads_to_sequence, sequence_to_heads
+from megatron_ext.parallel.parameters import Initializer, new_parameter
+from megatron_ext.parallel.transport import transport_of
+
+
+@dataclass
+class MixerSubmodules:
+    """Linear layers of the back-end that a mixer is built from (submodules of Megatron's `ModuleSpec`)."""
+
+    in_proj: type
+    out_proj: type
+
+
+@dataclass(frozen=True)
+class Part:
+    """Slice of the layer's units and of the sequence that one call of `Mixer.mix` processes.
+
+    Attributes:
+        first_unit: global index of the first unit.
+        num_units: number of units.
+        first_position: position in the sequence of the first row.
+        past: access to the positions before that row.
+        shared: features that all units share, [t, b, width]; see `Mixer.shared_features`.
+        more: further features of these units, [t, b, units, width] each; see `Mixer.features`.
+    """
+
+    first_unit: int
+    num_units: int
+    first_position: int = 0
+    past: Past = BEGINNING
+    shared: Tensor | None = None
+    more: tuple[Tensor, ...] = ()
+
+
+class StateShape(NamedTuple):
+    """Shape of the recurrent states of a unit.
+
+    Attributes:
+        states: number of states.
+        key_dim: rows of each state.
+        value_dim: columns of each state: the width of the values that are written to it.
+    """
+
+    states: int
+    key_dim: int
+    value_dim: int
+
+
+class Rounds(NamedTuple):
+    """Number of parts in which a rank exchanges its features for whole sequences; see `Mixer.exchange_rounds`.
+
+    Attributes:
+        samples: number of parts that the samples are split into.
+        units: number of parts that the units of each of those are split into.
+    """
+
+    samples: int
+    units: int
+
+
+class Mixer(LooksBack, ABC):
+    """Base class of every mixer; replaces self-attention in a Megatron `TransformerLayer`.
+
+    A subclass defines the number and widths of its units and implements `mix`. This class contains all communication
+    between processes.
+
+    Args:
+        config: Megatron's configuration of the model.
+        submodules: linear layers to build.
+        mixer_config: settings of this mixer (`settings.SETTINGS`).
+        layer_number: 1 for the first layer of the whole model.
+        pg_collection: process groups; `tp` and `cp` are used.
+        cp_comm_type: Megatron's choice of exchange for its own attention; not used.
+    """
+
+    gathers_keys_and_values: ClassVar[bool] = False
+    """True if context parallelism may all-gather keys and values when the group size does not divide the units."""
+
+    hands_on_states: ClassVar[bool] = False
+    """True if context parallelism may keep the sequence sharded and pass recurrent states between ranks."""
+
+    chunk_field: ClassVar[str | None] = None
+    """Field of the mixer's settings with the size of the chunks that context-parallel ranks fetch from each other."""
+
+    units_are_groups: ClassVar[bool] = False
+    """True if a unit is a query group, False if it is a head."""
+
+    needs_all_units: ClassVar[bool] = False
+    """True if the features of a unit depend on the other units, so that one call of `mix` must contain them all."""
+
+    keeps_documents_apart: ClassVar[bool] = False
+    """True if only `mix` accesses earlier positions, so that one call per document separates packed documents."""
+
+    shifts_tokens: ClassVar[bool] = False
+    """True if the mixer itself combines each token's hidden state with the previous token's; see `rwkv7_block`."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MixerSubmodules,
+        mixer_config: Any,
+        layer_number: int,
+        pg_collection: ProcessGroupCollection,
+        cp_comm_type: str | None = None,
+    ) -> None:
+        super().__init__(config, pg_collection.cp)
+        self.mixer_config = mixer_config
+        self.layer_number = layer_number
+        self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp
+        # Cached: a call to a process group releases the GIL, which the autograd thread may then take.
+        self.tp_size, self.tp_rank = self.tp_group.size(), self.tp_group.rank()
+        self.cp_size, self.cp_rank = self.cp_group.size(), self.cp_group.rank()
+        self.head_dim: int = config.kv_channels
+        self.num_units_per_rank = self.num_units() // self.tp_size
+        self.build_input_projection(submodules.in_proj)
+        self.out_proj = build_module(
+            submodules.out_proj,
+            self.num_units() * self.output_width(),
+            config.hidden_size,
+            init_method=config.output_layer_init_method,
+            input_is_parallel=True,
+            tp_comm_buffer_name="proj",
+            **self._of_both_linears(),
+        )
+
+    def build_input_projection(self, linear: type) -> None:
+        """Build the projection of `features`: one column-parallel linear of the back-end. A mixer may override this."""
+        self.in_proj = build_module(
+            linear,
+            self.config.hidden_size,
+            self.num_units() * self.unit_width(),
+            init_method=self.config.init_method,
+            gather_output=False,
+            tp_comm_buffer_name="qkv",
+            **self._of_both_linears(),
+        )
+        if isinstance(self.in_proj, AlignedColumnParallelLinear):
+            self.in_proj.units = self.num_units_per_rank
+
+    def _of_both_linears(self) -> dict[str, Any]:
+        plain = {"bias": False, "skip_bias_add": False, "is_expert": False}
+        return {"config": self.config, "tp_group": self.tp_group, **plain}
+
+    @abstractmethod
+    def num_units(self) -> int:
+        """Return the number of units of the whole layer, over all ranks."""
+
+    @abstractmethod
+    def unit_width(self) -> int:
+        """Return the number of features that the input projection yields for a unit."""
+
+    @abstractmethod
+    def output_width(self) -> int:
+        """Return the number of features that `mix` returns for a unit."""
+
+    @abstractmethod
+    def mix(self, x_tbuw: Tensor, part: Part) -> Tensor:
+        """Mix the sequence.
+
+        Args:
+            x_tbuw: projected features, [t, b, units, unit_width], possibly followed by padding; see `features`.
+            part: the units and positions of these rows, and the features that all units share.
+
+        Returns:
+            [t, b, units, output_width].
+        """
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Mix hidden states [t, b, hidden]; return the same shape and no bias.
+
+        The sequence is sharded over context-parallel ranks, and over tensor-parallel ranks with sequence parallelism.
+        Megatron passes every kind of attention input by keyword. A mixer is causal by itself, so it uses only the
+        document boundaries, and only if documents are kept apart: `cu_seqlens_q` as in `mix_by_document`.
+        """
+        if packed_seq_params is None and self._has_whole_sequences_sent(hidden_states):
+            return self._mix_whole_sequences(hidden_states), None
+        features, shared = self.features(hidden_states), self.shared_features(hidden_states)
+        if packed_seq_params is None:
+            o_tbuw = self._mix_over_context(features, shared)
+        else:
+            assert self.cp_size == 1, "the rules refuse this layout"
+            o_tbuw = mix_by_document(self._mix_over_context, features, shared, packed_seq_params.cu_seqlens_q)
+        return self.out_proj(o_tbuw.flatten(2))
+
+    def features(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
+        """Project hidden states to the inputs of `mix`, for this rank's units and sequence shard.
+
+        Each tensor of the result is [t, b, units, width]. Features beyond the first `unit_width` are padding;
+        `fusion.cut` drops them. This implementation returns one tensor. A mixer with several projections returns
+        several, whose widths add up to `unit_width`. Concatenating them would copy them only to split them again. `mix`
+        receives all but the first as `Part.more`.
+        """
+        projected, _bias = self.in_proj(hidden_states)
+        return (projected.unflatten(-1, (self.num_units_per_rank, -1)),)
+
+    def shared_features(self, hidden_states: Tensor) -> Tensor | None:
+        """Return the features that all units share, [t, b, width], for this rank's sequence shard, or None."""
+        return None
+
+    def project_for_all_units(self, hidden_states: Tensor, weight: Tensor) -> Tensor:
+        """Multiply hidden states by a weight [width, hidden] replicated over tensor-parallel ranks: [t, b, width].
+
+        The gradient is summed over the tensor-parallel ranks, which use the result for different units.
+        """
+        if self.config.sequence_parallel:
+            part = F.linear(hidden_states, self.replicated(weight))
+            return gather_from_sequence_parallel_region(part, group=self.tp_group)
+        return same_on_ranks(F.linear(hidden_states, weight), self.tp_group)
+
+    def _mix_over_context(self, features_tbuw: tuple[Tensor, ...], shared_tbw: Tensor | None) -> Tensor:
+        """Mix this rank's units over its sequence shard, or over the whole sequence."""
+        # During decoding every rank processes whole sequences.
+        cp, units = 1 if self.memory is not None else self.cp_size, self.num_units_per_rank
+        x_tbuw, *more = features_tbuw
+        assert cp == 1 or self.hands_on_states or self.gathers_keys_and_values, "the rules refuse this layout"
+        first_position = self.cp_rank * len(x_tbuw) if self.memory is None else self.memory.advance(len(x_tbuw))
+        part = Part(self.tp_rank * units, units, first_position, self.past, shared_tbw, tuple(more))
+        return self.mix(x_tbuw, part)
+
+    def _has_whole_sequences_sent(self, hidden_states: Tensor) -> bool:
+        if self.memory is not None:
+            return False  # decoding: every rank processes whole sequences
+        return self.exchanges_heads(len(hidden_states) * (self.tp_size if self.config.sequence_parallel else 1))
+
+    def _mix_whole_sequences(self, hidden_states: Tensor) -> Tensor:
+        """Exchange sequence shards for units, mix whole sequences of this rank's units, and exchange back, in rounds.
+
+        Communication overlaps with computation: messages of some samples with the projections and the mixing of others,
+        messages of some units with the mixing of others.
+        """
+        rounds = self.exchange_rounds(hidden_states.shape[1])
+        transport = transport_of(self.cp_group, self.config.context_transport)
+        coming = []
+        for some_tbh in hidden_states.chunk(rounds.samples, 1):
+            some_tbh = some_tbh.contiguous()  # required by the linear layers
+            shared = self.shared_features(some_tbh)
+            whole = None if shared is None else gather_sequence(shared, self.cp_group)
+            coming.append((sequence_to_heads(self.features(some_tbh), transport, rounds.units), whole))
+        own = self.num_units_per_rank // self.cp_size
+        units, of_rank = own // rounds.units, self.tp_rank * self.num_units_per_rank + self.cp_rank * own
+        going = []
+        for arriving, shared in coming:
+            mixed = []
+            for first, (x_tbuw, *more) in zip(range(of_rank, of_rank + own, units), arriving, strict=True):
+                o_tbuw = self.mix(x_tbuw, Part(first, units, shared=shared, more=tuple(more)))
+                mixed.append(heads_to_sequence(o_tbuw, transport))
+            going.append(mixed)
+        projected = [self.out_proj(all_heads(mixed).flatten(2))[0] for mixed in going]
+        return torch.cat(projected, 1) if len(projected) > 1 else projected[0]
+
+    def exchange_rounds(self, num_samples: int) -> Rounds:
+        """Return how many calls of `mix` the exchange is split into: by samples as far as possible, then by units.
+
+        Rounds of samples come first because they let projections overlap with communication, too.
+
+        Args:
+            num_samples: samples of the micro-batch.
+        """
+        of_samples = gcd(self.config.context_exchange_rounds, num_samples)
+        of_units = 1 if self.needs_all_units else self.config.context_exchange_rounds // of_samples
+        return Rounds(of_samples, of_units)
+
+    def exchanges_heads(self, num_positions: int) -> bool:
+        """Return whether units are exchanged for sequence shards (all-to-all); see `ParallelConfig.context_exchange`.
+
+        Args:
+            num_positions: positions of a context-parallel rank's shard.
+        """
+        cp, chosen = self.cp_size, self.config.context_exchange
+        if cp == 1 or self.num_units_per_rank % cp:
+            return False
+        in_parts = self.bytes_in_parts(num_positions)
+        if in_parts is None or chosen == "heads":
+            return True
+        own = "states" if self.hands_on_states else "chunks"
+        heads = num_positions * (self.unit_width() + self.output_width()) * self.config.params_dtype.itemsize / cp
+        return chosen != own and heads <= in_parts
+
+    def bytes_in_parts(self, num_positions: int) -> float | None:
+        """Return the bytes a rank receives in the forward pass from each other rank if the sequence stays sharded.
+
+        The number is per unit and sample.
+
+        Args:
+            num_positions: positions of a shard.
+
+        Returns:
+            None if the only way is to gather all keys and values, or if there is no way.
+        """
+        return self.summary_size() * torch.float32.itemsize if self.hands_on_states else None
+
+    def state_shape(self) -> StateShape:
+        """Return the shape of a unit's states that `states.walk_by_parts` passes between ranks."""
+        raise AssertionError(f"{type(self).__name__} hands no states on")
+
+    def summary_size(self) -> int:
+        """Return the values per unit in the summary that a rank sends to the others; see `states.walk_by_parts`."""
+        states, key_dim, value_dim = self.state_shape()
+        return states * key_dim * (key_dim + value_dim)
+
+    def summary_walks(self) -> float:
+        """Return the cost of a rank's summary in scans over its shard, relative to the scan for its outputs.
+
+        `states.walk_by_parts` widens the values of that scan by `key_dim`.
+        """
+        _, key_dim, value_dim = self.state_shape()
+        return key_dim / value_dim
+
+    def new_parameter_of_units(
+        self, initializer: Initializer, *shape: int, in_fp32: bool = False
+    ) -> torch.nn.Parameter:
+        """Return a new parameter [units of this tensor-parallel rank, *shape]; see `own_units`.
+
+        Weight decay applies to parameters that are a matrix in each unit.
+
+        Args:
+            initializer: initializer of the whole parameter.
+            shape: shape of a unit's part.
+            in_fp32: True if `own_units` returns it in fp32 even in a 16-bit run, as decays and step sizes need.
+        """
+        whole, matrix = (self.num_units_per_rank, *shape), len(shape) > 1
+        options = {"dtype": self.config.params_dtype, "split_over": self.tp_group, "in_fp32": in_fp32}
+        return new_parameter(whole, initializer, weight_decay=matrix, **options)
+
+    def replicated(self, parameter: Tensor) -> Tensor:
+        """Return a replicated parameter that ranks use for different heads; the backward pass sums its gradient."""
+        return parameter if self.tp_size == 1 else same_on_ranks(parameter, self.tp_group)
+
+    def own_units(self, parameter: Tensor, part: Part) -> Tensor:
+        """Return the rows of a parameter that belong to the units of `part`. Dim 0 indexes this rank's units.
+
+        Parameters created with `in_fp32` (`new_parameter_of_units`) are returned in fp32.
+        """
+        start = part.first_unit - self.tp_rank * self.num_units_per_rank
+        return in_fp32(parameter).narrow(0, start, part.num_units)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """Return the sharded state dict, which any parallel layout can load."""
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        own: dict[str, Tensor] = {}
+        self._save_to_state_dict(own, "", keep_vars=True)
+        axes = {n: p.partition_dim for n, p in own.items() if getattr(p, "tensor_model_parallel", False)}  # type: ignore[attr-defined]
+        groups = {"tp_group": self.tp_group, "dp_cp_group": metadata["dp_cp_group"]}
+        own = {name: stored(parameter) for name, parameter in own.items()}
+        result = make_sharded_tensors_for_checkpoint(own, prefix, axes, sharded_offsets, **groups)
+        for name, child in self.named_children():
+            result.update(
+                sharded_state_dict_default(child, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self.tp_group)
+            )
+        return result
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *more: Any) -> None:
+        """Load as torch does, and also into the fp32 values of parameters that have them."""
+        super()._load_from_state_dict(state_dict, prefix, *more)
+        for name, parameter in self._parameters.items():
+            values = None if parameter is None else fp32_values(parameter)
+            if values is not None and prefix + name in state_dict:
+                values.copy_(state_dict[prefix + name])
+
+    def num_parameters(self) -> int:
+        """Return the number of parameters of the whole layer's mixer, over all tensor-parallel ranks."""
+        split = {True: self.tp_size, False: 1}
+        return sum(p.numel() * split[getattr(p, "tensor_model_parallel", False)] for p in self.parameters())
+
+    @abstractmethod
+    def mixing_flops(self, seq_length: int) -> float:
+        """Return the FLOPs per token and forward pass of operations between activations, over all units.
+
+        Operations with weights (projections, convolutions) are not included; `training_flops` counts them by their
+        weights. The number follows from the definition, not from an implementation: causal pairs count once, a
+        multiply-add as two.
+        """
+
+    def training_flops(self, seq_length: int) -> float:
+        """Return the FLOPs per token of forward and backward pass, over all units, projections included.
+
+        Six per weight (PaLM, appendix B) and three times the forward pass's for operations between activations.
+        Recomputation is not counted.
+        """
+        return 6 * self.num_parameters() + 3 * self.mixing_flops(seq_length)
+
+
+def batch_first(x_tbnd: Tensor) -> Tensor:
+    """Transpose [t, b, n, d] to the kernels' [b, t, n, d], or back."""
+    return x_tbnd.transpose(0, 1)

@@ -1,0 +1,130 @@
+"""Decode caches, and the base class of modules that access earlier positions of the sequence."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_ext.mixers.core.history import BEGINNING, OtherRanks, Past
+from megatron_ext.parallel.states import DiagonalWalk, Walk
+
+
+class Memory(Past):
+    """Decode cache of one module in this process.
+
+    It holds recurrent states, the last rows of convolutions, and keys and values: all of them, or those in a window.
+
+    Attributes:
+        num_positions: number of positions processed so far.
+    """
+
+    def __init__(self) -> None:
+        self.num_positions = 0
+        self._kept: dict[str, Tensor] = {}  # rows [t, b, ...]
+        self._states: dict[str, Tensor] = {}  # [b, ...]
+        self._rows: dict[str, _Rows] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes allocated, spare capacity included."""
+        held = [*self._kept.values(), *self._states.values(), *(rows.room for rows in self._rows.values())]
+        return sum(x.untyped_storage().nbytes() for x in held)
+
+    def advance(self, count: int) -> int:
+        """Advance by `count` positions and return the first of them."""
+        assert self._kept or self._states or self._rows or not self.num_positions, (
+            "a mixer asks `Part.past` for what came before; this one does not"
+        )
+        self.num_positions += count
+        return self.num_positions - count
+
+    def rows_before(self, name: str, x: Tensor, count: int) -> Tensor:
+        """Implement `Past.rows_before`."""
+        before = self._kept.get(name)
+        if before is None:
+            before = x.new_zeros(count, *x.shape[1:])
+        self._keep_last(name, torch.cat([before, x]), count)
+        return before
+
+    def rows_so_far(self, name: str, x_tbnw: Tensor, window: int | None = None) -> Tensor:
+        """Implement `Past.rows_so_far`."""
+        if window is None:
+            return self._rows.setdefault(name, _Rows()).extended_by(x_tbnw)
+        rows = torch.cat([self._kept[name], x_tbnw]) if name in self._kept else x_tbnw
+        self._keep_last(name, rows, window - 1)
+        return rows
+
+    def walk(self, name: str, walk: Walk, v_bthe: Tensor, key_dim: int) -> Tensor:
+        """Implement `Past.walk`."""
+        out, self._states[name] = walk(v_bthe, self._states.get(name))
+        return out
+
+    def walk_diagonal(self, name: str, walk: DiagonalWalk, kept: Tensor) -> Tensor:
+        """Implement `Past.walk_diagonal`."""
+        out, self._states[name] = walk(self._states.get(name))
+        return out
+
+    def take(self, numbers_n: Tensor) -> None:
+        """Reorder the cached sequences: keep those with the given indices, in that order, with repetitions.
+
+        Args:
+            numbers_n: indices of sequences, int64, on the device of the cache.
+        """
+        self._kept = {name: rows.index_select(1, numbers_n) for name, rows in self._kept.items()}
+        self._states = {name: state.index_select(0, numbers_n) for name, state in self._states.items()}
+        for rows in self._rows.values():
+            rows.take(numbers_n)
+
+    def _keep_last(self, name: str, rows: Tensor, count: int) -> None:
+        last = rows[max(len(rows) - count, 0) :]
+        # A view would keep the storage of all rows alive, and of the other features in the same projection.
+        self._kept[name] = last.clone() if last.untyped_storage().nbytes() > last.nbytes else last
+
+
+class _Rows:
+    """Growing row buffer with spare capacity, so that appending does not copy all rows each time."""
+
+    def __init__(self) -> None:
+        self._count, self.room = 0, torch.empty(0)
+
+    def extended_by(self, x: Tensor) -> Tensor:
+        """Append x [t, ...] and return all rows so far; a view that is valid until the next call."""
+        start, self._count = self._count, self._count + len(x)
+        if self._count > len(self.room):
+            room = x.new_empty(max(self._count, 3 * start // 2), *x.shape[1:])
+            if start:
+                room[:start] = self.room[:start]
+            self.room = room
+        self.room[start : self._count] = x
+        return self.room[: self._count]
+
+    def take(self, numbers_n: Tensor) -> None:
+        """Reorder the sequences as `Memory.take` does."""
+        room = self.room.new_empty(len(self.room), len(numbers_n), *self.room.shape[2:])
+        torch.index_select(self.room[: self._count], 1, numbers_n, out=room[: self._count])
+        self.room = room
+
+
+class LooksBack(MegatronModule):
+    """Base class of modules that access earlier positions of the sequence.
+
+    Args:
+        config: Megatron's configuration of the model.
+        sequence_group: ranks that hold the shards of the sequence, in order.
+
+    Attributes:
+        memory: decode cache; None outside decoding. See `evaluation.decoding`.
+    """
+
+    def __init__(self, config: TransformerConfig, sequence_group: ProcessGroup) -> None:
+        super().__init__(config)
+        self._others = BEGINNING if sequence_group.size() == 1 else OtherRanks(sequence_group)
+        self.memory: Memory | None = None
+
+    @property
+    def past(self) -> Past:
+        """Access to the positions before this rank's sequence shard: the decode cache, or the other ranks."""
+        return self._others if self.memory is None else self.memory

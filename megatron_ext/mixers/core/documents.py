@@ -1,0 +1,124 @@
+"""Mixing of documents packed into one sample, each as if it were alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.common.fusion import shapes_vary
+
+PieceMix = Callable[[tuple[Tensor, ...], Tensor | None], Tensor]
+"""Function from features [n, b, units, width] and shared features [n, b, width] of b pieces to the mixed features.
+
+The result is [n, b, units, output_width].
+"""
+
+TOGETHER = ("cuda",)
+"""Device types on which a call costs more than padding, so that pieces of similar length are batched."""
+
+SHORTEST = 64
+"""Number of positions to which shorter pieces are padded when batched."""
+
+
+def mix_by_document(
+    mix: PieceMix, features_tbuw: Sequence[Tensor], shared_tbw: Tensor | None, cu_seqlens: Tensor
+) -> Tensor:
+    """Mix each document separately, so that no information passes between documents.
+
+    A mixer that accesses earlier positions only in `Mixer.mix` starts anew with each sample of each call: keys, states,
+    convolution, chunks and positions. So each piece becomes a sample. On a CPU it is the only one of its call. On
+    devices in `TOGETHER`, pieces of similar length share a call. Shorter ones are padded with zeros at the end, which
+    causal mixers never read.
+
+    Args:
+        mix: mixes pieces of one length.
+        features_tbuw: projected features, [t, b, units, width] each.
+        shared_tbw: features that all units share, [t, b, width], or None.
+        cu_seqlens: int [n + 1], ascending: offsets of the n pieces among the b * t tokens, row by row, and b * t at the
+            end. A piece begins at the start of every row. Reading a GPU tensor synchronises; keep it on the CPU.
+
+    Returns:
+        [t, b, units, output_width].
+    """
+    t, b = features_tbuw[0].shape[:2]
+    bounds: list[int] = cu_seqlens.tolist()
+    assert {row * t for row in range(b + 1)} <= set(bounds), "pieces do not fit the batch"
+    given = [*features_tbuw] if shared_tbw is None else [*features_tbuw, shared_tbw]
+    flat = [x.transpose(0, 1).flatten(0, 1) for x in given]
+
+    def mix_given(given: tuple[Tensor, ...]) -> Tensor:
+        return mix(given, None) if shared_tbw is None else mix(given[:-1], given[-1])
+
+    if features_tbuw[0].device.type in TOGETHER:
+        mixed = _mix_together(mix_given, flat, bounds, t)
+    else:
+        mixed = _mix_one_by_one(mix_given, flat, bounds)
+    return mixed.unflatten(0, (b, t)).transpose(0, 1)
+
+
+def _mix_one_by_one(mix: Callable[[tuple[Tensor, ...]], Tensor], flat: list[Tensor], bounds: list[int]) -> Tensor:
+    lengths = [end - start for start, end in pairwise(bounds)]
+    # One split, so that the backward pass concatenates the gradients once.
+    pieces = zip(*(x.unsqueeze(1).split(lengths) for x in flat), strict=True)
+    return torch.cat([mix(piece) for piece in pieces]).squeeze(1)
+
+
+def _mix_together(
+    mix: Callable[[tuple[Tensor, ...]], Tensor], flat: list[Tensor], bounds: list[int], longest: int
+) -> Tensor:
+    shapes, rows = _plan(tuple(bounds), longest, flat[0].device)
+    sizes = [length * pieces for length, pieces in shapes]
+    padded = (x.new_zeros(sum(sizes), *x.shape[1:]).index_copy_(0, rows, x).split(sizes) for x in flat)
+    with shapes_vary():
+        mixed = [
+            mix(tuple(x.unflatten(0, shape) for x in given)).flatten(0, 1)
+            for shape, given in zip(shapes, zip(*padded, strict=True), strict=True)
+        ]
+    out: Tensor = _Rows.apply(torch.cat(mixed), rows)
+    return out
+
+
+@lru_cache(maxsize=2)
+def _plan(bounds: tuple[int, ...], longest: int, device: torch.device) -> tuple[list[tuple[int, int]], Tensor]:
+    """Plan the calls that pieces share; cached, as every layer needs the same plan.
+
+    Returns:
+        (padded length, pieces) of each call, and for each token its row in the concatenation of the calls' flattened
+        [length, pieces].
+    """
+    calls: dict[int, list[tuple[int, int]]] = {}
+    for start, end in pairwise(bounds):
+        calls.setdefault(_padded(end - start, longest), []).append((start, end))
+    rows, first = torch.empty(bounds[-1], dtype=torch.int64), 0
+    for length, pieces in calls.items():
+        for sample, (start, end) in enumerate(pieces):
+            rows[start:end] = first + sample + len(pieces) * torch.arange(end - start)
+        first += length * len(pieces)
+    return [(length, len(pieces)) for length, pieces in calls.items()], rows.to(device)
+
+
+def _padded(length: int, longest: int) -> int:
+    """Round a piece's length up to one of few: a power of two or three quarters of one, at least `SHORTEST`."""
+    power = max(SHORTEST, 1 << (length - 1).bit_length())
+    three_quarters = power * 3 // 4
+    return min(three_quarters if power > SHORTEST and length <= three_quarters else power, longest)
+
+
+class _Rows(torch.autograd.Function):
+    """`x.index_select(0, rows)` for distinct rows: backward copies the gradient, where torch's accumulates it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.num_rows = len(x)
+        return x.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (rows,) = ctx.saved_tensors
+        return grad.new_zeros(ctx.num_rows, *grad.shape[1:]).index_copy_(0, rows, grad), None

@@ -1,0 +1,82 @@
+"""Registry of mixers by name. Each mixer's file registers itself; `load_all` imports them all."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import megatron_ext.mixers
+from megatron_ext.mixers.core.base import Mixer
+from megatron_ext.mixers.core.settings import SETTINGS
+
+
+@dataclass(frozen=True)
+class MixerEntry:
+    """Registered mixer.
+
+    Attributes:
+        name: its name in `model.pattern` and under `mixers.`.
+        module: class that replaces self-attention.
+        config_type: class of its settings.
+    """
+
+    name: str
+    module: type[Mixer]
+    config_type: type
+
+    @property
+    def gathers_keys_and_values(self) -> bool:
+        """True if context parallelism also works when the group size does not divide the number of units."""
+        return self.module.gathers_keys_and_values
+
+    @property
+    def hands_on_states(self) -> bool:
+        """True if context parallelism can pass recurrent states between ranks."""
+        return self.module.hands_on_states
+
+    @property
+    def chunk_field(self) -> str | None:
+        """Field with the size of the chunks that context-parallel ranks can fetch; None if the mixer fetches none."""
+        return self.module.chunk_field
+
+    @property
+    def units_are_groups(self) -> bool:
+        """True if a unit is a query group."""
+        return self.module.units_are_groups
+
+    @property
+    def keeps_documents_apart(self) -> bool:
+        """True if packed documents can be mixed separately."""
+        return self.module.keeps_documents_apart
+
+
+MIXERS: dict[str, MixerEntry] = {}
+
+
+def register(name: str, config_type: type | None = None) -> Callable[[type[Mixer]], type[Mixer]]:
+    """Return a class decorator that registers a mixer under a name.
+
+    Args:
+        name: see `MixerEntry`.
+        config_type: class of its settings; None: the entry of `settings.SETTINGS`.
+
+    Raises:
+        ValueError: the name is taken (raised by the decorator).
+    """
+
+    def add(module: type[Mixer]) -> type[Mixer]:
+        if name in MIXERS:
+            raise ValueError(f"two mixers are called {name!r}: {MIXERS[name].module} and {module}")
+        MIXERS[name] = MixerEntry(name, module, config_type or SETTINGS[name])
+        return module
+
+    return add
+
+
+def load_all() -> dict[str, MixerEntry]:
+    """Import every module of this package, so that each mixer registers itself, and return the mixers by name."""
+    for info in pkgutil.iter_modules(megatron_ext.mixers.__path__):
+        importlib.import_module(f"{megatron_ext.mixers.__name__}.{info.name}")
+    return MIXERS

@@ -1,0 +1,126 @@
+"""Base class of RWKV-6 and RWKV-7: token shift, projections of mixed inputs, norm of a head's output."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from torch import Tensor
+
+from megatron_ext.mixers.core.base import Mixer, Part, StateShape, batch_first
+from megatron_ext.mixers.core.token_shift import layers_left
+from megatron_ext.parallel.exchange import same_on_ranks
+from megatron_ext.parallel.parameters import Initializer, constant, new_parameter, normal, zeros
+
+
+class RWKVMixer(Mixer):
+    """Base class of mixers whose unit is a head and whose features each have their own input.
+
+    The inputs are mixtures of the hidden states of a token and the previous one (`token_shift`). Every tensor-parallel
+    rank computes them from the whole sequence shard of its context-parallel rank, and projects all of them to its own
+    heads. Initial values are those of the authors' code (github.com/BlinkDL/RWKV-LM) where it has a formula of layer
+    and channel. The large matrices are normal, as in the rest of the model.
+
+    Suffixes: h hidden, u head, d channel of a head, r rank of a low-rank projection, i index of the input.
+    """
+
+    hands_on_states: ClassVar[bool] = True
+    shifts_tokens: ClassVar[bool] = True
+
+    num_features: ClassVar[int]
+    """Number of vectors of head_dim that a head has per token."""
+
+    def build_input_projection(self, linear: type) -> None:
+        """Create projections of receptance, key and value, and the output norm.
+
+        The back-end's linear is not used, as it takes only one input.
+        """
+        self.r_proj, self.k_proj, self.v_proj = (self.new_projection() for _ in range(3))
+        layer_share = self.layer_number / self.config.num_layers
+        self.group_norm_weight = self.new_parameter_of_units(constant(layer_share**0.7), self.head_dim)
+        self.group_norm_bias = self.new_parameter_of_units(zeros, self.head_dim)
+        self.add_parameters()
+
+    @abstractmethod
+    def add_parameters(self) -> None:
+        """Create the parameters that a mixer has besides these."""
+
+    @abstractmethod
+    def project(self, x_tbh: Tensor, before_1bh: Tensor) -> tuple[Tensor, ...]:
+        """Compute the heads' features, `num_features` tensors [t, b, u, d], from hidden states and the row before.
+
+        Each has its own projection. `mix` receives the first as x and the others as `Part.more`.
+        """
+
+    def features(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
+        """Implement `Mixer.features`."""
+        if self.config.sequence_parallel:
+            x_tbh = gather_from_sequence_parallel_region(hidden_states, group=self.tp_group)
+        else:
+            x_tbh = same_on_ranks(hidden_states, self.tp_group)
+        return self.project(x_tbh, self.past.rows_before("hidden_states", x_tbh, 1))
+
+    def num_units(self) -> int:
+        """Return the number of heads."""
+        return self.config.num_attention_heads
+
+    def unit_width(self) -> int:
+        """Return the width of all features of a head together."""
+        return self.num_features * self.head_dim
+
+    def output_width(self) -> int:
+        """Return the width of a head's output."""
+        return self.head_dim
+
+    @property
+    def depth(self) -> float:
+        """Relative depth of the layer, from 0 for the first to 1 for the last."""
+        return (self.layer_number - 1) / max(self.config.num_layers - 1, 1)
+
+    @property
+    def layers_left(self) -> float:
+        """Share of the model's layers from this one up; see `token_shift.layers_left`."""
+        return layers_left(self.layer_number, self.config.num_layers)
+
+    def new_projection(self) -> torch.nn.Parameter:
+        """Return a new projection from the hidden state to the heads of this rank, [u, d, h]."""
+        return self.new_parameter_of_units(normal(self.config.init_method_std), self.head_dim, self.config.hidden_size)
+
+    def new_of_all_ranks(self, start: Initializer, *shape: int, weight_decay: bool = True) -> torch.nn.Parameter:
+        """Return a new parameter replicated over tensor-parallel ranks, to be used through `replicated`."""
+        return new_parameter(shape, start, dtype=self.config.params_dtype, weight_decay=weight_decay)
+
+    def narrow(self, x_tbh: Tensor, down_rh: Tensor) -> Tensor:
+        """Project hidden states to a low rank that all heads share: [t, b, r]."""
+        return F.linear(x_tbh, self.replicated(down_rh))
+
+    def to_heads(self, x_tbh: Tensor, weight_udh: Tensor) -> Tensor:
+        """Project hidden states, or a low-rank projection of them, to the heads of this rank: [t, b, u, d]."""
+        return F.linear(x_tbh, weight_udh.flatten(0, 1)).unflatten(-1, weight_udh.shape[:2])
+
+    def own_group_norm(self, part: Part) -> tuple[Tensor, Tensor, float]:
+        """Return weight, bias and epsilon for `normed_heads`.
+
+        Epsilon is head_dim times that of the model's norms: 64e-5 for heads of 64, as in the authors' code.
+        (flash-linear-attention has the factor in RWKV-7 but not in RWKV-6.)
+        """
+        weight, bias = (self.own_units(p, part) for p in (self.group_norm_weight, self.group_norm_bias))
+        return weight, bias, self.head_dim * self.config.layernorm_epsilon
+
+    def state_shape(self) -> StateShape:
+        """Implement `Mixer.state_shape`."""
+        return StateShape(1, self.head_dim, self.head_dim)
+
+
+def normed_heads(o_btud: Tensor, weight_ud: Tensor, bias_ud: Tensor, epsilon: float) -> Tensor:
+    """Apply LayerNorm to each head's output, in fp32: [b, t, u, d] to [t, b, u, d]."""
+    normed = F.layer_norm(batch_first(o_btud).float(), o_btud.shape[-1:], eps=epsilon)
+    return normed * weight_ud.float() + bias_ud.float()
+
+
+def along(channel: Tensor) -> Tensor:
+    """Map channels 0, 1, ... linearly to [0, 1]."""
+    return channel / (len(channel) - 1)

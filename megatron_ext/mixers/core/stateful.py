@@ -1,0 +1,137 @@
+"""Base class of mixers with one matrix-valued recurrent state per head: heads as units, output norm and gate."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.common.fusion import fused
+from megatron_ext.mixers.core.base import Mixer, Part, StateShape, batch_first
+from megatron_ext.parallel.parameters import new_parameter, ones
+
+
+def walk(
+    op: Callable[..., Any],
+    q_bthd: Tensor,
+    k_bthd: Tensor,
+    v_bthe: Tensor,
+    *more_bth: Tensor | None,
+    part: Part,
+    scale: float | None = None,
+) -> Tensor:
+    """Scan over the rows of `part` and return the tokens' read-outs of their head's state, [b, t, heads, e].
+
+    Args:
+        op: a stateful op of `kernels`; its inputs follow.
+        q_bthd: queries [b, t, heads, d].
+        k_bthd: keys [b, t, heads, d].
+        v_bthe: values [b, t, heads, e].
+        more_bth: further inputs of the op, such as decays.
+        part: units and positions of these rows; its past provides the initial state.
+        scale: scale argument of the op.
+    """
+
+    def from_state(values: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        return op(q_bthd, k_bthd, values, *more_bth, scale=scale, initial_state=state, return_final_state=True)
+
+    return part.past.walk("state", from_state, v_bthe, q_bthd.shape[-1])
+
+
+class StatefulMixer(Mixer):
+    """Base class of mixers whose unit is a head with its own query, key, value and state.
+
+    Rows of the input projection begin with [query | key | value | output gate]. The gate is there only if the mixer's
+    configuration has `output_gate`. Features that a subclass adds follow. The configuration also has `expand_v`.
+    """
+
+    hands_on_states: ClassVar[bool] = True
+    keeps_documents_apart: ClassVar[bool] = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.add_parameters()
+        self.norm_weight = new_parameter((self.value_dim,), ones, dtype=self.config.params_dtype)
+
+    def add_parameters(self) -> None:
+        """Create the parameters that a mixer has besides its projections and its norm."""
+
+    @property
+    def value_dim(self) -> int:
+        """Width of a value head."""
+        return self.head_dim * self.mixer_config.expand_v
+
+    @property
+    def qkv_width(self) -> int:
+        """Width of a head's query, key and value together."""
+        return 2 * self.head_dim + self.value_dim
+
+    @property
+    def gate_width(self) -> int:
+        """Width of a head's output gate; 0 without one."""
+        return self.value_dim if self.mixer_config.output_gate else 0
+
+    def num_units(self) -> int:
+        """Return the number of heads."""
+        return self.config.num_attention_heads
+
+    def unit_width(self) -> int:
+        """Return the width of a head's query, key, value and output gate together."""
+        return self.qkv_width + self.gate_width
+
+    def output_width(self) -> int:
+        """Return the width of a head's output."""
+        return self.value_dim
+
+    def mix(self, x_tbuw: Tensor, part: Part) -> Tensor:
+        """Implement `Mixer.mix`: scan, gated norm."""
+        read_btue, gate_btue = self.read_states(x_tbuw, part)
+        gate = gate_btue if self.mixer_config.output_gate else None
+        return gated_norm(read_btue, gate, self.replicated(self.norm_weight), self.config.layernorm_epsilon)
+
+    @abstractmethod
+    def read_states(self, x_tbuw: Tensor, part: Part) -> tuple[Tensor, Tensor]:
+        """Return each token's read-out of its head's state, and its output gate.
+
+        Args:
+            x_tbuw: projected features; see `head_widths`.
+            part: units and positions of these rows.
+
+        Returns:
+            [b, t, units, value_dim] and [b, t, units, gate_width].
+        """
+
+    @property
+    def head_widths(self) -> list[int]:
+        """Widths of a head's query, key, value and output gate."""
+        return [self.head_dim, self.head_dim, self.value_dim, self.gate_width]
+
+    def state_shape(self) -> StateShape:
+        """Implement `Mixer.state_shape`."""
+        return StateShape(1, self.head_dim, self.value_dim)
+
+    def mixing_flops(self, seq_length: int) -> float:
+        """Count the write to the state and the read from it."""
+        return self.num_units() * 4 * self.head_dim * self.value_dim
+
+
+@fused
+def gated_norm(o_btue: Tensor, gate_btue: Tensor | None, weight_e: Tensor, epsilon: float) -> Tensor:
+    """Apply RMSNorm to each head's output and multiply by SiLU of its gate, if any, in fp32.
+
+    Args:
+        o_btue: head outputs [b, t, u, e].
+        gate_btue: gates [b, t, u, e] or None.
+        weight_e: weight of the norm.
+        epsilon: epsilon of the norm.
+
+    Returns:
+        [t, b, u, e] in the dtype of `o_btue`.
+    """
+    normed_btue = F.rms_norm(o_btue.float(), weight_e.shape, weight_e.float(), epsilon)
+    if gate_btue is not None:
+        normed_btue = normed_btue * F.silu(gate_btue.float())
+    return batch_first(normed_btue.to(o_btue.dtype)).contiguous()

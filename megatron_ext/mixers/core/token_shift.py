@@ -1,0 +1,50 @@
+"""RWKV's token shift: interpolation between the hidden states of each token and the previous one."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.common.fusion import fused
+from megatron_ext.parallel.parameters import Initializer, by_channel
+
+
+@fused
+def mixtures(x_tbh: Tensor, before_1bh: Tensor, mu_ih: Tensor, more_itbh: Tensor | None = None) -> tuple[Tensor, ...]:
+    """Interpolate between each token and the previous one with several weights: x_t + (x_{t-1} - x_t) * mu.
+
+    Args:
+        x_tbh: hidden states [t, b, hidden].
+        before_1bh: row before the first; see `Past.rows_before`.
+        mu_ih: weight of the previous token by channel, for each of the i mixtures.
+        more_itbh: token-dependent addition to the weight, or None.
+
+    Returns:
+        The mixtures, [t, b, hidden] each.
+    """
+    to_previous_tbh = torch.cat([before_1bh, x_tbh[:-1]]) - x_tbh
+    share_itbh = mu_ih[:, None, None] if more_itbh is None else mu_ih[:, None, None] + more_itbh
+    return tuple(x_tbh + to_previous_tbh * share for share in share_itbh.unbind())
+
+
+def ramp(exponent: float, lowered: float = 0.0) -> Initializer:
+    """Return an initializer of mu that falls with the channel, from the previous token's share to the token's own.
+
+    Channel c of C starts at 1 - (c/C)^exponent - lowered, as in the authors' code (github.com/BlinkDL/RWKV-LM).
+    """
+    return by_channel(lambda channel: 1 - (channel / len(channel)) ** exponent - lowered)
+
+
+def ramps(*of_rows: Initializer) -> Initializer:
+    """Return an initializer that fills each row with its own initializer."""
+
+    def fill(whole: Tensor, generator: torch.Generator) -> None:
+        for row, start in zip(whole, of_rows, strict=True):
+            start(row, generator)
+
+    return fill
+
+
+def layers_left(layer_number: int, num_layers: int) -> float:
+    """Return the share of the model's layers from this one up: 1 for layer number 1, the first."""
+    return 1 - (layer_number - 1) / num_layers

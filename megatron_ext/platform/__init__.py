@@ -1,0 +1,1 @@
+"""Device and communication back-end: CUDA with NCCL, or the CPU with gloo."""

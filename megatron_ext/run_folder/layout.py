@@ -1,0 +1,30 @@
+"""Names of the files and folders in a run folder."""
+
+from __future__ import annotations
+
+import re
+
+CONFIG = "config.yaml"
+METRICS = "metrics.jsonl"
+EVALUATION = "evaluation.jsonl"
+SUITES = "suites.jsonl"
+DECISIONS = "decisions.jsonl"
+STRAGGLERS = "stragglers.jsonl"
+TENSORBOARD = "tensorboard"
+MODEL = "model.json"
+CHECKPOINTS = "checkpoints"
+EVALUATIONS = "evaluation"
+"""Results of evaluation suites, a folder per step."""
+
+_STEP = re.compile(r"step_([0-9]{1,18})")
+
+
+def step_name(step: int) -> str:
+    """Return the name of the folder of a step's checkpoint or evaluation results."""
+    return f"step_{step}"
+
+
+def step_of(name: str) -> int | None:
+    """Return the step of a folder's name, or None if the name is not of the form of `step_name`."""
+    found = _STEP.fullmatch(name)
+    return int(found[1]) if found else None

@@ -1,0 +1,1 @@
+"""Runs read back from their folders: identity, tokenizer and model."""

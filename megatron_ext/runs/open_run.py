@@ -1,0 +1,166 @@
+"""Trained runs opened for use: the model under any layout, independent of the training layout."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+
+from data_prep.manifest import load_manifest
+from megatron_ext.checkpoint.folder import CheckpointFolder, Record
+from megatron_ext.checkpoint.store import CheckpointStore
+from megatron_ext.config.load import load_config
+from megatron_ext.config.schema import ParallelConfig, RunConfig
+from megatron_ext.data.verify import check_tokenizer
+from megatron_ext.utils.errors import UserError
+from megatron_ext.model.meta_device import on_meta, sizes_of
+from megatron_ext.mixers.core.registry import load_all
+from megatron_ext.model.shape import ModelShape
+from megatron_ext.model.build import build_model
+from megatron_ext.parallel.agreement import on_every_rank
+from megatron_ext.parallel.groups import groups_of_one_process
+from megatron_ext.platform.device import Platform, platform_of
+from megatron_ext.model.shape import model_shape
+from megatron_ext.runs.tokenizer import Coder, coder_in, coder_of
+from megatron_ext.run_folder.layout import CONFIG
+from megatron_ext.run_folder.layout import CHECKPOINTS
+
+AS_NEW = {
+    **{f"parallel.{field.name}": field.default for field in fields(ParallelConfig)},
+    "run.device": "auto",
+    "run.backend": "auto",
+    "training.fp8": "none",
+}
+"""Fields that depend on the machines of the training run, with their values on another machine."""
+
+
+_PADDING = 1 << 27
+"""Allowed excess of the model's parameters over the checkpoint's bytes: a converted model lacks vocabulary padding."""
+
+
+@dataclass(frozen=True)
+class TrainedRun:
+    """Validated content of a run folder that describes the model.
+
+    Attributes:
+        folder: run folder.
+        config: of the run, with the fields of `AS_NEW` and the overrides replaced.
+        record: of the checkpoint to use.
+        shape: from which the model is built.
+        seed: of the run.
+        coder: tokenizer of the training data.
+        platform: of this process.
+    """
+
+    folder: Path
+    config: RunConfig
+    record: Record
+    shape: ModelShape
+    seed: int
+    coder: Coder
+    platform: Platform
+
+
+def open_run(folder: Path, step: int | None = None, overrides: Sequence[str] = ()) -> TrainedRun:
+    """Read a trained run for use on this machine, by default in one process.
+
+    Args:
+        folder: run folder.
+        step: of the checkpoint to use; None: the newest.
+        overrides: of its configuration, `section.field=value`, e.g. a layout.
+
+    Raises:
+        UserError: the run or the checkpoint does not exist, or the tokenizer is missing.
+    """
+    if not (folder / CONFIG).is_file():
+        problem = f"holds no {CONFIG}" if folder.is_dir() else "is no folder"
+        raise UserError(str(folder), problem, "give the folder of a run: run.dir/run.name")
+    as_new = [f"{name}={json.dumps(value)}" for name, value in AS_NEW.items()]
+    config = load_config(folder / CONFIG, [*as_new, *overrides], load_all())
+    record = _record(CheckpointFolder(folder / CHECKPOINTS, _another(folder)), step)
+    coder = _coder(folder, config)
+    platform = platform_of(config.run.device, config.parallel)
+    # A converted model may have embedding rows for more tokens than its tokenizer has.
+    shape = model_shape(config, platform, record.identity.get("data.vocab_size", coder.size))
+    return TrainedRun(folder, config, record, shape, config.training.seed, coder, platform)
+
+
+def _coder(folder: Path, config: RunConfig) -> Coder:
+    """Return the tokenizer in the run folder, else that of the data: runs of earlier versions stored none."""
+    kept = coder_in(folder)
+    if kept is not None:
+        return kept
+    root = Path(config.data.path)
+    manifest = load_manifest(root)
+    given = Path(config.data.tokenizer) if config.data.tokenizer else None
+    return coder_of(check_tokenizer(root, manifest, given), manifest.tokenizer)
+
+
+@contextmanager
+def trained_model(run: TrainedRun) -> Iterator[torch.nn.Module]:
+    """Context manager that yields the model of a run with its trained weights, in a single-process group.
+
+    Args:
+        run: to load the model of.
+
+    Raises:
+        UserError: the checkpoint is damaged.
+    """
+    with groups_of_one_process(run.platform.communication) as groups:
+        (model,) = trained_chunks(run, groups)
+        yield model
+
+
+def trained_chunks(run: TrainedRun, groups: ProcessGroupCollection) -> list[MegatronModule]:
+    """Build this rank's model chunks and load the checkpoint's weights; a collective call.
+
+    Args:
+        run: to load the model of.
+        groups: process groups of the layout `run.config.parallel`.
+
+    Raises:
+        UserError: the checkpoint is damaged, or the configured model is larger than the checkpoint.
+    """
+    store = CheckpointStore(run.folder / CHECKPOINTS, {}, groups, run.platform, another=_another(run.folder))
+    record = store.check(run.record.progress.step)
+    where = str(run.folder / CONFIG)
+
+    def check_numbers() -> None:
+        with sizes_of(where), on_meta():
+            described = build_model(run.shape, run.platform, groups, seed=None)
+        _check_numbers(described, sum(content.size for content in record.files.values()), where)
+
+    if not run.platform.is_cuda:  # on a GPU an allocation that is too large fails at once
+        on_every_rank(check_numbers)
+    with sizes_of(where):
+        chunks = build_model(run.shape, run.platform, groups, run.seed)
+    store.load_model(chunks, record)
+    return chunks
+
+
+def _check_numbers(chunks: Sequence[torch.nn.Module], num_bytes: int, where: str) -> None:
+    """Reject a model larger than its checkpoint before memory is allocated for it. Loading compares each shape."""
+    named = [one for chunk in chunks for one in chunk.named_parameters()]
+    if sum(parameter.numel() for _, parameter in named) <= num_bytes + _PADDING:
+        return
+    name, largest = max(named, key=lambda one: one[1].numel())
+    problem = f"makes {name} {list(largest.shape)}, and the checkpoint holds {num_bytes} bytes in all"
+    raise UserError(where, problem, "give the configuration that the model was made with")
+
+
+def _another(folder: Path) -> str:
+    """Return the advice for an unusable checkpoint, the same whether or not it was given by its own folder."""
+    return f"give {folder} with another --step"
+
+
+def _record(checkpoints: CheckpointFolder, step: int | None) -> Record:
+    step = checkpoints.latest() if step is None else step
+    if step is None:
+        raise UserError(str(checkpoints.root), "holds no checkpoint", "train the run until it has written one")
+    return checkpoints.read_record(step)

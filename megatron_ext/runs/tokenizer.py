@@ -1,0 +1,140 @@
+"""Tokenizer stored in a run folder, with one interface for all kinds of tokenizers."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from data_prep.manifest import TokenizerEntry
+from data_prep.tokenization.rwkv_world import RwkvTokenizer
+from data_prep.tokenization.tiktoken_files import TiktokenTokenizer
+from data_prep.tokenization.tokenizer import NoTokenError
+from data_prep.tokenization.vocabularies import TextTokenizer, kept_tokenizer, lost_part
+from megatron_ext.runs import tokenizer_files
+from megatron_ext.utils.errors import UserError
+from megatron_ext.utils.atomic_files import LARGEST_VOCABULARY, read_regular, write_whole
+from megatron_ext.utils.untrusted_paths import path_within
+
+ENTRY = "tokenizer_entry.json"
+"""File beside a tokenizer that is not a tokenizer.json: its entry in the data's manifest, see `TokenizerEntry`."""
+
+_FILES = {"tiktoken": TiktokenTokenizer.file_name, "rwkv": RwkvTokenizer.file_name}
+"""Names of the stored files. The manifest's own name could collide with another file of the run."""
+
+
+UNREADABLE = "\N{REPLACEMENT CHARACTER}"
+"""Character that decoders substitute for invalid UTF-8; its own UTF-8 encoding has three bytes."""
+
+
+class Coder:
+    """Tokenizer of a run.
+
+    As in training, no special tokens are added, and text cannot produce the end-of-document token.
+
+    Args:
+        tokenizer: encodes and decodes text.
+        end_id: end-of-document token; None: unknown.
+        size: vocabulary size.
+    """
+
+    def __init__(self, tokenizer: TextTokenizer, end_id: int | None, size: int) -> None:
+        self._tokenizer, self._end_id, self.size = tokenizer, end_id, size
+
+    @property
+    def end_id(self) -> int:
+        """End-of-document token.
+
+        Raises:
+            UserError: it is unknown.
+        """
+        if self._end_id is None:
+            mend = "name it as eos_token in the run's tokenizer_config.json"
+            raise UserError("the run's tokenizer", "nothing says which token ends a document", mend)
+        return self._end_id
+
+    @property
+    def known_end(self) -> int | None:
+        """End-of-document token; None: unknown."""
+        return self._end_id
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text.
+
+        Raises:
+            UserError: part of the text has no token and there is no unknown token.
+        """
+        try:
+            return self._tokenizer.encode_batch([text])[0]
+        except NoTokenError:
+            problem = f"has no token for text such as {lost_part(self._tokenizer, text)!r}, and no unknown token"
+            raise UserError("the run's tokenizer", problem, "give text without it") from None
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens."""
+        return self._tokenizer.decode(list(tokens))
+
+    def bytes_of(self, tokens: Sequence[int]) -> int:
+        """Count the UTF-8 bytes of the text of tokens, decoding each token on its own.
+
+        An end-of-document token counts 0. A token with part of a character counts one byte per replacement character
+        of its decoded text. Up to three bytes share one replacement character, so the count may be too low.
+        """
+        count = 0
+        for token, times in Counter(tokens).items():
+            if token != self._end_id:
+                text = self._tokenizer.decode([token])
+                count += times * (len(text.encode()) - 2 * text.count(UNREADABLE))
+        return count
+
+
+def keep_coder(file: Path, entry: TokenizerEntry, folder: Path) -> None:
+    """Store a tokenizer in a run folder; a tokenizer.json as `tokenizer_files` does, where conversion finds it.
+
+    Args:
+        file: of the tokenizer.
+        entry: of the tokenizer in the data's manifest.
+        folder: existing run folder.
+
+    Raises:
+        OSError: a file cannot be read or written.
+    """
+    if entry.kind == "huggingface":
+        tokenizer_files.keep_tokenizer(file, folder, entry.eos_token)
+        return
+    kept = {**asdict(entry), "file": _FILES[entry.kind]}
+    write_whole(folder / kept["file"], read_regular(file, LARGEST_VOCABULARY))
+    write_whole(folder / ENTRY, (json.dumps(kept, indent=2) + "\n").encode())
+
+
+def coder_in(folder: Path) -> Coder | None:
+    """Return the tokenizer stored in a run folder; None: there is none.
+
+    Raises:
+        UserError: its files cannot be read.
+    """
+    if (folder / ENTRY).is_file():
+        entry = _entry(folder / ENTRY)
+        return coder_of(path_within(folder, entry.file, str(folder / ENTRY), follow_links=True), entry)
+    kept = tokenizer_files.kept_tokenizer(folder)
+    if kept is None:
+        return None
+    entry = TokenizerEntry(kept.file.name, "", kept.size, kept.end or "", -1 if kept.end_id is None else kept.end_id)
+    return Coder(kept_tokenizer(folder, entry), kept.end_id, kept.size)
+
+
+def coder_of(file: Path, entry: TokenizerEntry) -> Coder:
+    """Load a tokenizer from a file, whose name may differ from that in its entry."""
+    tokenizer = kept_tokenizer(file.parent, replace(entry, file=file.name))
+    return Coder(tokenizer, entry.eos_id, entry.vocab_size)
+
+
+def _entry(path: Path) -> TokenizerEntry:
+    try:
+        return TypeAdapter(TokenizerEntry).validate_json(read_regular(path))
+    except (OSError, ValidationError):
+        raise UserError(str(path), "cannot be read", "copy it again") from None

@@ -1,0 +1,178 @@
+"""Tokenizer beside a model in Hugging Face's form: tokenizer.json, and the files that AutoTokenizer needs.
+
+Run folders and exported folders contain the same files, so a conversion copies them.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from megatron_ext.runs.exported_tokenizer import (
+    TOKENIZER_CLASS,
+    exported_config,
+    exported_tokens,
+    without_template,
+)
+from megatron_ext.utils.atomic_files import LARGEST_POINTER, LARGEST_VOCABULARY, os_reason, read_regular, write_whole
+from megatron_ext.utils.errors import UserError
+from megatron_ext.utils.json_text import parse_json
+
+TOKENIZER = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+SPECIAL_TOKENS = "special_tokens_map.json"
+COMPANIONS = (
+    *(TOKENIZER_CONFIG, SPECIAL_TOKENS, "added_tokens.json", "chat_template.jinja"),
+    *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model"),
+)
+"""Files that transformers writes beside tokenizer.json."""
+
+
+@dataclass(frozen=True)
+class KeptTokenizer:
+    """Tokenizer beside a model.
+
+    Attributes:
+        file: its tokenizer.json.
+        end: token that ends a document; None: not known.
+        end_id: id of this token; None: not known.
+        size: largest id + 1.
+        begin_id: id of the token that begins a document; None: not known.
+    """
+
+    file: Path
+    end: str | None
+    end_id: int | None
+    size: int
+    begin_id: int | None = None
+
+
+def keep_tokenizer(source: Path, folder: Path, end: str | None, *, plain: bool = False) -> None:
+    """Write a tokenizer's files into a folder, each atomically.
+
+    Args:
+        source: a tokenizer.json.
+        folder: existing folder.
+        end: token that ends a document; None: not known.
+        plain: whether the tokenizer must not add tokens to a text, as in training.
+
+    Raises:
+        OSError: a file cannot be read or written.
+    """
+    content = read_regular(source, LARGEST_VOCABULARY)
+    write_whole(folder / TOKENIZER, without_template(content) if plain else content)
+    known = {} if end is None else {"eos_token": end}
+    config = {"tokenizer_class": TOKENIZER_CLASS, "clean_up_tokenization_spaces": False, **known}
+    _write_json(folder / TOKENIZER_CONFIG, config)
+
+
+def copy_tokenizer(tokenizer: KeptTokenizer, folder: Path, *, plain: bool = False) -> None:
+    """Copy a tokenizer and the files that transformers keeps beside it into a folder.
+
+    tokenizer.json and tokenizer_config.json are always written. tokenizer_config.json and special_tokens_map.json keep
+    only the fields that `exported_tokenizer` allows, because others may refer to code.
+
+    Args:
+        tokenizer: tokenizer to copy.
+        folder: existing folder.
+        plain: whether the tokenizer must not add tokens to a text, as for a model trained with Selectron.
+
+    Raises:
+        OSError: a file cannot be read or written.
+        UserError: a file is not valid JSON, or is a link out of the folder.
+    """
+    keep_tokenizer(tokenizer.file, folder, tokenizer.end, plain=plain)
+    for name in COMPANIONS:
+        companion = tokenizer.file.parent / name
+        if not companion.is_file():
+            continue
+        _refuse_link(companion)
+        if name == TOKENIZER_CONFIG:
+            _write_json(folder / name, exported_config(read_json(companion), plain=plain))
+        elif name == SPECIAL_TOKENS:
+            _write_json(folder / name, exported_tokens(read_json(companion)))
+        else:
+            write_whole(folder / name, read_regular(companion, LARGEST_VOCABULARY))
+
+
+def _refuse_link(companion: Path) -> None:
+    """Refuse a link out of a tokenizer's folder, whose target would be copied and published unnoticed.
+
+    Caches of downloaded models contain links from models--A--B/snapshots/REVISION/NAME to models--A--B/blobs/HASH,
+    which are allowed.
+
+    Raises:
+        UserError: the file is such a link.
+    """
+    folder = companion.parent.resolve()
+    known = [folder, *([folder.parents[1] / "blobs"] if folder.parent.name == "snapshots" else [])]
+    if not any(companion.resolve().is_relative_to(one) for one in known):
+        problem = f"is a link to {companion.resolve()}, and would be copied"
+        raise UserError(str(companion), problem, "put the file itself there, or remove the link")
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    write_whole(path, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())
+
+
+def kept_tokenizer(folder: Path, given: Path | None = None) -> KeptTokenizer | None:
+    """Return the tokenizer of a model's folder; None if there is none.
+
+    Args:
+        folder: folder of the model.
+        given: another tokenizer.json to use instead, with the files beside it.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    file = folder / TOKENIZER if given is None else given
+    if not file.is_file() and given is None:
+        return None
+    try:
+        tokenizer = Tokenizer.from_buffer(read_regular(file, LARGEST_VOCABULARY))
+    except Exception as error:  # the bindings raise bare Exception
+        problem = f"is no tokenizer.json ({' '.join(str(error).split())})"
+        raise UserError(str(file), problem, "give one that Hugging Face tokenizers wrote") from None
+    end, begin = (_special(file.parent, f"{kind}_token") for kind in ("eos", "bos"))
+    end_id, begin_id = (None if token is None else tokenizer.token_to_id(token) for token in (end, begin))
+    size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
+    return KeptTokenizer(file, None if end_id is None else end, end_id, size, begin_id)
+
+
+def _special(folder: Path, kind: str) -> str | None:
+    for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS):
+        token = read_json(folder / name).get(kind) if (folder / name).is_file() else None
+        if token is not None:
+            return str(token["content"] if isinstance(token, dict) else token)  # a serialized AddedToken, or its text
+    return None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file.
+
+    Raises:
+        UserError: the file cannot be read, or contains no object.
+    """
+    try:
+        content = parse_json(read_regular(path, LARGEST_VOCABULARY))
+    except (OSError, ValueError) as error:
+        raise UserError(str(path), f"cannot be read ({' '.join(str(error).split())})", "copy it again") from None
+    if not isinstance(content, dict):
+        raise UserError(str(path), "is no JSON object", "copy it again")
+    return content
+
+
+def read_name(path: Path) -> str:
+    """Return the name of the newest checkpoint from a pointer file.
+
+    Raises:
+        UserError: the file cannot be read or is too large.
+    """
+    try:
+        return read_regular(path, LARGEST_POINTER).decode(errors="replace").strip()
+    except OSError as error:
+        raise UserError(str(path), f"cannot be read ({os_reason(error)})", "copy it again") from None

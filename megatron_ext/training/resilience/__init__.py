@@ -1,0 +1,1 @@
+"""Faulty steps, slow ranks and graceful stops."""

@@ -1,0 +1,89 @@
+"""Decisions of a run about faulty steps and allowed changes. Each is one line of decisions.jsonl and is printed."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.checkpoint.folder import Progress
+from megatron_ext.run_folder.layout import DECISIONS
+from megatron_ext.training.records import RunRecords
+from megatron_ext.utils.atomic_files import read_regular, write_whole
+from megatron_ext.utils.errors import UserError
+from megatron_ext.utils.json_text import parse_json
+
+AGAIN, SKIP, ROLL_BACK, STOP, WENT_ON = "again", "skip", "roll_back", "stop", "changed"
+
+
+def note(records: RunRecords, decision: str, step: int, line: str, **details: Any) -> None:
+    """Record a decision and print it.
+
+    Args:
+        records: of the run.
+        decision: one of the constants of this module.
+        step: that it concerns.
+        line: what happened and what is done.
+        details: further fields of the record; numbers that are not finite become null.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    numbers = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in details.items()}
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    records.keep(DECISIONS, {"time": now, "step": step, "decision": decision, "line": line, **numbers})
+    records.say(f"selectron: warning: step {step}: {line}")
+
+
+def read_decisions(folder: Path) -> list[dict[str, Any]]:
+    """Return the decisions of a run in order, without a last line that a killed run left incomplete."""
+    path = folder / DECISIONS
+    lines = read_regular(path).decode().split("\n")[:-1] if path.exists() else []
+    return [_decision(f"{path}:{number}", line) for number, line in enumerate(lines, start=1)]
+
+
+def _decision(where: str, line: str) -> dict[str, Any]:
+    try:
+        record: dict[str, Any] = parse_json(line)
+        numbers = ("step", "to_step", "samples") if record["decision"] == ROLL_BACK else ("step",)
+        if all(type(record[name]) is int for name in numbers):
+            return dict(record)
+    except (ValueError, TypeError, KeyError):
+        pass
+    raise UserError(where, f"is no record of a decision: {line[:60]!r}", "mend the line or remove it")
+
+
+def copy_decisions(source: Path, folder: Path, step: int) -> None:
+    """Replace a branch's decisions by those of its trunk that led to the checkpoint it starts from.
+
+    Args:
+        source: folder of the other run (the trunk).
+        folder: of the run. Its previous decisions stem from a start that reached no checkpoint.
+        step: of the checkpoint. Left out are roll-backs to this step or a later one, and changes that were allowed when
+            the other run resumed from this step.
+    """
+    lines = [json.dumps(record) for record in read_decisions(source) if _is_before(record, step)]
+    if lines or (folder / DECISIONS).exists():
+        write_whole(folder / DECISIONS, "".join(f"{line}\n" for line in lines).encode())
+
+
+def _is_before(record: Mapping[str, Any], step: int) -> bool:
+    if record["decision"] == ROLL_BACK:
+        return bool(record["to_step"] < step)
+    return bool(record["step"] < step or (record["step"] == step and record["decision"] in (AGAIN, SKIP)))
+
+
+def interventions(folder: Path) -> int:
+    """Count the steps of a run that were skipped or rolled back."""
+    return len({record["step"] for record in read_decisions(folder) if record["decision"] in (SKIP, ROLL_BACK)})
+
+
+def place_in_data(folder: Path, progress: Progress) -> Progress:
+    """Return the progress to continue with from a checkpoint. After a roll-back, the faulty samples are left out."""
+    for record in reversed(read_decisions(folder)):
+        if record["decision"] == ROLL_BACK and record["to_step"] == progress.step:
+            return Progress(progress.step, max(progress.samples, record["samples"]), progress.tokens)
+    return progress

@@ -1,0 +1,49 @@
+"""Lock of a run folder while this process trains the run."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
+
+from megatron_ext.data.failed import NOTES
+from megatron_ext.run_folder.heartbeat import FOLDER as HEARTBEATS
+from megatron_ext.run_folder.layout import TENSORBOARD
+from megatron_ext.run_folder.lock import FOLDER, LockLost, RunLock, held, take
+from megatron_ext.utils.errors import EXIT_USER_ERROR
+from megatron_ext.utils.untrusted_paths import path_within
+
+WRITTEN = (FOLDER, HEARTBEATS, TENSORBOARD, NOTES, "launch", "evaluation")
+"""Folders of a run in which files are replaced and removed. Checkpoints may be a link to another disk."""
+
+
+@contextmanager
+def holding(folder: Path) -> Iterator[RunLock | None]:
+    """Context manager that holds the lock of a run on its first rank and does nothing on the others.
+
+    Args:
+        folder: of the run.
+
+    Yields:
+        The lock; None: this is not the first rank.
+
+    Raises:
+        UserError: another process trains the run, a link leads out of its folder, or the folder cannot be written.
+    """
+    if int(os.environ.get("RANK", "0")) != 0:
+        yield None
+        return
+    for name in WRITTEN:
+        path_within(folder, name, str(folder))
+    lock = take(folder / FOLDER, str(folder))
+    with held(lock, on_stuck=_end_at_once):
+        yield lock
+
+
+def _end_at_once(error: LockLost) -> NoReturn:
+    """Exit if the lock is lost and this process is stuck, most often in a collective with ranks that are gone."""
+    print(f"selectron: error: {error}", file=sys.stderr, flush=True)
+    os._exit(EXIT_USER_ERROR)

@@ -1,0 +1,1 @@
+"""Helpers of every package: user errors, files, temporary folders, signals and text."""

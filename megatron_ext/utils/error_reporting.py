@@ -1,0 +1,137 @@
+"""Printing of a user error once, however many ranks find it.
+
+Every rank that finds the error tries to create the same file. The one that succeeds reports it. Under `launch.local`
+the environment gives the file, and the parent prints its text. Under torchrun or Slurm there is no such parent, and the
+creator prints the error.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from megatron_ext.utils.atomic_files import os_reason
+from megatron_ext.utils.errors import EXIT_STOPPED, UserError
+from megatron_ext.utils.temp_dirs import own_folder
+
+ERROR_FILE = "SELECTRON_ERROR_FILE"
+"""Environment variable: file in which a rank leaves the user error for the launcher."""
+
+STOPPED_FILE = "SELECTRON_STOPPED_FILE"
+"""Environment variable: file by which the first rank tells a batch script that the run was stopped."""
+
+
+_FORGOTTEN_SECONDS = 86400
+"""Age in seconds after which a job's error file is removed."""
+
+
+def report_user_error(message: str) -> None:
+    """Report a user error once for all ranks of this machine.
+
+    Args:
+        message: one line.
+    """
+    given = os.environ.get(ERROR_FILE)
+    alone = not given and not has_peers()
+    try:
+        speaks = alone or claim(Path(given) if given else _shared_file(), message)
+    except OSError:
+        given, speaks = None, True  # printing it twice is better than not at all
+    if speaks and not given:
+        print_user_error(message)
+
+
+def stopped_code() -> int:
+    """Return the exit code of a rank whose run was asked to stop.
+
+    srun kills all tasks at the first non-zero code, while they are still shutting down. Therefore a batch script gives
+    a file in the environment. The first rank creates the file, and all ranks return 0.
+    """
+    given = os.environ.get(STOPPED_FILE)
+    if not given:
+        return EXIT_STOPPED
+    if int(os.environ.get("RANK", "0")) == 0:
+        try:
+            Path(given).touch()
+        except OSError:  # killed early is better than being taken for finished
+            return EXIT_STOPPED
+    return 0
+
+
+def disk_refusal(error: Exception) -> UserError | None:
+    """Return the user error for a disk that is full or read-only; None: it is another error."""
+    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+        return None
+    problem = f"cannot be written ({os_reason(error)})"
+    return UserError(str(error.filename or "a file"), problem, "make room, or choose another place")
+
+
+def has_peers() -> bool:
+    """Return True if this process is one rank of several."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def reported_by_another() -> bool:
+    """Return True if a rank has already reported a user error; a crash of this rank is then its consequence."""
+    if not has_peers():
+        return False
+    given = os.environ.get(ERROR_FILE)
+    try:
+        return (Path(given) if given else _shared_file()).exists()
+    except OSError:
+        return False
+
+
+def print_user_error(message: str) -> None:
+    """Print a user error to standard error, on one line."""
+    print(f"selectron: error: {' '.join(message.split())}", file=sys.stderr, flush=True)
+
+
+def claim(path: Path, message: str) -> bool:
+    """Create a file with a message if it does not exist.
+
+    Args:
+        path: the file, the same for all ranks.
+        message: its text.
+
+    Returns:
+        True: it was created here. False: another process was first.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    try:
+        with path.open("x", encoding="utf-8") as stream:
+            stream.write(message)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _shared_file() -> Path:
+    """Return a file name shared by the ranks of this job on this machine, but by no other job."""
+    parent = os.getppid()
+    variables = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_STEP_ID")
+    # The ranks of a machine are children of one torchrun (or Slurm step). Its start time distinguishes reused pids: the
+    # file cannot be removed at the end, since it is unknown when the last rank has read it.
+    key = [*(os.environ.get(name, "") for name in variables), str(os.getuid()), str(parent), _start_time(parent)]
+    digest = hashlib.sha256("\0".join(key).encode()).hexdigest()[:20]
+    folder = own_folder()
+    for old in folder.glob("error-*"):
+        with suppress(OSError):
+            if time.time() - old.stat().st_mtime > _FORGOTTEN_SECONDS:
+                old.unlink()
+    return folder / f"error-{digest}"
+
+
+def _start_time(pid: int) -> str:
+    try:
+        # Field 22. The second field is the command in parentheses and may contain spaces.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return ""

@@ -1,0 +1,68 @@
+"""Command `selectron doctor`, and reports of the implementations that ops select."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from kernels.common import fla
+from kernels.common.dispatch import Choice, choose, recorded_choices
+from kernels.softmax_attention import softmax_attention
+from megatron_ext.commands.op_choices import implementations
+from megatron_ext.mixers.core.registry import load_all
+from megatron_ext.platform.device import Platform, select_platform
+
+PRETENDED_GPU = Platform(torch.device("cuda", 0), "gloo")
+
+
+def test_doctor_names_what_each_mixer_uses() -> None:
+    # Use a separate process, because the command creates a process group.
+    command = [sys.executable, "-m", "megatron_ext.cli", "doctor"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    _, _, mixers = done.stdout.partition("with its default settings:\n")
+    lines = [line.split(maxsplit=1) for line in mixers.splitlines()]
+    assert list(dict.fromkeys(name for name, _ in lines)) == sorted(load_all())
+    if not torch.cuda.is_available():
+        reason = "(triton's kernels need a GPU, and the inputs are on cpu)"
+        found = [text for name, text in lines if name == "mamba"]
+        assert found == [f"short_convolution: reference {reason}", f"selective_scan: chunked {reason}"]
+        assert dict(lines)["attention"] == "softmax_attention: sdpa (plain causal: fused here too)"
+        assert dict(lines)["moba"] == f"top1_chunk_attention: reference {reason}"
+        assert dict(lines)["nsa"].startswith("native_sparse_attention: reference (triton's kernels need a GPU")
+    assert "torch" in done.stdout.partition("\n\n")[0]
+
+
+def test_records_hold_the_choices_of_their_time() -> None:
+    q = torch.zeros(1, 3, 2, 4)
+    with recorded_choices() as outer:
+        softmax_attention(q, q, q, implementation="reference")
+        with recorded_choices() as inner:
+            choose("an op", "auto", ["fast"], Choice("fast", "it is there"), "slow")
+        softmax_attention(q, q, q, window=2)
+    softmax_attention(q, q, q)
+    assert inner == [("an op", Choice("fast", "it is there"))]
+    assert [name for name, _ in outer] == ["softmax_attention", "an op", "softmax_attention"]
+    assert outer[0][1] == Choice("reference", "asked for")
+
+
+@pytest.mark.parametrize("triton", ["3.6.0", "3.7.1"])
+def test_a_gpu_needs_no_launch(monkeypatch: pytest.MonkeyPatch, triton: str) -> None:
+    select_platform("cpu")  # replaces the CUDA device that Megatron asks for
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(fla, "find_spec", lambda name: "there")
+    monkeypatch.setattr(fla, "version", {"triton": triton}.__getitem__)
+    fla.refused_on_hopper.cache_clear()
+    try:
+        found = {name: [(op, choice.name) for op, choice in of] for name, of in implementations(PRETENDED_GPU)}
+    finally:
+        fla.refused_on_hopper.cache_clear()
+    assert list(found) == sorted(load_all())
+    assert found["top1_chunk"] == [("top1_chunk_attention", "triton")]
+    assert found["nsa"] == [("native_sparse_attention", "triton"), ("softmax_attention", "flex")]
+    assert found["gla"] == [("gated_linear_attention", "fla")]
+    assert found["rwkv7"] == [("rwkv7", "fla")]
+    whole_heads = "chunked" if triton == "3.6.0" else "fla"
+    assert found["mamba2"] == [("short_convolution", "triton"), ("gated_linear_attention", whole_heads)]

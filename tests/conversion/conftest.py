@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+# The pool of processes and the models of the parity tests, even if those tests are not collected.
+sys.path.append(str(Path(__file__).parents[1] / "distributed"))
+# The replacements of flash-linear-attention's kernels are a module of the mixers' tests.
+sys.path.append(str(Path(__file__).parents[1] / "mixers"))
+
+
+@pytest.fixture(scope="session")
+def saved_run(pool: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Function that returns the folder of a run trained briefly under a layout. Each run is made once."""
+    import saved_runs
+
+    known: dict[str, Path] = {}
+
+    def make(
+        pattern: str,
+        parallel: dict[str, Any] | None = None,
+        model: dict[str, Any] | None = None,
+        mixers: dict[str, Any] | None = None,
+        precision: str = "fp32",
+    ) -> Path:
+        case = (pattern, parallel or {}, model or {}, mixers or {}, precision)
+        if repr(case) not in known:
+            known[repr(case)] = tmp_path_factory.mktemp("saved") / "run"
+            world_size = case[1].get("tensor", 1) * case[1].get("pipeline", 1)
+            pool.run(saved_runs.save, world_size, known[repr(case)], *case)
+        return known[repr(case)]
+
+    return make
+
+
+@pytest.fixture
+def convert(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """Function that runs `selectron convert` in this process and returns the exit code."""
+    from megatron_ext.cli import main
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # set by the command, so restored by the fixture
+
+    def run(*arguments: object) -> int:
+        try:
+            return main(["convert", *map(str, arguments)])
+        except SystemExit as stop:
+            return int(stop.code or 0)
+
+    return run
+
+
+@pytest.fixture
+def peer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[dict[str, Any]], torch.nn.Module]]:
+    """Function that builds a config.json's model in its own library, on the CPU and without compilation."""
+    import transformers
+
+    def build(config: dict[str, Any]) -> torch.nn.Module:
+        (architecture,) = config["architectures"]
+        if hasattr(transformers, architecture):
+            cls = getattr(transformers, architecture)
+        else:
+            pytest.importorskip("fla", reason="flash-linear-attention is not installed")
+            from beside_fla import IN_MODELS, PLAIN, fla, replace
+
+            replace(monkeypatch, PLAIN | IN_MODELS)
+            cls = fla(f"models.{architecture}")
+        return cls(cls.config_class.from_dict(dict(config))).eval()
+
+    with torch.compiler.set_stance("force_eager"):
+        yield build

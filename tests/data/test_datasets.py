@@ -1,0 +1,116 @@
+"""Opening of a run's data: from a folder, from an address, with weights, with a damaged shard."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+from corpora import prepared
+
+from megatron_ext.config.schema import DataConfig
+from megatron_ext.data.datasets import RunData, open_data
+from megatron_ext.utils.errors import UserError
+
+pytestmark = pytest.mark.usefixtures("one_process")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepared(tmp_path_factory.mktemp("prepared"))
+
+
+def opened(path: Path | str, **fields: Any) -> RunData:
+    return open_data(DataConfig(path=str(path), seq_length=32, **fields), seed=3)
+
+
+def same(one: RunData, other: RunData) -> bool:
+    return all(np.array_equal(one.samples[index], other.samples[index]) for index in range(2 * one.samples.num_windows))
+
+
+def test_an_address_gives_what_the_folder_gives(folder: Path, tmp_path: Path) -> None:
+    here, there = opened(folder), opened(f"file://{folder}", cache_dir=str(tmp_path))
+    assert there.root.parent == tmp_path
+    kept = {path.relative_to(there.root).parts[0] for path in there.root.rglob("*.npy")}
+    assert kept == {"validation", "test"}  # evaluation data is downloaded at once
+    assert there.tokenizer_file.read_bytes() == here.tokenizer_file.read_bytes()
+    assert same(here, there)
+
+
+def test_what_a_start_has_read_the_next_one_does_not(folder: Path) -> None:
+    first = opened(folder)
+    assert (first.unchanged, len(first.verified) % 2) == (0, 0)
+    config = DataConfig(path=str(folder), seq_length=32)
+    assert open_data(config, 3, first.verified).unchanged == len(first.verified) > 0
+    assert open_data(replace(config, verify="sha256_always"), 3, first.verified).unchanged == 0
+    assert open_data(replace(config, verify="size"), 3, first.verified).verified == {}
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_damaged_shard(folder: Path, tmp_path: Path, cached: bool) -> None:
+    whole = opened(folder)
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    shard = copy / "train/First/000001.tar"
+    shard.unlink()
+    path, fields = (f"file://{copy}", {"cache_dir": str(tmp_path / "cache")}) if cached else (str(copy), {})
+    with pytest.raises(UserError, match=r"copy/train/First/000001\.tar: is missing; "):
+        opened(path, **fields)
+    without = opened(path, on_damaged="skip", **fields)
+    assert [damage.shard for damage in without.damages] == ["train/First/000001.tar"]
+    assert 0 < without.samples.lost_windows < whole.samples.num_windows / 2
+    assert not same(whole, without)
+    (copy / "test/Other/000000.tar").unlink()
+    if cached:
+        opened(path, on_damaged="skip", **fields)  # a local copy exists
+        fields = {"cache_dir": str(tmp_path / "another")}
+    with pytest.raises(UserError, match=r"test/Other/000000\.tar: (is missing|cannot be read)"):
+        opened(path, on_damaged="skip", **fields)
+
+
+@pytest.mark.parametrize("verify", ["sha256", "size"])
+def test_a_shard_that_failed_is_read_whole(folder: Path, tmp_path: Path, verify: Literal["sha256", "size"]) -> None:
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    shard = "train/First/000001.tar"
+    config = DataConfig(path=str(copy), seq_length=32, verify=verify, on_damaged="skip")
+    whole = open_data(config, 3)
+    stat = (copy / shard).stat()
+    (copy / shard).write_bytes(bytes(stat.st_size))
+    known = dict(whole.verified)
+    if known:  # as left by a disk that returns different bytes
+        changed = (copy / shard).stat()
+        known[str(copy / shard)][3:] = [changed.st_mtime_ns, changed.st_ctime_ns]
+    assert open_data(config, 3, known).damages == []
+    (damage,) = open_data(config, 3, known, [shard]).damages
+    assert (damage.shard, "sha256 differs" in damage.problem) == (shard, True)
+    with pytest.raises(UserError, match=rf"{shard}: sha256 differs"):
+        open_data(replace(config, on_damaged="stop"), 3, known, [shard])
+    shutil.copy(folder / shard, copy / shard)
+    again = open_data(config, 3, known, [shard])
+    assert again.damages == []
+    assert again.verified.keys() == whole.verified.keys()
+
+
+def test_a_cache_too_small_is_warned_of_and_kept_to(folder: Path, tmp_path: Path) -> None:
+    fields = {"path": f"file://{folder}", "cache_dir": str(tmp_path)}
+    assert opened(**fields, cache_gib=1).warnings == []
+    data = opened(**fields, cache_gib=1e-6)
+    (warning,) = data.warnings
+    assert warning.startswith("selectron: warning: data.cache_gib: 9.99e-07 GiB, and the shards to train on have ")
+    assert same(data, opened(folder))
+    held = {os.path.realpath(f"/proc/self/fd/{descriptor}") for descriptor in os.listdir("/proc/self/fd")}
+    removed = [path for path in held if path.startswith(str(tmp_path)) and path.endswith(".tar (deleted)")]
+    assert len(removed) <= 1  # stays on disk until it is closed
+
+
+def test_weights(folder: Path) -> None:
+    data = opened(folder, weights={"Second": 1, "First": 3})
+    assert data.weights == {"First": 3, "Second": 1}
+    assert not same(data, opened(folder))
+    with pytest.raises(
+        UserError, match=r"^data.weights: no domain Third in the train split; choose from: First, Second$"
+    ):
+        opened(folder, weights={"Third": 1})

@@ -1,0 +1,108 @@
+"""Tokenizers saved in a run encode like their originals, for every kind."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+
+import pytest
+import tiktoken
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from data_prep.manifest import TokenizerEntry
+from data_prep.tokenization.vocabularies import TextTokenizer, keep_tokenizer, open_tokenizer
+from megatron_ext.runs.tokenizer import ENTRY, coder_in, keep_coder
+from megatron_ext.utils.errors import UserError
+
+TEXT = "plain text, na\u00efve \u6771\u4eac \U0001f986 <|endoftext|> inside"
+PATTERN = r"\p{L}+|[^\p{L}]"
+BYTES = [bytes([byte]) for byte in range(256)]
+
+
+def _tiktoken(folder: Path) -> tuple[TextTokenizer, list[int]]:
+    ranks = {token: rank for rank, token in enumerate([*BYTES, b"pl", b"in"])}
+    path = folder / "own.tiktoken"
+    path.write_bytes(b"".join(base64.b64encode(token) + b" %d\n" % rank for token, rank in ranks.items()))
+    library = tiktoken.Encoding("own", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={})
+    return open_tokenizer(str(path), PATTERN), library.encode_ordinary(TEXT)
+
+
+def _rwkv(folder: Path) -> tuple[TextTokenizer, list[int]]:
+    path = folder / "vocab.txt"
+    path.write_text("".join(f"{number} {token!r} 1\n" for number, token in enumerate(BYTES, start=1)))
+    return open_tokenizer(str(path)), [byte + 1 for byte in TEXT.encode()]
+
+
+def _json(folder: Path) -> tuple[TextTokenizer, list[int]]:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    library = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[]))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    expected = library.encode(TEXT).ids
+    library.add_special_tokens(["<|endoftext|>"])
+    library.save(str(folder / "own.json"))
+    return open_tokenizer(str(folder / "own.json")), expected
+
+
+@pytest.mark.parametrize(
+    ("make", "end"), [(_tiktoken, 258), (_rwkv, 0), (_json, 256)], ids=["tiktoken", "rwkv", "json"]
+)
+def test_a_run_keeps_every_kind(make, end: int, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    data, run = tmp_path / "data", tmp_path / "run"
+    data.mkdir()
+    run.mkdir()
+    tokenizer, expected = make(tmp_path)
+    entry = keep_tokenizer(data, tokenizer, ("<|endoftext|>", end))
+    keep_coder(data / entry.file, entry, run)
+    coder = coder_in(run)
+    assert coder is not None
+    assert coder.encode(TEXT) == expected  # the end-of-document token's name encodes as text
+    assert coder.decode(expected) == TEXT
+    assert (coder.end_id, coder.known_end, coder.size) == (end, end, entry.vocab_size)
+    assert (run / "tokenizer.json").exists() == (entry.kind == "huggingface")  # only this kind has the file
+
+
+@pytest.mark.parametrize("make", [_tiktoken, _rwkv, _json], ids=["tiktoken", "rwkv", "json"])
+def test_ids_that_are_no_token_are_no_text(make, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """The model has rows for these ids: gaps in the vocabulary, and the padding."""
+    tokenizer, tokens = make(tmp_path)
+    end = ("<|endoftext|>", 0 if make is _rwkv else 270 if make is _tiktoken else 256)
+    entry = keep_tokenizer(tmp_path, tokenizer, end)
+    keep_coder(tmp_path / entry.file, entry, tmp_path)
+    coder = coder_in(tmp_path)
+    assert coder is not None
+    assert coder.decode([265, *tokens[:5], 265, 383, *tokens[5:]]) == TEXT
+    assert coder.decode([265]) == ""
+
+
+def test_text_that_has_no_token_is_named(tmp_path: Path) -> None:
+    library = Tokenizer(models.BPE(vocab={"a": 0, "b": 1, "<|endoftext|>": 2}, merges=[]))
+    library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    library.save(str(tmp_path / "letters.json"))
+    tokenizer = open_tokenizer(str(tmp_path / "letters.json"))
+    keep_coder(tmp_path / "letters.json", keep_tokenizer(tmp_path, tokenizer, ("<|endoftext|>", 2)), tmp_path)
+    coder = coder_in(tmp_path)
+    assert coder is not None
+    assert coder.encode("ab ba") == [0, 1, 1, 0]
+    line = "the run's tokenizer: has no token for text such as 'bxa', and no unknown token; give text without it"
+    with pytest.raises(UserError, match=f"^{line}$"):
+        coder.encode("ab bxa ba")
+
+
+def test_a_folder_without_a_tokenizer_or_with_a_broken_entry(tmp_path: Path) -> None:
+    assert coder_in(tmp_path) is None
+    (tmp_path / ENTRY).write_text(json.dumps({"file": "x"}))
+    with pytest.raises(UserError, match=rf"{ENTRY}: cannot be read; copy it again"):
+        coder_in(tmp_path)
+
+
+def test_an_end_that_nothing_names(tmp_path: Path) -> None:
+    tokenizer, _ = _json(tmp_path)
+    entry = TokenizerEntry("own.json", "", tokenizer.vocab_size, "[none]", 0)
+    keep_coder(tmp_path / "own.json", entry, tmp_path)
+    coder = coder_in(tmp_path)
+    assert coder is not None
+    assert coder.known_end is None
+    with pytest.raises(UserError, match="nothing says which token ends a document; name it as eos_token"):
+        _ = coder.end_id

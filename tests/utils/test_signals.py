@@ -1,0 +1,28 @@
+"""Temporary signal handlers, with signals that this process sends to itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from megatron_ext.utils.signals import handled
+
+
+def test_a_handler_has_its_signals_for_a_while() -> None:
+    outer: list[int] = []
+    inner: list[int] = []
+    with handled([signal.SIGUSR1, signal.SIGUSR2], lambda number, _: outer.append(number)):
+        with handled([signal.SIGUSR1], lambda number, _: inner.append(number)):
+            os.kill(os.getpid(), signal.SIGUSR1)
+            os.kill(os.getpid(), signal.SIGUSR2)
+        os.kill(os.getpid(), signal.SIGUSR1)
+    assert (inner, outer) == ([signal.SIGUSR1], [signal.SIGUSR2, signal.SIGUSR1])
+
+
+def test_an_error_gives_signals_back() -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    with pytest.raises(RuntimeError), handled([signal.SIGUSR1], lambda *_: None):
+        raise RuntimeError
+    assert signal.getsignal(signal.SIGUSR1) is before
