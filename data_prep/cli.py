@@ -248,11 +248,11 @@ def _filtering(arguments: argparse.Namespace) -> Filtering:
     )
 
 
-def _given(arguments: argparse.Namespace, names: dict[str, str], used: bool, mend: str) -> dict[str, Any]:
+def _given(arguments: argparse.Namespace, names: dict[str, str], used: bool, hint: str) -> dict[str, Any]:
     """Return the given arguments by their fields' names; raise UserError if they are given but not used."""
     values = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     if values and not used:
-        raise UserError(f"--{next(iter(values)).replace('_', '-')}", "is given for what is not done", mend)
+        raise UserError(f"--{next(iter(values)).replace('_', '-')}", "is given for what is not done", hint)
     return {names[name]: value for name, value in values.items()}
 
 

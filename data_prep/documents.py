@@ -67,7 +67,7 @@ class Problems:
     otherwise: str = "pass --on-error skip"
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
 
-    def report(self, file: str, line: int | str | None, reason: str, detail: str = "", mend: str = REPAIR) -> None:
+    def report(self, file: str, line: int | str | None, reason: str, detail: str = "", hint: str = REPAIR) -> None:
         """Count a malformed record, or stop.
 
         Args:
@@ -75,7 +75,7 @@ class Problems:
             line: line number from 1, or another location in the file; None for a whole file.
             reason: kind of defect, by which skipped records are counted.
             detail: details of this record's defect.
-            mend: alternative to skipping the record, for the error message.
+            hint: alternative to skipping the record, for the error message.
 
         Raises:
             UserError: `on_error` is `stop`.
@@ -83,7 +83,7 @@ class Problems:
         if self.on_error == "stop":
             where = file if line is None else f"{file}:{line}"
             problem = f"{reason} ({detail})" if detail else reason
-            raise UserError(where, " ".join(problem.split()), f"{mend} or {self.otherwise}")
+            raise UserError(where, " ".join(problem.split()), f"{hint} or {self.otherwise}")
         self.counts[printable(redacted(file)), reason] += 1
 
 
@@ -135,11 +135,11 @@ def domain_key(name: str) -> str:
 class MalformedError(ValueError):
     """A record that is not a document: the kind of defect, its details, and an alternative to skipping the record."""
 
-    def __init__(self, reason: str, detail: str = "", mend: str = REPAIR) -> None:
-        super().__init__(reason, detail, mend)
+    def __init__(self, reason: str, detail: str = "", hint: str = REPAIR) -> None:
+        super().__init__(reason, detail, hint)
         self.reason = reason
         self.detail = detail
-        self.mend = mend
+        self.hint = hint
 
 
 def check_length(length: int, unit: str = "characters") -> None:

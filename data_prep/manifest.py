@@ -96,15 +96,15 @@ def verify_shard(root: Path, shard: ShardEntry, mode: VerifyMode) -> None:
 
 
 def _verify_file(path: Path, size: int, sha256: str, mode: VerifyMode) -> None:
-    mend = "copy it again or prepare the data again"
+    hint = "copy it again or prepare the data again"
     if not path.is_file():
-        raise UserError(str(path), "is missing", mend)
+        raise UserError(str(path), "is missing", hint)
     actual = path.stat().st_size
     if actual != size:
         state = "truncated" if actual < size else "too long"
-        raise UserError(str(path), f"is {state}: expected {size} bytes, found {actual}", mend)
+        raise UserError(str(path), f"is {state}: expected {size} bytes, found {actual}", hint)
     if mode == "sha256" and (found := sha256_of(path)) != sha256:
-        raise UserError(str(path), f"sha256 differs: expected {sha256}, found {found}", mend)
+        raise UserError(str(path), f"sha256 differs: expected {sha256}, found {found}", hint)
 
 
 def verify_tokenizer(root: Path, manifest: Manifest, tokenizer: Path | None = None) -> Path:
@@ -128,6 +128,6 @@ def verify_tokenizer(root: Path, manifest: Manifest, tokenizer: Path | None = No
     found = sha256_of(path)
     if found != manifest.tokenizer.sha256:
         problem = f"is not the tokenizer of {manifest_path}: sha256 {found[:12]}, expected"
-        mend = f"use {root / manifest.tokenizer.file} or prepare the data again"
-        raise UserError(str(path), f"{problem} {manifest.tokenizer.sha256[:12]}", mend)
+        hint = f"use {root / manifest.tokenizer.file} or prepare the data again"
+        raise UserError(str(path), f"{problem} {manifest.tokenizer.sha256[:12]}", hint)
     return path

@@ -134,8 +134,8 @@ def prepare(options: PrepareOptions) -> Manifest | None:
             return _fill(partial, corpus, options, recorded)
     except OSError as error:
         where = str(error.filename or output)
-        mend = "free space or mend the path; the same call then goes on"
-        raise UserError(where, f"cannot be read or written ({os_reason(error)})", mend) from None
+        hint = "free space or mend the path; the same call then goes on"
+        raise UserError(where, f"cannot be read or written ({os_reason(error)})", hint) from None
 
 
 def open_corpus(options: PrepareOptions) -> Corpus:

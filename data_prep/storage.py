@@ -66,8 +66,8 @@ def unfinished_folder(output: Path, begun: dict[str, Any]) -> Iterator[Path]:
         try:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            mend = "wait for it or choose another --output"
-            raise UserError(str(partial), "is being written by another `selectron prepare`", mend) from None
+            hint = "wait for it or choose another --output"
+            raise UserError(str(partial), "is being written by another `selectron prepare`", hint) from None
         is_new = _begin(partial, begun)
         try:
             yield partial
@@ -137,14 +137,14 @@ def _begin(partial: Path, begun: dict[str, Any]) -> bool:
     is_new = not note.is_file()
     if is_new:
         if (partial / MANIFEST_NAME).exists():  # earlier versions removed the record before renaming the folder
-            mend = f"rename it to {partial.name.removesuffix(PARTIAL_SUFFIX)}, or remove it to begin anew"
-            raise UserError(str(partial), "is finished, of a call that was stopped before it had its name", mend)
+            hint = f"rename it to {partial.name.removesuffix(PARTIAL_SUFFIX)}, or remove it to begin anew"
+            raise UserError(str(partial), "is finished, of a call that was stopped before it had its name", hint)
         _empty(partial)  # there is nothing to resume from before the record was written
         write_whole(note, json.dumps(begun).encode())
     elif (name := _difference(note, begun)) is not None:
         before, now = _shown(parse_json(read_regular(note)).get(name)), _shown(begun.get(name))
-        mend = f"give the same again, or remove {partial} to begin anew"
-        raise UserError(str(partial), f"was begun with {name} {before}, not {now}", mend)
+        hint = f"give the same again, or remove {partial} to begin anew"
+        raise UserError(str(partial), f"was begun with {name} {before}, not {now}", hint)
     (partial / WORK_NAME).mkdir(exist_ok=True)
     return is_new
 

@@ -45,12 +45,12 @@ def complaint(path: Iterable[str] | None = None) -> str | None:
     foreign = foreign_distributions(path)
     if foreign:
         what = f"the installed distribution{'s' if len(foreign) > 1 else ''} {', '.join(map(repr, foreign))}"
-        mend = f"run `pip uninstall {' '.join(foreign)}`, then install selectron (again, if it was installed)"
-        return f"{what} also provides the Python package '{IMPORT_NAME}', which is selectron's: {mend}"
+        hint = f"run `pip uninstall {' '.join(foreign)}`, then install selectron (again, if it was installed)"
+        return f"{what} also provides the Python package '{IMPORT_NAME}', which is selectron's: {hint}"
     shadow = _shadow()
     if shadow is not None:
-        mend = "remove that folder from PYTHONPATH, or rename it"
-        return f"'import {IMPORT_NAME}' finds {shadow} before selectron's package of that name: {mend}"
+        hint = "remove that folder from PYTHONPATH, or rename it"
+        return f"'import {IMPORT_NAME}' finds {shadow} before selectron's package of that name: {hint}"
     return None
 
 

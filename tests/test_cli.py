@@ -33,11 +33,11 @@ class FakeConfig:
 @dataclass(frozen=True)
 class FakeMixer:
     config_type: type = FakeConfig
-    gathers_keys_and_values: bool = True
-    hands_on_states: bool = False
+    supports_kv_gather: bool = True
+    supports_state_passing: bool = False
     chunk_field: str | None = None
-    units_are_groups: bool = False
-    keeps_documents_apart: bool = True
+    head_groups_are_query_groups: bool = False
+    supports_document_masking: bool = True
 
 
 MIXERS = {name: FakeMixer() for name in ("attention", "top1_chunk")}

@@ -16,7 +16,7 @@ from data_prep.tokenization.rwkv_world import RwkvTokenizer
 from data_prep.tokenization.tiktoken_files import TiktokenTokenizer
 from data_prep.tokenization.tokenizer import load_tokenizer
 from megatron_ext.analysis.suites import _picture
-from megatron_ext.checkpoint.contents import Content
+from megatron_ext.checkpoint.contents import FileDigest
 from megatron_ext.checkpoint.folder import LATEST, CheckpointFolder
 from megatron_ext.config.deepspeed import _read as read_deepspeed
 from megatron_ext.conversion.core.output_folder import README, _is_ours
@@ -83,7 +83,7 @@ def test_a_file_of_another_size_is_not_summed(tmp_path: Path) -> None:
     with (tmp_path / "shard").open("wb") as file:
         os.truncate(file.fileno(), 2 << 40)
     with pytest.raises(UserError, match="is not what was written"):
-        universal._check_files(tmp_path, {"shard": Content(5, "0")})
+        universal._check_files(tmp_path, {"shard": FileDigest(5, "0")})
 
 
 def test_a_newest_that_cannot_be_read_is_replaced(tmp_path: Path) -> None:

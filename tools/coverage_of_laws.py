@@ -12,7 +12,7 @@ from megatron_ext.analysis.scaling.law import Fit, ScalingLaw, refit
 from megatron_ext.analysis.scaling.points import Points
 from megatron_ext.analysis.scaling.transfer import Line, difference, line_of
 from megatron_ext.analysis.scaling.uncertainty import PARAMS_EXPONENT, uncertainty_of
-from megatron_ext.analysis.scaling.untold import CONSTANTS
+from megatron_ext.analysis.scaling.unidentifiable import CONSTANTS
 
 LAW = ScalingLaw(1.7, 400.0, 1500.0, 0.34, 0.36)
 SYMMETRIC = ScalingLaw(1.7, 400.0, 400.0, 0.35, 0.35)

@@ -173,10 +173,10 @@ class DocumentEncoder:
             detail = f"such as {lost_part(self._tokenizer, document.text)!r}"
         self._report(document, "the tokenizer has no token for its text", detail, BETTER_TOKENIZER)
 
-    def _report(self, document: Document, reason: str, detail: str = "", mend: str = REPAIR) -> None:
+    def _report(self, document: Document, reason: str, detail: str = "", hint: str = REPAIR) -> None:
         source = document.metadata["source"]
         place = document.id.removeprefix(source).removeprefix(":") or None
-        self._problems.report(source, place, reason, detail, mend)
+        self._problems.report(source, place, reason, detail, hint)
 
 
 def load_result(path: Path) -> TaskResult:

@@ -142,7 +142,7 @@ class FileCorpus:
         try:
             text = _text_of(content, file.size)
         except MalformedError as error:
-            problems.report(file.location, None, error.reason, error.detail, error.mend)
+            problems.report(file.location, None, error.reason, error.detail, error.hint)
             return
         yield Found("", text, printable(file.parts[0]) if len(file.parts) > 1 else fields.default or self.name)
 

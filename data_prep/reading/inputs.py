@@ -116,13 +116,13 @@ def _local_files(root: Path) -> Iterator[InputFile]:
     if not root.is_dir():
         yield local_file(root)
         return
-    found = list(islice(_walk(root), MOST_FILES + 1))
+    found = list(islice(_scan(root), MOST_FILES + 1))
     _check_number(len(found), root)
     for file in sorted(found):
         yield local_file(file, file.relative_to(root).parts)
 
 
-def _walk(folder: Path, above: frozenset[tuple[int, int]] = frozenset()) -> Iterator[Path]:
+def _scan(folder: Path, above: frozenset[tuple[int, int]] = frozenset()) -> Iterator[Path]:
     """Yield all files below a folder. A link back to a folder that contains it is not followed.
 
     Two links to one folder yield its files twice: each may be another domain or split. Deduplication handles copies.
@@ -135,7 +135,7 @@ def _walk(folder: Path, above: frozenset[tuple[int, int]] = frozenset()) -> Iter
         entries = list(listing)  # read completely, so that only one folder is open at once
     for entry in entries:
         if os.path.isdir(entry.path):  # handles a link to itself, on which `entry.is_dir` fails
-            yield from _walk(Path(entry.path), above | {here})
+            yield from _scan(Path(entry.path), above | {here})
         else:
             yield Path(entry.path)
 
@@ -155,5 +155,5 @@ def _remote_files(source: str) -> Iterator[InputFile]:
 
 def _check_number(files: int, source: str | Path) -> None:
     if files > MOST_FILES:
-        mend = "put them together, as lines of JSON or in tars"
-        raise UserError("--input", f"{source} holds more than {MOST_FILES:,} files", mend)
+        hint = "put them together, as lines of JSON or in tars"
+        raise UserError("--input", f"{source} holds more than {MOST_FILES:,} files", hint)

@@ -31,7 +31,7 @@ def read_records(file: InputFile, fields: Fields, problems: Problems, advance: A
             try:
                 yield Found(f":{number}", *parse_record(line, fields))
             except MalformedError as error:
-                problems.report(file.location, number, error.reason, error.detail, error.mend)
+                problems.report(file.location, number, error.reason, error.detail, error.hint)
     except BrokenStreamError as error:
         problems.report(file.location, number + 1, "compressed stream broken", str(error))
 

@@ -109,10 +109,10 @@ def _check_no_splits_below(source: str, files: list[InputFile]) -> None:
     splits = ", ".join(name for name in SPLITS if any(split == name for _, split in found))
     parents = [f"{source.rstrip('/')}/{parent}" for parent in dict.fromkeys(parent for parent, _ in found)]
     shown = ", ".join([*parents[:MOST_EXAMPLES], *(["..."] if len(parents) > MOST_EXAMPLES else [])])
-    mend = f"give {shown} as --input"
+    hint = f"give {shown} as --input"
     if len(parents) > 1:
-        mend = f"give one of {shown} as --input, or put folders {', '.join(SPLITS)} at the top"
-    raise UserError("--input", f"{source} has {splits} below {shown}, and only at the top they give the split", mend)
+        hint = f"give one of {shown} as --input, or put folders {', '.join(SPLITS)} at the top"
+    raise UserError("--input", f"{source} has {splits} below {shown}, and only at the top they give the split", hint)
 
 
 def _split_below(file: InputFile) -> tuple[str, str] | None:

@@ -35,10 +35,10 @@ def read_table(file: InputFile, fields: Fields, problems: Problems, advance: Adv
                 try:
                     yield Found(f":{number}", *text_and_domain(_values(record), fields))
                 except MalformedError as error:
-                    problems.report(file.location, number, error.reason, error.detail, error.mend)
+                    problems.report(file.location, number, error.reason, error.detail, error.hint)
                 advance(share)
     except MalformedError as error:  # an error of the whole file
-        problems.report(file.location, None, error.reason, error.detail, error.mend)
+        problems.report(file.location, None, error.reason, error.detail, error.hint)
     # Besides its own errors, pyarrow raises Python's for damaged names and numbers.
     except (pyarrow.ArrowException, OSError, ValueError, LookupError, OverflowError) as error:
         if not _is_broken(error):

@@ -95,7 +95,7 @@ def read_tar(file: InputFile, fields: Fields, problems: Problems, advance: Advan
                 try:
                     yield Found(f":{key}", *text_and_domain(_record(sample, fields), fields))
                 except MalformedError as error:
-                    problems.report(file.location, key, error.reason, error.detail, error.mend)
+                    problems.report(file.location, key, error.reason, error.detail, error.hint)
             _check_rest(tar)
     # tarfile's parsers of numbers and attributes raise ValueError and similar errors for damaged headers.
     except (tarfile.TarError, EOFError, ValueError, OverflowError, LookupError) as error:

@@ -81,8 +81,8 @@ def check_execution(execution: Execution) -> None:
         UserError: Ray or Slurm is missing, or no partition is given.
     """
     if execution.executor == "ray" and importlib.util.find_spec("ray") is None:
-        mend = "install it (pip install 'selectron[ray]') or use local or slurm"
-        raise UserError("--executor", "ray is not installed", mend)
+        hint = "install it (pip install 'selectron[ray]') or use local or slurm"
+        raise UserError("--executor", "ray is not installed", hint)
     if execution.executor == "slurm":
         if shutil.which("sbatch") is None:
             raise UserError("--executor", "slurm has no sbatch here", "call it on a Slurm login node or use local")
@@ -103,7 +103,7 @@ def run_stages(stages: list[Stage], root: Path, execution: Execution, total_byte
     Raises:
         UserError: Slurm jobs of an earlier run are writing to the folder.
     """
-    check_no_jobs(root, lambda: standing(stages, root, total_bytes))
+    check_no_jobs(root, lambda: progress_text(stages, root, total_bytes))
     for stage in stages:
         if stage.board is None:
             _executor(stage, root, execution).run()
@@ -112,7 +112,7 @@ def run_stages(stages: list[Stage], root: Path, execution: Execution, total_byte
                 _executor(stage, root, execution).run()
 
 
-def standing(stages: list[Stage], root: Path, total_bytes: int) -> str:
+def progress_text(stages: list[Stage], root: Path, total_bytes: int) -> str:
     """Describe the progress of jobs that run these stages on other machines, in a few words.
 
     As in the titles of the bars, only stages that read the whole input are numbered. The others are short.

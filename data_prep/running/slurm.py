@@ -16,7 +16,7 @@ from datatrove.executor import SlurmPipelineExecutor
 from datatrove.pipeline.base import PipelineStep
 from datatrove.utils.stats import PipelineStats
 
-from data_prep.running.execution import MEMORY_GB, Execution, Stage, standing
+from data_prep.running.execution import MEMORY_GB, Execution, Stage, progress_text
 from data_prep.running.slurm_jobs import check_no_jobs, note_job, noted_jobs
 from megatron_ext.utils.errors import UserError
 
@@ -41,7 +41,7 @@ def submit(
     Raises:
         UserError: Slurm refuses a job, or jobs of an earlier run are still active.
     """
-    check_no_jobs(root, lambda: standing(stages, root, total_bytes))
+    check_no_jobs(root, lambda: progress_text(stages, root, total_bytes))
     last = None
     for stage in stages:
         last = _Job(stage.steps, stage.tasks, stage.name, stage.notes(root), root, logs, execution, last)

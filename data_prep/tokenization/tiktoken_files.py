@@ -103,8 +103,8 @@ def _published(name: str, file: Path | None = None) -> tiktoken.Encoding:
             return tiktoken.get_encoding(name)
         except Exception as error:  # any error of the downloading library
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            mend = f"give its {name}.tiktoken as a local file; one of another content needs --tiktoken-pattern"
-            raise UserError("--tokenizer", f"{name} cannot be had ({reason})", mend) from None
+            hint = f"give its {name}.tiktoken as a local file; one of another content needs --tiktoken-pattern"
+            raise UserError("--tokenizer", f"{name} cannot be had ({reason})", hint) from None
         finally:
             os.environ.pop("TIKTOKEN_CACHE_DIR", None)
             if before is not None:

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from kernels.common.fusion import fused
 
-Walk = Callable[[Tensor, Tensor, Tensor], Tensor]
+Scan = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Causal linear attention of scale 1: queries and keys [b, t, h, d], values [b, t, h, e] to sums [b, t, h, e]."""
 
 
@@ -21,7 +21,7 @@ def by_features(
     q_bthf: Tensor,
     k_bthf: Tensor,
     v_bthe: Tensor,
-    walk: Walk,
+    scan: Scan,
     *,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
@@ -31,14 +31,14 @@ def by_features(
         q_bthf: queries [b, t, h, f].
         k_bthf: keys [b, t, h, f].
         v_bthe: values [b, t, h, e].
-        walk: causal linear attention, which may start from a state. Its values have an appended 1, which sums up the
+        scan: causal linear attention, which may start from a state. Its values have an appended 1, which sums up the
             weights.
         dtype: dtype of its inputs.
 
     Returns:
         o [b, t, h, e] in the values' dtype.
     """
-    sums_bthx = walk(*_featured(q_bthf, k_bthf, v_bthe, dtype))
+    sums_bthx = scan(*_featured(q_bthf, k_bthf, v_bthe, dtype))
     return _over_weights(sums_bthx, v_bthe.shape[-1], v_bthe.dtype)
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kernels.based.op import based_triton
 from kernels.based.reference import chunked
-from kernels.common.dispatch import choose_triton_or_reference, full_precision, on_gpu, triton_obstacle
+from kernels.common.dispatch import choose_triton_or_reference, full_precision, on_gpu, triton_unsupported_reason
 from kernels.common.stateful import check_state_op
 
 Implementation = Literal["auto", "triton", "chunked"]
@@ -39,17 +39,17 @@ def based(q: Tensor, k: Tensor, v: Tensor, *, implementation: Implementation = "
     2402.18668), linear attention with the second-order Taylor approximation of the exponential.
     """
     check_state_op(q, k, v, None)
-    chosen = choose_triton_or_reference("based", implementation, q, _obstacle(q, v), ("chunked",))
+    chosen = choose_triton_or_reference("based", implementation, q, _unsupported_reason(q, v), ("chunked",))
     if chosen.name == "chunked":
         return chunked(q, k, v)
     with full_precision(q):
         return based_triton(q, k, v)
 
 
-def _obstacle(q: Tensor, v: Tensor) -> str | None:
-    obstacle = triton_obstacle(q=q)
-    if obstacle is not None:
-        return obstacle
+def _unsupported_reason(q: Tensor, v: Tensor) -> str | None:
+    unsupported_reason = triton_unsupported_reason(q=q)
+    if unsupported_reason is not None:
+        return unsupported_reason
     if on_gpu(q) and q.dtype == torch.float32:
         return "q has dtype torch.float32, which the kernel's products would round: convert it to torch.bfloat16"
     for name, x, most in (("q", q, MAX_FEATURE_DIM), ("v", v, MAX_VALUE_DIM)):

@@ -23,11 +23,11 @@ def chunked(q_bthf: Tensor, k_bthf: Tensor, v_bthe: Tensor) -> Tensor:
         o [b, t, h, e] in the values' dtype.
     """
 
-    def walk(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def scan(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         batch, length, heads, width = q.shape
         nothing_decays = q.new_zeros(batch, length, heads, 1)
         state = q.new_zeros(batch, heads, width, v.shape[-1])
         with full_precision(q):
             return linear_attention(q, k, v, nothing_decays, scale=1.0, state_bhde=state)[0]
 
-    return by_features(q_bthf, k_bthf, v_bthe, walk, dtype=compute_dtype(q_bthf))
+    return by_features(q_bthf, k_bthf, v_bthe, scan, dtype=compute_dtype(q_bthf))

@@ -27,14 +27,14 @@ class OptionError(ValueError):
     Args:
         where: the option.
         problem: the problem, including the value.
-        mend: the fix.
+        hint: the fix.
     """
 
-    def __init__(self, where: str, problem: str, mend: str) -> None:
-        super().__init__(f"{where}: {problem}; {mend}")
+    def __init__(self, where: str, problem: str, hint: str) -> None:
+        super().__init__(f"{where}: {problem}; {hint}")
         self.where = where
         self.problem = problem
-        self.mend = mend
+        self.hint = hint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ class Shape:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class KernelPlan:
     """Settings of a run.
 
     Attributes:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.bench.cases import Shape
-from kernels.bench.contestant import GRADIENT_LIMIT, Builder, Part
+from kernels.bench.contestant import GRADIENT_LIMIT, Builder, TimedPart
 
 SHORT = 4096
 """Longest sequence whose gradients are computed in float64 over everything."""
@@ -111,7 +111,7 @@ def check(build: Builder, shape: Shape, draw: Draw, *, gradients: bool) -> Verdi
     return verdict
 
 
-def _check_sample(part: Part, shape: Shape, draw: Draw, verdict: Verdict) -> None:
+def _check_sample(part: TimedPart, shape: Shape, draw: Draw, verdict: Verdict) -> None:
     q, k, v = draw(shape)
     with torch.no_grad():
         result = Result(q, k, v, *part.run(q, k, v))
@@ -124,7 +124,7 @@ def _check_sample(part: Part, shape: Shape, draw: Draw, verdict: Verdict) -> Non
                     return
 
 
-def _check_gradients(part: Part, shape: Shape, draw: Draw, verdict: Verdict) -> None:
+def _check_gradients(part: TimedPart, shape: Shape, draw: Draw, verdict: Verdict) -> None:
     q, k, v = inputs = draw(shape)
     for x in inputs:
         x.requires_grad_()
@@ -145,7 +145,7 @@ def _check_gradients(part: Part, shape: Shape, draw: Draw, verdict: Verdict) -> 
             _judge_gradient(part, name, relative_error(piece.cut(mine, start=0), theirs), verdict)
 
 
-def _check_piece(part: Part, result: Result, piece: Piece, verdict: Verdict) -> None:
+def _check_piece(part: TimedPart, result: Result, piece: Piece, verdict: Verdict) -> None:
     exact, choices = piece.exact(result.q, result.k, result.v), result.choices(piece)
     if choices is not None and part.compare is not None:
         found = part.compare(exact[0], exact[1], choices, piece.start)
@@ -164,7 +164,7 @@ def _check_piece(part: Part, result: Result, piece: Piece, verdict: Verdict) -> 
         verdict.failure = f"{part.name} off by {error:.1e}, limit {part.limit:.0e}"
 
 
-def _judge_gradient(part: Part, name: str, error: float, verdict: Verdict) -> None:
+def _judge_gradient(part: TimedPart, name: str, error: float, verdict: Verdict) -> None:
     verdict.note_error(name, error)
     if not error <= GRADIENT_LIMIT:
         what = name if part.name == "output" else f"{name} of {part.name}"

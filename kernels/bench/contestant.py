@@ -45,7 +45,7 @@ class Choices(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class TimedPart:
     """A computation with a float64 reference: the whole contestant, or one of its modes.
 
     Attributes:
@@ -76,7 +76,7 @@ class Contestant:
     """
 
     run: Callable[[Tensor, Tensor, Tensor], Tensor]
-    parts: tuple[Part, ...]
+    parts: tuple[TimedPart, ...]
     operations: Operations
 
 

@@ -5,7 +5,7 @@ import re
 from functools import partial
 
 from kernels.bench.arguments import add_run_arguments, at_least_one, names, save_into, seed_of, split, tell
-from kernels.bench.cases import ALIASES, OPS, PASSES, PEERS, PREFERENCES, OptionError, Plan, Shape
+from kernels.bench.cases import ALIASES, OPS, PASSES, PEERS, PREFERENCES, KernelPlan, OptionError, Shape
 
 DEFAULT_OPS = "top1_chunk:approx,top1_chunk:exact,top1_element"
 
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_arguments(parser, output="bench/kernels")
 
 
-def make_plan(args: argparse.Namespace) -> Plan:
+def make_plan(args: argparse.Namespace) -> KernelPlan:
     """Check the options and return the plan.
 
     Raises:
@@ -41,7 +41,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
     shapes = make_shapes(args.lengths, args.heads, args.groups)
     if ops:
         _check_limits(args, max(shape.head_dim for shape in shapes))
-    return Plan(
+    return KernelPlan(
         shapes=shapes,
         ops=ops,
         peers=peers,
@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
 
     device = timing.find_device(args.device)
 
-    def save(so_far: report.Report) -> None:
+    def save(so_far: report.KernelReport) -> None:
         save_into(plan.output, partial(report.write, so_far))
 
     meter = timing.CudaMeter(device, plan.repeat)

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from kernels.bench import costs
 from kernels.bench.cases import Shape
-from kernels.bench.contestant import Choices, Contestant, Part
+from kernels.bench.contestant import Choices, Contestant, TimedPart
 from kernels.common.attention_math import causal_mask, mix_values, query_key_products, query_positions, visible_softmax
 from kernels.softmax_attention.reference import attend
 from kernels.top1_chunk import top1_chunk_attention
@@ -47,7 +47,7 @@ def top1_chunk(
     def compare(q: Tensor, k: Tensor, chosen: Tensor, query_offset: int) -> Choices:
         return compare_chunks(q, k, chosen, score=score, chunk_size=chunk_size, query_offset=query_offset)
 
-    part = Part(run=run_with_choices, reference=reference, compare=compare)
+    part = TimedPart(run=run_with_choices, reference=reference, compare=compare)
     return Contestant(run=run, parts=(part,), operations=costs.top1_chunk(shape, score, chunk_size, top_k))
 
 
@@ -71,7 +71,7 @@ def top1_element(shape: Shape, *, estimator: Estimator, chunk_size: int, impleme
             return mix_values(straight_through_weights(visible_softmax(scores, visible), chosen_bht), v)
         return mix_values(selected_weights(scores, visible, chosen_bht), v)
 
-    part = Part(
+    part = TimedPart(
         run=run_with_choices, reference=reference, compare=compare_elements, limit=0.0, keys_per_choice=chunk_size
     )
     return Contestant(run=run, parts=(part,), operations=costs.top1_element(shape, estimator))

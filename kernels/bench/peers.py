@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kernels.bench import costs
 from kernels.bench.cases import Shape
-from kernels.bench.contestant import Contestant, NotRun, Part
+from kernels.bench.contestant import Contestant, NotRun, TimedPart
 from kernels.common.attention_math import causal_mask, query_positions
 from kernels.softmax_attention.flex import visible_blocks
 from kernels.softmax_attention.reference import attend
@@ -90,8 +90,8 @@ def nsa(shape: Shape) -> Contestant:
         return _tensor(out), None
 
     parts = (
-        Part(run=attend_to_given, reference=_attend_to_blocks, name="attention to given blocks"),
-        Part(run=compress, reference=_attend_to_means, name="compressed attention"),
+        TimedPart(run=attend_to_given, reference=_attend_to_blocks, name="attention to given blocks"),
+        TimedPart(run=compress, reference=_attend_to_means, name="compressed attention"),
     )
     return Contestant(run=run, parts=parts, operations=costs.native_sparse_attention(shape, NSA_BLOCK, NSA_COUNT))
 
@@ -115,14 +115,14 @@ def _tensor(out: Any) -> Tensor:
     return out
 
 
-def _softmax_part(run: Callable[[Tensor, Tensor, Tensor], Tensor], window: int | None) -> Part:
+def _softmax_part(run: Callable[[Tensor, Tensor, Tensor], Tensor], window: int | None) -> TimedPart:
     def run_alone(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
         return run(q, k, v), None
 
     def reference(q: Tensor, k: Tensor, v: Tensor, _: Tensor | None, query_offset: int) -> Tensor:
         return attend(q, k, v, causal_mask(q, k, query_offset, window), q.shape[3] ** -0.5)
 
-    return Part(run=run_alone, reference=reference)
+    return TimedPart(run=run_alone, reference=reference)
 
 
 def _attend_to_blocks(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor | None, query_offset: int) -> Tensor:

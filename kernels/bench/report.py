@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from kernels.bench.cases import BASELINE, Pass, Plan, Shape
+from kernels.bench.cases import BASELINE, KernelPlan, Pass, Shape
 from kernels.bench.checks import Verdict
 from kernels.bench.timing import Ceilings, Times
 from megatron_ext.utils import git_info
@@ -54,7 +54,7 @@ class Measured:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class KernelRow:
     """One contestant, shape and pass: measured, failed or not run.
 
     Attributes:
@@ -84,7 +84,7 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class KernelReport:
     """Report of a run.
 
     Attributes:
@@ -94,17 +94,17 @@ class Report:
         rows: results, in the order of the table.
     """
 
-    plan: Plan
+    plan: KernelPlan
     machine: dict[str, str | None]
     ceilings: Ceilings
-    rows: list[Row]
+    rows: list[KernelRow]
 
     @property
-    def failures(self) -> list[Row]:
+    def failures(self) -> list[KernelRow]:
         """Return the rows with wrong results."""
         return [row for row in self.rows if row.failed is not None]
 
-    def speed(self, row: Row) -> float | None:
+    def speed(self, row: KernelRow) -> float | None:
         """Return a row's speed relative to the baseline at the same shape and pass; None if one was not timed."""
         for other in self.rows:
             if (other.name, other.shape, other.which) == (BASELINE, row.shape, row.which):
@@ -142,7 +142,7 @@ def version(distribution: str) -> str | None:
         return None
 
 
-def to_dict(report: Report) -> dict[str, Any]:
+def to_dict(report: KernelReport) -> dict[str, Any]:
     """Return all numbers, with units in their names."""
     plan = asdict(report.plan)
     del plan["shapes"]
@@ -154,7 +154,7 @@ def to_dict(report: Report) -> dict[str, Any]:
     }
 
 
-def _row_dict(report: Report, row: Row) -> dict[str, Any]:
+def _row_dict(report: KernelReport, row: KernelRow) -> dict[str, Any]:
     found: dict[str, Any] = {"op": row.name, **asdict(row.shape), "pass": row.which}
     if row.failed is not None:
         found["failed"] = row.failed
@@ -179,7 +179,7 @@ def _row_dict(report: Report, row: Row) -> dict[str, Any]:
     return found if row.verdict is None else found | {"check": finite(asdict(row.verdict))}
 
 
-def markdown(report: Report) -> str:
+def markdown(report: KernelReport) -> str:
     """Return the table, with the machine above it and the choices below."""
     plan, ceilings = report.plan, report.ceilings
     lines = [
@@ -196,7 +196,7 @@ def markdown(report: Report) -> str:
     return "\n".join([*lines, *_choice_lines(report)]) + "\n"
 
 
-def _cells(report: Report, row: Row) -> list[str]:
+def _cells(report: KernelReport, row: KernelRow) -> list[str]:
     names = [row.shape.heads_name, row.shape.length_name, row.name, row.which.replace("_", " + ")]
     if row.measured is None:
         return [*names, row.summary, *[""] * (len(COLUMNS) - len(names) - 1)]
@@ -215,7 +215,7 @@ def _cells(report: Report, row: Row) -> list[str]:
     ]
 
 
-def _choice_lines(report: Report) -> list[str]:
+def _choice_lines(report: KernelReport) -> list[str]:
     """Return one line for each check of choices, which the passes of a contestant share."""
     lines = {}
     for row in report.rows:
@@ -230,6 +230,6 @@ def _choice_lines(report: Report) -> list[str]:
     return ["", *lines.values()] if lines else []
 
 
-def write(report: Report, folder: Path) -> None:
+def write(report: KernelReport, folder: Path) -> None:
     """Write kernels.json and kernels.md, each atomically."""
     write_both(folder, "kernels", to_dict(report), markdown(report))

@@ -11,17 +11,17 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from kernels.bench import costs, ours, peers
-from kernels.bench.cases import OPS, PEERS, Pass, Plan, Shape
+from kernels.bench.cases import OPS, PEERS, KernelPlan, Pass, Shape
 from kernels.bench.checks import Verdict, check
 from kernels.bench.contestant import Builder, Contestant, NotRun, one_line
 from kernels.bench.inputs import make_inputs
-from kernels.bench.report import Measured, Report, Row, describe_machine
+from kernels.bench.report import KernelReport, KernelRow, Measured, describe_machine
 from kernels.bench.timing import Meter
 
 Inputs = tuple[Tensor, Tensor, Tensor]
 
 
-def make_builders(plan: Plan, device: torch.device) -> dict[str, Builder]:
+def make_builders(plan: KernelPlan, device: torch.device) -> dict[str, Builder]:
     """Return the builders of all contestants of a plan by name, peers first."""
     # The implementation is explicit, so that nothing falls back to the reference silently.
     implementation: Literal["triton", "reference"] = "triton" if device.type == "cuda" else "reference"
@@ -41,14 +41,14 @@ def make_builders(plan: Plan, device: torch.device) -> dict[str, Builder]:
 
 
 def bench(
-    plan: Plan,
+    plan: KernelPlan,
     meter: Meter,
     device: torch.device,
     *,
     tell: Callable[[str], None] = print,
-    save: Callable[[Report], None] | None = None,
+    save: Callable[[KernelReport], None] | None = None,
     builders: Mapping[str, Builder] | None = None,
-) -> Report:
+) -> KernelReport:
     """Check and measure all contestants at all shapes.
 
     Args:
@@ -62,7 +62,7 @@ def bench(
     torch.manual_seed(plan.seed)  # for output gradients and sampled rows; inputs have their own generators
     seeds = itertools.count(plan.seed)
     contestants = make_builders(plan, device) if builders is None else builders
-    report = Report(plan=plan, machine=describe_machine(device), ceilings=meter.ceilings(), rows=[])
+    report = KernelReport(plan=plan, machine=describe_machine(device), ceilings=meter.ceilings(), rows=[])
     if save is not None:
         save(report)  # fails early if the folder is not writable
 
@@ -82,9 +82,9 @@ def bench(
 
 def measure(
     name: str, build: Builder, shape: Shape, passes: tuple[Pass, ...], meter: Meter, draw: Callable[[Shape], Inputs]
-) -> list[Row]:
+) -> list[KernelRow]:
     """Check one contestant at one shape, and time the passes whose results were right."""
-    rows = [Row(name=name, shape=shape, which=which) for which in passes]
+    rows = [KernelRow(name=name, shape=shape, which=which) for which in passes]
     try:
         verdict = check(build, shape, draw, gradients="forward_backward" in passes)
         contestant = build(shape)
@@ -93,7 +93,9 @@ def measure(
     return [_timed(replace(row, verdict=verdict), contestant, verdict, meter, draw) for row in rows]
 
 
-def _timed(row: Row, contestant: Contestant, verdict: Verdict, meter: Meter, draw: Callable[[Shape], Inputs]) -> Row:
+def _timed(
+    row: KernelRow, contestant: Contestant, verdict: Verdict, meter: Meter, draw: Callable[[Shape], Inputs]
+) -> KernelRow:
     """Complete a row with its failure or its measurements."""
     failure = verdict.failure or (verdict.gradient_failure if row.which == "forward_backward" else None)
     if failure is not None:
@@ -133,7 +135,7 @@ def make_pass(contestant: Contestant, which: Pass, inputs: Inputs) -> Callable[[
     return forward_backward
 
 
-def _excused(row: Row, error: Exception) -> Row:
+def _excused(row: KernelRow, error: Exception) -> KernelRow:
     """Classify an exception: a peer may fail to run, but one of our ops may not."""
     if isinstance(error, NotRun):
         return replace(row, not_run=str(error))

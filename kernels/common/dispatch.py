@@ -210,7 +210,7 @@ TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_TRITON_HEAD_DIM = 256
 
 
-def triton_obstacle(**tensors: Tensor) -> str | None:
+def triton_unsupported_reason(**tensors: Tensor) -> str | None:
     """Return the reason why no Triton kernel supports these tensors, and the fix; None if one may."""
     if not HAS_TRITON:
         return "Triton is not installed: pip install triton"
@@ -222,11 +222,11 @@ def triton_obstacle(**tensors: Tensor) -> str | None:
     return None
 
 
-def triton_attention_obstacle(q_bthd: Tensor, v_bshe: Tensor) -> str | None:
+def triton_attention_unsupported_reason(q_bthd: Tensor, v_bshe: Tensor) -> str | None:
     """Return the reason why the Triton attention kernels do not support these tensors, and the fix; None if they do."""
-    obstacle = triton_obstacle(q=q_bthd)
-    if obstacle is not None:
-        return obstacle
+    unsupported_reason = triton_unsupported_reason(q=q_bthd)
+    if unsupported_reason is not None:
+        return unsupported_reason
     if q_bthd.shape[3] > MAX_TRITON_HEAD_DIM:
         return f"q has head_dim {q_bthd.shape[3]}: give at most {MAX_TRITON_HEAD_DIM}"
     if v_bshe.shape[3] != q_bthd.shape[3]:
@@ -235,7 +235,7 @@ def triton_attention_obstacle(q_bthd: Tensor, v_bshe: Tensor) -> str | None:
 
 
 def choose_fast_or_plain(
-    op: str, requested: str, x: Tensor, obstacle: str | None, fast: Choice, plain: Sequence[str]
+    op: str, requested: str, x: Tensor, unsupported_reason: str | None, fast: Choice, plain: Sequence[str]
 ) -> Choice:
     """Resolve the caller's `implementation` to the op's fast implementation or to a plain torch one.
 
@@ -244,7 +244,8 @@ def choose_fast_or_plain(
         requested: the implementation that the caller asked for; "auto" takes the fast one on a GPU unless there is an
             obstacle.
         x: an input of the op, for its device.
-        obstacle: reason why the fast implementation does not support these inputs, and the fix; None if it does.
+        unsupported_reason: reason why the fast implementation does not support these inputs, and the fix; None: it
+            does.
         fast: the fast implementation, and the reason why "auto" takes it.
         plain: names of the plain implementations; "auto" falls back to the first.
 
@@ -254,22 +255,22 @@ def choose_fast_or_plain(
     if not on_gpu(x):
         automatic = Choice(plain[0], f"{fast.name}'s kernels need a GPU, and the inputs are on {x.device}")
     else:
-        automatic = fast if obstacle is None else Choice(plain[0], obstacle)
+        automatic = fast if unsupported_reason is None else Choice(plain[0], unsupported_reason)
     chosen = choose(op, requested, (*plain, fast.name), automatic, plain[0])
-    if chosen.name == fast.name and obstacle is not None:
-        raise ValueError(f"implementation is {fast.name!r}, but {obstacle}")
+    if chosen.name == fast.name and unsupported_reason is not None:
+        raise ValueError(f"implementation is {fast.name!r}, but {unsupported_reason}")
     # Only for callers who did not ask for the plain implementation.
-    if requested == "auto" and on_gpu(x) and obstacle is not None and not torch.compiler.is_compiling():
+    if requested == "auto" and on_gpu(x) and unsupported_reason is not None and not torch.compiler.is_compiling():
         where = "a GPU" if x.is_meta else x.device
-        _warn_once(f"{op} takes its slow plain form on {where}, because {obstacle}")
+        _warn_once(f"{op} takes its slow plain form on {where}, because {unsupported_reason}")
     return chosen
 
 
 def choose_triton_or_reference(
-    op: str, requested: str, x: Tensor, obstacle: str | None, plain: Sequence[str] = ("reference",)
+    op: str, requested: str, x: Tensor, unsupported_reason: str | None, plain: Sequence[str] = ("reference",)
 ) -> Choice:
     """Call `choose_fast_or_plain` for an op whose fast implementation is "triton"."""
-    return choose_fast_or_plain(op, requested, x, obstacle, Choice("triton", "fused on CUDA"), plain)
+    return choose_fast_or_plain(op, requested, x, unsupported_reason, Choice("triton", "fused on CUDA"), plain)
 
 
 @cache

@@ -24,13 +24,15 @@ WRONG_SINCE, RIGHT_SINCE = Version("3.4.0"), Version("3.7.1")
 (issue 640)."""
 
 
-def choose_fla_or_plain(op: str, requested: str, obstacle: str | None, q_bthd: Tensor, plain: Collection[str]) -> str:
+def choose_fla_or_plain(
+    op: str, requested: str, unsupported_reason: str | None, q_bthd: Tensor, plain: Collection[str]
+) -> str:
     """Resolve the caller's `implementation` to "fla" or a plain torch one; "auto" takes fla where it is supported.
 
     Args:
         op: name of the op, for messages.
         requested: the implementation that the caller asked for.
-        obstacle: result of `fla_obstacle`.
+        unsupported_reason: result of `fla_unsupported_reason`.
         q_bthd: queries, for their device.
         plain: names of the plain implementations, "chunked" among them.
 
@@ -38,10 +40,10 @@ def choose_fla_or_plain(op: str, requested: str, obstacle: str | None, q_bthd: T
         ValueError: the implementation does not exist, or it is fla and there is an obstacle.
     """
     others = ["chunked", *(name for name in plain if name != "chunked")]
-    return choose_fast_or_plain(op, requested, q_bthd, obstacle, FLA, others).name
+    return choose_fast_or_plain(op, requested, q_bthd, unsupported_reason, FLA, others).name
 
 
-def fla_obstacle(q_bthd: Tensor, refused: Callable[[], str | None] = lambda: None) -> str | None:
+def fla_unsupported_reason(q_bthd: Tensor, refused: Callable[[], str | None] = lambda: None) -> str | None:
     """Return the reason why fla does not support an op's inputs, and the fix; None if it does.
 
     Args:

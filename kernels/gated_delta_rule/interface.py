@@ -13,7 +13,7 @@ from kernels.common.dispatch import (
     full_precision,
     on_gpu,
     resolve_scale,
-    triton_obstacle,
+    triton_unsupported_reason,
 )
 from kernels.common.stateful import check_log_decay, check_state_op, run_form
 from kernels.gated_delta_rule.op import gated_delta_rule_triton
@@ -88,7 +88,7 @@ def gated_delta_rule(
     Source: Yang, Kautz, Hatamizadeh 2024, "Gated Delta Networks" (arXiv 2412.06464).
     """
     _check(q, k, v, g, beta, initial_state)
-    form = choose_triton_or_reference("gated_delta_rule", implementation, q, _obstacle(q), tuple(_PLAIN)).name
+    form = choose_triton_or_reference("gated_delta_rule", implementation, q, _unsupported_reason(q), tuple(_PLAIN)).name
     if form == "triton":
         scale = resolve_scale(scale, q.shape[-1])
         with full_precision(q):
@@ -99,10 +99,10 @@ def gated_delta_rule(
     return run_form(_PLAIN[form], (q, k, v, g, beta), scale, initial_state, return_final_state)
 
 
-def _obstacle(q: Tensor) -> str | None:
-    obstacle = triton_obstacle(q=q)
-    if obstacle is not None:
-        return obstacle
+def _unsupported_reason(q: Tensor) -> str | None:
+    unsupported_reason = triton_unsupported_reason(q=q)
+    if unsupported_reason is not None:
+        return unsupported_reason
     if on_gpu(q) and q.dtype == torch.float32:
         return "q has dtype torch.float32, for which a GPU has no fast matrix product: convert it to torch.bfloat16"
     if q.shape[3] > MAX_TRITON_HEAD_DIM:

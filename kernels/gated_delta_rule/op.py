@@ -41,7 +41,7 @@ class _DeltaRule(torch.autograd.Function):
         samples, length, heads, key = q.shape
         ctx.problem = triton_launch.Problem(samples, length, heads, key, v.shape[3], g is not None, scale)
         solved = triton_launch.solve(ctx.problem, k, beta, g)
-        walked = triton_launch.walk(ctx.problem, k, v, beta, solved, first)
+        walked = triton_launch.scan(ctx.problem, k, v, beta, solved, first)
         # States and updates are recomputed in the backward pass: they take as much memory as four of the inputs.
         ctx.save_for_backward(q, k, v, beta, *solved, first)
         return triton_launch.read(ctx.problem, q, k, solved, walked), walked.last

@@ -71,7 +71,7 @@ def chunked(
     decay = pair_decay(total)
     own, reads = _solve_chunks(k, v, beta, kept, decay)
     to_end = (total[..., -1:, :] - total).exp() * k
-    state_bhde, states, updates = _walk(own, reads, to_end, kept[..., -1:, :], state_bhde)
+    state_bhde, states, updates = _scan(own, reads, to_end, kept[..., -1:, :], state_bhde)
     q = q * scale
     out_bhnce = (q * kept) @ states + (q @ k.mT * decay) @ updates
     return out_bhnce.flatten(2, 3)[:, :, :length].transpose(1, 2), state_bhde
@@ -86,7 +86,7 @@ def _solve_chunks(k: Tensor, v: Tensor, beta: Tensor, kept: Tensor, decay: Tenso
     return own, reads
 
 
-def _walk(own: Tensor, reads: Tensor, to_end: Tensor, kept: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _scan(own: Tensor, reads: Tensor, to_end: Tensor, kept: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Scan the state over the chunks. Return the final state, each chunk's initial state and each chunk's u."""
     states, updates = [], []
     for n in range(own.shape[2]):

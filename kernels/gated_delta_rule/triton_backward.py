@@ -24,13 +24,13 @@ from kernels.gated_delta_rule.triton_tile import (
     place_columns,
     place_columns_as_rows,
     place_of,
-    place_of_walk,
+    place_of_scan,
     rows_of_chunk,
 )
 
 
 @triton.jit
-def walk_chunks_back(
+def scan_chunks_back(
     dout, dlast, q, k, beta, totals, solved, pairs, updates, dstates, dv, dbeta, dfirst, length, chunks, scale,
     H: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, C: tl.constexpr,
     DECAYS: tl.constexpr,
@@ -45,7 +45,7 @@ def walk_chunks_back(
         dbeta: fp32 [blocks of E, samples, length, H], written; the caller sums over the blocks.
         dfirst: fp32 [samples, H, D, E], written.
     """
-    place, sample, head, e, exists, within = place_of_walk(H, D, E, BLOCK_D, BLOCK_E)
+    place, sample, head, e, exists, within = place_of_scan(H, D, E, BLOCK_D, BLOCK_E)
     i, samples = tl.arange(0, C), tl.num_programs(1) // H
     dbeta += tl.program_id(0).to(tl.int64) * samples * length * H
     dstate = tl.load(dlast + place * D * E + within, mask=exists, other=0.0)
@@ -89,7 +89,7 @@ def write_gradients(
 ):  # fmt: skip
     """Write the gradients of q, k and g. Grid (samples * H * chunks, blocks of D).
 
-    Tensors as in `walk_chunks_back`, and (see `triton_forward.multiply_pairs`):
+    Tensors as in `scan_chunks_back`, and (see `triton_forward.multiply_pairs`):
         ds: pair products of dout and u, with scale.
         dm: strict pair products of dv and u: minus the gradient of M without beta.
         dq, dk: [samples, length, H, D], written.

@@ -7,7 +7,7 @@ chunk, and x_i = v_i - e^(G_i) S^T k_i the value error of token i. The updates u
     o_i = scale (e^(G_i) S^T q_i + sum_{j<=i} e^(G_i - G_j) (q_i.k_j) u_j)
     S <- e^G S + sum_i e^(G - G_i) k_i u_i^T, with G that of the last token
 
-`solve_chunks` inverts 1 + M, `multiply_pairs` computes the factors of u_j, `walk_chunks` scans over the chunks,
+`solve_chunks` inverts 1 + M, `multiply_pairs` computes the factors of u_j, `scan_chunks` scans over the chunks,
 `read_states` computes o. The usual WY form multiplies the inverse with beta k and beta v before the scan. Here the scan
 multiplies it with beta x. This costs one more product per chunk, but only x and the off-diagonal part of the inverse
 are rounded to 16 bits. Errors are two thirds of those of the usual form.
@@ -30,7 +30,7 @@ from kernels.gated_delta_rule.triton_tile import (
     place_columns,
     place_columns_as_rows,
     place_of,
-    place_of_walk,
+    place_of_scan,
     rows_of_chunk,
     unit_lower_inverse,
 )
@@ -94,7 +94,7 @@ def multiply_pairs(
 
 
 @triton.jit
-def walk_chunks(
+def scan_chunks(
     k, v, beta, totals, solved, first, states, updates, last, length, chunks,
     H: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, C: tl.constexpr,
     DECAYS: tl.constexpr,
@@ -108,7 +108,7 @@ def walk_chunks(
         updates: [samples, length, H, E], written: u.
         last: fp32 [samples, H, D, E], written: the final state.
     """
-    place, sample, head, e, exists, within = place_of_walk(H, D, E, BLOCK_D, BLOCK_E)
+    place, sample, head, e, exists, within = place_of_scan(H, D, E, BLOCK_D, BLOCK_E)
     i = tl.arange(0, C)
     state = tl.load(first + place * D * E + within, mask=exists, other=0.0)
     for chunk in range(chunks):
@@ -142,7 +142,7 @@ def read_states(
 ):  # fmt: skip
     """Write o. Grid (samples * H * chunks, blocks of E).
 
-    Tensors as in `walk_chunks`, and:
+    Tensors as in `scan_chunks`, and:
         q: [samples, length, H, D].
         pairs: pair products of q and k without scale, see `multiply_pairs`.
         out: [samples, length, H, E].

@@ -72,7 +72,7 @@ class Problem(NamedTuple):
         blocks = {"BLOCK_D": tile(self.key), "BLOCK_E": tile(self.value, tuning.block)}
         return self.launch(tuning, D=self.key, E=self.value, **blocks)
 
-    def of_walk(self, x: Tensor) -> dict[str, Any]:
+    def of_scan(self, x: Tensor) -> dict[str, Any]:
         """Return the constants of the scans, in which a program iterates over a whole sequence."""
         wide = self.of_values(WALK)
         programs = self.places * -(-self.value // wide["BLOCK_E"])
@@ -139,15 +139,15 @@ def multiply(
     return out
 
 
-class Walked(NamedTuple):
-    """Outputs of `walk`: see `triton_forward.walk_chunks`."""
+class Scanned(NamedTuple):
+    """Outputs of `walk`: see `triton_forward.scan_chunks`."""
 
     states: Tensor
     updates: Tensor
     last: Tensor
 
 
-def walk(problem: Problem, k: Tensor, v: Tensor, beta: Tensor, solved: Solved, first: Tensor) -> Walked:
+def scan(problem: Problem, k: Tensor, v: Tensor, beta: Tensor, solved: Solved, first: Tensor) -> Scanned:
     """Compute the state before each chunk, all updates and the final state.
 
     Args:
@@ -159,16 +159,16 @@ def walk(problem: Problem, k: Tensor, v: Tensor, beta: Tensor, solved: Solved, f
         first: contiguous fp32 [b, h, dk, dv], the state before the first token.
     """
     states = k.new_empty(problem.places, problem.chunks, problem.key, problem.value)
-    walked = Walked(states, torch.empty_like(v), torch.empty_like(first))
-    constants = problem.of_walk(k)
+    walked = Scanned(states, torch.empty_like(v), torch.empty_like(first))
+    constants = problem.of_scan(k)
     with on_device(k):
-        triton_forward.walk_chunks[-(-problem.value // constants["BLOCK_E"]), problem.places](
+        triton_forward.scan_chunks[-(-problem.value // constants["BLOCK_E"]), problem.places](
             k, v, beta, solved.totals, solved.below, first, *walked, problem.length, problem.chunks, **constants
         )
     return walked
 
 
-def read(problem: Problem, q: Tensor, k: Tensor, solved: Solved, walked: Walked) -> Tensor:
+def read(problem: Problem, q: Tensor, k: Tensor, solved: Solved, walked: Scanned) -> Tensor:
     """Return the output [b, t, h, dv]."""
     out, pairs = torch.empty_like(walked.updates), multiply(problem, q, k, solved)
     constants = with_few_warps(problem.of_values(READ))
@@ -196,16 +196,16 @@ def backward(
     first: Tensor,
 ) -> Gradients:  # fmt: skip
     """Return the gradients of the inputs, given those of the output and the final state. Arguments as in `walk`."""
-    states, updates, _ = walk(problem, k, v, beta, solved, first)
+    states, updates, _ = scan(problem, k, v, beta, solved, first)
     pairs = multiply(problem, q, k, solved)
     dstates, dv, dfirst = torch.empty_like(states), torch.empty_like(v), torch.empty_like(first)
     dq, dk = torch.empty_like(q), torch.empty_like(k)
-    values, keys = problem.of_walk(k), with_few_warps(problem.of_keys(WRITE_GRADIENTS))
+    values, keys = problem.of_scan(k), with_few_warps(problem.of_keys(WRITE_GRADIENTS))
     blocks, key_blocks = -(-problem.value // values["BLOCK_E"]), -(-problem.key // keys["BLOCK_D"])
     dbeta = beta.new_empty(blocks, *beta.shape)
     dg = beta.new_empty(key_blocks, *beta.shape) if problem.decays else dbeta
     with on_device(k):
-        triton_backward.walk_chunks_back[blocks, problem.places](
+        triton_backward.scan_chunks_back[blocks, problem.places](
             dout, dlast, q, k, beta, solved.totals, solved.below, pairs, updates, dstates, dv, dbeta, dfirst,
             problem.length, problem.chunks, problem.scale, **values,
         )  # fmt: skip

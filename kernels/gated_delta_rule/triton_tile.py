@@ -42,7 +42,7 @@ def place_columns_as_rows(rows, valid, columns, head, heads, WIDTH: tl.constexpr
 
 
 @triton.jit
-def place_of_walk(H: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr):
+def place_of_scan(H: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr):
     """Return the position of a scan's program: blocks of E on the first axis, samples * H on the second.
 
     Returns:

@@ -69,12 +69,12 @@ def chunked(
         weights = torch.einsum("bhnid,bhnjd,bhndij->bhnij", q, k, pair_decay(total.mT[..., None]))
     last = total[..., -1:, :]
     written = ((last - total).exp() * k).mT @ v
-    state_bhde, states = _walk(written, last.exp().mT, state_bhde)
+    state_bhde, states = _scan(written, last.exp().mT, state_bhde)
     out_bhnce = (q * total.exp()) @ states + weights @ v
     return out_bhnce.flatten(2, 3)[:, :, :length].transpose(1, 2), state_bhde
 
 
-def _walk(written_bhnde: Tensor, kept_bhnf1: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+def _scan(written_bhnde: Tensor, kept_bhnf1: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """Scan the state over the chunks. Return the final state and each chunk's initial state."""
     states = []
     for n in range(written_bhnde.shape[2]):

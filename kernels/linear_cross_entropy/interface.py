@@ -14,7 +14,7 @@ from kernels.common.dispatch import (
     check_shapes,
     choose_triton_or_reference,
     full_precision,
-    triton_obstacle,
+    triton_unsupported_reason,
 )
 from kernels.linear_cross_entropy import reference, rows
 from kernels.linear_cross_entropy.op import Rows, linear_cross_entropy_in_chunks
@@ -71,9 +71,9 @@ def linear_cross_entropy(
     _check(hidden, weight_vh, labels, counted)
     num_columns = _checked_columns(num_columns, len(weight_vh))
     flat_nh, label_n = hidden.flatten(0, -2).contiguous(), labels.flatten().contiguous()
-    obstacle = triton_obstacle(hidden=hidden)
+    unsupported_reason = triton_unsupported_reason(hidden=hidden)
     choice = choose_triton_or_reference(
-        "linear_cross_entropy", implementation, hidden, obstacle, plain=("chunked", "reference")
+        "linear_cross_entropy", implementation, hidden, unsupported_reason, plain=("chunked", "reference")
     )
     with full_precision(hidden):
         if choice.name == "reference":

@@ -14,11 +14,11 @@ from kernels.common.dispatch import (
     choose_triton_or_reference,
     full_precision,
     resolve_scale,
-    triton_attention_obstacle,
+    triton_attention_unsupported_reason,
 )
 from kernels.native_sparse_attention.branches import native_sparse_attention_triton
 from kernels.native_sparse_attention.reference import native_sparse_attention_reference
-from kernels.softmax_attention.flex import flex_obstacle
+from kernels.softmax_attention.flex import flex_unsupported_reason
 from kernels.softmax_attention.interface import FEW_QUERIES
 from kernels.top1_chunk.interface import MAX_TOP_K, TRITON_CHUNK_SIZES
 
@@ -106,13 +106,13 @@ def _choice(implementation: str, q: Tensor, v: Tensor, block_size: int, num_sele
         # FlexAttention would recompile for each decoded token.
         few = Choice("reference", f"the scores of {q.shape[1]} queries are few")
         return choose("native_sparse_attention", implementation, _IMPLEMENTATIONS, few, "reference")
-    obstacle = _obstacle(q, v, block_size, num_selected)
-    return choose_triton_or_reference("native_sparse_attention", implementation, q, obstacle)
+    unsupported_reason = _unsupported_reason(q, v, block_size, num_selected)
+    return choose_triton_or_reference("native_sparse_attention", implementation, q, unsupported_reason)
 
 
-def _obstacle(q: Tensor, v: Tensor, block_size: int, num_selected: int) -> str | None:
+def _unsupported_reason(q: Tensor, v: Tensor, block_size: int, num_selected: int) -> str | None:
     if block_size not in TRITON_CHUNK_SIZES:
         return f"block_size is {block_size}: give one of {list(TRITON_CHUNK_SIZES)}"
     if num_selected > MAX_SELECTED:
         return f"num_selected is {num_selected}: give at most {MAX_SELECTED}"
-    return triton_attention_obstacle(q, v) or flex_obstacle(q, v)
+    return triton_attention_unsupported_reason(q, v) or flex_unsupported_reason(q, v)

@@ -5,7 +5,7 @@ from typing import Literal, overload
 from torch import Tensor
 
 from kernels.common.dispatch import check_any_floating, check_shapes
-from kernels.common.fla import choose_fla_or_plain, fla_obstacle, run_fla
+from kernels.common.fla import choose_fla_or_plain, fla_unsupported_reason, run_fla
 from kernels.common.stateful import check_log_decay, check_state_op, run_form
 from kernels.rwkv6.reference import chunked, recurrent
 
@@ -79,7 +79,7 @@ def rwkv6(
     2404.05892), the recurrent form of Finch's wkv, wkv_t = s_{t-1} + diag(u) k_t^T v_t (its vectors are rows).
     """
     _check(r, k, v, g, u, initial_state)
-    chosen = choose_fla_or_plain("rwkv6", implementation, fla_obstacle(r), r, _IMPLEMENTATIONS)
+    chosen = choose_fla_or_plain("rwkv6", implementation, fla_unsupported_reason(r), r, _IMPLEMENTATIONS)
     scale = 1.0 if scale is None else scale
     if chosen == "fla":
         from fla.ops.rwkv6 import chunk_rwkv6

@@ -6,7 +6,7 @@ from typing import Literal, overload
 from torch import Tensor
 
 from kernels.common.dispatch import check_any_floating, check_shapes
-from kernels.common.fla import choose_fla_or_plain, fla_obstacle, run_fla
+from kernels.common.fla import choose_fla_or_plain, fla_unsupported_reason, run_fla
 from kernels.common.stateful import check_log_decay, check_state_op, run_form
 from kernels.rwkv7.reference import chunked, recurrent
 
@@ -94,7 +94,7 @@ def rwkv7(
     _check(r, w, k, v, a, b, initial_state)
     if log_decay_bound is not None and not log_decay_bound < 0:
         raise ValueError(f"log_decay_bound is {log_decay_bound!r}: give a negative number, or None")
-    chosen = choose_fla_or_plain("rwkv7", implementation, fla_obstacle(r), r, _IMPLEMENTATIONS)
+    chosen = choose_fla_or_plain("rwkv7", implementation, fla_unsupported_reason(r), r, _IMPLEMENTATIONS)
     scale = 1.0 if scale is None else scale
     if chosen == "fla":
         from fla.ops.rwkv7 import chunk_rwkv7

@@ -93,7 +93,7 @@ def chunked(
     own, reads = _solve_chunks(ab, ak @ v, _down(total).exp() * a)
     fade = (total[..., -1:, :] - total).exp()
     written = (fade * k).mT @ v
-    state_bhde, states, updates = _walk(own, reads, fade * b, written, total[..., -1:, :].exp().mT, state_bhde)
+    state_bhde, states, updates = _scan(own, reads, fade * b, written, total[..., -1:, :].exp().mT, state_bhde)
     out_bhnce = (r * total.exp()) @ states + rb @ updates + rk @ v
     return out_bhnce.flatten(2, 3)[:, :, :length].transpose(1, 2), state_bhde
 
@@ -120,7 +120,7 @@ def _solve_chunks(ab: Tensor, own: Tensor, reads: Tensor) -> tuple[Tensor, Tenso
     return own, reads
 
 
-def _walk(
+def _scan(
     own: Tensor, reads: Tensor, to_end: Tensor, written: Tensor, kept_bhnd1: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Scan the state over the chunks. Return the final state, each chunk's initial state and each chunk's u."""

@@ -7,7 +7,12 @@ import torch
 from torch import Tensor
 
 from kernels.common.attention_math import compute_dtype
-from kernels.common.dispatch import check_any_floating, choose_triton_or_reference, full_precision, triton_obstacle
+from kernels.common.dispatch import (
+    check_any_floating,
+    choose_triton_or_reference,
+    full_precision,
+    triton_unsupported_reason,
+)
 from kernels.selective_scan.op import selective_scan_triton
 from kernels.selective_scan.reference import chunked, recurrent
 
@@ -81,8 +86,8 @@ def selective_scan(
     Source: Gu, Dao 2023, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces" (arXiv 2312.00752).
     """
     _check(x, dt, A, B, C, D, initial_state)
-    obstacle = _obstacle(x, dt, A, B, C)
-    form = choose_triton_or_reference("selective_scan", implementation, x, obstacle, tuple(_PLAIN)).name
+    unsupported_reason = _unsupported_reason(x, dt, A, B, C)
+    form = choose_triton_or_reference("selective_scan", implementation, x, unsupported_reason, tuple(_PLAIN)).name
     if form == "triton":
         y, state = selective_scan_triton(x, dt, A, B, C, D, initial_state)
     else:
@@ -107,10 +112,10 @@ def _run_plain(
     return y.to(x.dtype), state_bgen.flatten(1, 2)
 
 
-def _obstacle(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> str | None:
-    obstacle = triton_obstacle(x=x, B=B, C=C)
-    if obstacle is not None:
-        return obstacle
+def _unsupported_reason(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> str | None:
+    unsupported_reason = triton_unsupported_reason(x=x, B=B, C=C)
+    if unsupported_reason is not None:
+        return unsupported_reason
     for name, tensor in (("dt", dt), ("A", A)):
         if tensor.dtype != torch.float32:
             return f"{name} has dtype {tensor.dtype}: convert it to torch.float32"

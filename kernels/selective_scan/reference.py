@@ -61,14 +61,14 @@ def chunked(
     """
     outputs = []
     # Without a backward pass, activation checkpointing would only import torch's compiler, 0.4 s in the first call.
-    walk: Callable[..., tuple[Tensor, Tensor]] = _rewalked if torch.is_grad_enabled() else _chunk
+    scan: Callable[..., tuple[Tensor, Tensor]] = _rescanned if torch.is_grad_enabled() else _chunk
     for parts in zip(*(y.split(CHUNK_SIZE, dim=1) for y in (x_btge, dt_btge, B_btgn, C_btgn)), strict=True):
-        y_bsge, state_bgen = walk(*parts, A_gen, state_bgen)
+        y_bsge, state_bgen = scan(*parts, A_gen, state_bgen)
         outputs.append(y_bsge)
     return torch.cat(outputs, dim=1), state_bgen
 
 
-def _rewalked(*arguments: Tensor) -> tuple[Tensor, Tensor]:
+def _rescanned(*arguments: Tensor) -> tuple[Tensor, Tensor]:
     """Run `_chunk` with activation checkpointing, so that the backward pass recomputes its states."""
     found: tuple[Tensor, Tensor] = checkpoint(_chunk, *arguments, use_reentrant=False, preserve_rng_state=False)
     return found

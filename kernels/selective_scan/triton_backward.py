@@ -5,7 +5,7 @@ The adjoint of the state runs backwards. With dh the adjoint after token t, incl
     dh = carry + C dy;  carry <- exp2(dt rate) dh
 
 Chunks are joined as in the forward pass: `find_chunk_starts` from a zero adjoint after each chunk, `join_chunks`, then
-`walk_backward`. States are recomputed from the saved ones, STEP at a time in registers. With h' the state before the
+`scan_backward`. States are recomputed from the saved ones, STEP at a time in registers. With h' the state before the
 token, w = dt x, and sums over n:
 
     dB = dh w;  dC = dy h;  dw = sum dh B;  dx = dw dt + D dy;  ddt = dw x + sum carry h' A;  dA = carry h' dt
@@ -94,7 +94,7 @@ def _states_of_step(
 
 
 @triton.jit(do_not_specialize=["unit"])
-def walk_backward(
+def scan_backward(
     dy, x, dt, A, B, C, D, kept, after, dx, ddt, dA, dB, dC, dD, dfirst, length, rows, chunk_length, chunks,
     parts, part_blocks, group_blocks, group_channels, sample_stride, time_stride, unit,
     G: tl.constexpr, N: tl.constexpr, NR: tl.constexpr, ER: tl.constexpr, NL: tl.constexpr, EL: tl.constexpr,
@@ -104,7 +104,7 @@ def walk_backward(
 
     A program processes part_blocks blocks of channels one after the other, and sums up their dB and dC.
 
-    Tensors and numbers as in `triton_forward.walk_forward`, and:
+    Tensors and numbers as in `triton_forward.scan_forward`, and:
         dy: [rows, channels], gradient of the output.
         kept: fp32 [samples, spans, channels, N], the state before every SPAN tokens.
         after: fp32 [samples, chunks, channels, N], the adjoint of the state after each chunk, from all later tokens.

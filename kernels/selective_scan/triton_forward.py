@@ -1,7 +1,7 @@
 """Selective scan in Triton, parallel over chunks of tokens.
 
 `find_chunk_ends` computes each chunk's final state from a zero state, `join_chunks` the state before each chunk from
-these, and `walk_forward` the chunk's outputs from that. With rates in units of log2:
+these, and `scan_forward` the chunk's outputs from that. With rates in units of log2:
 
     h <- exp2(dt rate) h + (dt x) B;  y = C . h + D x
 
@@ -118,7 +118,7 @@ def join_chunks(
 
 
 @triton.jit(do_not_specialize=["unit"])
-def walk_forward(
+def scan_forward(
     x, dt, A, B, C, D, before, y, kept, last, length, chunk_length, chunks, group_blocks, group_channels,
     sample_stride, time_stride, unit,
     G: tl.constexpr, N: tl.constexpr, NR: tl.constexpr, ER: tl.constexpr, NL: tl.constexpr, EL: tl.constexpr,

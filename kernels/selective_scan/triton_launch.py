@@ -125,7 +125,7 @@ def forward(
     spans = -(-rows.length // TUNING.span) if training else 0
     y, last, kept = torch.empty_like(x), torch.empty_like(first), A.new_empty(rows.samples, spans, *A.shape)
     with on_device(x):
-        triton_forward.walk_forward[_programs(rows, chunks, blocks),](
+        triton_forward.scan_forward[_programs(rows, chunks, blocks),](
             x, dt, A, B, C, D, before, y, kept, last, *_numbers(rows, chunks, blocks),
             WHOLE=blocks.whole, SPAN=TUNING.span, KEEP=training, **blocks.constants(TUNING.forward_registers),
         )  # fmt: skip
@@ -185,7 +185,7 @@ def backward(
     dA, dD = A.new_empty(num_chunks, *A.shape), A.new_empty(num_chunks, A.shape[0])
     dB, dC = (A.new_empty(parts, *B.shape) for _ in "BC")
     with on_device(x):
-        triton_backward.walk_backward[num_chunks * blocks.groups * parts,](
+        triton_backward.scan_backward[num_chunks * blocks.groups * parts,](
             dy, x, dt, A, B, C, D, kept, after, dx, ddt, dA, dB, dC, dD, dfirst, rows.length, num_rows, *chunks,
             parts, part_blocks, blocks.group_blocks, blocks.group_channels, rows.sample_stride, rows.time_stride, 1,
             WHOLE=blocks.whole and rows.length % step == 0, SPAN=TUNING.span, STEP=step,

@@ -11,7 +11,7 @@ from kernels.common.dispatch import (
     check_shapes,
     choose_triton_or_reference,
     full_precision,
-    triton_obstacle,
+    triton_unsupported_reason,
 )
 from kernels.short_convolution import reference
 from kernels.short_convolution.op import short_convolution_triton
@@ -60,20 +60,20 @@ def short_convolution(
     widths = list(widths)
     unit_length = [False] * len(widths) if unit_length is None else list(unit_length)
     _check(x, before, weight, bias, widths, unit_length)
-    obstacle = _obstacle(x, weight, bias, widths, unit_length)
-    form = choose_triton_or_reference("short_convolution", implementation, x, obstacle).name
+    unsupported_reason = _unsupported_reason(x, weight, bias, widths, unit_length)
+    form = choose_triton_or_reference("short_convolution", implementation, x, unsupported_reason).name
     if form == "triton":
         return short_convolution_triton(x, before, weight, bias, widths, unit_length)
     with full_precision(x):
         return reference.short_convolution(x, before, weight, bias, widths, unit_length)
 
 
-def _obstacle(
+def _unsupported_reason(
     x: Tensor, weight: Tensor, bias: Tensor | None, widths: Sequence[int], unit_length: Sequence[bool]
 ) -> str | None:
-    obstacle = triton_obstacle(x=x, weight=weight, **({} if bias is None else {"bias": bias}))
-    if obstacle is not None:
-        return obstacle
+    unsupported_reason = triton_unsupported_reason(x=x, weight=weight, **({} if bias is None else {"bias": bias}))
+    if unsupported_reason is not None:
+        return unsupported_reason
     if x.stride(-1) != 1:
         return f"x has stride {x.stride(-1)} in its last dimension: make that contiguous"
     if weight.shape[-1] > MAX_TRITON_TAPS:

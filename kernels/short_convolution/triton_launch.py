@@ -59,7 +59,7 @@ class Segment:
     end: int
 
 
-class Plan(NamedTuple):
+class LaunchPlan(NamedTuple):
     """Launch plan: rows per chunk, shares, grid size and compile-time constants."""
 
     chunk_length: int
@@ -68,14 +68,16 @@ class Plan(NamedTuple):
     constants: dict[str, Any]
 
 
-def cut_row(widths: Sequence[int], unit_length: Sequence[bool], num_units: int, numbers: int) -> tuple[Segment, ...]:
+def cut_row(
+    widths: Sequence[int], unit_length: Sequence[bool], num_head_groups: int, numbers: int
+) -> tuple[Segment, ...]:
     """Divide a row into tiles of about `numbers` elements."""
     segments: list[Segment] = []
     start = first = 0
     for width, unit in zip(widths, unit_length, strict=True):
         block = next_power_of_two(width) if unit else min(next_power_of_two(width), numbers)
-        units = min(max(1, numbers // block), next_power_of_two(num_units))
-        end = first + -(-num_units // units) * -(-width // block)
+        units = min(max(1, numbers // block), next_power_of_two(num_head_groups))
+        end = first + -(-num_head_groups // units) * -(-width // block)
         segments.append(Segment(start, width, unit, units, block, first, end))
         start, first = start + width, end
     return tuple(segments)
@@ -90,16 +92,23 @@ def plan(
     unit_length: tuple[bool, ...],
     tuning: Tuning,
     processors: int,
-) -> Plan:
+) -> LaunchPlan:
     """Return the launch plan for a shape and dtype of x. It is cached, because making it takes longer than a launch."""
-    length, batch, num_units, width = shape
-    segments = cut_row(widths, unit_length, num_units, tuning.row_bytes // dtype.itemsize)
+    length, batch, num_head_groups, width = shape
+    segments = cut_row(widths, unit_length, num_head_groups, tuning.row_bytes // dtype.itemsize)
     tiles = segments[-1].end
     wanted = -(-length * batch * tiles // (tuning.programs * processors))
     chunk_length = min(max(tuning.least_chunk, -(-wanted // tuning.step) * tuning.step), tuning.most_chunk)
     shares = -(-length // chunk_length) * batch
-    constants = {"U": num_units, "W": width, "K": taps, "SEGMENTS": segments, "PROGRAMS": tiles, "STEP": tuning.step}
-    return Plan(chunk_length, shares, shares * tiles, {**constants, "EPSILON": EPSILON, "num_warps": 1})
+    constants = {
+        "U": num_head_groups,
+        "W": width,
+        "K": taps,
+        "SEGMENTS": segments,
+        "PROGRAMS": tiles,
+        "STEP": tuning.step,
+    }
+    return LaunchPlan(chunk_length, shares, shares * tiles, {**constants, "EPSILON": EPSILON, "num_warps": 1})
 
 
 def forward(
@@ -111,9 +120,9 @@ def forward(
     unit_length: tuple[bool, ...],
 ) -> list[Tensor]:
     """Run the forward kernel. Arguments and results as in `op.forward_operator`."""
-    length, batch, num_units, _ = x.shape
+    length, batch, num_head_groups, _ = x.shape
     cut = plan(x.shape, x.dtype, weight.shape[-1], widths, unit_length, FORWARD, multiprocessors(x))
-    outputs = [x.new_empty(batch, length, num_units, width) for width in widths]
+    outputs = [x.new_empty(batch, length, num_head_groups, width) for width in widths]
     with on_device(x):
         triton_forward.convolve[cut.programs,](
             *_inputs(x, before, weight, bias), tuple(outputs), length, cut.chunk_length, batch, **_strides(x),
@@ -131,20 +140,20 @@ def backward(
     unit_length: tuple[bool, ...],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Run the backward kernels. Arguments and results as in `op.backward_operator`."""
-    length, batch, num_units, width = x.shape
+    length, batch, num_head_groups, width = x.shape
     taps, sums = weight.shape[-1], weight.shape[-1] + (bias is not None)
     widths = tuple(y.shape[-1] for y in gradients)
     cut = plan(x.shape, x.dtype, taps, widths, unit_length, BACKWARD, multiprocessors(x))
     dx, dbefore, dweight = (y.new_empty(y.shape) for y in (x, before, weight))
     dbias = weight.new_empty(0) if bias is None else bias.new_empty(bias.shape)
-    shares = x.new_empty(cut.shares, sums, num_units, width, dtype=torch.float32)
+    shares = x.new_empty(cut.shares, sums, num_head_groups, width, dtype=torch.float32)
     with on_device(x):
         triton_backward.differentiate[cut.programs,](
             *_inputs(x, before, weight, bias), tuple(y.contiguous() for y in gradients), dx, dbefore, shares,
             length, cut.chunk_length, batch, **_strides(x), **cut.constants,
         )  # fmt: skip
-        triton_backward.sum_shares[-(-num_units * width // SHARE_BLOCK), sums](
-            shares, dweight, None if bias is None else dbias, cut.shares, num_units * width,
+        triton_backward.sum_shares[-(-num_head_groups * width // SHARE_BLOCK), sums](
+            shares, dweight, None if bias is None else dbias, cut.shares, num_head_groups * width,
             K=taps, ROWS=SHARE_ROWS, BLOCK=SHARE_BLOCK, num_warps=4,
         )  # fmt: skip
     return dx, dbefore, dweight, dbias

@@ -17,7 +17,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_DIMS = range(16, 257)
 
 
-def flex_obstacle(q_bthd: Tensor, v_bshe: Tensor) -> str | None:
+def flex_unsupported_reason(q_bthd: Tensor, v_bshe: Tensor) -> str | None:
     """Return the reason why FlexAttention does not support these inputs, and the fix; None if it does."""
     if q_bthd.dtype not in DTYPES:
         return f"q has dtype {q_bthd.dtype}: convert it to one of {[str(dtype) for dtype in DTYPES]}"

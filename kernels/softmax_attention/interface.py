@@ -13,7 +13,7 @@ from kernels.common.dispatch import (
     on_gpu,
     resolve_scale,
 )
-from kernels.softmax_attention.flex import flex_obstacle, softmax_attention_flex
+from kernels.softmax_attention.flex import flex_unsupported_reason, softmax_attention_flex
 from kernels.softmax_attention.reference import softmax_attention_reference
 from kernels.softmax_attention.sdpa import softmax_attention_sdpa
 
@@ -69,10 +69,12 @@ def softmax_attention(
             f"alibi_slopes has shape {list(alibi_slopes.shape)}: give one slope per query head, {q.shape[2]}"
         )
     plain = window is None and alibi_slopes is None and query_offset == 0
-    obstacle = flex_obstacle(q, v)
-    chosen = choose("softmax_attention", implementation, _IMPLEMENTATIONS, _automatic(q, plain, obstacle), "reference")
-    if chosen.name == "flex" and obstacle is not None:
-        raise ValueError(f"implementation is 'flex', but {obstacle}")
+    unsupported_reason = flex_unsupported_reason(q, v)
+    chosen = choose(
+        "softmax_attention", implementation, _IMPLEMENTATIONS, _automatic(q, plain, unsupported_reason), "reference"
+    )
+    if chosen.name == "flex" and unsupported_reason is not None:
+        raise ValueError(f"implementation is 'flex', but {unsupported_reason}")
     with full_precision(q):
         return _IMPLEMENTATIONS[chosen.name](
             q,
@@ -85,13 +87,13 @@ def softmax_attention(
         )
 
 
-def _automatic(q: Tensor, plain: bool, flex_obstacle: str | None) -> Choice:
+def _automatic(q: Tensor, plain: bool, flex_unsupported_reason: str | None) -> Choice:
     if plain:
         return Choice("sdpa", "fused on CUDA" if on_gpu(q) else "plain causal: fused here too")
     if not on_gpu(q):
         return Choice("reference", f"window, slopes or offset on {q.device.type}: a mask is built either way")
     if q.shape[1] < FEW_QUERIES:
         return Choice("sdpa", f"a mask of {q.shape[1]} queries is small")
-    if flex_obstacle is not None:
-        return Choice("sdpa", f"with a mask of all pairs, as {flex_obstacle}")
+    if flex_unsupported_reason is not None:
+        return Choice("sdpa", f"with a mask of all pairs, as {flex_unsupported_reason}")
     return Choice("flex", "window, slopes or offset without a mask of all pairs")

@@ -13,7 +13,7 @@ from kernels.common.dispatch import (
     choose_triton_or_reference,
     full_precision,
     resolve_scale,
-    triton_attention_obstacle,
+    triton_attention_unsupported_reason,
 )
 from kernels.common.documents import by_document, document_bounds
 from kernels.top1_chunk.op import relative_choice, top1_chunk
@@ -118,8 +118,8 @@ def top1_chunk_attention(
     _check_options(chunk_size, top_k, score)
     _check_selection(selection, q, top_k, cu_seqlens)
     scale = resolve_scale(scale, q.shape[3])
-    obstacle = form_obstacle(q, v, chunk_size)
-    if choose_triton_or_reference("top1_chunk_attention", implementation, q, obstacle).name == "triton":
+    unsupported_reason = form_unsupported_reason(q, v, chunk_size)
+    if choose_triton_or_reference("top1_chunk_attention", implementation, q, unsupported_reason).name == "triton":
         out, _, slots = top1_chunk(q, k, v, cu_seqlens, selection, chunk_size, top_k, score, local, scale, query_offset)
         if not return_selection:
             return out
@@ -154,8 +154,8 @@ def _check_selection(selection: Tensor | None, q: Tensor, top_k: int, cu_seqlens
     check_shapes(q, {"selection": (selection, [*q.shape[:3], top_k])})
 
 
-def form_obstacle(q: Tensor, v: Tensor, chunk_size: int) -> str | None:
+def form_unsupported_reason(q: Tensor, v: Tensor, chunk_size: int) -> str | None:
     """Return the reason why the Triton implementation does not support these inputs, and the fix; None if it does."""
     if chunk_size not in TRITON_CHUNK_SIZES:
         return f"chunk_size is {chunk_size}: give one of {list(TRITON_CHUNK_SIZES)}"
-    return triton_attention_obstacle(q, v)
+    return triton_attention_unsupported_reason(q, v)

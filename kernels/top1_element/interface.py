@@ -11,7 +11,7 @@ from kernels.common.dispatch import (
     choose_triton_or_reference,
     full_precision,
     resolve_scale,
-    triton_attention_obstacle,
+    triton_attention_unsupported_reason,
 )
 from kernels.common.documents import by_document, document_bounds
 from kernels.top1_element.op import relative_choice, top1_element
@@ -94,8 +94,8 @@ def top1_element_attention(
     check_attention(q, k, v, query_offset)
     check_option("estimator", estimator, ("straight_through", "selected"))
     scale = resolve_scale(scale, q.shape[3])
-    obstacle = _obstacle(q, k, v)
-    if choose_triton_or_reference("top1_element_attention", implementation, q, obstacle).name == "triton":
+    unsupported_reason = _unsupported_reason(q, k, v)
+    if choose_triton_or_reference("top1_element_attention", implementation, q, unsupported_reason).name == "triton":
         training = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
         out, _, _, keys = top1_element(q, k, v, cu_seqlens, estimator, training, scale, query_offset)
         return (out, relative_choice(keys, q, k, cu_seqlens)) if return_selection else out
@@ -109,7 +109,7 @@ def top1_element_attention(
     return (out, selection) if return_selection else out
 
 
-def _obstacle(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+def _unsupported_reason(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     if k.shape[0] * k.shape[1] > MAX_TOKENS:
         return f"k has {k.shape[0]} rows of {k.shape[1]} keys: give at most {MAX_TOKENS} in all"
-    return triton_attention_obstacle(q, v)
+    return triton_attention_unsupported_reason(q, v)

@@ -134,7 +134,7 @@ def _value(value: str | None) -> Cell:
 
 
 @dataclass(frozen=True)
-class Without:
+class SkippedRange:
     """Shards that a run skipped for a range of steps.
 
     Attributes:
@@ -146,7 +146,7 @@ class Without:
     until: int | None
 
 
-def skipped(run: Run) -> list[Without]:
+def skipped(run: Run) -> list[SkippedRange]:
     """Read the skipped shards of a run in the order of its steps. A shard may become readable again later.
 
     Raises:
@@ -159,4 +159,4 @@ def skipped(run: Run) -> list[Without]:
     except (OSError, ValidationError):
         raise UserError(str(path), "is not what training has written", "restore the file or remove it") from None
     ends: list[int | None] = [*(record.step for record in records[1:]), None][: len(records)]
-    return [Without(record, end) for record, end in zip(records, ends, strict=True) if record.shards]
+    return [SkippedRange(record, end) for record, end in zip(records, ends, strict=True) if record.shards]

@@ -272,60 +272,60 @@ def _warn(where: str, message: str) -> None:
     print(printable(f"warning: {where}: {message}"), file=sys.stderr)
 
 
-def _read_bytes(path: Path, mend: str) -> bytes:
+def _read_bytes(path: Path, hint: str) -> bytes:
     try:
         return read_regular(path)
     except FileNotFoundError:
-        raise UserError(str(path), "is missing", mend) from None
+        raise UserError(str(path), "is missing", hint) from None
     except OSError as error:
-        raise UserError(str(path), f"cannot be read ({os_reason(error)})", mend) from None
+        raise UserError(str(path), f"cannot be read ({os_reason(error)})", hint) from None
 
 
 def _read_config(path: Path) -> dict[str, Any]:
     """Read config.yaml as plain mappings and check presence and type of the fields that identify a run."""
     file = path / CONFIG
     data = _read_bytes(file, "give the folder of a run: it holds config.yaml, metrics.jsonl and evaluation.jsonl")
-    mend = "put back the configuration that was saved with the run"
+    hint = "put back the configuration that was saved with the run"
     try:
         config = redacted_tree(parse_yaml(data.decode("utf-8")))
     except MarkedYAMLError as error:
         line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise UserError(f"{file}{line}", f"is not YAML ({error.problem})", mend) from None
+        raise UserError(f"{file}{line}", f"is not YAML ({error.problem})", hint) from None
     except TooLargeError as error:
-        raise UserError(str(file), f"is too large for a configuration ({error})", mend) from None
+        raise UserError(str(file), f"is too large for a configuration ({error})", hint) from None
     except (YAMLError, ValueError, RecursionError):
-        raise UserError(str(file), "is not YAML", mend) from None
+        raise UserError(str(file), "is not YAML", hint) from None
     needed = (("model", "pattern", str), ("training", "seed", int), ("run", "name", str), ("training", "steps", int))
     for section, key, kind in needed:
         values = config.get(section) if isinstance(config, dict) else None
         if not isinstance(values, dict) or not isinstance(values.get(key), kind):
-            raise UserError(str(file), f"has no {section}.{key}", mend)
+            raise UserError(str(file), f"has no {section}.{key}", hint)
     return config
 
 
 def _read_size(path: Path) -> ModelSize | None:
     if not path.exists():
         return None
-    mend = "restore the file or continue the run, which writes it anew"
+    hint = "restore the file or continue the run, which writes it anew"
     try:
-        return TypeAdapter(ModelSize).validate_json(_read_bytes(path, mend))
+        return TypeAdapter(ModelSize).validate_json(_read_bytes(path, hint))
     except ValidationError as error:
-        raise UserError(str(path), _problem(error.errors(include_url=False)[0]), mend) from None
+        raise UserError(str(path), _problem(error.errors(include_url=False)[0]), hint) from None
 
 
-def parse_lines(path: Path, kind: type[Record], mend: str) -> Iterator[Line[Record]]:
+def parse_lines(path: Path, kind: type[Record], hint: str) -> Iterator[Line[Record]]:
     """Yield the lines of a JSON-lines file as records of type `kind`.
 
     Args:
         path: the file.
         kind: pydantic dataclass of a line.
-        mend: hint for the user if the file cannot be read.
+        hint: hint for the user if the file cannot be read.
 
     Raises:
         UserError: the file cannot be read, or a line is invalid. An incomplete last line is skipped with a warning.
     """
     adapter = TypeAdapter(kind)
-    lines = _read_bytes(path, mend).split(b"\n")
+    lines = _read_bytes(path, hint).split(b"\n")
     for number, text in enumerate(lines, start=1):
         if not text.strip():
             continue
@@ -368,18 +368,18 @@ class _Scores:
 
 def _scores(line: Line[EvaluationRecord]) -> _Scores:
     record = line.record
-    mend = "restore the file or repeat the run"
+    hint = "restore the file or repeat the run"
     if not len(record.documents) == len(record.document_loss) == len(record.document_tokens):
-        raise UserError(line.where, "documents, document_loss and document_tokens differ in length", mend)
+        raise UserError(line.where, "documents, document_loss and document_tokens differ in length", hint)
     # A document that was scored in several pieces counts as one: its pieces are not independent samples.
     documents, index = np.unique(np.array(record.documents, dtype=np.int64), return_inverse=True)
     tokens = np.bincount(index, weights=record.document_tokens).astype(np.int64)
     losses = np.bincount(index, weights=record.document_loss).astype(np.float64)
     if tokens.sum() != record.num_tokens:
-        raise UserError(line.where, f"num_tokens {record.num_tokens} but its documents have {tokens.sum()}", mend)
+        raise UserError(line.where, f"num_tokens {record.num_tokens} but its documents have {tokens.sum()}", hint)
     mean = losses.sum() / tokens.sum()
     if abs(mean - record.loss) > LOSS_TOLERANCE * max(1.0, abs(mean)):
-        raise UserError(line.where, f"loss {record.loss:.6g} but its documents give {mean:.6g}", mend)
+        raise UserError(line.where, f"loss {record.loss:.6g} but its documents give {mean:.6g}", hint)
     return _Scores(line.where, documents, tokens, losses)
 
 
@@ -396,10 +396,10 @@ class _Evaluations:
 def _read_evaluations(path: Path, steps: IntArray, *, needed: bool) -> _Evaluations:
     if not needed and not path.exists():
         return _Evaluations(np.empty(0, dtype=np.int64))
-    mend = "train with training.evaluate_every above 0"
+    hint = "train with training.evaluate_every above 0"
     by_step: dict[int, dict[tuple[Split, str], _Scores]] = {}
     texts: dict[int, str | None] = {}
-    for line in parse_lines(path, EvaluationRecord, mend):
+    for line in parse_lines(path, EvaluationRecord, hint):
         key = (line.record.split, line.record.domain)
         by_step.setdefault(line.record.step, {})[key] = _scores(line)
         texts[line.record.step] = line.record.data
@@ -410,7 +410,7 @@ def _read_evaluations(path: Path, steps: IntArray, *, needed: bool) -> _Evaluati
         del by_step[step]
     if not by_step:
         if needed:
-            raise UserError(str(path), "holds no evaluation after a training step", mend)
+            raise UserError(str(path), "holds no evaluation after a training step", hint)
         return _Evaluations(np.empty(0, dtype=np.int64))
     order = sorted(by_step)
     keys = sorted(set.intersection(*(set(scores) for scores in by_step.values())))
@@ -467,18 +467,18 @@ def _same_documents(documents: IntArray, tokens: IntArray, other_documents: IntA
 
 def check_same_data(run: Run, first: Run) -> None:
     """Raise a `UserError` if a run is trained on other domains or evaluated on other documents than the first one."""
-    where, mend = str(run.path), f"compare runs over the same data; the first run is {first.path}"
+    where, hint = str(run.path), f"compare runs over the same data; the first run is {first.path}"
     train, first_train = (one.config.get("data", {}).get("train_domains") for one in (run, first))
     if train and first_train and sorted(train) != sorted(first_train) and not _same_domains(run, first):
-        raise UserError(where, f"trained on {', '.join(train)}, the first run on {', '.join(first_train)}", mend)
+        raise UserError(where, f"trained on {', '.join(train)}, the first run on {', '.join(first_train)}", hint)
     if not run.domains:
         return
     names, first_names = ([f"{d.domain} ({d.split})" for d in one.domains] for one in (run, first))
     if names != first_names:
-        raise UserError(where, f"evaluated on {', '.join(names)}, the first run on {', '.join(first_names)}", mend)
+        raise UserError(where, f"evaluated on {', '.join(names)}, the first run on {', '.join(first_names)}", hint)
     for one, other in zip(run.domains, first.domains, strict=True):
         if not _same_documents(one.documents, one.tokens, other.documents, other.tokens):
-            raise UserError(where, f"domain {one.domain} ({one.split}) has other documents than the first run's", mend)
+            raise UserError(where, f"domain {one.domain} ({one.split}) has other documents than the first run's", hint)
 
 
 def _same_domains(run: Run, first: Run) -> bool:

@@ -17,7 +17,7 @@ _BLOCK = 8 << 20
 
 
 @dataclass(frozen=True)
-class Content:
+class FileDigest:
     """Size and checksum of a file.
 
     Attributes:
@@ -29,14 +29,14 @@ class Content:
     xxh3_128: str
 
 
-def content_of(path: Path) -> Content:
+def content_of(path: Path) -> FileDigest:
     """Read a file and return its size and checksum."""
     checksum, size = xxhash.xxh3_128(), 0
     with path.open("rb", buffering=0) as file:
         while block := file.read(_BLOCK):
             checksum.update(block)
             size += len(block)
-    return Content(size, checksum.hexdigest())
+    return FileDigest(size, checksum.hexdigest())
 
 
 class CheckedFile(io.RawIOBase):
@@ -70,6 +70,6 @@ class CheckedFile(io.RawIOBase):
                 super().close()
 
     @property
-    def content(self) -> Content:
+    def content(self) -> FileDigest:
         """Size and checksum of the bytes written so far."""
-        return Content(self._size, self._checksum.hexdigest())
+        return FileDigest(self._size, self._checksum.hexdigest())

@@ -41,7 +41,7 @@ class Failure:
     def of(cls, error: BaseException, folder: Path) -> Failure:
         """Classify an error raised while writing to a folder. Call it before anything is removed there."""
         if isinstance(error, UserError):
-            return cls(f"{error.where} {error.problem}", "".join(traceback.format_exception(error)), error.mend)
+            return cls(f"{error.where} {error.problem}", "".join(traceback.format_exception(error)), error.hint)
         problem = os.strerror(errno.ENOSPC) if is_full(folder) else storage_problem(error)
         return cls(problem, "".join(traceback.format_exception(error)))
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.checkpoint.contents import Content, content_of
+from megatron_ext.checkpoint.contents import FileDigest, content_of
 from megatron_ext.checkpoint.disk import NotAsWritten
 from megatron_ext.run_folder.layout import step_name, step_of
 from megatron_ext.utils.atomic_files import LARGEST_POINTER, os_reason, read_regular, write_whole
@@ -67,7 +67,7 @@ class Record:
     progress: Progress
     identity: dict[str, Any]
     generators: list[int]
-    files: dict[str, Content]
+    files: dict[str, FileDigest]
     model_only: bool = False
 
 
@@ -137,8 +137,8 @@ class CheckpointFolder:
         step = step_of(name)
         if step is None:
             there = ", ".join(step_name(step) for step in self.steps())
-            mend = f"write one of them into it: {there}" if there else "no checkpoint is there: remove the file"
-            raise UserError(str(pointer), f"{name!r} names no checkpoint", mend)
+            hint = f"write one of them into it: {there}" if there else "no checkpoint is there: remove the file"
+            raise UserError(str(pointer), f"{name!r} names no checkpoint", hint)
         return step
 
     def go_back(self, step: int) -> None:
@@ -168,7 +168,7 @@ class CheckpointFolder:
         return partial
 
     def finish(
-        self, step: int, record_parts: dict[str, Any], written: dict[str, Content], retention: Retention
+        self, step: int, record_parts: dict[str, Any], written: dict[str, FileDigest], retention: Retention
     ) -> None:
         """Complete a written checkpoint: write the record, rename it, update `latest`, remove old checkpoints.
 
@@ -193,7 +193,7 @@ class CheckpointFolder:
             self._drop(old)
 
     @staticmethod
-    def _check_sizes(partial: Path, written: dict[str, Content]) -> None:
+    def _check_sizes(partial: Path, written: dict[str, FileDigest]) -> None:
         there = {str(p.relative_to(partial)): p.stat().st_size for p in partial.rglob("*") if p.is_file()}
         for name in sorted(there.keys() | written.keys()):
             size = written[name].size if name in written else None
@@ -223,7 +223,7 @@ class CheckpointFolder:
             raise self.damage(step, RECORD, "is not there, so the checkpoint is not whole")
         try:
             raw = parse_json(read_regular(path))
-            files = {relative_name(name, str(path)): Content(**content) for name, content in raw["files"].items()}
+            files = {relative_name(name, str(path)): FileDigest(**content) for name, content in raw["files"].items()}
             record = Record(**{**raw, "progress": Progress(**raw["progress"]), "files": files})
             _check_types(record)
             return record
@@ -237,7 +237,7 @@ class CheckpointFolder:
         except (OSError, ValueError, AttributeError):
             return False
 
-    def check_file(self, step: int, name: str, expected: Content) -> None:
+    def check_file(self, step: int, name: str, expected: FileDigest) -> None:
         """Read a file of a checkpoint and compare it with its record.
 
         Raises:

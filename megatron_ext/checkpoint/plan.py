@@ -29,7 +29,7 @@ Item = tuple[WriteItem, io.BytesIO | None]
 
 
 @dataclass(frozen=True)
-class Plan:
+class RankPlan:
     """Part of the state that this rank writes.
 
     Attributes:
@@ -95,7 +95,7 @@ class Planner:
         """True on all ranks once `again` must be called instead of `plan`."""
         return self._known[2]
 
-    def plan(self, state: dict[str, Any], held: Sequence[Tensor], folder: Path) -> tuple[Plan, list[Tensor]]:
+    def plan(self, state: dict[str, Any], held: Sequence[Tensor], folder: Path) -> tuple[RankPlan, list[Tensor]]:
         """Plan a save. A collective call.
 
         Args:
@@ -124,9 +124,9 @@ class Planner:
             name: [(item, None if isinstance(data, Tensor) else data) for item, data in items]
             for name, items in live.items()
         }
-        return Plan(files, common, self._metadata), [t.view(-1) for t in tensors]
+        return RankPlan(files, common, self._metadata), [t.view(-1) for t in tensors]
 
-    def again(self, held: Sequence[Tensor], plain: dict[str, Any]) -> tuple[Plan, list[Tensor]]:
+    def again(self, held: Sequence[Tensor], plain: dict[str, Any]) -> tuple[RankPlan, list[Tensor]]:
         """Return the settled plan, in the same form as `plan`.
 
         Args:
@@ -137,7 +137,7 @@ class Planner:
         sharded, common = save_preprocess(plain, validate_access_integrity=False)
         objects = _by_key(sharded)
         files = {name: [(item, objects.get(item.index.fqn)) for item in items] for name, items in self._files.items()}
-        return Plan(files, common, self._metadata), [cut.of(held) for cut in self._cuts]
+        return RankPlan(files, common, self._metadata), [cut.of(held) for cut in self._cuts]
 
 
 def _by_key(sharded: dict[str, Any]) -> dict[str, Any]:

@@ -40,7 +40,7 @@ from megatron_ext.checkpoint.metadata_file import read_metadata
 from megatron_ext.checkpoint.metadata_index import FILE_NAME, MEND
 from megatron_ext.checkpoint.restricted_pickle import Names
 from megatron_ext.checkpoint.torch_file import NAMES, load_file, load_part
-from megatron_ext.parallel.agreement import on_every_rank
+from megatron_ext.parallel.agreement import raise_on_all_ranks
 from megatron_ext.utils.atomic_files import open_regular, os_reason
 from megatron_ext.utils.errors import UserError
 
@@ -219,7 +219,7 @@ def load_state(state: dict[str, Any], folder: Path) -> dict[str, Any]:
         if not isinstance(common[0], dict):
             raise UserError(str(folder / COMMON_STATE_FNAME), "holds no dictionary", MEND)
 
-    on_every_rank(read)
+    raise_on_all_ranks(read)
     try:
         return cast(dict[str, Any], dist_checkpointing.load(state, str(folder), _Tensors(reader), _Common(common[0])))
     except CheckpointException as error:

@@ -31,12 +31,12 @@ from torch.distributed.checkpoint.filesystem import (
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megatron_ext.checkpoint.contents import CheckedFile, Content, content_of
+from megatron_ext.checkpoint.contents import CheckedFile, FileDigest, content_of
 from megatron_ext.checkpoint.disk import Failure, NotAsWritten
 from megatron_ext.checkpoint.folder import CheckpointFolder, Retention
 from megatron_ext.checkpoint.index import Index, encoded
 from megatron_ext.checkpoint.metadata_index import FILE_NAME as INDEX
-from megatron_ext.checkpoint.plan import Plan
+from megatron_ext.checkpoint.plan import RankPlan
 from megatron_ext.checkpoint.staging import OnHost
 from megatron_ext.parallel.agreement import from_first_rank, gather_on_first
 from megatron_ext.utils.atomic_files import force_to_disk
@@ -61,14 +61,14 @@ class Written:
     """
 
     results: str
-    files: dict[str, Content]
+    files: dict[str, FileDigest]
 
 
 class _Abandoned(Exception):
     """Signal that the save was abandoned."""
 
 
-class Saving:
+class AsyncSave:
     """Single save: every rank writes its files, then the first rank completes the checkpoint.
 
     Args:
@@ -87,7 +87,7 @@ class Saving:
         self,
         folder: CheckpointFolder,
         step: int,
-        plan: Plan,
+        plan: RankPlan,
         on_host: OnHost,
         index: Index,
         record_parts: dict[str, Any],
@@ -176,7 +176,7 @@ class Saving:
             _check(partial / name, content)
         return Written(encoded([result for _, results in written for result in results]), contents)
 
-    def _write_file(self, path: Path, items: Sequence[tuple[WriteItem, Any]]) -> tuple[Content, list[WriteResult]]:
+    def _write_file(self, path: Path, items: Sequence[tuple[WriteItem, Any]]) -> tuple[FileDigest, list[WriteResult]]:
         """Write one file of tensors and objects, each in torch.save's format, which torch's reader expects."""
         transforms, results = _StorageWriterTransforms(), []
         with CheckedFile(path) as file:
@@ -222,7 +222,7 @@ def _report(said: bytes) -> Written | Failure:
     raw = json.loads(said)
     if "trace" in raw:
         return Failure(**raw)
-    return Written(raw["results"], {name: Content(**content) for name, content in raw["files"].items()})
+    return Written(raw["results"], {name: FileDigest(**content) for name, content in raw["files"].items()})
 
 
 class SaveFailed(Exception):
@@ -242,7 +242,7 @@ def _shaped(item: WriteItem, flat: Tensor) -> Tensor:
     return flat.view(item.tensor_data.chunk.sizes)
 
 
-def _write_whole_file(path: Path, saved: dict[str, Any]) -> Content:
+def _write_whole_file(path: Path, saved: dict[str, Any]) -> FileDigest:
     content = io.BytesIO()
     torch.save(saved, content)
     with CheckedFile(path) as file:
@@ -250,7 +250,7 @@ def _write_whole_file(path: Path, saved: dict[str, Any]) -> Content:
     return file.content
 
 
-def _check(path: Path, written: Content) -> None:
+def _check(path: Path, written: FileDigest) -> None:
     """Read a file back and compare it with what was written."""
     found = content_of(path)
     if found != written:

@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
 
 from megatron_ext.optim.base import RunOptimizer
-from megatron_ext.optim.state import Stretch, placed_state
+from megatron_ext.optim.state import FlatSlice, placed_state
 from megatron_ext.platform.device import Platform
 
 
@@ -25,7 +25,7 @@ def unwrap(chunk: Any) -> Any:
 
 def run_state(
     optimizer: RunOptimizer,
-    stretches: Sequence[Stretch],
+    stretches: Sequence[FlatSlice],
     groups: ProcessGroupCollection,
     platform: Platform,
     *,
@@ -53,7 +53,7 @@ def plain_state(optimizer: RunOptimizer, groups: ProcessGroupCollection, platfor
     return {"optimizer": optimizer.plain_state(), "generators": _generators(groups, platform)}
 
 
-def held_tensors(optimizer: RunOptimizer, stretches: Sequence[Stretch]) -> list[Tensor]:
+def held_tensors(optimizer: RunOptimizer, stretches: Sequence[FlatSlice]) -> list[Tensor]:
     """Return the tensors in memory whose parts `run_state` contains, in a fixed order."""
     return [*optimizer.held_by_model(), *(t for stretch in stretches for t in stretch.tensors.values())]
 
@@ -69,7 +69,7 @@ def model_state(chunks: Sequence[torch.nn.Module], groups: ProcessGroupCollectio
     return model
 
 
-def restore(state: dict[str, Any], optimizer: RunOptimizer, stretches: Sequence[Stretch], platform: Platform) -> None:
+def restore(state: dict[str, Any], optimizer: RunOptimizer, stretches: Sequence[FlatSlice], platform: Platform) -> None:
     """Copy a loaded `run_state` into the model, the optimizer and the random generators."""
     restore_model(state["model"], optimizer.chunks)
     optimizer.take(stretches, state["optimizer"])

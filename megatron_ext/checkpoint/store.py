@@ -16,9 +16,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_ext.checkpoint.disk import Failure
 from megatron_ext.checkpoint.folder import TO_TRAIN, CheckpointFolder, DamagedCheckpoint, Progress, Record, Retention
 from megatron_ext.checkpoint.index import Index
-from megatron_ext.checkpoint.plan import Plan, Planner
+from megatron_ext.checkpoint.plan import Planner, RankPlan
 from megatron_ext.checkpoint.reading import load_state
-from megatron_ext.checkpoint.saving import SaveFailed, Saving
+from megatron_ext.checkpoint.saving import AsyncSave, SaveFailed
 from megatron_ext.checkpoint.staging import OnHost, Staging
 from megatron_ext.checkpoint.state import (
     held_tensors,
@@ -30,7 +30,7 @@ from megatron_ext.checkpoint.state import (
     run_state,
 )
 from megatron_ext.optim.base import RunOptimizer
-from megatron_ext.parallel.agreement import from_first_rank, on_every_rank
+from megatron_ext.parallel.agreement import from_first_rank, raise_on_all_ranks
 from megatron_ext.platform.device import Platform
 from megatron_ext.utils.errors import UserError
 
@@ -74,7 +74,7 @@ class CheckpointStore:
         self._retention, self._asynchronous = retention or Retention(), asynchronous
         self._planner, self._staging, self._index = Planner(), Staging(platform), Index()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._saving: Saving | None = None
+        self._saving: AsyncSave | None = None
         self._guard = guard
 
     # --- saving ------------------------------------------------------------------------------------------------------
@@ -98,7 +98,7 @@ class CheckpointStore:
             "identity": self.identity,
             "generators": layout_of_generators(self._groups),
         }
-        self._saving = Saving(
+        self._saving = AsyncSave(
             self.folder,
             progress.step,
             plan,
@@ -166,7 +166,7 @@ class CheckpointStore:
         if said is not None:
             raise self._error(step, Failure(**said))
 
-    def _copied_state(self, optimizer: RunOptimizer, partial: Path) -> tuple[Plan, OnHost]:
+    def _copied_state(self, optimizer: RunOptimizer, partial: Path) -> tuple[RankPlan, OnHost]:
         """Plan this rank's writes and copy its state, so that training may change it. A collective call."""
         # Creates thousands of short-lived objects, which would trigger full garbage collections.
         with optimizer.whole(), _disable_gc(), self._platform.optimizer_context():
@@ -206,7 +206,7 @@ class CheckpointStore:
             UserError: `judge` refuses the checkpoint.
         """
         found: list[Record] = []
-        on_every_rank(lambda: found.append(self.folder.read_record(step)))
+        raise_on_all_ranks(lambda: found.append(self.folder.read_record(step)))
         (record,) = found
         if self._judge is not None:
             self._judge(record, self.folder.path(step))
@@ -216,7 +216,7 @@ class CheckpointStore:
             for name, content in list(record.files.items())[rank::size]:
                 self.folder.check_file(step, name, content)
 
-        on_every_rank(check_own_share)
+        raise_on_all_ranks(check_own_share)
         return record
 
     def check_newest(self) -> tuple[Record, list[DamagedCheckpoint]]:
@@ -237,8 +237,8 @@ class CheckpointStore:
             except DamagedCheckpoint as damage:
                 damages.append(damage)
         said = "; ".join(f"{damage.where} {damage.problem}" for damage in damages) or "there is none"
-        mend = "bring one back from a copy, or choose another run.name to begin anew"
-        raise UserError(str(self.folder.root), f"holds no checkpoint that is whole: {said}", mend)
+        hint = "bring one back from a copy, or choose another run.name to begin anew"
+        raise UserError(str(self.folder.root), f"holds no checkpoint that is whole: {said}", hint)
 
     def load(self, optimizer: RunOptimizer, record: Record) -> None:
         """Load model, optimizer, schedule and random generators from a checked checkpoint. A collective call.

@@ -53,5 +53,5 @@ def run(args: argparse.Namespace) -> int:
     try:
         measured: int = args.measure(args)
     except OptionError as error:
-        raise UserError(error.where, error.problem, error.mend) from None
+        raise UserError(error.where, error.problem, error.hint) from None
     return measured

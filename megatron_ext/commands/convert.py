@@ -15,7 +15,7 @@ from megatron_ext.utils.errors import UserError
 if TYPE_CHECKING:
     import torch
 
-    from megatron_ext.conversion.core.destination import Destination, Wish
+    from megatron_ext.conversion.core.destination import Destination, WriteOptions
     from megatron_ext.conversion.core.source import Source
 
 FORMATS = ("hf", "megatron", "deepspeed-universal")
@@ -62,10 +62,10 @@ def run(args: argparse.Namespace) -> int:
     _check_options(args)
     check_destination(args.source, args.destination, overwrite=args.overwrite)
     source = open_asked(args.source, args)
-    from megatron_ext.conversion.core.destination import DESTINATIONS, Wish
+    from megatron_ext.conversion.core.destination import DESTINATIONS, WriteOptions
 
     destination = DESTINATIONS[args.to]
-    wish = Wish(
+    wish = WriteOptions(
         dtype=_dtype(args.dtype),
         shard_bytes=int((args.shard_size or SHARD_SIZE) * 10**9),
         name=args.destination.resolve().name,
@@ -97,7 +97,7 @@ def _dtype(name: str | None) -> torch.dtype | None:
     return None if name is None else names[name]
 
 
-def _convert(source: Source, destination: Destination, wish: Wish, args: argparse.Namespace) -> None:
+def _convert(source: Source, destination: Destination, wish: WriteOptions, args: argparse.Namespace) -> None:
     from megatron_ext.conversion.core.opening import open_source
     from megatron_ext.conversion.core.source import SourceOptions
     from megatron_ext.conversion.core.verify import verify

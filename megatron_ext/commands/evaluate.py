@@ -83,8 +83,8 @@ def _sorted(overrides: Sequence[str], suites: Sequence[str]) -> tuple[dict[str, 
         elif section in SUITES:
             raise UserError(key, f"is of a suite that is not asked for: --suite {','.join(suites)}", "add it there")
         elif not OF_THE_MACHINE.fullmatch(key):
-            mend = "choose a layout (parallel.*), a device, a micro-batch or data, or a suite's own field"
-            raise UserError(key, "cannot be changed of a trained model", mend)
+            hint = "choose a layout (parallel.*), a device, a micro-batch or data, or a suite's own field"
+            raise UserError(key, "cannot be changed of a trained model", hint)
         else:
             of_the_run.append(override)
     return own, of_the_run

@@ -53,8 +53,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _check_options(args: argparse.Namespace) -> None:
     if not (args.temperature > 0 and math.isfinite(args.temperature)):
-        mend = "give a finite number above 0, or --greedy to draw nothing"
-        raise UserError("--temperature", f"{args.temperature} is not above 0 and finite", mend)
+        hint = "give a finite number above 0, or --greedy to draw nothing"
+        raise UserError("--temperature", f"{args.temperature} is not above 0 and finite", hint)
     if not 0 < args.top_p <= 1:
         raise UserError("--top-p", f"{args.top_p} is not in (0, 1]", "give 1 to draw from all tokens, or less")
     if args.greedy and (args.temperature, args.top_p) != (1.0, 1.0):

@@ -109,12 +109,12 @@ def describe(source: Source, *, with_tensors: bool, with_shapes: bool) -> dict[s
 
 def _possible(source: Source) -> dict[str, str | None]:
     """Return for each format why the model cannot be converted to it; None: it can."""
-    from megatron_ext.conversion.core.destination import DESTINATIONS, Wish
+    from megatron_ext.conversion.core.destination import DESTINATIONS, WriteOptions
 
     found: dict[str, str | None] = {}
     for name, destination in DESTINATIONS.items():
         try:
-            destination.check(source, Wish())
+            destination.check(source, WriteOptions())
             found[name] = None
         except UserError as error:
             found[name] = error.problem

@@ -293,14 +293,14 @@ def check_paths(
         raise UserError("--python", f"there is no program {python}", "give an interpreter that has Selectron")
     unseen = []
     for name, config in configs.items():
-        for field, path, is_there, kind, mend in _begins_from(config, is_waiting=name in waiting):
+        for field, path, is_there, kind, hint in _begins_from(config, is_waiting=name in waiting):
             here = resources.here(path, Path(config.run.dir).absolute())
             if here is None:
                 unseen.append(f"{field}: {path} is below no mount of the container, so nobody looked for it")
             elif not is_there(here):
                 found = path if here == Path(os.path.abspath(path)) else f"{path}, which is {here} on this machine"
                 where = field if sweep is None else f"{sweep}: run {name}: {field}"
-                raise UserError(where, f"there is no {kind} {found}", mend)
+                raise UserError(where, f"there is no {kind} {found}", hint)
     for line in dict.fromkeys(unseen):
         print(f"selectron: warning: {line}", file=sys.stderr)
 
@@ -311,8 +311,8 @@ def _begins_from(config: RunConfig, *, is_waiting: bool) -> Iterator[tuple[str, 
         yield "data.path", config.data.path, Path.is_dir, "folder", "prepare it with `selectron prepare`"
     own = Path(config.run.dir) / config.run.name / CHECKPOINTS  # if it exists, the run resumes from there instead
     if config.run.branch_from is not None and not is_waiting and not own.exists():
-        mend = "give one like runs/trunk/checkpoints/step_400"
-        yield "run.branch_from", config.run.branch_from, is_checkpoint, "checkpoint", mend
+        hint = "give one like runs/trunk/checkpoints/step_400"
+        yield "run.branch_from", config.run.branch_from, is_checkpoint, "checkpoint", hint
 
 
 def _check_cluster(args: argparse.Namespace, resources: Resources, options: Sequence[str]) -> None:

@@ -61,7 +61,7 @@ def status(args: argparse.Namespace) -> int:
         try:
             lines = ranks_table(folder)
         except UserError as error:
-            lines = [f"{error.problem}; {error.mend}"]
+            lines = [f"{error.problem}; {error.hint}"]
         print(f"\n{folder}:\n" + "\n".join(lines))
     return 0
 

@@ -131,8 +131,8 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         content = parse_json(read_regular(path, LARGEST_VOCABULARY))
     except OSError as error:
-        mend = "name a file with DeepSpeed's configuration, or leave it out"
-        raise UserError("optimizer.deepspeed", f"{path} cannot be read ({os_reason(error)})", mend) from error
+        hint = "name a file with DeepSpeed's configuration, or leave it out"
+        raise UserError("optimizer.deepspeed", f"{path} cannot be read ({os_reason(error)})", hint) from error
     except ValueError as error:
         raise UserError(str(path), f"is not JSON ({error})", "mend it, or leave optimizer.deepspeed out") from error
     if not isinstance(content, dict):
@@ -148,8 +148,8 @@ def _refuse_what_is_not_theirs(theirs: Mapping[str, Any], optimizer: OptimizerCo
             raise UserError(f"{path}: {name}", reason, "take it out of the file")
     _refuse_what_goes_nowhere(theirs, optimizer.sharding, path)
     if optimizer.sharding == "zero1":
-        for name, reason, mend in _unread_by_zero1(theirs, optimizer, path):
-            raise UserError(f"{path}: {name}", reason, mend)
+        for name, reason, hint in _unread_by_zero1(theirs, optimizer, path):
+            raise UserError(f"{path}: {name}", reason, hint)
 
 
 def _refuse_what_goes_nowhere(theirs: Mapping[str, Any], sharding: str, path: Path) -> None:
@@ -170,14 +170,14 @@ def _unread_by_zero1(
 ) -> Iterator[tuple[str, str, str]]:
     """Yield (name, reason, mend) of each field that would have no effect under zero1."""
     engines = "is read by DeepSpeed's engine, which zero1 does without"
-    mend = "take it out of the file, or set optimizer.sharding=zero2"
+    hint = "take it out of the file, or set optimizer.sharding=zero2"
     known = {*_of_the_run(OptimizerConfig(sharding="zero1"), TrainingConfig()), "train_batch_size", "optimizer"}
-    yield from ((name, engines, mend) for name in theirs if name not in known | _UNREAD | _NOT_OURS.keys())
+    yield from ((name, engines, hint) for name in theirs if name not in known | _UNREAD | _NOT_OURS.keys())
     zero = _section(theirs, path, "zero_optimization")
     is_offloaded = optimizer.offload != "none" or "offload_optimizer" in zero
     for name in zero:
         if name not in _OF_ZERO1:
-            yield f"zero_optimization.{name}", engines, mend
+            yield f"zero_optimization.{name}", engines, hint
         elif name == "reduce_bucket_size" and not is_offloaded:
             reason = "zero1 reduces gradients in buckets where the optimizer is offloaded alone; else all at once"
             yield f"zero_optimization.{name}", reason, "take it out of the file"
@@ -200,10 +200,10 @@ def _refuse_contradictions(theirs: Mapping[str, Any], ours: Mapping[str, Any], p
     for name, value, own in _in_both(theirs, ours):
         if value != AUTO and not _means_the_same(value, own):
             problem = f"the run's own configuration says {json.dumps(own)}"
-            mend = "change the run's, or take it out of the file"
+            hint = "change the run's, or take it out of the file"
             if name in _WHY_OURS:
-                problem, mend = _WHY_OURS[name], f"set it to {json.dumps(own)}, or take it out of the file"
-            raise UserError(f"{path}: {name}", f"{json.dumps(value)}, and {problem}", mend)
+                problem, hint = _WHY_OURS[name], f"set it to {json.dumps(own)}, or take it out of the file"
+            raise UserError(f"{path}: {name}", f"{json.dumps(value)}, and {problem}", hint)
 
 
 def _in_both(theirs: Mapping[str, Any], ours: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -134,8 +134,8 @@ def apply_override(tree: Tree, override: str, mixer_configs: Mixers) -> None:
     """
     key, equals, text = override.partition("=")
     if not equals:
-        mend = "write it like training.steps=200, or give a .yaml file"
-        raise UserError(override, "is not an override", mend)
+        hint = "write it like training.steps=200, or give a .yaml file"
+        raise UserError(override, "is not an override", hint)
     known = known_keys(mixer_configs)
     if key not in known and not _is_of_a_suite(key):
         inside = [name for name in known if name.startswith(key + ".")]

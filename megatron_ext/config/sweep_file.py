@@ -90,7 +90,7 @@ def of_sweep(path: Path, run: str = "") -> Iterator[None]:
         yield
     except UserError as error:
         where = f"run {run}: {error.where}" if run else error.where
-        raise UserError(f"{path}: {where}", error.problem, error.mend) from error
+        raise UserError(f"{path}: {where}", error.problem, error.hint) from error
 
 
 def read_sweep(path: Path) -> SweptRuns:
@@ -125,8 +125,8 @@ def _swept(path: Path, tree: SweepFile) -> SweptRuns:
 
 def _check_match(match: MatchParameters, axes: Mapping[str, Sequence[tuple[str, Fields]]]) -> None:
     if match.axis not in axes:
-        mend = f"choose from: {', '.join(axes)}" if axes else "give axes, or leave match_parameters out"
-        raise UserError("match_parameters.axis", f"there is no axis {match.axis}", mend)
+        hint = f"choose from: {', '.join(axes)}" if axes else "give axes, or leave match_parameters out"
+        raise UserError("match_parameters.axis", f"there is no axis {match.axis}", hint)
     labels = [label for label, _ in axes[match.axis]]
     if match.to not in labels:
         problem = f"axis {match.axis} has no label {match.to}"
@@ -148,8 +148,8 @@ def _values(name: str, axis: Any) -> list[tuple[str, Fields]]:
         return [(f"{last}{_label(name, value)}", {name: value}) for value in axis]
     if isinstance(axis, dict) and axis and all(isinstance(fields, dict) for fields in axis.values()):
         return [(str(label), fields) for label, fields in axis.items()]
-    mend = "give labels with their fields below, or a list of a field's values"
-    raise UserError(where, f"{show(axis)} is no axis", mend)
+    hint = "give labels with their fields below, or a list of a field's values"
+    raise UserError(where, f"{show(axis)} is no axis", hint)
 
 
 def _label(name: str, value: Any) -> str:

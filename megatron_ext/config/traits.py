@@ -11,13 +11,14 @@ class MixerTraits(Protocol):
 
     Attributes:
         config_type: a pydantic dataclass made with `schema.STRICT`, with the fields of `mixers.<name>`.
-        gathers_keys_and_values: True: under context parallelism the mixer can all-gather keys and values if its heads
+        supports_kv_gather: True: under context parallelism the mixer can all-gather keys and values if its heads
             are not a multiple of the context-parallel size. False: its heads must be a multiple.
-        hands_on_states: True: the mixer can instead send recurrent states from each part of the sequence to the next.
+        supports_state_passing: True: the mixer can instead send recurrent states from each part of the sequence to the
+            next.
         chunk_field: field of `config_type` with the size of the selected chunks that the mixer can fetch instead. None:
             it fetches no chunks.
-        units_are_groups: True: ranks exchange whole query groups. False: heads.
-        keeps_documents_apart: True: the mixer can isolate the documents of a packed sample.
+        head_groups_are_query_groups: True: ranks exchange whole query groups. False: heads.
+        supports_document_masking: True: the mixer can isolate the documents of a packed sample.
     """
 
     @property
@@ -26,12 +27,12 @@ class MixerTraits(Protocol):
         ...
 
     @property
-    def gathers_keys_and_values(self) -> bool:
+    def supports_kv_gather(self) -> bool:
         """Support for all-gathering keys and values over the context-parallel ranks."""
         ...
 
     @property
-    def hands_on_states(self) -> bool:
+    def supports_state_passing(self) -> bool:
         """Support for sending recurrent states along the context-parallel ranks."""
         ...
 
@@ -41,12 +42,12 @@ class MixerTraits(Protocol):
         ...
 
     @property
-    def units_are_groups(self) -> bool:
+    def head_groups_are_query_groups(self) -> bool:
         """True if the unit of exchange is a query group."""
         ...
 
     @property
-    def keeps_documents_apart(self) -> bool:
+    def supports_document_masking(self) -> bool:
         """Support for isolating the documents of a packed sample."""
         ...
 

@@ -140,7 +140,7 @@ def _first_of(errors: Sequence[UserError]) -> UserError:
         return first
     names = list(dict.fromkeys(other.where for other in others if other.where != first.where))
     more = f" (and {len(others)} more: {', '.join(names[:5]) or first.where}{', ...' if len(names) > 5 else ''})"
-    return UserError(first.where, first.problem, first.mend + more)
+    return UserError(first.where, first.problem, first.hint + more)
 
 
 def _user_error(kind: type, error: ErrorDetails, prefix: str) -> UserError:
@@ -157,8 +157,8 @@ def _user_error(kind: type, error: ErrorDetails, prefix: str) -> UserError:
         case "literal_error":
             return UserError(where, f"{value} is not one of the choices", f"choose {context['expected']}")
         case kind_of_error if kind_of_error in _MESSAGES:
-            problem, mend = _MESSAGES[kind_of_error]
-            return UserError(where, problem.format(value=value, **context), mend.format(**context))
+            problem, hint = _MESSAGES[kind_of_error]
+            return UserError(where, problem.format(value=value, **context), hint.format(**context))
     return UserError(where, f"{value} is refused", " ".join(error["msg"].split()))
 
 

@@ -266,8 +266,8 @@ class ShardCache:
             yield
         except OSError as error:
             problem = f"{self.root} cannot be written ({os_reason(error)})"
-            mend = "make room, choose another or lower data.cache_gib"
-            raise Unreachable("data.cache_dir", problem, mend) from None
+            hint = "make room, choose another or lower data.cache_gib"
+            raise Unreachable("data.cache_dir", problem, hint) from None
 
 
 def _files_of(shard: ShardEntry) -> tuple[tuple[str, int, str], tuple[str, int, str]]:

@@ -23,7 +23,7 @@ from megatron_ext.data.shards import TokenStore
 from megatron_ext.data.verified import Stamp, Verified
 from megatron_ext.data.verify import THREADS, Check, Damage, check_here, check_tokenizer, find_damage, verify_shards
 from megatron_ext.data.weights import domain_weights
-from megatron_ext.parallel.agreement import from_every_rank, on_every_rank
+from megatron_ext.parallel.agreement import gather_objects, raise_on_all_ranks
 from megatron_ext.platform.device import local_rank
 from megatron_ext.utils.atomic_files import is_url
 from megatron_ext.utils.errors import UserError
@@ -86,10 +86,10 @@ def open_data(
     root, manifest, cache = _opened(data)
     tokenizer_file = check_tokenizer(root, manifest, Path(data.tokenizer) if data.tokenizer else None)
     first_rank = partial(check_vocabulary, tokenizer_file, manifest.tokenizer) if dist.get_rank() == 0 else partial(int)
-    on_every_rank(first_rank)
+    raise_on_all_ranks(first_rank)
     train, test = chosen_domains(data, manifest)
     weights = None if data.weights is None else domain_weights(data.weights, train, manifest)
-    doubted = frozenset(chain.from_iterable(from_every_rank(sorted(failed))))
+    doubted = frozenset(chain.from_iterable(gather_objects(sorted(failed))))
     verified = Verified(root, {} if data.verify == "sha256_always" else known or {}, doubted)
     splits = {"train": train, "validation": train, "test": test}
     damages = _verified(verified, manifest, splits, data, cache, doubted)
@@ -98,7 +98,7 @@ def open_data(
     most_open = None if small is None else 1
     store = TokenStore(root, manifest, "train", train, None if cache is None else cache.holding, most_open)
     samples = TrainingSamples(store, data.seq_length, seed, weights, [one.shard for one in damages])
-    of_ranks = from_every_rank((verified.found, verified.unchanged))
+    of_ranks = gather_objects((verified.found, verified.unchanged))
     found = {path: stamp for one, _ in of_ranks for path, stamp in one.items()}
     unchanged = sum(count for _, count in of_ranks)
     warnings = [] if small is None else [f"selectron: warning: {small}"]
@@ -163,7 +163,7 @@ def _verified(
             if split == "train" and data.on_damaged == "skip":
                 damages += _of_every_rank(partial(find_damage, verified.root, manifest, split, present, **look))
             else:
-                on_every_rank(partial(verify_shards, verified.root, manifest, [split], present, **look))
+                raise_on_all_ranks(partial(verify_shards, verified.root, manifest, [split], present, **look))
     return sorted(damages, key=lambda one: one.shard)
 
 
@@ -207,8 +207,8 @@ def _where(wanted: Callable[[str], bool], check: Check) -> Check:
 def _of_every_rank(find: Callable[[], list[Damage]]) -> list[Damage]:
     """Merge the damages that all ranks found, each shard once; a collective call."""
     found: list[Damage] = []
-    on_every_rank(lambda: found.extend(find()))
-    of_ranks = chain.from_iterable(from_every_rank([asdict(one) for one in found]))
+    raise_on_all_ranks(lambda: found.extend(find()))
+    of_ranks = chain.from_iterable(gather_objects([asdict(one) for one in found]))
     return list({one["shard"]: Damage(**one) for one in of_ranks}.values())
 
 

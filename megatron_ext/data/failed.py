@@ -27,17 +27,17 @@ class DamagedShard(UserError):
     Args:
         where: the damaged file.
         problem: see `UserError`.
-        mend: see `UserError`.
+        hint: see `UserError`.
         shard: name of the shard's tar in the manifest.
     """
 
-    def __init__(self, where: str, problem: str, mend: str, shard: str) -> None:
-        super().__init__(where, problem, mend)
+    def __init__(self, where: str, problem: str, hint: str, shard: str) -> None:
+        super().__init__(where, problem, hint)
         self.shard = shard
 
     def __reduce__(self) -> tuple[type[DamagedShard], Any]:
         """Implement pickling, as `UserError` does."""
-        return type(self), (self.where, self.problem, self.mend, self.shard)
+        return type(self), (self.where, self.problem, self.hint, self.shard)
 
 
 @contextmanager
@@ -61,7 +61,7 @@ def noting(folder: Path, manifest: Manifest, *, skips: bool) -> Iterator[None]:
             raise error from None
         training = [entry for entry in manifest.domains if entry.split == "train"]
         trained_on = any(error.shard == shard.file for entry in training for shard in entry.shards)
-        raise UserError(error.where, error.problem, f"{error.mend}, {_what_next(trained_on, skips)}") from None
+        raise UserError(error.where, error.problem, f"{error.hint}, {_what_next(trained_on, skips)}") from None
 
 
 def _what_next(trained_on: bool, skips: bool) -> str:

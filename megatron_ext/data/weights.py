@@ -31,8 +31,8 @@ def domain_weights(asked: Mapping[str, float], train_domains: Sequence[str], man
         found[domain] = weight
     without = [domain for domain in train_domains if domain not in found]
     if without:
-        mend = "give every training domain one (0: it is not read), or leave it out of data.train_domains"
-        raise UserError(_FIELD, f"has none for {', '.join(without)}", mend)
+        hint = "give every training domain one (0: it is not read), or leave it out of data.train_domains"
+        raise UserError(_FIELD, f"has none for {', '.join(without)}", hint)
     try:
         shares(list(found.values()))
     except ValueError as error:

@@ -10,13 +10,13 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from megatron_ext.evaluation.beams import Beams
-from megatron_ext.evaluation.decoding import remembering
+from megatron_ext.evaluation.decoding import with_decode_caches
 from megatron_ext.evaluation.generation import Sampler
 from megatron_ext.evaluation.next_tokens import OutputLayer, without_output_layer
 from megatron_ext.evaluation.stages import Stages
 from megatron_ext.evaluation.text_model import Draw
 from megatron_ext.evaluation.vocabulary import Vocabulary
-from megatron_ext.mixers.core.decode_cache import Memory
+from megatron_ext.mixers.core.decode_cache import DecodeCache
 
 PIECE = 8192
 """Maximum tokens of a prefill forward pass, over all prompts of a batch. Without the limit, a layer's activations of a
@@ -95,10 +95,10 @@ class Continuations:
             yield batch
 
     @contextmanager
-    def _begun(self) -> Iterator[tuple[OutputLayer | None, list[Memory]]]:
+    def _begun(self) -> Iterator[tuple[OutputLayer | None, list[DecodeCache]]]:
         """Begin new texts; yields the output layer (None on ranks without one) and the decode caches."""
         with ExitStack() as stack:
-            memories = [memory for chunk in self._chunks for memory in stack.enter_context(remembering(chunk))]
+            memories = [memory for chunk in self._chunks for memory in stack.enter_context(with_decode_caches(chunk))]
             yield stack.enter_context(without_output_layer(self._chunks)), memories
 
     def _continue(self, texts: Sequence[_Text], end: int, is_done: IsDone) -> None:

@@ -10,31 +10,31 @@ import torch
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from megatron_ext.mixers.core.decode_cache import LooksBack, Memory
+from megatron_ext.mixers.core.decode_cache import DecodeCache, HistoryModule
 
 _SEQUENCE_PARALLEL = ("sequence_parallel", "scatter_to_sequence_parallel", "reduce_scatter_embeddings")
 """Attributes of Megatron's configuration, linear layers and embeddings that enable sequence parallelism."""
 
 
 @contextmanager
-def remembering(module: torch.nn.Module) -> Iterator[list[Memory]]:
+def with_decode_caches(module: torch.nn.Module) -> Iterator[list[DecodeCache]]:
     """Context manager in which each forward pass continues the sequences of the previous one, without gradients.
 
     The decode caches are dropped at the end. Sequence and context parallelism are off, because a single token cannot
     be divided: each rank processes whole sequences. Tensor-parallel ranks must pass the same sequences.
 
     Args:
-        module: a model, the part of it on one pipeline stage, or a mixer. All its `LooksBack` submodules get a decode
-            cache.
+        module: a model, the part of it on one pipeline stage, or a mixer. All its `HistoryModule` submodules get a
+            decode cache.
 
     Yields:
         The decode cache of each of these submodules.
     """
-    parts = [part for part in module.modules() if isinstance(part, LooksBack)]
+    parts = [part for part in module.modules() if isinstance(part, HistoryModule)]
     training = module.training
     module.eval()
     try:
-        memories = [Memory() for _ in parts]
+        memories = [DecodeCache() for _ in parts]
         for part, memory in zip(parts, memories, strict=True):
             part.memory = memory
         with torch.no_grad(), _whole_sequences(module):
@@ -92,7 +92,7 @@ class Decoder:
 
 @contextmanager
 def decoding(model: torch.nn.Module) -> Iterator[Decoder]:
-    """Context manager that begins new sequences with a language model, as in `remembering`.
+    """Context manager that begins new sequences with a language model, as in `with_decode_caches`.
 
     Args:
         model: the only chunk of `build_model` without pipeline parallelism.
@@ -105,5 +105,5 @@ def decoding(model: torch.nn.Module) -> Iterator[Decoder]:
     """
     if get_model_config(model).pipeline_model_parallel_size > 1:
         raise ValueError("decoding needs all layers: build the model without parallel.pipeline")
-    with remembering(model):
+    with with_decode_caches(model):
         yield Decoder(model)

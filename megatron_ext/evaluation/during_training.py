@@ -13,8 +13,8 @@ import torch
 from megatron_ext.checkpoint.folder import Progress
 from megatron_ext.evaluation.generators import generators_kept
 from megatron_ext.evaluation.registry import SUITES
-from megatron_ext.evaluation.suite import Evaluated, make_folder, results_folder
-from megatron_ext.parallel.agreement import on_every_rank
+from megatron_ext.evaluation.suite import EvalContext, make_folder, results_folder
+from megatron_ext.parallel.agreement import raise_on_all_ranks
 
 Testing = Callable[[], AbstractContextManager[Sequence[torch.nn.Module]]]
 
@@ -34,9 +34,9 @@ class SuitesBetweenSteps:
         UserError: a suite would reject its options when it runs, e.g. a file, a task or a length.
     """
 
-    def __init__(self, evaluated: Evaluated, testing: Testing, options: Mapping[str, Any], folder: Path) -> None:
+    def __init__(self, evaluated: EvalContext, testing: Testing, options: Mapping[str, Any], folder: Path) -> None:
         self._evaluated, self._testing, self._options, self._folder = evaluated, testing, options, folder
-        on_every_rank(self._check)
+        raise_on_all_ranks(self._check)
 
     def _check(self) -> None:
         for name, options in self._options.items():
@@ -52,7 +52,7 @@ class SuitesBetweenSteps:
             Records for `suites.jsonl`; empty except on the first rank.
         """
         output = results_folder(self._folder, progress.step)
-        on_every_rank(lambda: make_folder(output))
+        raise_on_all_ranks(lambda: make_folder(output))
         records = []
         with generators_kept(), self._testing() as chunks:
             evaluated = replace(self._evaluated, progress=progress, chunks=chunks)

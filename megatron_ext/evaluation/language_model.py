@@ -10,13 +10,13 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_ext.evaluation.continuations import Continuations, IsDone
 from megatron_ext.evaluation.next_tokens import NOTHING, NextTokens, Text
-from megatron_ext.evaluation.text_model import Draw, Foretelling, Request, Score
+from megatron_ext.evaluation.text_model import Draw, Request, Score, TeacherForcedQuery
 from megatron_ext.parallel.agreement import gather_values
 from megatron_ext.platform.device import Platform
 
 
-class Coder(Protocol):
-    """Tokenizer interface that `LanguageModel` requires."""
+class TokenizerInterface(Protocol):
+    """Tokenizer interface that `ParallelTextModel` requires."""
 
     @property
     def end_id(self) -> int:
@@ -33,7 +33,7 @@ class Coder(Protocol):
         """Convert tokens to text."""
 
 
-class LanguageModel:
+class ParallelTextModel:
     """Implementation of `TextModel` over the model chunks of this rank.
 
     Generation uses the decode cache of each layer. The prompts are divided over the ranks of the data-parallel and
@@ -54,7 +54,7 @@ class LanguageModel:
     def __init__(
         self,
         chunks: Sequence[torch.nn.Module],
-        coder: Coder,
+        coder: TokenizerInterface,
         groups: ProcessGroupCollection,
         platform: Platform,
         *,
@@ -102,7 +102,7 @@ class LanguageModel:
             for log_p, misses in zip(answers.log_probabilities, answers.misses, strict=True)
         ]
 
-    def misses(self, texts: Sequence[Foretelling]) -> list[int]:
+    def misses(self, texts: Sequence[TeacherForcedQuery]) -> list[int]:
         """Implement `TextModel.misses`."""
         asked = [_with_targets(text) for text in texts]
         for text in asked:
@@ -149,7 +149,7 @@ def _text_of(request: Request) -> Text:
     return Text(tokens[:-1], request.continuation)
 
 
-def _with_targets(text: Foretelling) -> Text:
+def _with_targets(text: TeacherForcedQuery) -> Text:
     """Cut the text before its last asked token; targets are `NOTHING` at positions that are not asked for."""
     if not text.asked or text.asked[0] < 1:
         raise ValueError("a text needs a token to foretell, and one before it")

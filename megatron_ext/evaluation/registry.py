@@ -134,8 +134,8 @@ def _check_lengths(options: Any, longest: int | None) -> None:
     too_long = [length for length in options.lengths if length > longest]
     if too_long and options.unfit == "refuse":
         problem = f"{too_long[0]}, and the model takes {longest} tokens at most"
-        mend = "give shorter ones, a larger model.max_position_embeddings, or set retrieval.unfit to skip"
-        raise UserError("retrieval.lengths", problem, mend)
+        hint = "give shorter ones, a larger model.max_position_embeddings, or set retrieval.unfit to skip"
+        raise UserError("retrieval.lengths", problem, hint)
 
 
 def _check_fewshot(options: Any) -> None:

@@ -12,9 +12,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_ext.config.rules import check
 from megatron_ext.evaluation.registry import SUITES
-from megatron_ext.evaluation.suite import Evaluated, make_folder, results_folder
+from megatron_ext.evaluation.suite import EvalContext, make_folder, results_folder
 from megatron_ext.mixers.core.registry import load_all
-from megatron_ext.parallel.agreement import on_every_rank
+from megatron_ext.parallel.agreement import raise_on_all_ranks
 from megatron_ext.parallel.groups import make_process_groups
 from megatron_ext.platform.device import start_process_group
 from megatron_ext.runs.open_run import TrainedRun, open_run, trained_chunks
@@ -53,7 +53,7 @@ def evaluate(
         for name, options in suites.items():  # check all before the first one computes for minutes
             _check(name, options, unloaded)
         output = output or results_folder(run.folder, run.record.progress.step)
-        on_every_rank(lambda: make_folder(output))
+        raise_on_all_ranks(lambda: make_folder(output))
         evaluated = replace(unloaded, chunks=trained_chunks(run, groups))
         for name, options in suites.items():
             tested = SUITES[name].test()(evaluated, options, output)
@@ -63,18 +63,18 @@ def evaluate(
         dist.destroy_process_group()
 
 
-def _check(name: str, options: Any, unloaded: Evaluated) -> None:
+def _check(name: str, options: Any, unloaded: EvalContext) -> None:
     """Check options and raise one rank's error on all; `check_domains` is itself collective (ranks share reads)."""
     check_options = SUITES[name].check()
     if name == "domains":
         check_options(unloaded, options)
     else:
-        on_every_rank(lambda: check_options(unloaded, options))
+        raise_on_all_ranks(lambda: check_options(unloaded, options))
 
 
-def _evaluated(run: TrainedRun, groups: ProcessGroupCollection) -> Evaluated:
+def _evaluated(run: TrainedRun, groups: ProcessGroupCollection) -> EvalContext:
     """Return the run to evaluate, still without weights."""
-    return Evaluated(
+    return EvalContext(
         config=run.config,
         name=run.folder.name,
         progress=run.record.progress,

@@ -25,7 +25,7 @@ from megatron_ext.evaluation.domains import DomainEvaluator, EvaluationDomain, e
 from megatron_ext.evaluation.fewshot import results as fewshot_results
 from megatron_ext.evaluation.fewshot.options import FewshotOptions
 from megatron_ext.evaluation.fewshot.run import check_fewshot, evaluate_fewshot
-from megatron_ext.evaluation.language_model import LanguageModel
+from megatron_ext.evaluation.language_model import ParallelTextModel
 from megatron_ext.evaluation.retrieval import report as retrieval_results
 from megatron_ext.evaluation.retrieval.options import RetrievalOptions
 from megatron_ext.evaluation.retrieval.run import check_retrieval, evaluate_retrieval
@@ -34,7 +34,7 @@ from megatron_ext.model.forward_backward import TokenLosses
 from megatron_ext.parallel.first_rank import say_on_first_rank
 from megatron_ext.platform.device import Platform
 from megatron_ext.run_folder.layout import EVALUATIONS, step_name
-from megatron_ext.runs.tokenizer import Coder
+from megatron_ext.runs.tokenizer import RunTokenizer
 from megatron_ext.utils.atomic_files import os_reason
 from megatron_ext.utils.errors import UserError
 from megatron_ext.utils.untrusted_paths import path_within
@@ -44,7 +44,7 @@ MULTIPLE = 64
 
 
 @dataclass(frozen=True)
-class Evaluated:
+class EvalContext:
     """Model to evaluate.
 
     Attributes:
@@ -62,7 +62,7 @@ class Evaluated:
     name: str
     progress: Progress
     tokenizer_sha256: str | None
-    coder: Coder
+    coder: RunTokenizer
     chunks: Sequence[MegatronModule]
     groups: ProcessGroupCollection
     platform: Platform
@@ -78,11 +78,11 @@ class Evaluated:
         sizes = data.seq_length, training.micro_batch_size
         return TokenLosses(self.chunks, self.groups, self.platform, *sizes, reset_attention=data.reset_attention)
 
-    def language_model(self) -> LanguageModel:
+    def language_model(self) -> ParallelTextModel:
         """Return the model together with its tokenizer."""
         longest = self.config.model.max_position_embeddings
         assert longest is not None, "derived"
-        return LanguageModel(
+        return ParallelTextModel(
             self.chunks,
             self.coder,
             self.groups,
@@ -103,7 +103,7 @@ def _multiple(config: RunConfig) -> int:
 
 
 @dataclass(frozen=True)
-class Tested:
+class SuiteResult:
     """Results of a suite, on the first rank.
 
     Attributes:
@@ -115,13 +115,13 @@ class Tested:
     scores: dict[str, float]
 
 
-Test = Callable[[Evaluated, Any, Path], Tested | None]
+Test = Callable[[EvalContext, Any, Path], SuiteResult | None]
 """Function that evaluates a model with the suite's options. The first rank writes the results to the folder and returns
 them, the other ranks return None.
 """
 
 
-Check = Callable[[Evaluated, Any], None]
+Check = Callable[[EvalContext, Any], None]
 """Function that raises a UserError for options that the suite's test would reject, given tokenizer, files and layout.
 It computes nothing, so the model's chunks may be missing.
 """
@@ -147,7 +147,7 @@ def make_folder(folder: Path) -> None:
         raise UserError(str(folder), f"cannot be {doing} ({os_reason(error)})", "choose another --output") from error
 
 
-def domains(evaluated: Evaluated, options: DomainOptions, output: Path) -> Tested | None:
+def domains(evaluated: EvalContext, options: DomainOptions, output: Path) -> SuiteResult | None:
     """Evaluate the loss by domain; see `Test`. `check_domains` has already compared the text's sha256."""
     config, progress = evaluated.config, evaluated.progress
     data = config.data
@@ -161,10 +161,10 @@ def domains(evaluated: Evaluated, options: DomainOptions, output: Path) -> Teste
     if dist.get_rank() != 0:
         return None
     summary = write_domains(losses, options, evaluated.about, output)
-    return Tested(summary, {f"{one.split}/{one.domain}": one.loss for one in losses})
+    return SuiteResult(summary, {f"{one.split}/{one.domain}": one.loss for one in losses})
 
 
-def check_domains(evaluated: Evaluated, options: DomainOptions) -> None:
+def check_domains(evaluated: EvalContext, options: DomainOptions) -> None:
     """Reject data that is missing, damaged or from another tokenizer; see `Check`. A collective call."""
     for line in options.warnings():
         say_on_first_rank(line)
@@ -172,43 +172,43 @@ def check_domains(evaluated: Evaluated, options: DomainOptions) -> None:
 
 
 def _open_domains(
-    evaluated: Evaluated, options: DomainOptions, data: DataConfig
+    evaluated: EvalContext, options: DomainOptions, data: DataConfig
 ) -> tuple[Manifest, list[EvaluationDomain]]:
     root, manifest, train, test = open_tests(data)
     _check_tokens(evaluated, manifest)
     return manifest, evaluation_domains(root, manifest, train, test, data.seq_length, options.sequences)
 
 
-def _check_tokens(evaluated: Evaluated, manifest: Manifest) -> None:
+def _check_tokens(evaluated: EvalContext, manifest: Manifest) -> None:
     if evaluated.tokenizer_sha256 not in (None, manifest.tokenizer.sha256):
         problem = f"{evaluated.config.data.path} was made with another tokenizer than {evaluated.name}"
         raise UserError("data.path", problem, "prepare the data with the tokenizer in the run's folder")
 
 
-def retrieval(evaluated: Evaluated, options: RetrievalOptions, output: Path) -> Tested | None:
+def retrieval(evaluated: EvalContext, options: RetrievalOptions, output: Path) -> SuiteResult | None:
     """Evaluate retrieval from the context; see `Test`."""
     results = evaluate_retrieval(evaluated.language_model(), options)
     if dist.get_rank() != 0:
         return None
     retrieval_results.write_results(results, evaluated.about, output)
     scores = {f"{one.task}/{one.length}": one.score for one in results.by_length()}
-    return Tested(retrieval_results.markdown(results), scores)
+    return SuiteResult(retrieval_results.markdown(results), scores)
 
 
-def check_retrieval_options(evaluated: Evaluated, options: RetrievalOptions) -> None:
+def check_retrieval_options(evaluated: EvalContext, options: RetrievalOptions) -> None:
     """Reject lengths that do not fit and a haystack that cannot be read; see `Check`."""
     check_retrieval(evaluated.language_model(), options)
 
 
-def check_fewshot_options(evaluated: Evaluated, options: FewshotOptions) -> None:
+def check_fewshot_options(evaluated: EvalContext, options: FewshotOptions) -> None:
     """Reject tasks that cannot be loaded; see `Check`."""
     check_fewshot(options, evaluated.language_model().max_length)
 
 
-def fewshot(evaluated: Evaluated, options: FewshotOptions, output: Path) -> Tested | None:
+def fewshot(evaluated: EvalContext, options: FewshotOptions, output: Path) -> SuiteResult | None:
     """Evaluate few-shot tasks with lm-eval; see `Test`."""
     results = evaluate_fewshot(evaluated.language_model(), options)
     if results is None:
         return None
     fewshot_results.write_results(results, evaluated.about, output)
-    return Tested(fewshot_results.markdown(results), fewshot_results.scores(results))
+    return SuiteResult(fewshot_results.markdown(results), fewshot_results.scores(results))

@@ -21,7 +21,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Foretelling:
+class TeacherForcedQuery:
     """Text in which the model predicts some of the tokens.
 
     Attributes:
@@ -94,7 +94,7 @@ class TextModel(Protocol):
             ValueError: a request is longer than `max_length` allows.
         """
 
-    def misses(self, texts: Sequence[Foretelling]) -> list[int]:
+    def misses(self, texts: Sequence[TeacherForcedQuery]) -> list[int]:
         """Count the asked tokens of each text that are not the most likely one given all tokens before them.
 
         The true tokens are the context of every prediction (teacher forcing). A text takes one forward pass, however

@@ -73,8 +73,8 @@ class Resources:
             problem = f"{self.processes_per_node}, beside --gpus-per-node, which has a process for each GPU"
             raise UserError("--processes-per-node", problem, "leave one of them out")
         if not _NAME.fullmatch(self.job_name):
-            mend = "give letters, digits, '.', '_' and '-'"
-            raise UserError("--job-name", f"{self.job_name!r} is no name that files can have", mend)
+            hint = "give letters, digits, '.', '_' and '-'"
+            raise UserError("--job-name", f"{self.job_name!r} is no name that files can have", hint)
         if self.time is not None and self.time_seconds() <= self.save_before:
             problem = (
                 f"{self.time} is no longer than the {self.save_before} s before it at which a checkpoint is written"
@@ -95,8 +95,8 @@ class Resources:
         for mount in self.mounts:
             path = mount.split(":")[0]
             if not path or not Path(path).exists():
-                mend = "give paths of this machine, PATH or PATH:PATH_IN_CONTAINER, separated by commas"
-                raise UserError("--container-mounts", f"there is no {path or 'path before a comma'}", mend)
+                hint = "give paths of this machine, PATH or PATH:PATH_IN_CONTAINER, separated by commas"
+                raise UserError("--container-mounts", f"there is no {path or 'path before a comma'}", hint)
 
     def mounts_in(self, runs: Path) -> list[str]:
         """Return the mounts of the container, `PATH` or `PATH:PATH_IN_CONTAINER`.
@@ -133,8 +133,8 @@ class Resources:
         try:
             return seconds(self.time)
         except ValueError:
-            mend = "give minutes, H:MM:SS or D-HH:MM:SS"
-            raise UserError("--time", f"{self.time!r} is no time that Slurm reads", mend) from None
+            hint = "give minutes, H:MM:SS or D-HH:MM:SS"
+            raise UserError("--time", f"{self.time!r} is no time that Slurm reads", hint) from None
 
     def check_cluster(self, partitions: Mapping[str, Partition]) -> None:
         """Check the request against the partitions of this cluster.
@@ -154,11 +154,11 @@ class Resources:
         if self.nodes > chosen.nodes:
             raise UserError("--nodes", f"{self.nodes}, and {there} {chosen.nodes}", f"give {chosen.nodes} or fewer")
         if self.gpus_per_node and self.gpus_per_node > chosen.gpus_per_node:
-            mend = (
+            hint = (
                 f"give {chosen.gpus_per_node} or fewer" if chosen.gpus_per_node else "give --processes-per-node instead"
             )
             problem = f"{self.gpus_per_node}, and {there} {chosen.gpus_per_node} GPUs a node"
-            raise UserError("--gpus-per-node", problem, mend)
+            raise UserError("--gpus-per-node", problem, hint)
         if not self.gpus_per_node and self.tasks_per_node > chosen.tasks_per_node:
             problem = f"{self.tasks_per_node}, and {there} {chosen.tasks_per_node} processors a node"
             raise UserError("--processes-per-node", problem, f"give {chosen.tasks_per_node} or fewer")

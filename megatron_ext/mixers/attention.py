@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.softmax_attention import alibi_slopes, softmax_attention
-from megatron_ext.mixers.core.base import Part
+from megatron_ext.mixers.core.base import MixInput
 from megatron_ext.mixers.core.key_value import KeyValueMixer, keys_in_window
 from megatron_ext.mixers.core.registry import register
 from megatron_ext.mixers.core.settings import AttentionConfig
@@ -25,7 +25,7 @@ class SoftmaxAttention(KeyValueMixer):
         super().__init__(*args, **kwargs)
         self._frozen_keys: dict[tuple[int, int], Tensor] = {}
 
-    def attend(self, q_bthd: Tensor, k_bshd: Tensor, v_bshd: Tensor, query_offset: int, part: Part) -> Tensor:
+    def attend(self, q_bthd: Tensor, k_bshd: Tensor, v_bshd: Tensor, query_offset: int, part: MixInput) -> Tensor:
         """Implement `KeyValueMixer.attend`."""
         factors = self.mixer_config
         slopes = None
@@ -52,7 +52,7 @@ class SoftmaxAttention(KeyValueMixer):
         """False if keys are frozen random vectors."""
         return not self.mixer_config.random_keys
 
-    def frozen_keys(self, v_bshd: Tensor, first_position: int, part: Part) -> Tensor:
+    def frozen_keys(self, v_bshd: Tensor, first_position: int, part: MixInput) -> Tensor:
         """Return frozen keys [b, s, groups, d].
 
         They are a function of seed, layer, global group and position only, so they are identical in every layout.

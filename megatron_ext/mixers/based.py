@@ -14,11 +14,11 @@ from torch import Tensor
 from kernels.based import based, by_features, num_features
 from kernels.common.fusion import cut, fused
 from kernels.gated_linear_attention import gated_linear_attention
-from megatron_ext.mixers.core.base import Mixer, Part, StateShape, batch_first
+from megatron_ext.mixers.core.base import Mixer, MixInput, StateShape, batch_first
 from megatron_ext.mixers.core.history import BEGINNING
 from megatron_ext.mixers.core.registry import register
 from megatron_ext.mixers.core.settings import BasedConfig
-from megatron_ext.mixers.core.stateful import walk
+from megatron_ext.mixers.core.stateful import scan
 
 
 @register("based")
@@ -29,11 +29,11 @@ class Based(Mixer):
     Rows of the input projection, per head: [query | key | value].
     """
 
-    hands_on_states: ClassVar[bool] = True
-    keeps_documents_apart: ClassVar[bool] = True
+    supports_state_passing: ClassVar[bool] = True
+    supports_document_masking: ClassVar[bool] = True
     mixer_config: BasedConfig
 
-    def num_units(self) -> int:
+    def num_head_groups(self) -> int:
         """Return the number of heads."""
         return self.config.num_attention_heads
 
@@ -50,13 +50,13 @@ class Based(Mixer):
         """Return the width of a head's output."""
         return self.head_dim
 
-    def mix(self, x_tbuw: Tensor, part: Part) -> Tensor:
+    def mix(self, x_tbuw: Tensor, part: MixInput) -> Tensor:
         """Implement `Mixer.mix`: the `based` op, or a scan over its features if there are earlier positions."""
         q_btuf, k_btuf, v_btud = cut_heads(x_tbuw, self._widths)
         if part.past is BEGINNING:
             return batch_first(based(q_btuf, k_btuf, v_btud))
-        walk_on = partial(walk, gated_linear_attention, part=part, scale=1.0)
-        return batch_first(by_features(q_btuf, k_btuf, v_btud, walk_on))
+        scan_on = partial(scan, gated_linear_attention, part=part, scale=1.0)
+        return batch_first(by_features(q_btuf, k_btuf, v_btud, scan_on))
 
     @property
     def num_features(self) -> int:
@@ -69,7 +69,7 @@ class Based(Mixer):
 
     def mixing_flops(self, seq_length: int) -> float:
         """Count the write to the state, the read from it, and the sum of weights."""
-        return self.num_units() * 4 * self.num_features * (self.head_dim + 1)
+        return self.num_head_groups() * 4 * self.num_features * (self.head_dim + 1)
 
 
 @fused

@@ -12,12 +12,12 @@ from torch import Tensor
 from kernels.common.fusion import cut, fused
 from kernels.gated_delta_rule import gated_delta_rule
 from kernels.short_convolution import short_convolution
-from megatron_ext.mixers.core.base import Part, batch_first
-from megatron_ext.mixers.core.convolution import rows_before
+from megatron_ext.mixers.core.base import MixInput, batch_first
+from megatron_ext.mixers.core.convolution import previous_rows
 from megatron_ext.mixers.core.decay import inverse_softplus_step, log_uniform_decay_from_zero
 from megatron_ext.mixers.core.registry import register
 from megatron_ext.mixers.core.settings import DeltaNetConfig, GatedDeltaNetConfig
-from megatron_ext.mixers.core.stateful import StatefulMixer, walk
+from megatron_ext.mixers.core.stateful import StatefulMixer, scan
 from megatron_ext.parallel.parameters import uniform_within
 
 
@@ -39,23 +39,23 @@ class DeltaNet(StatefulMixer):
         """Return the width of a head's query, key, value, output gate and beta together."""
         return super().unit_width() + 1
 
-    def read_states(self, x_tbuw: Tensor, part: Part) -> tuple[Tensor, Tensor]:
+    def read_states(self, x_tbuw: Tensor, part: MixInput) -> tuple[Tensor, Tensor]:
         """Implement `StatefulMixer.read_states`: short convolution, delta rule."""
         num_scalars = self.unit_width() - sum(self.head_widths)
         qkv, gate, scalars = cut(x_tbuw, [self.qkv_width, self.gate_width, num_scalars])
         weight = self.own_units(self.conv_weight, part)
-        before, of_length_1 = rows_before(qkv, weight, part.past), (True, True, False)
+        before, of_length_1 = previous_rows(qkv, weight, part.past), (True, True, False)
         q, k, v = short_convolution(qkv, before, weight, widths=self.head_widths[:3], unit_length=of_length_1)
         decay, beta = self.log_forgetting(scalars, part), strengths(scalars[..., 0])
-        return walk(gated_delta_rule, q, k, v, decay, beta, part=part), batch_first(gate)
+        return scan(gated_delta_rule, q, k, v, decay, beta, part=part), batch_first(gate)
 
-    def log_forgetting(self, scalars_tbuw: Tensor, part: Part) -> Tensor | None:
+    def log_forgetting(self, scalars_tbuw: Tensor, part: MixInput) -> Tensor | None:
         """Compute the state's log decay [b, t, units], <= 0, fp32, from the rows' scalars; None: no decay."""
         return None
 
     def mixing_flops(self, seq_length: int) -> float:
         """Count the update of the state and the read from it: three products of key and value width."""
-        return self.num_units() * 6 * self.head_dim * self.value_dim
+        return self.num_head_groups() * 6 * self.head_dim * self.value_dim
 
 
 @register("gated_deltanet")
@@ -77,7 +77,7 @@ class GatedDeltaNet(DeltaNet):
         """Return the width of a head's query, key, value, output gate, beta and alpha together."""
         return super().unit_width() + 1
 
-    def log_forgetting(self, scalars_tbuw: Tensor, part: Part) -> Tensor:
+    def log_forgetting(self, scalars_tbuw: Tensor, part: MixInput) -> Tensor:
         """Compute the log decay with `forgetting`."""
         return forgetting(
             scalars_tbuw[..., 1], self.own_units(self.step_bias, part), self.own_units(self.log_decay, part)

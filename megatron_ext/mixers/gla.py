@@ -9,10 +9,10 @@ from torch import Tensor
 
 from kernels.common.fusion import cut, fused
 from kernels.gated_linear_attention import gated_linear_attention
-from megatron_ext.mixers.core.base import Part, batch_first
+from megatron_ext.mixers.core.base import MixInput, batch_first
 from megatron_ext.mixers.core.registry import register
 from megatron_ext.mixers.core.settings import GLAConfig
-from megatron_ext.mixers.core.stateful import StatefulMixer, walk
+from megatron_ext.mixers.core.stateful import StatefulMixer, scan
 from megatron_ext.parallel.parameters import new_parameter, normal, zeros
 
 
@@ -37,14 +37,14 @@ class GLA(StatefulMixer):
         """Implement `Mixer.shared_features`: the low-rank projection `down` of the decays."""
         return self.project_for_all_units(hidden_states, self.decay_down)
 
-    def read_states(self, x_tbuw: Tensor, part: Part) -> tuple[Tensor, Tensor]:
+    def read_states(self, x_tbuw: Tensor, part: MixInput) -> tuple[Tensor, Tensor]:
         """Implement `StatefulMixer.read_states`: scan with a decay per key feature."""
         assert part.shared is not None
         up, bias = (self.own_units(p, part) for p in (self.decay_up, self.decay_bias))
         logits = F.linear(part.shared, up.flatten(0, 1)).unflatten(-1, up.shape[:2])
         temperature = self.mixer_config.decay_temperature
         q, k, v, gate, decay = decaying_heads(x_tbuw, logits, bias, temperature, self.head_widths)
-        return walk(gated_linear_attention, q, k, v, decay, part=part), gate
+        return scan(gated_linear_attention, q, k, v, decay, part=part), gate
 
 
 @fused

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from kernels.common.fusion import cut, fused
 from kernels.gated_linear_attention import gated_linear_attention
-from megatron_ext.mixers.core.base import Part, batch_first
+from megatron_ext.mixers.core.base import MixInput, batch_first
 from megatron_ext.mixers.core.registry import register
 from megatron_ext.mixers.core.settings import LinearAttentionConfig
-from megatron_ext.mixers.core.stateful import StatefulMixer, walk
+from megatron_ext.mixers.core.stateful import StatefulMixer, scan
 
 FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
     "elu": lambda x: F.elu(x) + 1,
@@ -27,10 +27,10 @@ class LinearAttention(StatefulMixer):
 
     mixer_config: LinearAttentionConfig
 
-    def read_states(self, x_tbuw: Tensor, part: Part) -> tuple[Tensor, Tensor]:
+    def read_states(self, x_tbuw: Tensor, part: MixInput) -> tuple[Tensor, Tensor]:
         """Implement `StatefulMixer.read_states`: the state sums the outer products of mapped keys and values."""
         *heads, gate = mapped_heads(x_tbuw, self.mixer_config.feature_map, self.head_widths)
-        return walk(gated_linear_attention, *heads, part=part), gate
+        return scan(gated_linear_attention, *heads, part=part), gate
 
 
 @fused

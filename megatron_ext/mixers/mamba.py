@@ -15,8 +15,8 @@ from kernels.common.fusion import cut, fused
 from kernels.common.linear import linear_to_fp32
 from kernels.selective_scan import selective_scan
 from kernels.short_convolution import short_convolution
-from megatron_ext.mixers.core.base import Mixer, Part, batch_first
-from megatron_ext.mixers.core.convolution import rows_before
+from megatron_ext.mixers.core.base import Mixer, MixInput, batch_first
+from megatron_ext.mixers.core.convolution import previous_rows
 from megatron_ext.mixers.core.decay import inverse_softplus_step
 from megatron_ext.mixers.core.registry import register
 from megatron_ext.mixers.core.settings import MambaConfig
@@ -34,9 +34,9 @@ class Mamba(Mixer):
     Suffixes: u head, w channel of a head, n state, r output of a token's projection: dt_rank + 2 * state_size.
     """
 
-    hands_on_states: ClassVar[bool] = True
+    supports_state_passing: ClassVar[bool] = True
     needs_all_units: ClassVar[bool] = True
-    keeps_documents_apart: ClassVar[bool] = True
+    supports_document_masking: ClassVar[bool] = True
     mixer_config: MambaConfig
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -57,7 +57,7 @@ class Mamba(Mixer):
         """Rank of the projection to the step sizes."""
         return self.mixer_config.dt_rank or -(-self.config.hidden_size // 16)
 
-    def num_units(self) -> int:
+    def num_head_groups(self) -> int:
         """Return the number of heads."""
         return self.config.num_attention_heads
 
@@ -69,11 +69,11 @@ class Mamba(Mixer):
         """Return the number of a head's channels."""
         return self.head_dim * self.mixer_config.expand
 
-    def mix(self, x_tbuw: Tensor, part: Part) -> Tensor:
+    def mix(self, x_tbuw: Tensor, part: MixInput) -> Tensor:
         """Implement `Mixer.mix`: short convolution, selective scan, gate."""
         x, z = cut(x_tbuw, [self.output_width()] * 2)
         weight, bias = (self.own_units(p, part) for p in (self.conv_weight, self.conv_bias))
-        before = rows_before(x, weight, part.past)
+        before = previous_rows(x, weight, part.past)
         (x_btuw,) = short_convolution(x, before, weight, bias, widths=[self.output_width()])
         size = self.mixer_config.state_size
         low_btr, B_btn, C_btn = self._project_all_channels(x_btuw, part).split([self.dt_rank, size, size], -1)
@@ -83,7 +83,7 @@ class Mamba(Mixer):
         dt_btuw = steps(dt_logits, dt_bias)
         return gated(self._scan(x_btuw, dt_btuw, B_btn, C_btn, part), z)
 
-    def _scan(self, x_btuw: Tensor, dt_btuw: Tensor, B_btn: Tensor, C_btn: Tensor, part: Part) -> Tensor:
+    def _scan(self, x_btuw: Tensor, dt_btuw: Tensor, B_btn: Tensor, C_btn: Tensor, part: MixInput) -> Tensor:
         """Run the selective scan and return the tokens' outputs, [b, t, u, w]."""
         A_log, D = (self.own_units(p, part).float().flatten(0, 1) for p in (self.A_log, self.D))
         dt_btc = dt_btuw.flatten(2)
@@ -93,27 +93,27 @@ class Mamba(Mixer):
             return selective_scan(*inputs, D=D, initial_state=state, return_final_state=True)
 
         kept = (dt_btc.sum(1)[..., None] * inputs[2]).exp()
-        return part.past.walk_diagonal("state", from_state, kept).unflatten(2, (part.num_units, -1))
+        return part.past.scan_diagonal("state", from_state, kept).unflatten(2, (part.num_head_groups, -1))
 
-    def _project_all_channels(self, x_btuw: Tensor, part: Part) -> Tensor:
+    def _project_all_channels(self, x_btuw: Tensor, part: MixInput) -> Tensor:
         """Project the layer's channels to [b, t, dt_rank + 2n], fp32, identical on all ranks of the layer."""
         # In fp32, as 16-bit rounding of the partial products would depend on the number of ranks.
         own = linear_to_fp32(x_btuw.flatten(2), self.own_units(self.x_proj, part).transpose(0, 1).flatten(1))
         total = sum_over_ranks(own, self.tp_group)
         # After the all-to-all, context-parallel ranks hold different heads, too.
-        return total if part.num_units == self.num_units_per_rank else sum_over_ranks(total, self.cp_group)
+        return total if part.num_head_groups == self.num_head_groups_per_rank else sum_over_ranks(total, self.cp_group)
 
     def summary_size(self) -> int:
         """Implement `Mixer.summary_size`."""
         return 2 * self.output_width() * self.mixer_config.state_size
 
-    def summary_walks(self) -> float:
-        """Implement `Mixer.summary_walks`: one more scan, see `states.diagonal_state_before`."""
+    def summary_scans(self) -> float:
+        """Implement `Mixer.summary_scans`: one more scan, see `states.diagonal_state_before`."""
         return 1.0
 
     def mixing_flops(self, seq_length: int) -> float:
         """Count the state's decay, the write to it and the read from it."""
-        return self.num_units() * self.output_width() * 6 * self.mixer_config.state_size
+        return self.num_head_groups() * self.output_width() * 6 * self.mixer_config.state_size
 
 
 @fused

@@ -10,12 +10,12 @@ from torch import Tensor
 from kernels.common.fusion import cut, fused
 from kernels.gated_linear_attention import gated_linear_attention
 from kernels.short_convolution import short_convolution
-from megatron_ext.mixers.core.base import Mixer, Part, StateShape, batch_first
-from megatron_ext.mixers.core.convolution import rows_before
+from megatron_ext.mixers.core.base import Mixer, MixInput, StateShape, batch_first
+from megatron_ext.mixers.core.convolution import previous_rows
 from megatron_ext.mixers.core.decay import inverse_softplus_step, log_uniform_decay
 from megatron_ext.mixers.core.registry import register
 from megatron_ext.mixers.core.settings import Mamba2Config
-from megatron_ext.mixers.core.stateful import walk
+from megatron_ext.mixers.core.stateful import scan
 from megatron_ext.parallel.parameters import ones, uniform_within
 
 
@@ -29,9 +29,9 @@ class Mamba2(Mixer):
     Suffixes: u group, h head of a group, d value dim, n state dim, w width of a group's features.
     """
 
-    hands_on_states: ClassVar[bool] = True
-    keeps_documents_apart: ClassVar[bool] = True
-    units_are_groups: ClassVar[bool] = True
+    supports_state_passing: ClassVar[bool] = True
+    supports_document_masking: ClassVar[bool] = True
+    head_groups_are_query_groups: ClassVar[bool] = True
     mixer_config: Mamba2Config
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -67,7 +67,7 @@ class Mamba2(Mixer):
         """Width of a group's steps."""
         return self.heads_per_group if self.mixer_config.decay == "data_dependent" else 0
 
-    def num_units(self) -> int:
+    def num_head_groups(self) -> int:
         """Return the number of query groups."""
         return self.config.num_query_groups
 
@@ -79,7 +79,7 @@ class Mamba2(Mixer):
         """Return the width of the outputs of all heads of a group."""
         return self.heads_per_group * self.value_dim
 
-    def mix(self, x_tbuw: Tensor, part: Part) -> Tensor:
+    def mix(self, x_tbuw: Tensor, part: MixInput) -> Tensor:
         """Implement `Mixer.mix`: short convolution, scan, skip, gate, norm."""
         width = self.output_width()
         xbc, gate, step = cut(x_tbuw, [self.conv_width, width, self.step_width])
@@ -90,14 +90,16 @@ class Mamba2(Mixer):
         skip_uh = self.own_units(self.skip, part)
         return gated(y_btuhd, x_btuhd, skip_uh, gate, norm_weight, self.config.layernorm_epsilon)
 
-    def _convolved(self, xbc_tbuw: Tensor, part: Part) -> tuple[Tensor, ...]:
+    def _convolved(self, xbc_tbuw: Tensor, part: MixInput) -> tuple[Tensor, ...]:
         widths = [self.output_width(), self.mixer_config.state_size, self.mixer_config.state_size]
         if not self.mixer_config.convolution:
             return activated(xbc_tbuw, widths)
         weight, bias = (self.own_units(p, part) for p in (self.conv_weight, self.conv_bias))
-        return short_convolution(xbc_tbuw, rows_before(xbc_tbuw, weight, part.past), weight, bias, widths=widths)
+        return short_convolution(xbc_tbuw, previous_rows(xbc_tbuw, weight, part.past), weight, bias, widths=widths)
 
-    def _read_states(self, x_btuhd: Tensor, b_btun: Tensor, c_btun: Tensor, step_tbuh: Tensor, part: Part) -> Tensor:
+    def _read_states(
+        self, x_btuhd: Tensor, b_btun: Tensor, c_btun: Tensor, step_tbuh: Tensor, part: MixInput
+    ) -> Tensor:
         """Scan S <- e^g S + B (step x)^T and return the read-outs S^T C, [b, t, u, h, d]."""
         k, q = b_btun, c_btun
         if self.heads_per_group > 1:
@@ -108,7 +110,7 @@ class Mamba2(Mixer):
             by_data = self.mixer_config.decay == "data_dependent"
             v, decay = stepped(x_btuhd, step_tbuh if by_data else None, bias_uh, log_decay_uh)
             decays = [decay]
-        o = walk(gated_linear_attention, q, k, v, *decays, part=part, scale=1.0)
+        o = scan(gated_linear_attention, q, k, v, *decays, part=part, scale=1.0)
         return o.unflatten(2, (-1, self.heads_per_group))
 
     def state_shape(self) -> StateShape:
@@ -117,7 +119,7 @@ class Mamba2(Mixer):
 
     def mixing_flops(self, seq_length: int) -> float:
         """Count the write to the state and the read from it."""
-        return self.num_units() * self.heads_per_group * 4 * self.mixer_config.state_size * self.value_dim
+        return self.num_head_groups() * self.heads_per_group * 4 * self.mixer_config.state_size * self.value_dim
 
 
 @fused

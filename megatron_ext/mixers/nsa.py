@@ -9,15 +9,15 @@ from torch import Tensor
 
 from kernels.common.fusion import cut
 from kernels.native_sparse_attention import native_sparse_attention
-from megatron_ext.mixers.core.base import Part, batch_first
+from megatron_ext.mixers.core.base import MixInput, batch_first
 from megatron_ext.mixers.core.key_value import KeyValueMixer, keys_in_window
 from megatron_ext.mixers.core.registry import register
 from megatron_ext.mixers.core.settings import NUM_BRANCHES, NSAConfig
 
 
 @plain_dataclass(frozen=True, kw_only=True)
-class GatedPart(Part):
-    """`Part` with the gates of its queries.
+class GatedPart(MixInput):
+    """`MixInput` with the gates of its queries.
 
     Attributes:
         gates_bthx: gates [b, t, hq, branches], fp32, in (0, 1).
@@ -46,14 +46,14 @@ class NSA(KeyValueMixer):
         """Number of gates of a group."""
         return NUM_BRANCHES * self.queries_per_group
 
-    def mix(self, x_tbuw: Tensor, part: Part) -> Tensor:
+    def mix(self, x_tbuw: Tensor, part: MixInput) -> Tensor:
         """Implement `Mixer.mix`: split off the gates, and process the other rows as `KeyValueMixer` does."""
         t, b, u, _ = x_tbuw.shape
         rows, gates = cut(x_tbuw, [super().unit_width(), self._num_gates])
         gates_tbhx = gates.float().sigmoid().reshape(t, b, u * self.queries_per_group, NUM_BRANCHES)
         return super().mix(rows, GatedPart(**vars(part), gates_bthx=batch_first(gates_tbhx)))
 
-    def attend(self, q_bthd: Tensor, k_bshd: Tensor, v_bshd: Tensor, query_offset: int, part: Part) -> Tensor:
+    def attend(self, q_bthd: Tensor, k_bshd: Tensor, v_bshd: Tensor, query_offset: int, part: MixInput) -> Tensor:
         """Implement `KeyValueMixer.attend`."""
         assert isinstance(part, GatedPart), "mix gives the gates along"
         chosen = self.mixer_config

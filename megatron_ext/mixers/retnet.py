@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from kernels.gated_linear_attention import gated_linear_attention
-from megatron_ext.mixers.core.base import Part
+from megatron_ext.mixers.core.base import MixInput
 from megatron_ext.mixers.core.registry import register
 from megatron_ext.mixers.core.rotary import rotated_heads, rotation
 from megatron_ext.mixers.core.settings import RetNetConfig
-from megatron_ext.mixers.core.stateful import StatefulMixer, walk
+from megatron_ext.mixers.core.stateful import StatefulMixer, scan
 
 
 @register("retnet")
@@ -23,15 +23,15 @@ class RetNet(StatefulMixer):
 
     mixer_config: RetNetConfig
 
-    def read_states(self, x_tbuw: Tensor, part: Part) -> tuple[Tensor, Tensor]:
+    def read_states(self, x_tbuw: Tensor, part: MixInput) -> tuple[Tensor, Tensor]:
         """Implement `StatefulMixer.read_states`: rotate, then scan with a fixed decay."""
         by = rotation(part.first_position, len(x_tbuw), self.head_dim, self.config.rotary_base, x_tbuw.device)
         q, k, v, gate = rotated_heads(x_tbuw, by, self.head_widths)
-        return walk(gated_linear_attention, q, k, v, log_fading(part, q.device), part=part), gate
+        return scan(gated_linear_attention, q, k, v, log_fading(part, q.device), part=part), gate
 
 
-def log_fading(part: Part, device: torch.device) -> Tensor:
+def log_fading(part: MixInput, device: torch.device) -> Tensor:
     """Return each head's log decay [u], fp32."""
-    heads = torch.arange(part.first_unit, part.first_unit + part.num_units, device=device)
+    heads = torch.arange(part.first_unit, part.first_unit + part.num_head_groups, device=device)
     # log1p: fp32 would round 1 - x for small x.
     return torch.log1p(-torch.exp2(-5.0 - heads.float()))

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from kernels.common.fusion import fused
 from kernels.rwkv6 import rwkv6
-from megatron_ext.mixers.core.base import Part, batch_first
+from megatron_ext.mixers.core.base import MixInput, batch_first
 from megatron_ext.mixers.core.registry import register
 from megatron_ext.mixers.core.rwkv import RWKVMixer, along, normed_heads
 from megatron_ext.mixers.core.settings import RWKV6Config
-from megatron_ext.mixers.core.stateful import walk
+from megatron_ext.mixers.core.stateful import scan
 from megatron_ext.mixers.core.token_shift import mixtures, ramp, ramps
 from megatron_ext.parallel.parameters import Initializer, by_channel, uniform_within, zeros
 
@@ -63,17 +63,17 @@ class RWKV6(RWKVMixer):
         more_itbh = torch.einsum("itbr,ihr->itbh", chosen_itbr, up_ihr)
         return mixtures(x_tbh, before_1bh, mu_ih, more_itbh)
 
-    def mix(self, x_tbuw: Tensor, part: Part) -> Tensor:
+    def mix(self, x_tbuw: Tensor, part: MixInput) -> Tensor:
         """Implement `Mixer.mix`: scan, norm, gate."""
         r, k, v, of_decay, g = x_tbuw, *part.more
         base, bonus = (self.own_units(p, part) for p in (self.decay_base, self.bonus))
         heads = decaying_heads(r, k, v, of_decay, base)
-        o = walk(partial(rwkv6, u=bonus.float()), *heads, part=part)
+        o = scan(partial(rwkv6, u=bonus.float()), *heads, part=part)
         return gated(o, g, *self.own_group_norm(part))
 
     def mixing_flops(self, seq_length: int) -> float:
         """Count the write to the state, the read from it, and the bonus of the current token."""
-        return self.num_units() * (4 * self.head_dim**2 + 5 * self.head_dim)
+        return self.num_head_groups() * (4 * self.head_dim**2 + 5 * self.head_dim)
 
 
 @fused

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from kernels.common.fusion import fused
 from kernels.rwkv7 import rwkv7
-from megatron_ext.mixers.core.base import Part, batch_first
+from megatron_ext.mixers.core.base import MixInput, batch_first
 from megatron_ext.mixers.core.registry import register
 from megatron_ext.mixers.core.rwkv import RWKVMixer, along, normed_heads
 from megatron_ext.mixers.core.settings import RWKV7Config
-from megatron_ext.mixers.core.stateful import walk
+from megatron_ext.mixers.core.stateful import scan
 from megatron_ext.mixers.core.token_shift import mixtures, ramp, ramps
 from megatron_ext.parallel.parameters import Initializer, by_channel, constant, normal, zeros
 
@@ -65,7 +65,7 @@ class RWKV7(RWKVMixer):
         rank = rank or default_rank(factor, self.config.hidden_size)
         down = self.new_of_all_ranks(zeros, rank, self.config.hidden_size)
         return down, self.new_parameter_of_units(
-            normal(0.1 / math.sqrt(self.num_units() * self.head_dim)), self.head_dim, rank
+            normal(0.1 / math.sqrt(self.num_head_groups() * self.head_dim)), self.head_dim, rank
         )
 
     def project(self, x_tbh: Tensor, before_1bh: Tensor) -> tuple[Tensor, ...]:
@@ -77,18 +77,18 @@ class RWKV7(RWKVMixer):
         r, k, v = map(self.to_heads, (r, k, v), (self.r_proj, self.k_proj, self.v_proj))
         return r, k, v, of_decay, of_rate, gate
 
-    def mix(self, x_tbuw: Tensor, part: Part) -> Tensor:
+    def mix(self, x_tbuw: Tensor, part: MixInput) -> Tensor:
         """Implement `Mixer.mix`: scan, norm, bonus of the current token, gate."""
         r, k, v, of_decay, of_rate, gate = x_tbuw, *part.more
         names = (self.decay_base, self.rate_base, self.removal_scale, self.key_rate)
         heads = moving_heads(r, k, v, of_decay, of_rate, *(self.own_units(p, part) for p in names))
-        o = walk(_receptance_key_value_first, *heads, part=part)
+        o = scan(_receptance_key_value_first, *heads, part=part)
         r, k, v, *_ = heads
         return gated(o, r, k, v, self.own_units(self.bonus, part), gate, *self.own_group_norm(part))
 
     def mixing_flops(self, seq_length: int) -> float:
         """Count the read of the removed value, its removal, the write, the read, and the bonus of the current token."""
-        return self.num_units() * (8 * self.head_dim**2 + 5 * self.head_dim)
+        return self.num_head_groups() * (8 * self.head_dim**2 + 5 * self.head_dim)
 
 
 def default_rank(factor: float, hidden_size: int) -> int:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from kernels.top1_chunk import top1_chunk_attention
-from megatron_ext.mixers.core.base import Part, batch_first
+from megatron_ext.mixers.core.base import MixInput, batch_first
 from megatron_ext.mixers.core.chunk_fetch import choose_over_ranks, fetch_chosen
 from megatron_ext.mixers.core.key_value import KeyValueMixer
 from megatron_ext.mixers.core.registry import register
@@ -37,7 +37,7 @@ class Top1Chunk(KeyValueMixer):
         scored = 1 / chosen.chunk_size if chosen.score == "approx" else 1
         return num_positions * self.head_dim * (2 + scored) * self.config.params_dtype.itemsize
 
-    def attend_to_past(self, q_bthd: Tensor, k_tbgd: Tensor | None, v_tbgd: Tensor, part: Part) -> Tensor:
+    def attend_to_past(self, q_bthd: Tensor, k_tbgd: Tensor | None, v_tbgd: Tensor, part: MixInput) -> Tensor:
         """Implement `KeyValueMixer.attend_to_past`: fetch from other ranks only the chunks that are chosen here."""
         chosen, group = self.selection, part.past.ranks
         gathers = self.config.context_exchange == "heads" or len(v_tbgd) % chosen.chunk_size
@@ -55,7 +55,7 @@ class Top1Chunk(KeyValueMixer):
         k, v, choice = fetch_chosen(k, v, choice, chunk_size=chosen.chunk_size, group=group)
         return self._attend(q_bthd, k, v, k.shape[1] - q_bthd.shape[1], choice)
 
-    def attend(self, q_bthd: Tensor, k_bshd: Tensor, v_bshd: Tensor, query_offset: int, part: Part) -> Tensor:
+    def attend(self, q_bthd: Tensor, k_bshd: Tensor, v_bshd: Tensor, query_offset: int, part: MixInput) -> Tensor:
         """Implement `KeyValueMixer.attend`."""
         return self._attend(q_bthd, k_bshd, v_bshd, query_offset)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from kernels.top1_element import top1_element_attention
-from megatron_ext.mixers.core.base import Part
+from megatron_ext.mixers.core.base import MixInput
 from megatron_ext.mixers.core.key_value import KeyValueMixer
 from megatron_ext.mixers.core.registry import register
 from megatron_ext.mixers.core.settings import Top1ElementConfig
@@ -17,7 +17,7 @@ class Top1Element(KeyValueMixer):
 
     mixer_config: Top1ElementConfig
 
-    def attend(self, q_bthd: Tensor, k_bshd: Tensor, v_bshd: Tensor, query_offset: int, part: Part) -> Tensor:
+    def attend(self, q_bthd: Tensor, k_bshd: Tensor, v_bshd: Tensor, query_offset: int, part: MixInput) -> Tensor:
         """Implement `KeyValueMixer.attend`."""
         return top1_element_attention(
             q_bthd, k_bshd, v_bshd, estimator=self.mixer_config.estimator, query_offset=query_offset

@@ -14,13 +14,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from torch import Tensor
 
-from megatron_ext.mixers.core.decode_cache import LooksBack
+from megatron_ext.mixers.core.decode_cache import HistoryModule
 from megatron_ext.mixers.core.token_shift import layers_left, mixtures, ramp
 from megatron_ext.model.block_layer import BlockLayer
 from megatron_ext.parallel.parameters import Initializer, new_parameter
 
 
-class ShiftedNorm(LooksBack):
+class ShiftedNorm(HistoryModule):
     """Norm followed by the token shift: y_t + (y_{t-1} - y_t) * mu, with one mu per channel.
 
     Args:
@@ -48,7 +48,7 @@ class ShiftedNorm(LooksBack):
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Map [t, b, hidden], sharded by context and sequence parallelism, to the same shape."""
         normed = self.norm(hidden_states)
-        (shifted,) = mixtures(normed, self.past.rows_before("hidden_states", normed, 1), self.mu[None])
+        (shifted,) = mixtures(normed, self.past.previous_rows("hidden_states", normed, 1), self.mu[None])
         return shifted
 
 

@@ -68,12 +68,12 @@ def model_shape(config: RunConfig, platform: Platform, vocab_size: int) -> Model
     backend, fp8 = choose_backend(config.run.backend, platform), config.training.fp8
     if fp8 != "none" and backend == "local":
         reason = "is not installed" if platform.is_cuda else "needs a GPU"
-        mend = "install the extra `selectron[gpu]` on a GPU machine, or set training.fp8=none"
-        raise UserError("training.fp8", f"'{fp8}' is computed by Transformer Engine, which {reason}", mend)
+        hint = "install the extra `selectron[gpu]` on a GPU machine, or set training.fp8=none"
+        raise UserError("training.fp8", f"'{fp8}' is computed by Transformer Engine, which {reason}", hint)
     parallel = config.parallel
     if parallel.context_transport == "copy_engine" and parallel.context > 1 and not platform.is_cuda:
-        mend = "train on GPUs, or set parallel.context_transport=nccl, which is gloo here"
-        raise UserError("parallel.context_transport", "copy_engine, and there is no GPU", mend)
+        hint = "train on GPUs, or set parallel.context_transport=nccl, which is gloo here"
+        raise UserError("parallel.context_transport", "copy_engine, and there is no GPU", hint)
     return ModelShape(
         model=config.model,
         mixers=mixers,

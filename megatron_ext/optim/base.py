@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_ext.optim.fp32_values import Master, spread, values_at
 from megatron_ext.optim.schedule import go_on_from
-from megatron_ext.optim.state import Stretch, set_steps
+from megatron_ext.optim.state import FlatSlice, set_steps
 from megatron_ext.parallel.fp32_values import stored, with_fp32_values
 
 
@@ -128,14 +128,14 @@ class RunOptimizer(ABC):
         """
 
     @abstractmethod
-    def stretches(self) -> Iterator[Stretch]:
+    def stretches(self) -> Iterator[FlatSlice]:
         """Iterate over the optimizer state of this rank in a fixed order. After writing to it, call `take`."""
 
     def plain_state(self) -> dict[str, Any]:
         """Return the part of the state that is not tensors."""
         return {"schedule": {**self._scheduler.state_dict(), "skipped": self._skipped}}
 
-    def take(self, stretches: Sequence[Stretch], plain: dict[str, Any]) -> None:
+    def take(self, stretches: Sequence[FlatSlice], plain: dict[str, Any]) -> None:
         """Resume from a saved state.
 
         Args:

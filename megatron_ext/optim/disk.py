@@ -30,21 +30,21 @@ def check_disk(sections: Mapping[str, Mapping[str, Any]], chunk: torch.nn.Module
         _check_folder(Path(section["nvme_path"]), f"zero_optimization.{name}.nvme_path")
     if sections and not AsyncIOBuilder().is_compatible(verbose=False):
         where = f"zero_optimization.{next(iter(sections))}"
-        mend = "install libaio's development files and a C++ compiler (Debian: libaio-dev, g++)"
-        raise UserError(where, "DeepSpeed cannot build its operator async_io", mend)
+        hint = "install libaio's development files and a C++ compiler (Debian: libaio-dev, g++)"
+        raise UserError(where, "DeepSpeed cannot build its operator async_io", hint)
     if "offload_param" in sections:
         buffer = DeepSpeedZeroOffloadParamConfig(**sections["offload_param"]).buffer_size
         _check_buffer(buffer, chunk, data_parallel_size)
 
 
 def _check_folder(folder: Path, where: str) -> None:
-    mend = "name a folder on a local disk"
+    hint = "name a folder on a local disk"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(where, f"{folder} cannot be made ({os_reason(error)})", mend) from error
+        raise UserError(where, f"{folder} cannot be made ({os_reason(error)})", hint) from error
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise UserError(where, f"{folder} cannot be written to", mend)
+        raise UserError(where, f"{folder} cannot be written to", hint)
 
 
 def _check_buffer(buffer_size: int, chunk: torch.nn.Module, data_parallel_size: int) -> None:

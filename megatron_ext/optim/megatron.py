@@ -32,7 +32,7 @@ from megatron_ext.config.schema import OptimizerConfig
 from megatron_ext.optim.base import RunOptimizer
 from megatron_ext.optim.fp32_values import Master
 from megatron_ext.optim.schedule import make_schedule
-from megatron_ext.optim.state import MOMENTS, Stretch, make_moments
+from megatron_ext.optim.state import MOMENTS, FlatSlice, make_moments
 from megatron_ext.platform.device import DTYPES, Platform
 
 
@@ -97,12 +97,12 @@ class MegatronRunOptimizer(RunOptimizer):
                     clip_grad_by_total_norm_fp32(parameters, self._clip_grad, grad_norm)
             self._optimizer.step_with_ready_grads()
 
-    def stretches(self) -> Iterator[Stretch]:
+    def stretches(self) -> Iterator[FlatSlice]:
         """Implement `RunOptimizer.stretches`."""
         for part in self._parts:
             for parameter, start, main in _held(part):
                 moments = {moment: part.optimizer.state[main][moment].view(-1) for moment in MOMENTS}
-                yield Stretch(parameter, start, {"param": main.detach().view(-1), **moments})
+                yield FlatSlice(parameter, start, {"param": main.detach().view(-1), **moments})
 
     def masters(self, parameters: Sequence[Tensor]) -> Iterator[Master]:
         """Implement `RunOptimizer.masters`."""

@@ -27,7 +27,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class Stretch:
+class FlatSlice:
     """Optimizer state of consecutive elements of a parameter on one rank.
 
     Attributes:
@@ -42,7 +42,7 @@ class Stretch:
     tensors: dict[str, Tensor]
 
 
-def placed_state(model_state: dict[str, Any], stretches: Iterable[Stretch], *, sharded: bool) -> dict[str, Any]:
+def placed_state(model_state: dict[str, Any], stretches: Iterable[FlatSlice], *, sharded: bool) -> dict[str, Any]:
     """Return the optimizer state as ShardedTensors of the whole model, for dist_checkpointing.
 
     Args:
@@ -67,7 +67,7 @@ def placed_state(model_state: dict[str, Any], stretches: Iterable[Stretch], *, s
     return placed
 
 
-def _parts_within(stretch: Stretch, place: ShardedTensor, sharded: bool) -> Iterator[ShardedTensor]:
+def _parts_within(stretch: FlatSlice, place: ShardedTensor, sharded: bool) -> Iterator[ShardedTensor]:
     """Iterate over the boxes of a stretch within one placed part of its parameter."""
     assert place.data is not None
     assert place.prepend_axis_num == 0, "layers are stored one by one"

@@ -29,7 +29,7 @@ from megatron_ext.optim.deepspeed_steps import step_if
 from megatron_ext.optim.fp32_values import Master
 from megatron_ext.optim.parameter_groups import adamw
 from megatron_ext.optim.schedule import make_schedule
-from megatron_ext.optim.state import MOMENTS, Stretch, make_moments
+from megatron_ext.optim.state import MOMENTS, FlatSlice, make_moments
 from megatron_ext.platform.device import Platform
 
 
@@ -102,7 +102,7 @@ class Zero1RunOptimizer(RunOptimizer):
         """Implement `RunOptimizer.make_moments`."""
         make_linked_moments(self._zero)
 
-    def stretches(self) -> Iterator[Stretch]:
+    def stretches(self) -> Iterator[FlatSlice]:
         """Implement `RunOptimizer.stretches`."""
         return linked_stretches(self._zero)
 
@@ -225,7 +225,7 @@ def make_linked_moments(zero: DeepSpeedZeroOptimizer) -> None:
         zero._lazy_init_hp_params_optimizer_state()
 
 
-def linked_stretches(zero: DeepSpeedZeroOptimizer) -> Iterator[Stretch]:
+def linked_stretches(zero: DeepSpeedZeroOptimizer) -> Iterator[FlatSlice]:
     """Iterate over the optimizer state that DeepSpeed has linked to its parameters, at stage 1 or 2."""
     for group in zero.bit16_groups:
         for parameter in group:
@@ -233,7 +233,7 @@ def linked_stretches(zero: DeepSpeedZeroOptimizer) -> Iterator[Stretch]:
             if held is not None:
                 moments = {moment: held.get_optim_state_fragment(moment) for moment in MOMENTS}
                 tensors = {"param": held.hp_fragment.detach(), **moments}
-                yield Stretch(parameter, held.lp_fragment_address.start, tensors)
+                yield FlatSlice(parameter, held.lp_fragment_address.start, tensors)
 
 
 def linked_masters(parameters: Iterable[Any]) -> Iterator[Master]:

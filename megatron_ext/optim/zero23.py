@@ -26,7 +26,7 @@ from megatron_ext.optim.deepspeed_steps import step_if
 from megatron_ext.optim.fp32_values import Master
 from megatron_ext.optim.parameter_groups import adamw
 from megatron_ext.optim.schedule import make_schedule
-from megatron_ext.optim.state import MOMENTS, Stretch, make_moments
+from megatron_ext.optim.state import MOMENTS, FlatSlice, make_moments
 from megatron_ext.optim.zero1 import linked_masters, linked_stretches, make_linked_moments
 from megatron_ext.platform.device import Platform
 
@@ -139,14 +139,14 @@ class EngineRunOptimizer(RunOptimizer):
             if on_disk:
                 zero._optimizer_states_and_gradient_swap_out(number)
 
-    def take(self, stretches: Sequence[Stretch], plain: dict[str, Any]) -> None:
+    def take(self, stretches: Sequence[FlatSlice], plain: dict[str, Any]) -> None:
         """Implement `RunOptimizer.take`; state on a disk is written back."""
         for stretch in stretches:
             if self._on_disk(stretch.parameter):
                 self._bring_to_disk(stretch)
         super().take(stretches, plain)
 
-    def stretches(self) -> Iterator[Stretch]:
+    def stretches(self) -> Iterator[FlatSlice]:
         """Implement `RunOptimizer.stretches`."""
         if not self._shares_parameters:
             yield from linked_stretches(self._zero)
@@ -170,9 +170,9 @@ class EngineRunOptimizer(RunOptimizer):
         """Implement `RunOptimizer._write_master`; a copy on a disk is written back."""
         super()._write_master(master, values)
         if self._on_disk(master.parameter):
-            self._bring_to_disk(Stretch(master.parameter, master.start, {"param": master.values}))
+            self._bring_to_disk(FlatSlice(master.parameter, master.start, {"param": master.values}))
 
-    def _share(self, parameter: Any, kinds: Sequence[str] = ("param", *MOMENTS)) -> Stretch | None:
+    def _share(self, parameter: Any, kinds: Sequence[str] = ("param", *MOMENTS)) -> FlatSlice | None:
         """Return the ZeRO-3 shard of a parameter on this rank; None if it lies beyond the parameter's end.
 
         Shards have equal sizes, so the last ones are padded.
@@ -189,7 +189,7 @@ class EngineRunOptimizer(RunOptimizer):
             held, _ = self._zero._get_fp32_opt_state_partition(parameter, True, state)
             # State on a disk is read into a buffer that the next read reuses.
             tensors[kind] = (held.clone() if on_disk else held).detach()[:length]
-        return Stretch(parameter, start, tensors)
+        return FlatSlice(parameter, start, tensors)
 
     def _on_disk(self, parameter: Any) -> bool:
         """Return whether DeepSpeed keeps this parameter's optimizer state on a disk."""
@@ -198,7 +198,7 @@ class EngineRunOptimizer(RunOptimizer):
         group, *_ = self._zero.grad_position[self._zero.get_param_id(parameter)]
         return bool(self._zero._swappable_optimizer_subgroup(group))
 
-    def _bring_to_disk(self, stretch: Stretch) -> None:
+    def _bring_to_disk(self, stretch: FlatSlice) -> None:
         parameter: Any = stretch.parameter
         for kind, tensor in stretch.tensors.items():
             padded = tensor.new_zeros(parameter.ds_tensor.ds_numel)

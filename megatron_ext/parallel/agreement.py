@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_ext.utils.errors import UserError
 
 
-def on_every_rank(check: Callable[[], object]) -> None:
+def raise_on_all_ranks(check: Callable[[], object]) -> None:
     """Run a check on every rank. If it fails on any, raise the error of the first failing rank on all.
 
     A collective call. Without a process group, only this process runs the check.
@@ -37,12 +37,12 @@ def on_every_rank(check: Callable[[], object]) -> None:
         if error is not None:
             raise error
         return
-    said = next((one for one in from_every_rank(None if error is None else _parts(error)) if one is not None), None)
+    said = next((one for one in gather_objects(None if error is None else _parts(error)) if one is not None), None)
     if said is not None:
         raise _error(*said)
 
 
-def from_every_rank(value: Any) -> list[Any]:
+def gather_objects(value: Any) -> list[Any]:
     """Gather the value of each rank, in the order of the ranks, on all ranks.
 
     A collective call. Without a process group, the result is this process's value alone.
@@ -57,7 +57,7 @@ def from_every_rank(value: Any) -> list[Any]:
 
 
 def gather_values(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """Gather values as `from_every_rank` does, over the ranks of a group."""
+    """Gather values as `gather_objects` does, over the ranks of a group."""
     return [json.loads(content) for content in _gathered(_encoded(value), group, None) or ()]
 
 
@@ -126,7 +126,7 @@ def _content(bytes_x: Tensor) -> bytes:
 def _parts(error: UserError) -> tuple[str, list[str], list[str]]:
     """Return an error as JSON types: its class, the arguments of that class, and those of a plain `UserError`."""
     kind, arguments = cast(tuple[type, tuple[str, ...]], error.__reduce__()[:2])
-    return _name(kind), list(arguments), [error.where, error.problem, error.mend]
+    return _name(kind), list(arguments), [error.where, error.problem, error.hint]
 
 
 def _error(name: str, arguments: list[str], plain: list[str]) -> UserError:

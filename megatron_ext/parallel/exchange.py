@@ -125,7 +125,7 @@ def sum_over_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
     return x if group.size() == 1 else _SumOverRanks.apply(x, group)
 
 
-def same_on_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
+def copy_to_group(x: Tensor, group: ProcessGroup) -> Tensor:
     """Return x, which is identical on all ranks but used in different ways; the backward pass sums its gradient.
 
     Megatron's `copy_to_tensor_model_parallel_region` (0.16.1) silently does not reduce a non-contiguous gradient, such

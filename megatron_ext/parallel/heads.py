@@ -63,7 +63,7 @@ class _Wait(torch.autograd.Function):
         return ctx.message.send(grad_nx), None
 
 
-class UnderWay:
+class AsyncAllToAll:
     """All-to-all message in flight.
 
     Args:
@@ -99,21 +99,21 @@ def sequence_to_heads(
     """
     cut = [x.unflatten(2, (transport.size, rounds, -1)).unbind(3) for x in features_tbnw]
     coming = deque(
-        [UnderWay(x.permute(2, 0, 1, 3, 4), transport) for x in of_round] for of_round in zip(*cut, strict=True)
+        [AsyncAllToAll(x.permute(2, 0, 1, 3, 4), transport) for x in of_round] for of_round in zip(*cut, strict=True)
     )
     return _arrivals(coming)
 
 
-def _arrivals(coming: deque[list[UnderWay]]) -> Iterator[tuple[Tensor, ...]]:
+def _arrivals(coming: deque[list[AsyncAllToAll]]) -> Iterator[tuple[Tensor, ...]]:
     while coming:
         yield tuple(x.arrived().flatten(0, 1) for x in coming.popleft())
 
 
-def heads_to_sequence(x_tbnw: Tensor, transport: Transport) -> UnderWay:
+def heads_to_sequence(x_tbnw: Tensor, transport: Transport) -> AsyncAllToAll:
     """Send a round's heads back, from [t, b, n, w] of the whole sequence; `all_heads` receives them."""
-    return UnderWay(x_tbnw.unflatten(0, (transport.size, -1)), transport)
+    return AsyncAllToAll(x_tbnw.unflatten(0, (transport.size, -1)), transport)
 
 
-def all_heads(rounds: Sequence[UnderWay]) -> Tensor:
+def all_heads(rounds: Sequence[AsyncAllToAll]) -> Tensor:
     """Wait for the heads of all rounds and return the sequence shard of all heads, [t/cp, b, n, w]."""
     return torch.stack([x.arrived().permute(1, 2, 0, 3, 4) for x in rounds], 3).flatten(2, 4)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 
-def parts_before(x: Tensor, group: ProcessGroup) -> Iterator[tuple[int, Tensor]]:
+def ring_pass(x: Tensor, group: ProcessGroup) -> Iterator[tuple[int, Tensor]]:
     """Iterate over this rank's shard of a sequence and then those of the ranks before it, the nearest first.
 
     A shard moves along the ranks by one step per iteration, while the previous one is in use. At most two shards are

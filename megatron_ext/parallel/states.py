@@ -10,14 +10,14 @@ from torch.distributed import ProcessGroup
 
 from megatron_ext.parallel.exchange import gather_sequence
 
-Walk = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
+Scan = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
 """Scan from values [b, t, h, e] and the initial state [b, h, d, e] (None: zeros) to outputs and the final state."""
 
-DiagonalWalk = Callable[[Tensor | None], tuple[Tensor, Tensor]]
+DiagonalScan = Callable[[Tensor | None], tuple[Tensor, Tensor]]
 """Scan from the initial state (None: zeros) to outputs and the final state."""
 
 
-def walk_by_parts(walk: Walk, v_bthe: Tensor, key_dim: int, group: ProcessGroup) -> Tensor:
+def context_parallel_scan(scan: Scan, v_bthe: Tensor, key_dim: int, group: ProcessGroup) -> Tensor:
     """Run a scan over the whole sequence and return the outputs of this rank's shard.
 
     A scan over a shard from the state S yields the outputs N S + O and the final state M S + W, separately for each
@@ -26,7 +26,7 @@ def walk_by_parts(walk: Walk, v_bthe: Tensor, key_dim: int, group: ProcessGroup)
     same exchange.
 
     Args:
-        walk: scan over this rank's shard, an op with its own keys; jointly linear in values and state.
+        scan: scan over this rank's shard, an op with its own keys; jointly linear in values and state.
         v_bthe: values of this rank's shard [b, t, h, e].
         key_dim: d.
         group: context-parallel group; rank r holds shard r.
@@ -36,7 +36,7 @@ def walk_by_parts(walk: Walk, v_bthe: Tensor, key_dim: int, group: ProcessGroup)
     """
     b, t, h, e = v_bthe.shape
     identity = torch.eye(key_dim, device=v_bthe.device).expand(b, h, -1, -1)
-    given, last = walk(
+    given, last = scan(
         torch.cat([v_bthe, v_bthe.new_zeros(b, t, h, key_dim)], -1),
         torch.cat([identity.new_zeros(b, h, key_dim, e), identity], -1),
     )
@@ -54,9 +54,9 @@ def walk_by_parts(walk: Walk, v_bthe: Tensor, key_dim: int, group: ProcessGroup)
 def diagonal_state_before(kept: Tensor, written: Tensor, group: ProcessGroup) -> Tensor:
     """Return the state at the beginning of this rank's shard; zeros on the first rank.
 
-    The state is updated elementwise: this rank's shard maps the state S to kept * S + W. Unlike in `walk_by_parts`, the
-    caller scans its shard again from the result. The contribution of S to each token's read-out would be as large as
-    the states of all tokens.
+    The state is updated elementwise: this rank's shard maps the state S to kept * S + W. Unlike in
+    `context_parallel_scan`, the caller scans its shard again from the result. The contribution of S to each token's
+    read-out would be as large as the states of all tokens.
 
     Args:
         kept: factor by which this shard multiplies each element of the state, of any shape.
@@ -81,7 +81,7 @@ def _put_together(
     return torch.stack(before)[group.rank()]
 
 
-def rows_before(x_tbuw: Tensor, count: int, group: ProcessGroup) -> Tensor:
+def previous_rows(x_tbuw: Tensor, count: int, group: ProcessGroup) -> Tensor:
     """Return the last rows of the previous rank's shard, zeros on the first rank: [count, b, u, w].
 
     Args:

@@ -48,7 +48,7 @@ class Layer:
         feed_forward_flops: of the feed-forward.
         exchange_rounds: rounds in which heads are exchanged, see `Mixer.exchange_rounds`; None: they are not.
         units: heads or groups that a rank mixes at a time, summed over the samples it mixes at a time.
-        summary_walks: additional scans if states are passed between context-parallel ranks, see `Mixer.summary_walks`;
+        summary_scans: additional scans if states are passed between context-parallel ranks, see `Mixer.summary_scans`;
             else 0.
     """
 
@@ -58,7 +58,7 @@ class Layer:
     feed_forward_flops: float
     exchange_rounds: Rounds | None
     units: int
-    summary_walks: float
+    summary_scans: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,13 +139,13 @@ def _layers(shape: ModelShape, chunks: Sequence[nn.Module], config: RunConfig) -
             projection_flops=6 * mixer.tp_size * weights_of_linears([mixer]),
             feed_forward_flops=6 * shape.feed_forward_parameters,
             exchange_rounds=rounds,
-            units=samples * mixer.num_units_per_rank // parts,
-            summary_walks=0.0 if rounds else _summary_walks(mixer),
+            units=samples * mixer.num_head_groups_per_rank // parts,
+            summary_scans=0.0 if rounds else _summary_scans(mixer),
         )
 
 
-def _summary_walks(mixer: Mixer) -> float:
-    return mixer.summary_walks() if mixer.cp_size > 1 and mixer.hands_on_states else 0.0
+def _summary_scans(mixer: Mixer) -> float:
+    return mixer.summary_scans() if mixer.cp_size > 1 and mixer.supports_state_passing else 0.0
 
 
 def _loss_flops(shape: ModelShape, chunks: Sequence[nn.Module]) -> float:

@@ -39,8 +39,8 @@ def matched_width(config: RunConfig, measure: str, target: int, match: MatchPara
         problem = f"{found:,} parameters, with {WIDTH}={width}, are nearest to the {target:,} of {measure}"
         # With the narrowest feed-forward, the mixer alone may have too many parameters.
         smaller = "make the mixer smaller" if width == multiple else "give a smaller match_parameters.multiple_of"
-        mend = f"{smaller}, or a match_parameters.within above {match.within:g}"
-        raise UserError("match_parameters", f"{problem}, {abs(found - target) / target:.2%} away", mend)
+        hint = f"{smaller}, or a match_parameters.within above {match.within:g}"
+        raise UserError("match_parameters", f"{problem}, {abs(found - target) / target:.2%} away", hint)
     return width
 
 

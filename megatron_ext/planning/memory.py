@@ -28,7 +28,7 @@ releases cached memory.
 
 
 @dataclass(frozen=True, kw_only=True)
-class Memory:
+class MemoryByPurpose:
     """Peak memory of the tensors of one rank.
 
     Attributes:
@@ -59,9 +59,9 @@ class Memory:
         return f"{needs}, most of it {largest} ({self.kinds[largest] / GIB:.1f})"
 
 
-def memory_of(config: RunConfig, footprint: Footprint) -> Memory:
+def memory_of(config: RunConfig, footprint: Footprint) -> MemoryByPurpose:
     """Return the peak memory of a rank: persistent tensors and those of the step."""
-    kinds = standing(config, footprint.parameters, len(footprint.replicas))
+    kinds = persistent_bytes(config, footprint.parameters, len(footprint.replicas))
     if config.training.fp8 != "none":  # FP8 copies of weights and of their transposes are kept between steps
         kinds[IN_8_BITS] = 2 * footprint.linear_parameters
     by_layer: dict[int, float] = defaultdict(float)
@@ -70,10 +70,10 @@ def memory_of(config: RunConfig, footprint: Footprint) -> Memory:
             kinds[WORKING if purpose.phase == BACKWARD else purpose.part] += size
             if purpose.phase == FORWARD and purpose.layer is not None:
                 by_layer[purpose.layer] += size
-    return Memory(rank=footprint.rank, stage=footprint.stage, kinds=dict(kinds), by_layer=dict(by_layer))
+    return MemoryByPurpose(rank=footprint.rank, stage=footprint.stage, kinds=dict(kinds), by_layer=dict(by_layer))
 
 
-def standing(config: RunConfig, parameters: float, replicas: int) -> defaultdict[str, float]:
+def persistent_bytes(config: RunConfig, parameters: float, replicas: int) -> defaultdict[str, float]:
     """Return the bytes of persistent tensors by kind.
 
     Gradients are kept in fp32. The optimizer state has two moments per parameter and, in bf16, the fp32 parameter.

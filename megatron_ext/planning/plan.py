@@ -16,7 +16,7 @@ from megatron_ext.config.traits import Mixers
 from megatron_ext.planning.counts import process_pool
 from megatron_ext.planning.gpus import GPUS, Gpu
 from megatron_ext.planning.layouts import by_copy_engines, candidates
-from megatron_ext.planning.memory import Memory, memory_of
+from megatron_ext.planning.memory import MemoryByPurpose, memory_of
 from megatron_ext.planning.step_time import HEADS, StepTime, step_time
 from megatron_ext.utils.errors import UserError
 
@@ -68,13 +68,13 @@ class Planned:
     config: RunConfig
     replicas: int
     micro_batches: int
-    memory: tuple[Memory, ...] = ()
+    memory: tuple[MemoryByPurpose, ...] = ()
     time: StepTime | None = None
     untimed: str | None = None
     refused: str | None = None
 
     @property
-    def most(self) -> Memory:
+    def most(self) -> MemoryByPurpose:
         """Memory of the rank that needs most."""
         return max(self.memory, key=lambda memory: memory.total)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ext.planning.gpus import GIB, MEASURED
 from megatron_ext.planning.layouts import differences
-from megatron_ext.planning.memory import USABLE, Memory
+from megatron_ext.planning.memory import USABLE, MemoryByPurpose
 from megatron_ext.planning.plan import Machine, Planned
 from megatron_ext.utils.atomic_files import os_reason
 from megatron_ext.utils.errors import UserError
@@ -154,7 +154,7 @@ class PlanReport:
             return [*lines, "", f"No time: {one.untimed}."]
         return [*lines, "", *self._timed(one.time)]
 
-    def _room(self, memory: Memory) -> str:
+    def _room(self, memory: MemoryByPurpose) -> str:
         usable = USABLE * self.machine.gpu.memory
         return f"{memory.total / GIB:.1f} GiB of {usable / GIB:.1f} usable on rank {memory.rank}, which takes most"
 
@@ -229,7 +229,7 @@ class PlanReport:
         return lines
 
 
-def _memory_table(memory: Sequence[Memory]) -> list[str]:
+def _memory_table(memory: Sequence[MemoryByPurpose]) -> list[str]:
     kinds = list(dict.fromkeys(kind for one in memory for kind in one.kinds))
     rows = [[kind, *(_gib(one.kinds.get(kind, 0.0)) for one in memory)] for kind in kinds]
     rows = [row for row in rows if any(row[1:])] + [["all", *(_gib(one.total) for one in memory)]]

@@ -198,8 +198,8 @@ def _micro_batch(config: RunConfig, footprint: Footprint, gpu: Gpu, links: _Link
     for layer in footprint.layers:
         # A rank that passes a state on scans its shard again. All FLOPs but the projections' count as the scan.
         reached = filled(layer.part, layer.units)
-        product(MIXER, layer.part, (1 + layer.summary_walks) * layer.mixer_flops, whole, reached)
-        product(MIXER, FEED_FORWARD, -layer.summary_walks * layer.projection_flops, whole)
+        product(MIXER, layer.part, (1 + layer.summary_scans) * layer.mixer_flops, whole, reached)
+        product(MIXER, FEED_FORWARD, -layer.summary_scans * layer.projection_flops, whole)
         product(FEED_FORWARD, feed_forward, layer.feed_forward_flops, training.recompute != "none")
         if training.fp8 != "none":  # the mixer's projections run at the feed-forward's rate
             product(MIXER, FEED_FORWARD, -layer.projection_flops, whole)

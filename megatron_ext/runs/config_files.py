@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_ext.run_folder.layout import CONFIG
 from megatron_ext.config.save import save_config, to_yaml
 from megatron_ext.config.schema import RunConfig
+from megatron_ext.run_folder.layout import CONFIG
 from megatron_ext.utils.atomic_files import read_regular
 
 _UNTIL = "config.until_step_"

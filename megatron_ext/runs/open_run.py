@@ -18,18 +18,16 @@ from megatron_ext.checkpoint.store import CheckpointStore
 from megatron_ext.config.load import load_config
 from megatron_ext.config.schema import ParallelConfig, RunConfig
 from megatron_ext.data.verify import check_tokenizer
-from megatron_ext.utils.errors import UserError
-from megatron_ext.model.meta_device import on_meta, sizes_of
 from megatron_ext.mixers.core.registry import load_all
-from megatron_ext.model.shape import ModelShape
 from megatron_ext.model.build import build_model
-from megatron_ext.parallel.agreement import on_every_rank
+from megatron_ext.model.meta_device import on_meta, sizes_of
+from megatron_ext.model.shape import ModelShape, model_shape
+from megatron_ext.parallel.agreement import raise_on_all_ranks
 from megatron_ext.parallel.groups import groups_of_one_process
 from megatron_ext.platform.device import Platform, platform_of
-from megatron_ext.model.shape import model_shape
-from megatron_ext.runs.tokenizer import Coder, coder_in, coder_of
-from megatron_ext.run_folder.layout import CONFIG
-from megatron_ext.run_folder.layout import CHECKPOINTS
+from megatron_ext.run_folder.layout import CHECKPOINTS, CONFIG
+from megatron_ext.runs.tokenizer import RunTokenizer, coder_in, coder_of
+from megatron_ext.utils.errors import UserError
 
 AS_NEW = {
     **{f"parallel.{field.name}": field.default for field in fields(ParallelConfig)},
@@ -63,7 +61,7 @@ class TrainedRun:
     record: Record
     shape: ModelShape
     seed: int
-    coder: Coder
+    coder: RunTokenizer
     platform: Platform
 
 
@@ -91,7 +89,7 @@ def open_run(folder: Path, step: int | None = None, overrides: Sequence[str] = (
     return TrainedRun(folder, config, record, shape, config.training.seed, coder, platform)
 
 
-def _coder(folder: Path, config: RunConfig) -> Coder:
+def _coder(folder: Path, config: RunConfig) -> RunTokenizer:
     """Return the tokenizer in the run folder, else that of the data: runs of earlier versions stored none."""
     kept = coder_in(folder)
     if kept is not None:
@@ -137,7 +135,7 @@ def trained_chunks(run: TrainedRun, groups: ProcessGroupCollection) -> list[Mega
         _check_numbers(described, sum(content.size for content in record.files.values()), where)
 
     if not run.platform.is_cuda:  # on a GPU an allocation that is too large fails at once
-        on_every_rank(check_numbers)
+        raise_on_all_ranks(check_numbers)
     with sizes_of(where):
         chunks = build_model(run.shape, run.platform, groups, run.seed)
     store.load_model(chunks, record)

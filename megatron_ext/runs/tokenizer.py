@@ -16,8 +16,8 @@ from data_prep.tokenization.tiktoken_files import TiktokenTokenizer
 from data_prep.tokenization.tokenizer import NoTokenError
 from data_prep.tokenization.vocabularies import TextTokenizer, kept_tokenizer, lost_part
 from megatron_ext.runs import tokenizer_files
-from megatron_ext.utils.errors import UserError
 from megatron_ext.utils.atomic_files import LARGEST_VOCABULARY, read_regular, write_whole
+from megatron_ext.utils.errors import UserError
 from megatron_ext.utils.untrusted_paths import path_within
 
 ENTRY = "tokenizer_entry.json"
@@ -31,7 +31,7 @@ UNREADABLE = "\N{REPLACEMENT CHARACTER}"
 """Character that decoders substitute for invalid UTF-8; its own UTF-8 encoding has three bytes."""
 
 
-class Coder:
+class RunTokenizer:
     """Tokenizer of a run.
 
     As in training, no special tokens are added, and text cannot produce the end-of-document token.
@@ -53,8 +53,8 @@ class Coder:
             UserError: it is unknown.
         """
         if self._end_id is None:
-            mend = "name it as eos_token in the run's tokenizer_config.json"
-            raise UserError("the run's tokenizer", "nothing says which token ends a document", mend)
+            hint = "name it as eos_token in the run's tokenizer_config.json"
+            raise UserError("the run's tokenizer", "nothing says which token ends a document", hint)
         return self._end_id
 
     @property
@@ -111,7 +111,7 @@ def keep_coder(file: Path, entry: TokenizerEntry, folder: Path) -> None:
     write_whole(folder / ENTRY, (json.dumps(kept, indent=2) + "\n").encode())
 
 
-def coder_in(folder: Path) -> Coder | None:
+def coder_in(folder: Path) -> RunTokenizer | None:
     """Return the tokenizer stored in a run folder; None: there is none.
 
     Raises:
@@ -124,13 +124,13 @@ def coder_in(folder: Path) -> Coder | None:
     if kept is None:
         return None
     entry = TokenizerEntry(kept.file.name, "", kept.size, kept.end or "", -1 if kept.end_id is None else kept.end_id)
-    return Coder(kept_tokenizer(folder, entry), kept.end_id, kept.size)
+    return RunTokenizer(kept_tokenizer(folder, entry), kept.end_id, kept.size)
 
 
-def coder_of(file: Path, entry: TokenizerEntry) -> Coder:
+def coder_of(file: Path, entry: TokenizerEntry) -> RunTokenizer:
     """Load a tokenizer from a file, whose name may differ from that in its entry."""
     tokenizer = kept_tokenizer(file.parent, replace(entry, file=file.name))
-    return Coder(tokenizer, entry.eos_id, entry.vocab_size)
+    return RunTokenizer(tokenizer, entry.eos_id, entry.vocab_size)
 
 
 def _entry(path: Path) -> TokenizerEntry:

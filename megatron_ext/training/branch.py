@@ -50,12 +50,12 @@ class Branch:
         """
         found = lr_at(self.run, self.step)
         if found is None:
-            mend = "bring it back: the branch's own records begin with it"
-            raise UserError(str(self.run / METRICS), f"has no step {self.step}", mend)
+            hint = "bring it back: the branch's own records begin with it"
+            raise UserError(str(self.run / METRICS), f"has no step {self.step}", hint)
         if not is_allowed and not math.isclose(found, lr, rel_tol=1e-9):
             problem = f"had the learning rate {found:.6g} at step {self.step}, where this run's is {lr:.6g}"
-            mend = "branch off before the rate falls, from a run with the same rate, warm-up and schedule (wsd)"
-            raise UserError(FIELD, f"{self.run} {problem}", mend)
+            hint = "branch off before the rate falls, from a run with the same rate, warm-up and schedule (wsd)"
+            raise UserError(FIELD, f"{self.run} {problem}", hint)
 
 
 def branch_of(checkpoint: str, steps: int) -> Branch:

@@ -121,26 +121,26 @@ class Continuing:
             problem += f": {rate}"
         if others:
             problem += f" (and {len(others)} more: {', '.join(map(_shown, others[:4]))}{', ...' if others[4:] else ''})"
-        mend = "give the same value to continue it, or another run.name to begin anew"
+        hint = "give the same value to continue it, or another run.name to begin anew"
         if self.is_branch:
             early = "branch off before the rate falls" if first.effect is Effect.SCHEDULE else "give the same value"
-            mend = f"{early}, or begin from the start, without run.branch_from"
+            hint = f"{early}, or begin from the start, without run.branch_from"
         if not model:
-            mend += f"; or {ALLOW}=[{', '.join([*allowed, *(one.field for one in past)])}] to go on all the same"
-        raise UserError(first.field, problem, mend)
+            hint += f"; or {ALLOW}=[{', '.join([*allowed, *(one.field for one in past)])}] to go on all the same"
+        raise UserError(first.field, problem, hint)
 
     def _refuse_changed_trunk(self, record: Record, checkpoint: Path) -> None:
         """Reject a trunk that was itself changed: a run trained from scratch could not reach its checkpoint."""
         allowed = self.config.run
         for one in record.identity.get(CHANGED, ()):
             if one["field"] == TEXT:
-                was, mend, is_allowed = "training text was another", f"{ALLOW_DATA}=true", allowed.allow_other_data
+                was, hint, is_allowed = "training text was another", f"{ALLOW_DATA}=true", allowed.allow_other_data
             else:
                 was = f"{one['field']} was {show(one['before'])}"
-                mend, is_allowed = f"{ALLOW}=[{one['field']}]", one["field"] in allowed.allow_changed
+                hint, is_allowed = f"{ALLOW}=[{one['field']}]", one["field"] in allowed.allow_changed
             if not is_allowed:
                 problem = f"{checkpoint} was not made by one configuration: until step {one['step']} its {was}"
-                raise UserError("run.branch_from", problem, f"branch off before it, or add {mend}")
+                raise UserError("run.branch_from", problem, f"branch off before it, or add {hint}")
 
     def _other_text(self, record: Record, checkpoint: Path, found: Sequence[Change]) -> list[str]:
         """Return the differences of the training text if they are allowed."""
@@ -158,8 +158,8 @@ class Continuing:
         if other and not self.config.run.allow_other_data:
             more = f" (and {len(other) - 3} more)" if len(other) > 3 else ""
             problem = f"{self.config.data.path} holds other training text than {checkpoint} was trained on: "
-            mend = f"give that data to continue it, or {ALLOW_DATA}=true to go on with this"
-            raise UserError("data.path", problem + "; ".join(other[:3]) + more, mend)
+            hint = f"give that data to continue it, or {ALLOW_DATA}=true to go on with this"
+            raise UserError("data.path", problem + "; ".join(other[:3]) + more, hint)
         return other
 
     def _text_differences(self, before: Mapping[str, Any], found: Sequence[Change]) -> list[str]:

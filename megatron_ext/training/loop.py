@@ -21,7 +21,7 @@ from megatron_ext.data.datasets import step_batches
 from megatron_ext.data.samples import TrainingSamples
 from megatron_ext.evaluation.domains import DomainEvaluator
 from megatron_ext.evaluation.during_training import SuitesBetweenSteps
-from megatron_ext.parallel.agreement import on_every_rank
+from megatron_ext.parallel.agreement import raise_on_all_ranks
 from megatron_ext.run_folder.heartbeat import Heartbeat
 from megatron_ext.training.records import RunRecords
 from megatron_ext.training.resilience.guard import Fault
@@ -32,7 +32,7 @@ from megatron_ext.training.trainer import StepResult, Trainer
 
 
 @dataclass(frozen=True)
-class Agreed:
+class GlobalStepInfo:
     """Values of a step that all ranks agree on.
 
     Attributes:
@@ -135,7 +135,7 @@ class TrainingLoop:
 
     def _save(self) -> None:
         # Each rank writes, but only the first one holds the lock and can check whether it may.
-        on_every_rank(self.store.check_writable)
+        raise_on_all_ranks(self.store.check_writable)
         if self.records is not None:
             self.records.flush()
         with self._timed("save"):
@@ -168,7 +168,7 @@ class TrainingLoop:
         started = time.perf_counter()
         batches = self._batches()
         reading = time.perf_counter() - started
-        agreed = Agreed()
+        agreed = GlobalStepInfo()
 
         def judge(loss: float, grad_norm: float) -> Fault | None:
             nonlocal agreed
@@ -205,7 +205,7 @@ class TrainingLoop:
             packing=self.packing,
         )
 
-    def _agree(self, stop: StopRequest, loss: float, grad_norm: float) -> Agreed:
+    def _agree(self, stop: StopRequest, loss: float, grad_norm: float) -> GlobalStepInfo:
         """Reduce all values that ranks must agree on to their maximum, in one all-reduce per step."""
         finite = [value if math.isfinite(value) else 0.0 for value in (loss, grad_norm)]
         broken = [float(not math.isfinite(value)) for value in (loss, grad_norm)]
@@ -215,7 +215,7 @@ class TrainingLoop:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         peak, asked, saving, *agreed, no_loss, no_norm = largest.tolist()
         loss, grad_norm = (math.nan if no else value for value, no in zip(agreed, (no_loss, no_norm), strict=True))
-        return Agreed(int(peak), bool(asked), bool(saving), loss, grad_norm)
+        return GlobalStepInfo(int(peak), bool(asked), bool(saving), loss, grad_norm)
 
     def _metrics(self, result: StepResult, seconds: float, peak_memory: int) -> dict[str, float | int | None]:
         tokens_per_second = result.tokens / seconds

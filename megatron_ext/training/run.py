@@ -29,10 +29,10 @@ from megatron_ext.data.verified import read_verified, write_verified
 from megatron_ext.evaluation.domains import DomainEvaluator, evaluation_domains
 from megatron_ext.evaluation.during_training import SuitesBetweenSteps
 from megatron_ext.evaluation.registry import check_suites
-from megatron_ext.evaluation.suite import Evaluated
+from megatron_ext.evaluation.suite import EvalContext
 from megatron_ext.model.build import packed_flops_per_token
 from megatron_ext.model.shape import ModelShape, model_shape
-from megatron_ext.parallel.agreement import from_every_rank, on_every_rank
+from megatron_ext.parallel.agreement import gather_objects, raise_on_all_ranks
 from megatron_ext.parallel.first_rank import say_on_first_rank
 from megatron_ext.parallel.groups import make_process_groups
 from megatron_ext.parallel.parameters import ParameterCount, count_parameters
@@ -97,10 +97,10 @@ def train(
         platform = platform_of(config.run.device, config.parallel)
         start_process_group(platform, group_timeout(config.run.hang_timeout))
         try:
-            step, *_ = from_every_rank(step)
+            step, *_ = gather_objects(step)
             branch = branch if step is None else None
             if trial_of is not None:
-                on_every_rank(lambda: trial.begin(folder) if dist.get_rank() == 0 else None)
+                raise_on_all_ranks(lambda: trial.begin(folder) if dist.get_rank() == 0 else None)
             records = partial(_record, step=step, from_step=from_step)
             return _train(config, folder, platform, stop, branch, trial_of, records, lock)
         finally:
@@ -212,7 +212,7 @@ def _loop(
 ) -> TrainingLoop:
     training, platform = config.training, trainer.platform
     progress = record.progress if record is not None else Progress()
-    first, *_ = from_every_rank(asdict(place_in_data(folder, progress) if dist.get_rank() == 0 else progress))
+    first, *_ = gather_objects(asdict(place_in_data(folder, progress) if dist.get_rank() == 0 else progress))
     progress = Progress(**first)
     domains = evaluation_domains(
         data.root,
@@ -231,7 +231,7 @@ def _loop(
     about = {**asdict(size), DATA: store.identity[DATA], CHANGED: store.identity[CHANGED]}
     records, packing = _records(config, folder, data, progress, about, branch, lock), packing_of(config.data)
     last_evaluation = _sum_over(0 if records is None else records.last_evaluation, platform, None)
-    token, *_ = from_every_rank("" if lock is None else lock.token)
+    token, *_ = gather_objects("" if lock is None else lock.token)
     last_suites = _sum_over(0 if records is None else records.last_suites, platform, None)
     return TrainingLoop(
         trainer=trainer,
@@ -262,7 +262,7 @@ def _suites(
     if not options:
         return None
     entry = data.manifest.tokenizer
-    evaluated = Evaluated(
+    evaluated = EvalContext(
         config=config,
         name=folder.name,
         progress=progress,

@@ -30,8 +30,8 @@ class StepResult:
         lr: learning rate of the update.
         fault: why there was no update; None: there was one.
         is_sound_here: False if the step is faulty and the loss of this rank's own micro-batches is not finite.
-        unsound_gradient: parameter with the first non-finite gradient of this rank's own micro-batches; None: there was
-            none, or gradients were not checked.
+        nonfinite_gradient: parameter with the first non-finite gradient of this rank's own micro-batches; None: there
+            was none, or gradients were not checked.
     """
 
     loss: float
@@ -41,7 +41,7 @@ class StepResult:
     lr: float
     fault: Fault | None
     is_sound_here: bool
-    unsound_gradient: str | None = None
+    nonfinite_gradient: str | None = None
 
 
 class Trainer(TokenLosses):
@@ -80,11 +80,11 @@ class Trainer(TokenLosses):
             watched: look for non-finite gradients, which takes time; see `watched_gradients`.
         """
         self.optimizer.begin_step()
-        unsound_gradient = None
+        nonfinite_gradient = None
         if watched:
             with watched_gradients(self.optimizer.chunks) as first_unsound:
                 reports = self.run(batches, summed_loss, forward_only=False)
-            unsound_gradient = first_unsound()
+            nonfinite_gradient = first_unsound()
         else:
             reports = self.run(batches, summed_loss, forward_only=False)
         none = torch.zeros(2, device=self.platform.device)
@@ -102,4 +102,4 @@ class Trainer(TokenLosses):
 
         self.optimizer.finish_step(goes_on)
         (result,) = found
-        return replace(result, lr=self.optimizer.lr, unsound_gradient=unsound_gradient)
+        return replace(result, lr=self.optimizer.lr, nonfinite_gradient=nonfinite_gradient)

@@ -21,15 +21,15 @@ class UserError(Exception):
     Args:
         where: configuration field (dotted), command-line option or file with the error.
         problem: description of the error with the offending value.
-        mend: hint how to fix it.
+        hint: hint how to fix it.
     """
 
-    def __init__(self, where: str, problem: str, mend: str) -> None:
-        super().__init__(printable(redacted(f"{where}: {problem}; {mend}")))
+    def __init__(self, where: str, problem: str, hint: str) -> None:
+        super().__init__(printable(redacted(f"{where}: {problem}; {hint}")))
         self.where = where
         self.problem = problem
-        self.mend = mend
+        self.hint = hint
 
     def __reduce__(self) -> tuple[type[UserError], tuple[str, str, str]]:
         """Pickle by its arguments, so that the error can be passed between processes."""
-        return type(self), (self.where, self.problem, self.mend)
+        return type(self), (self.where, self.problem, self.hint)

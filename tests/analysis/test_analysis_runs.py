@@ -110,9 +110,9 @@ def test_pieces_of_a_document_are_one_document(folder):
         ("evaluation.jsonl", "train with training.evaluate_every above 0"),
     ],
 )
-def test_missing_file(folder, name, mend):
+def test_missing_file(folder, name, hint):
     (folder / name).unlink()
-    assert message_of(read_run, folder) == f"{folder}/{name}: is missing; {mend}"
+    assert message_of(read_run, folder) == f"{folder}/{name}: is missing; {hint}"
 
 
 REPEAT = "restore the file or repeat the run"
@@ -171,15 +171,15 @@ def test_damaged_bytes_are_named(folder):
 )
 def test_damaged_configuration(folder, text, message):
     (folder / "config.yaml").write_text(text)
-    mend = "put back the configuration that was saved with the run"
-    assert re.fullmatch(re.escape(f"{folder}/config.yaml") + message + "; " + mend, message_of(read_run, folder))
+    hint = "put back the configuration that was saved with the run"
+    assert re.fullmatch(re.escape(f"{folder}/config.yaml") + message + "; " + hint, message_of(read_run, folder))
 
 
 def test_empty_files(folder):
     (folder / "evaluation.jsonl").write_text("")
-    mend = "train with training.evaluate_every above 0"
+    hint = "train with training.evaluate_every above 0"
     where = f"{folder}/evaluation.jsonl"
-    assert message_of(read_run, folder) == f"{where}: holds no evaluation after a training step; {mend}"
+    assert message_of(read_run, folder) == f"{where}: holds no evaluation after a training step; {hint}"
     (folder / "metrics.jsonl").write_text("")
     assert message_of(read_run, folder) == f"{folder}/metrics.jsonl: holds no step; train the run first"
 
@@ -195,8 +195,8 @@ def test_other_documents_at_another_step(folder):
     file = folder / "evaluation.jsonl"
     edit_line(file, 4, lambda r: r | {"documents": [d + 1 for d in r["documents"]]})
     problem = f"domain web has other documents than at {file}:1"
-    mend = "evaluate a run on the same data at every step"
-    assert message_of(read_run, folder) == f"{file}:4: {problem}; {mend}"
+    hint = "evaluate a run on the same data at every step"
+    assert message_of(read_run, folder) == f"{file}:4: {problem}; {hint}"
 
 
 @pytest.mark.parametrize(
@@ -282,8 +282,8 @@ def test_a_run_need_not_be_evaluated_where_none_asks(tmp_path, evaluations, caps
 )
 def test_a_damaged_size(folder, text, problem):
     (folder / "model.json").write_text(text)
-    mend = "restore the file or continue the run, which writes it anew"
-    assert message_of(read_run, folder) == f"{folder}/model.json: {problem}; {mend}"
+    hint = "restore the file or continue the run, which writes it anew"
+    assert message_of(read_run, folder) == f"{folder}/model.json: {problem}; {hint}"
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "evaluation.jsonl"])

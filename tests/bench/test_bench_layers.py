@@ -13,7 +13,7 @@ import torch
 from kernels.bench.contestant import NotRun
 from kernels.common.dispatch import plain_forms, recorded_choices
 from megatron_ext.bench.layers import ours, peers
-from megatron_ext.bench.layers.cases import SIZES, LayerShape, Plan
+from megatron_ext.bench.layers.cases import SIZES, LayerPlan, LayerShape
 from megatron_ext.bench.layers.layer import Layer, hidden_states, training_pass
 from megatron_ext.bench.layers.ours import Agreement
 from megatron_ext.bench.layers.run import bench
@@ -23,9 +23,9 @@ from megatron_ext.platform.device import Platform
 CPU = Platform(torch.device("cpu"), "gloo")
 
 
-def plan(shape: LayerShape, **changes: Any) -> Plan:
+def plan(shape: LayerShape, **changes: Any) -> LayerPlan:
     usual = {"mixers": ("gla",), "shapes": (shape,), "peers": (), "repeat": 1, "seed": 5, "output": Path("out")}
-    return Plan(**(usual | changes))
+    return LayerPlan(**(usual | changes))
 
 
 @pytest.fixture(autouse=True)

@@ -15,9 +15,9 @@ from kernels.bench.timing import Times
 from kernels.common.dispatch import Choice
 from megatron_ext import cli
 from megatron_ext.bench.layers import options, report
-from megatron_ext.bench.layers.cases import SIZES, LayerShape, Plan
+from megatron_ext.bench.layers.cases import SIZES, LayerPlan, LayerShape
 from megatron_ext.bench.layers.ours import Agreement
-from megatron_ext.bench.layers.report import Measured, Report, Row
+from megatron_ext.bench.layers.report import LayerReport, LayerRow, Measured
 from megatron_ext.mixers.core.registry import load_all
 
 SMALL = LayerShape(size_name="110m", size=SIZES["110m"], length=2048, batch=16)
@@ -30,20 +30,24 @@ def measured(median: float) -> Measured:
 
 
 @pytest.fixture
-def canned() -> Report:
-    plan = Plan(
+def canned() -> LayerReport:
+    plan = LayerPlan(
         mixers=("mamba", "gla"), shapes=(SMALL, LONG), peers=("fla",), repeat=7, seed=11, output=Path("somewhere")
     )
     near, far = Agreement(0.004, 0.008), Agreement(0.3, float("nan"))
     rows = [
-        Row(mixer="mamba", shape=SMALL, maker="ours", measured=measured(2.0), choices=FUSED, flops=2e7, agreement=near),
-        Row(mixer="mamba", shape=SMALL, maker="fla", measured=measured(5.0)),
-        Row(mixer="mamba", shape=LONG, maker="ours", measured=measured(50.0), choices=FUSED, flops=4e7, agreement=near),
-        Row(mixer="mamba", shape=LONG, maker="fla", not_run="OutOfMemoryError: 3 | 4"),
-        Row(mixer="gla", shape=LONG, maker="ours", failed="output off by 3.0e-01", agreement=far),
-        Row(mixer="gla", shape=LONG, maker="fla", measured=measured(4.0), note="no lamp burns"),
+        LayerRow(
+            mixer="mamba", shape=SMALL, maker="ours", measured=measured(2.0), choices=FUSED, flops=2e7, agreement=near
+        ),
+        LayerRow(mixer="mamba", shape=SMALL, maker="fla", measured=measured(5.0)),
+        LayerRow(
+            mixer="mamba", shape=LONG, maker="ours", measured=measured(50.0), choices=FUSED, flops=4e7, agreement=near
+        ),
+        LayerRow(mixer="mamba", shape=LONG, maker="fla", not_run="OutOfMemoryError: 3 | 4"),
+        LayerRow(mixer="gla", shape=LONG, maker="ours", failed="output off by 3.0e-01", agreement=far),
+        LayerRow(mixer="gla", shape=LONG, maker="fla", measured=measured(4.0), note="no lamp burns"),
     ]
-    return Report(plan=plan, machine={"gpu": "A GPU", "fla": None}, peak_flops=1e15, rows=rows)
+    return LayerReport(plan=plan, machine={"gpu": "A GPU", "fla": None}, peak_flops=1e15, rows=rows)
 
 
 def table(text: str) -> list[list[str]]:
@@ -51,7 +55,7 @@ def table(text: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
-def test_the_table(canned: Report) -> None:
+def test_the_table(canned: LayerReport) -> None:
     text = report.markdown(canned)
     header, _, *rows = table(text)
     assert header == list(report.COLUMNS)
@@ -73,15 +77,15 @@ def test_the_table(canned: Report) -> None:
     assert canned.failures == [canned.rows[4]]
 
 
-def test_where_the_peak_is_not_known_there_is_no_utilisation(canned: Report) -> None:
-    unknown = Report(plan=canned.plan, machine=canned.machine, peak_flops=None, rows=canned.rows)
+def test_where_the_peak_is_not_known_there_is_no_utilisation(canned: LayerReport) -> None:
+    unknown = LayerReport(plan=canned.plan, machine=canned.machine, peak_flops=None, rows=canned.rows)
     text = report.markdown(unknown)
     assert "peak not known" in text
     assert [row[8] for row in table(text)[2:]] == [""] * 6
     assert report.to_dict(unknown)["rows"][0]["mfu"] is None
 
 
-def test_the_files(canned: Report, tmp_path: Path) -> None:
+def test_the_files(canned: LayerReport, tmp_path: Path) -> None:
     report.write(canned, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["layers.json", "layers.md"]
     assert (tmp_path / "layers.md").read_text() == report.markdown(canned)
@@ -108,7 +112,7 @@ def test_the_files(canned: Report, tmp_path: Path) -> None:
     assert (failed["failed"], failed["check"]["gradient"]) == ("output off by 3.0e-01", "nan")
 
 
-def parse(*arguments: str) -> Plan:
+def parse(*arguments: str) -> LayerPlan:
     parser = argparse.ArgumentParser()
     options.add_arguments(parser)
     return options.make_plan(parser.parse_args(list(arguments)))
@@ -133,7 +137,7 @@ def test_options_are_taken() -> None:
         "--mixers", "rwkv7, gla,rwkv7", "--shapes", "1p3b:64x3, 110m:8x1,1p3b:64x3", "--peers", "", "--repeat", "4",
         "--seed", "9", "--output", "here",
     )  # fmt: skip
-    assert plan == Plan(
+    assert plan == LayerPlan(
         mixers=("rwkv7", "gla"),
         shapes=(
             LayerShape(size_name="1p3b", size=SIZES["1p3b"], length=64, batch=3),

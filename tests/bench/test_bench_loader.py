@@ -12,7 +12,7 @@ import webdataset
 
 from megatron_ext.bench.loader import run
 from megatron_ext.bench.loader import turns as loader_turns
-from megatron_ext.bench.loader.report import Report, Resume, Row, Turns
+from megatron_ext.bench.loader.report import LoaderReport, LoaderRow, Resume, Turns
 from megatron_ext.cli import main
 from megatron_ext.data.opening import open_samples
 from megatron_ext.data.random_data import make_random_data
@@ -134,8 +134,8 @@ def test_stores_and_reads_alone_share_the_files_that_a_process_may_have(
 
 def test_the_report_by_hand(tmp_path: Path) -> None:
     rows = [
-        Row(10, 2048, 4, 2, False, 2.5e7, 1.2e7, 1e8),
-        Row(10, 2048, 4, 2, True, 2e7, 1e7, 1e8),
+        LoaderRow(10, 2048, 4, 2, False, 2.5e7, 1.2e7, 1e8),
+        LoaderRow(10, 2048, 4, 2, True, 2e7, 1e7, 1e8),
     ]
     turns = [
         Turns(1000, 2048, 2, [50e-6, 66e-6, 42e-6, 44e-6], [3e-6, 5e-6, 3e-6, 4e-6]),
@@ -143,7 +143,7 @@ def test_the_report_by_hand(tmp_path: Path) -> None:
         Turns(10, 102400, 2, [400e-6], [40e-6]),
     ]
     resumes = [Resume(1000, 102400, 32_000_000, 0.05, 0.25)]
-    report = Report("`data`", {"torch": "2"}, 5, rows, turns, resumes)
+    report = LoaderReport("`data`", {"torch": "2"}, 5, rows, turns, resumes)
     report.write(tmp_path)
     text = (tmp_path / "loader.md").read_text()
     assert "`data`. Each row was read for 5 s. Floor" in text
@@ -154,7 +154,7 @@ def test_the_report_by_hand(tmp_path: Path) -> None:
     assert "| 10 | 2,048 | 2 | 41.0 (40.0 to 60.0) |  | 2.0 (2.0 to 2.0) |  |" in text
     assert "| 10 | 102,400 | 2 | 400.0 (400.0 to 400.0) |  |" in text
     assert "took turns, 5 s of samples each" in text
-    assert "took turns" not in Report("`data`", {"torch": "2"}, 5, rows, [], resumes).markdown()
+    assert "took turns" not in LoaderReport("`data`", {"torch": "2"}, 5, rows, [], resumes).markdown()
     assert "| 1,000 | 102,400 | 32,000,000 | 50 | 250 |" in text
     raw = json.loads((tmp_path / "loader.json").read_text())
     assert raw["rows"][0]["floor"] == 1e8

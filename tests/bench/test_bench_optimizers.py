@@ -46,7 +46,7 @@ def test_steps_are_those_of_training(one_process: Any, small_run: RunConfig) -> 
     assert all((a != b).any() for a, b in zip(before, chunk.parameters(), strict=True))
 
 
-REPORT = optimizers.Report(
+REPORT = optimizers.OptimizerReport(
     name="small",
     overrides=("a=1",),
     processes=2,

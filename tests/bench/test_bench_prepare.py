@@ -13,7 +13,7 @@ from data_prep.tokenization.tokenizer import train_tokenizer
 from megatron_ext.bench.prepare import run as prepare
 from megatron_ext.bench.prepare.contestants import bare
 from megatron_ext.bench.prepare.input import DOMAIN, TEST_DOMAIN, given_texts, random_texts, read_texts, write_input
-from megatron_ext.bench.prepare.report import Report, Row
+from megatron_ext.bench.prepare.report import PrepareReport, PrepareRow
 from megatron_ext.bench.supervise import cost_of
 from megatron_ext.cli import main
 
@@ -54,9 +54,11 @@ def test_costs_are_those_of_all_processes() -> None:
 
 
 def test_the_report_by_hand(tmp_path: Path) -> None:
-    floors = [Row(name, 10, 2_000_000, 500_000, 2.0, spent, 0.0, 0) for name, spent in (("slow", 2.0), ("fast", 1.0))]
-    ours = Row("ours", 10, 2_000_000, 500_010, 4.0, 3.25, 2.0, 300 << 20, "cleans")
-    report = Report("Text", {"torch": "2"}, 2, 3, [*floors, ours], ["other (not there)"])
+    floors = [
+        PrepareRow(name, 10, 2_000_000, 500_000, 2.0, spent, 0.0, 0) for name, spent in (("slow", 2.0), ("fast", 1.0))
+    ]
+    ours = PrepareRow("ours", 10, 2_000_000, 500_010, 4.0, 3.25, 2.0, 300 << 20, "cleans")
+    report = PrepareReport("Text", {"torch": "2"}, 2, 3, [*floors, ours], ["other (not there)"])
     report.write(tmp_path)
     text = (tmp_path / "prepare.md").read_text()
     assert "Text: 10 documents, 2.0 MB of text. 2 workers of one thread; medians of 3 rounds" in text

@@ -76,7 +76,9 @@ def test_shares_and_speeds_by_hand() -> None:
 
 
 def test_the_report_is_written_whole(tmp_path: Path) -> None:
-    done = report.Report(name="small", overrides=("a=1",), processes=2, machine={"torch": "2"}, measured=MEASURED)
+    done = report.CheckpointReport(
+        name="small", overrides=("a=1",), processes=2, machine={"torch": "2"}, measured=MEASURED
+    )
     done.write(tmp_path)
     raw = json.loads((tmp_path / "checkpoints.json").read_text())
     assert raw["measured"]["saves"][1]["stall"] == 0.03

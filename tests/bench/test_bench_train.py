@@ -16,9 +16,9 @@ import torch
 from kernels.bench.timing import Ceilings
 from megatron_ext.bench.train import rank as train_rank
 from megatron_ext.bench.train import run
-from megatron_ext.bench.train.measure import Amount, Measured, Memory, measure
+from megatron_ext.bench.train.measure import Amount, Measured, PeakMemory, measure
 from megatron_ext.bench.train.rank import FAILED, Job, read_job
-from megatron_ext.bench.train.report import Report, Row, derived
+from megatron_ext.bench.train.report import TrainingReport, TrainingRow, derived
 from megatron_ext.bench.train.run import parse_variant
 from megatron_ext.bench.train.step_trace import PARTS, PHASES, Breakdown, Idle
 from megatron_ext.cli import main
@@ -138,15 +138,15 @@ MEASURED = Measured(
     losses=[3.0, 2.5, 2.25],
     flops_per_token=1e9,
     peak_flops=8e13,
-    memory=Memory(allocated=3 << 30, reserved=4 << 30, allocated_before=5 << 30),
+    memory=PeakMemory(allocated=3 << 30, reserved=4 << 30, allocated_before=5 << 30),
     breakdown=BREAKDOWN,
     breakdown_by_rank=[replace(BREAKDOWN, longest_idle=Idle(0.01, "aten::add in step (other)")), BREAKDOWN],
     starting=20.0,
     building=12.5,
     first_step=30.25,
 )
-ROW = Row(name="full", overrides=("a.b=1",), config={"model": {}}, processes=2, took=70.0)
-REPORT = Report(
+ROW = TrainingRow(name="full", overrides=("a.b=1",), config={"model": {}}, processes=2, took=70.0)
+REPORT = TrainingReport(
     name="small",
     overrides=("c.d=2",),
     processes=2,
@@ -259,7 +259,7 @@ def test_what_fails_says_why_and_the_others_go_on(
     monkeypatch.setattr(run, "launch", launch)
     variants = [run.Variant(name=name, overrides=(), config=resolve(small_run, load_all())) for name in "abcd"]
     amount = Amount(warm_up=1, steps=2, profiled=0)
-    plan = run.Plan(processes=1, amount=amount, vocabulary=50, prepared=False)
+    plan = run.TrainingPlan(processes=1, amount=amount, vocabulary=50, prepared=False)
     saved: list[int] = []
     about = {"name": "small", "overrides": (), "processes": 1}
     said: list[str] = []

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from megatron_ext.checkpoint import contents
-from megatron_ext.checkpoint.contents import CheckedFile, Content, content_of
+from megatron_ext.checkpoint.contents import CheckedFile, FileDigest, content_of
 
-EMPTY = Content(0, "99aa06d3014798d86001c324468d497f")
+EMPTY = FileDigest(0, "99aa06d3014798d86001c324468d497f")
 """Published xxHash value of empty input with seed 0."""
 
 

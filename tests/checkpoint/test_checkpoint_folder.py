@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.checkpoint.contents import Content, content_of
+from megatron_ext.checkpoint.contents import FileDigest, content_of
 from megatron_ext.checkpoint.disk import NotAsWritten
 from megatron_ext.checkpoint.folder import (
     LATEST,
@@ -79,7 +79,7 @@ def test_a_checkpoint_is_whole_once_finished(folder: CheckpointFolder) -> None:
     finish(folder, 3)
     assert names(folder) == [LATEST, "step_3"]
     assert folder.latest() == 3
-    assert read(folder, 3) == Record(**parts(3), files={"data.bin": Content(5, "ccb356a16ce4d54a899465fe1ae32812")})
+    assert read(folder, 3) == Record(**parts(3), files={"data.bin": FileDigest(5, "ccb356a16ce4d54a899465fe1ae32812")})
 
 
 def test_files_in_folders_are_recorded(folder: CheckpointFolder) -> None:

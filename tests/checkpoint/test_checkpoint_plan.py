@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_ext.bench.steps import TimedRun
-from megatron_ext.checkpoint.plan import Plan, Planner
+from megatron_ext.checkpoint.plan import Planner, RankPlan
 from megatron_ext.checkpoint.state import held_tensors, plain_state, run_state
 from megatron_ext.mixers.core.registry import load_all
 from megatron_ext.platform.device import Platform
@@ -28,7 +28,7 @@ def trained(groups: Any, model: dict[str, Any], pattern: str, **optimizer: Any) 
     return run
 
 
-def planned(planner: Planner, run: TimedRun, groups: Any, folder: Path) -> tuple[Plan, list[torch.Tensor]]:
+def planned(planner: Planner, run: TimedRun, groups: Any, folder: Path) -> tuple[RankPlan, list[torch.Tensor]]:
     optimizer = run.trainer.optimizer
     stretches = list(optimizer.stretches())
     held = held_tensors(optimizer, stretches)
@@ -41,7 +41,7 @@ def held(run: TimedRun) -> list[torch.Tensor]:
     return held_tensors(run.trainer.optimizer, list(run.trainer.optimizer.stretches()))
 
 
-def told(plan: Plan) -> Any:
+def told(plan: RankPlan) -> Any:
     """Content of a plan, with byte entries as bytes."""
     files = {
         name: [(item, None if data is None else data.getvalue()) for item, data in items]

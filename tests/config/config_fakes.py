@@ -41,20 +41,22 @@ class StatefulConfig:
 @dataclass(frozen=True)
 class FakeMixer:
     config_type: type
-    gathers_keys_and_values: bool = True
-    hands_on_states: bool = False
+    supports_kv_gather: bool = True
+    supports_state_passing: bool = False
     chunk_field: str | None = None
-    units_are_groups: bool = False
-    keeps_documents_apart: bool = True
+    head_groups_are_query_groups: bool = False
+    supports_document_masking: bool = True
 
 
 MIXERS = {
     "attention": FakeMixer(AttentionConfig),
     "top1_chunk": FakeMixer(Top1ChunkConfig, chunk_field="chunk_size"),
     "top1_element": FakeMixer(Top1ElementConfig),
-    "gated_deltanet": FakeMixer(StatefulConfig, gathers_keys_and_values=False),
-    "rwkv6": FakeMixer(StatefulConfig, keeps_documents_apart=False),
-    "retnet": FakeMixer(StatefulConfig, gathers_keys_and_values=False, hands_on_states=True, units_are_groups=True),
+    "gated_deltanet": FakeMixer(StatefulConfig, supports_kv_gather=False),
+    "rwkv6": FakeMixer(StatefulConfig, supports_document_masking=False),
+    "retnet": FakeMixer(
+        StatefulConfig, supports_kv_gather=False, supports_state_passing=True, head_groups_are_query_groups=True
+    ),
 }
 
 

@@ -48,4 +48,4 @@ def test_refuses_with_the_position(pattern: str, position: int, expected: str) -
     assert caught.value.where == "model.pattern"
     assert f"at position {position} " in caught.value.problem
     assert expected in caught.value.problem
-    assert '"(top1_chunk*3,attention)*4"' in caught.value.mend
+    assert '"(top1_chunk*3,attention)*4"' in caught.value.hint

@@ -19,7 +19,7 @@ from megatron_ext.mixers.core.base import Mixer
 from megatron_ext.model.build import build_model
 from megatron_ext.model.shape import model_shape
 from megatron_ext.parallel import heads
-from megatron_ext.parallel.exchange import gather_sequence, same_on_ranks
+from megatron_ext.parallel.exchange import copy_to_group, gather_sequence
 from megatron_ext.parallel.groups import make_process_groups
 from megatron_ext.parallel.heads import all_heads, heads_to_sequence, sequence_to_heads
 from megatron_ext.parallel.transport import Collective
@@ -162,7 +162,7 @@ def transposed_gradient(rank: int, world_size: int, x: Tensor) -> Tensor:
     group = dist.group.WORLD
     assert group is not None
     leaf = x.clone().requires_grad_()
-    same_on_ranks(leaf, group).backward((x.mT.contiguous() * (rank + 1)).mT)
+    copy_to_group(leaf, group).backward((x.mT.contiguous() * (rank + 1)).mT)
     assert leaf.grad is not None
     return leaf.grad
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from kernels.top1_chunk import top1_chunk_attention
 from megatron_ext.mixers.core.chunk_fetch import choose_over_ranks, fetch_chosen
 from megatron_ext.parallel.fetch import fetch_blocks
-from megatron_ext.parallel.line import parts_before
+from megatron_ext.parallel.line import ring_pass
 
 
 def _world() -> dist.ProcessGroup:
@@ -29,7 +29,7 @@ def blocks(rank: int, world_size: int, blocks_rnx: Tensor, wanted_rrn: Tensor) -
 
 
 def earlier_parts(rank: int, world_size: int, x_rw: Tensor) -> list[tuple[int, Tensor]]:
-    return [(source, part.clone()) for source, part in parts_before(x_rw[rank], _world())]
+    return [(source, part.clone()) for source, part in ring_pass(x_rw[rank], _world())]
 
 
 def inputs(length: int, ties: bool) -> list[Tensor]:

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kernels.gated_delta_rule import gated_delta_rule
-from megatron_ext.parallel.states import rows_before, walk_by_parts
+from megatron_ext.parallel.states import context_parallel_scan, previous_rows
 
 
 def delta_inputs(length: int) -> list[Tensor]:
@@ -32,10 +32,10 @@ def delta_rule_by_parts(
     parts = [x.chunk(world_size, 1)[rank].clone().requires_grad_() for x in inputs]
     q, k, v, g, beta = parts
 
-    def walk(values: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    def scan(values: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         return gated_delta_rule(q, k, values, g, beta, initial_state=state, return_final_state=True)
 
-    out = walk_by_parts(walk, v, 4, group)
+    out = context_parallel_scan(scan, v, 4, group)
     gradients = torch.autograd.grad(out, parts, weights(length).to(out).chunk(world_size, 1)[rank])
     return out.detach(), list(gradients)
 
@@ -50,6 +50,6 @@ def rows(rank: int, world_size: int, x_tbuw: Tensor, count: int) -> tuple[Tensor
     group = dist.group.WORLD
     assert group is not None
     part = x_tbuw.chunk(world_size)[rank].clone().requires_grad_()
-    found = rows_before(part, count, group)
+    found = previous_rows(part, count, group)
     (gradient,) = torch.autograd.grad(found, part, torch.full_like(found, rank + 1.0))
     return found.detach(), gradient

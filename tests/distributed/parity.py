@@ -343,7 +343,7 @@ def counted_exchanges() -> Iterator[Counter[str]]:
         base: ["sequence_to_heads", "heads_to_sequence"],
         chunk_fetch: ["fetch_blocks"],
         key_value: ["gather_sequence", "to_zigzag"],
-        history: ["gather_sequence", "walk_by_parts", "diagonal_state_before"],
+        history: ["gather_sequence", "context_parallel_scan", "diagonal_state_before"],
     }
     places = [(module, name) for module, of_module in names.items() for name in of_module]
     originals = [getattr(module, name) for module, name in places]

@@ -80,12 +80,12 @@ def _exchanges(model: Model, parallel: dict[str, Any]) -> set[str]:
     names, chosen = set(), parallel["context_exchange"]
     for mixer in parse_pattern(model.pattern):
         entry = load_all()[mixer]
-        divides = groups_divide or not entry.units_are_groups
+        divides = groups_divide or not entry.head_groups_are_query_groups
         if entry.chunk_field is not None and (chosen == "chunks" or (not divides and chosen != "heads")):
             names.add("fetch_blocks")
-        elif entry.hands_on_states and (chosen != "heads" or not divides):
+        elif entry.supports_state_passing and (chosen != "heads" or not divides):
             # With `auto`, which compares bytes, states are smaller than heads in these models.
-            names.add("diagonal_state_before" if mixer == "mamba" else "walk_by_parts")
+            names.add("diagonal_state_before" if mixer == "mamba" else "context_parallel_scan")
         else:
             names.add("sequence_to_heads" if divides else "gather_sequence")
     return names
@@ -173,7 +173,7 @@ def test_samples_are_exchanged_in_rounds_and_their_heads_in_more(pool: WorkerPoo
 GATHERING = [
     name
     for name, model in MODELS.items()
-    if all(load_all()[mixer].gathers_keys_and_values for mixer in parse_pattern(model.pattern))
+    if all(load_all()[mixer].supports_kv_gather for mixer in parse_pattern(model.pattern))
 ]
 
 

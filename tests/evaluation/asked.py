@@ -11,8 +11,8 @@ from megatron_ext.config.derive import derive
 from megatron_ext.config.schema import DataConfig, ModelConfig, ParallelConfig, RunConfig, TrainingConfig
 from megatron_ext.evaluation.beams import Beams
 from megatron_ext.evaluation.generation import Sampler
-from megatron_ext.evaluation.language_model import LanguageModel
-from megatron_ext.evaluation.text_model import Draw, Foretelling, Request, Score
+from megatron_ext.evaluation.language_model import ParallelTextModel
+from megatron_ext.evaluation.text_model import Draw, Request, Score, TeacherForcedQuery
 from megatron_ext.model.build import build_model
 from megatron_ext.model.shape import model_shape
 from megatron_ext.parallel.groups import make_process_groups
@@ -76,7 +76,7 @@ def ask(
 ) -> tuple[list[Score], list[list[int]]]:
     """Scores and continuations of at most 9 tokens, or until one is above 50."""
     chunks, groups, platform = _chunks(parallel, precision, tied)
-    model = LanguageModel(
+    model = ParallelTextModel(
         chunks, Numbers(), groups, platform, max_length=LENGTH, micro_batch_size=3, multiple=8 * world_size
     )
     scores = model.scores(requests)
@@ -85,11 +85,11 @@ def ask(
 
 
 def foretell(
-    rank: int, world_size: int, parallel: dict[str, Any], texts: list[Foretelling], prompts: list[list[int]]
+    rank: int, world_size: int, parallel: dict[str, Any], texts: list[TeacherForcedQuery], prompts: list[list[int]]
 ) -> tuple[list[int], int, list[list[int]], int]:
     """Tokens of each text that are not foretold, continuations of 9 tokens, and the forward passes that each took."""
     chunks, groups, platform = _chunks(parallel, "fp32", False)
-    model = LanguageModel(
+    model = ParallelTextModel(
         chunks, Numbers(), groups, platform, max_length=LENGTH, micro_batch_size=3, multiple=8 * world_size
     )
     passes: list[int] = []
@@ -110,7 +110,7 @@ def continue_with(
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Continuations of at most 9 tokens by other mixers; and those of four beams."""
     chunks, groups, platform = _chunks(parallel, "fp32", False, pattern, mixers, block)
-    model = LanguageModel(chunks, Numbers(), groups, platform, max_length=LENGTH, micro_batch_size=3, multiple=1)
+    model = ParallelTextModel(chunks, Numbers(), groups, platform, max_length=LENGTH, micro_batch_size=3, multiple=1)
 
     def is_done(tokens: Sequence[int]) -> bool:
         return tokens[-1] > 50
@@ -140,7 +140,7 @@ def drawn(
 ) -> list[list[int]]:
     """Drawn continuations of at most 9 tokens, or until one is above 50."""
     chunks, groups, platform = _chunks(parallel, "fp32", False)
-    model = LanguageModel(chunks, Numbers(), groups, platform, max_length=LENGTH, micro_batch_size=3, multiple=1)
+    model = ParallelTextModel(chunks, Numbers(), groups, platform, max_length=LENGTH, micro_batch_size=3, multiple=1)
     return model.generate(prompts, 9, lambda tokens: tokens[-1] > 50, draws)
 
 
@@ -166,7 +166,7 @@ def drawn_by_hand(rank: int, world_size: int, prompts: list[list[int]], draws: l
 def too_long(rank: int, world_size: int) -> list[str]:
     """What is said of texts that are longer than the model takes."""
     chunks, groups, platform = _chunks({}, "fp32", tied=False)
-    model = LanguageModel(chunks, Numbers(), groups, platform, max_length=10, micro_batch_size=1, multiple=1)
+    model = ParallelTextModel(chunks, Numbers(), groups, platform, max_length=10, micro_batch_size=1, multiple=1)
     assert len(model.scores([Request([1] * 5, [2] * 6)])) == 1  # the last token is not read
     said = []
     for call in (

@@ -116,11 +116,11 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], run: Path, ar
 def test_a_folder_that_is_no_run_or_holds_no_checkpoint(
     capsys: pytest.CaptureFixture[str], run: Path, tmp_path: Path
 ) -> None:
-    mend = "give the folder of a run: run.dir/run.name"
+    hint = "give the folder of a run: run.dir/run.name"
     assert _generate(tmp_path / "none", "--prompt", "a") == 2
-    assert capsys.readouterr().err == f"selectron: error: {tmp_path}/none: is no folder; {mend}\n"
+    assert capsys.readouterr().err == f"selectron: error: {tmp_path}/none: is no folder; {hint}\n"
     assert _generate(tmp_path, "--prompt", "a") == 2
-    assert capsys.readouterr().err == f"selectron: error: {tmp_path}: holds no config.yaml; {mend}\n"
+    assert capsys.readouterr().err == f"selectron: error: {tmp_path}: holds no config.yaml; {hint}\n"
     shutil.copy(run / "config.yaml", tmp_path)
     assert _generate(tmp_path, "--prompt", "a", "--max-tokens", "9") == 2
     assert f"{tmp_path}/checkpoints: holds no checkpoint; train the run" in capsys.readouterr().err

@@ -8,7 +8,7 @@ from typing import Any
 import asked
 import pytest
 
-from megatron_ext.evaluation.text_model import Draw, Foretelling, Request
+from megatron_ext.evaluation.text_model import Draw, Request, TeacherForcedQuery
 
 pytestmark = pytest.mark.slow
 
@@ -69,13 +69,13 @@ def test_the_cases_tell_mistakes_apart(requests_and_expected: tuple[list[Request
 
 
 @pytest.fixture(scope="module")
-def texts_and_misses(pool: Any) -> tuple[list[Foretelling], list[int]]:
+def texts_and_misses(pool: Any) -> tuple[list[TeacherForcedQuery], list[int]]:
     """Texts of unlike lengths with tokens to foretell all over, and how many a token at a time does not find."""
     draw = random.Random(9)
     whole = [_tokens(draw, 20, 60) for _ in range(7)]
     _, greedy = pool.run(asked.by_hand, 1, [], [text[:20] for text in whole])[0]
     whole = [[*text[:20], *more, *text[20:50]] for text, more in zip(whole, greedy, strict=True)]  # some are found
-    texts = [Foretelling(text, sorted(draw.sample(range(1, len(text)), 12))) for text in whole]
+    texts = [TeacherForcedQuery(text, sorted(draw.sample(range(1, len(text)), 12))) for text in whole]
     requests = [Request(one.tokens[:at], [one.tokens[at]]) for one in texts for at in one.asked]
     right = [is_greedy for _, is_greedy in pool.run(asked.by_hand, 1, requests, [])[0][0]]
     return texts, [12 - sum(right[12 * number : 12 * number + 12]) for number in range(len(texts))]
@@ -83,7 +83,7 @@ def texts_and_misses(pool: Any) -> tuple[list[Foretelling], list[int]]:
 
 @pytest.mark.parametrize("parallel", [None, {"tensor": 2, "sequence": True}, {"context": 2}, {"pipeline": 2}], ids=str)
 def test_tokens_are_foretold_in_one_pass_a_text(
-    parallel: dict[str, Any] | None, texts_and_misses: tuple[list[Foretelling], list[int]], pool: Any
+    parallel: dict[str, Any] | None, texts_and_misses: tuple[list[TeacherForcedQuery], list[int]], pool: Any
 ) -> None:
     texts, expected = texts_and_misses
     assert len(set(expected)) > 1

@@ -34,7 +34,7 @@ SHARED_MEMORY = 227 * 1024
 """Bytes that one block can have on a H100 or H200."""
 
 WITHOUT_WGMMA = (
-    *("solve_chunks", "walk_chunks", "walk_chunks_back"),
+    *("solve_chunks", "scan_chunks", "scan_chunks_back"),
     *("sum_chunks", "read_chunks", "write_query_gradients", "write_key_value_gradients"),
 )
 """Kernels whose tiles are too narrow for Hopper's own matrix instructions: see `kernels.gated_delta_rule`."""
@@ -137,7 +137,7 @@ def losses(vocabulary: int, dtype: torch.dtype) -> None:
 
 def main() -> None:
     driver.set_active(Target())
-    choice.form_obstacle = lambda *_: None  # not even that there is no GPU
+    choice.form_unsupported_reason = lambda *_: None  # not even that there is no GPU
     JITFunction.__getitem__ = GluonJITFunction.__getitem__ = compile_only
     chunk(1100, 128, 128, "approx")
     chunk(300, 16, 32, "exact_lse", top_k=2)

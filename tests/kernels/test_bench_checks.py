@@ -12,8 +12,8 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from kernels.bench import checks, ours, peers
-from kernels.bench.cases import Plan, Shape
-from kernels.bench.contestant import Contestant, NotRun, Part
+from kernels.bench.cases import KernelPlan, Shape
+from kernels.bench.contestant import Contestant, NotRun, TimedPart
 from kernels.bench.costs import Operations
 from kernels.bench.inputs import make_inputs
 from kernels.bench.run import bench
@@ -46,7 +46,7 @@ def plan(**changes):
         "shapes": (SHAPE,), "ops": (), "peers": (), "passes": ("forward", "forward_backward"), "choices": "even",
         "repeat": 3, "chunk_size": CHUNK, "top_k": 1, "seed": 5, "output": Path("out"),
     }  # fmt: skip
-    return Plan(**(usual | changes))
+    return KernelPlan(**(usual | changes))
 
 
 def draw(shape, choices="even", seed=3):
@@ -213,7 +213,7 @@ def test_exceptions_a_peer_did_not_run_and_ours_failed():
         raise RuntimeError("no kernel\nsecond line")
 
     def build(shape):
-        part = Part(run=crash, reference=crash)
+        part = TimedPart(run=crash, reference=crash)
         return Contestant(run=crash, parts=(part,), operations=Operations(1, 1))
 
     lines = []

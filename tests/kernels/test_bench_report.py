@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from kernels.bench import options, report, timing
-from kernels.bench.cases import OptionError, Plan, Shape
+from kernels.bench.cases import KernelPlan, OptionError, Shape
 from kernels.bench.checks import Verdict
-from kernels.bench.report import Measured, Report, Row
+from kernels.bench.report import KernelReport, KernelRow, Measured
 from kernels.bench.timing import Ceilings, Times
 from megatron_ext import cli
 
@@ -26,13 +26,13 @@ def row(name, median=None, which="forward", shape=SHAPE, **fields):
     if median is not None:
         times = Times(median, 0.9 * median, 1.25 * median)
         fields["measured"] = Measured(times=times, operations=8e11, bytes=2e9, extra_memory=0.0345)
-    return Row(name=name, shape=shape, which=which, **fields)
+    return KernelRow(name=name, shape=shape, which=which, **fields)
 
 
 @pytest.fixture
 def canned():
     verdict = Verdict(errors={"output": 0.002, "dq": float("nan")}, choices=1000, different=3, largest_share=0.0123)
-    plan = Plan(
+    plan = KernelPlan(
         shapes=(SHAPE, FEW_KEYS), ops=("top1_chunk:exact",), peers=("sdpa_cudnn", "nsa"), passes=("forward",),
         choices="zipf", repeat=7, chunk_size=128, top_k=1, seed=11, output=Path("somewhere"),
     )  # fmt: skip
@@ -43,7 +43,7 @@ def canned():
         row("top1_chunk:exact", 5.0, which="forward_backward", verdict=verdict),
         row("top1_chunk:exact", shape=FEW_KEYS, failed="output off by 3.2e-01, limit 1e-02", verdict=verdict),
     ]
-    return Report(plan=plan, machine={"gpu": "A GPU", "fla": None}, ceilings=Ceilings(8e14, 4e12), rows=rows)
+    return KernelReport(plan=plan, machine={"gpu": "A GPU", "fla": None}, ceilings=Ceilings(8e14, 4e12), rows=rows)
 
 
 def table(text):

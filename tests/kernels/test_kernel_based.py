@@ -61,14 +61,14 @@ def test_a_walk_may_begin_with_a_state() -> None:
     whole = inputs(30)
     states: list[Tensor | None] = [None]
 
-    def walk(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def scan(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         options = {"scale": 1.0, "initial_state": states[-1], "return_final_state": True}
         out, state = gated_linear_attention(q, k, v, **options)
         states.append(state)
         return out
 
     parts = [[x[:, rows] for x in whole] for rows in (slice(13), slice(13, None))]
-    found = [by_features(*part, walk, dtype=torch.float64) for part in parts]
+    found = [by_features(*part, scan, dtype=torch.float64) for part in parts]
     torch.testing.assert_close(torch.cat(found, 1), all_pairs(*whole), rtol=1e-9, atol=1e-10)
 
 

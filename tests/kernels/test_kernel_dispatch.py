@@ -11,9 +11,9 @@ Q = torch.zeros(1, 1, 1, 1)
 
 
 @pytest.mark.parametrize("obstacle", [None, "it rains: wait"])
-def test_on_a_cpu_auto_means_the_reference(obstacle, caplog):
+def test_on_a_cpu_auto_means_the_reference(unsupported_reason, caplog):
     caplog.set_level(logging.DEBUG, logger="kernels.common.dispatch")
-    assert choose_triton_or_reference("walk", "auto", Q, obstacle).name == "reference"
+    assert choose_triton_or_reference("walk", "auto", Q, unsupported_reason).name == "reference"
     assert "walk: reference (triton's kernels need a GPU, and the inputs are on cpu)" in caplog.text
 
 
@@ -40,21 +40,21 @@ def test_another_implementation_is_refused():
         choose_triton_or_reference("walk", "cuda", Q, None)
 
 
-def choose_walk(requested):
+def choose_scan(requested):
     return choose("walk", requested, ("swift", "slow"), Choice("swift", "it is dry"), "slow")
 
 
 def test_plain_forms_turn_auto_alone():
     with plain_forms():
         with plain_forms():
-            assert choose_walk("auto") == Choice("slow", "plain forms are asked for")
-        assert choose_walk("auto").name == "slow"
-        assert choose_walk("swift") == Choice("swift", "asked for")
+            assert choose_scan("auto") == Choice("slow", "plain forms are asked for")
+        assert choose_scan("auto").name == "slow"
+        assert choose_scan("swift") == Choice("swift", "asked for")
         assert choose_triton_or_reference("walk", "auto", Q, None, ("plain", "loop")).name == "plain"
-    assert choose_walk("auto") == Choice("swift", "it is dry")
+    assert choose_scan("auto") == Choice("swift", "it is dry")
 
 
 def test_plain_forms_end_with_an_exception():
     with pytest.raises(ValueError, match="use one of"), plain_forms():
-        choose_walk("swim")
-    assert choose_walk("auto").name == "swift"
+        choose_scan("swim")
+    assert choose_scan("auto").name == "swift"

@@ -68,7 +68,7 @@ class Drill:
         name: name in the table.
         noticed_by: detector named in the table.
         cause: function that injects the fault in the middle of the run.
-        mend: function that removes the fault once it has been detected.
+        hint: function that removes the fault once it has been detected.
         fields: overrides of the run's configuration.
         sabotage: key of `sabotaged.FAULTS`, or empty.
         is_outage: whether the job ends because of the fault and is requeued.
@@ -79,7 +79,7 @@ class Drill:
     name: str
     noticed_by: str
     cause: Act
-    mend: Act = _nothing
+    hint: Act = _nothing
     fields: Sequence[str] = ()
     sabotage: str = ""
     is_outage: bool = True
@@ -224,7 +224,7 @@ def perform(cluster: SlurmCluster, config: Path, drill: Drill) -> Course:
     wait_for(folder, lambda: len(happened(folder)) > seen or state(cluster, folder) != "RUNNING")
     detected = time.monotonic()
     wait_for(folder, lambda: state(cluster, folder) != "RUNNING")
-    drill.mend(cluster, folder)
+    drill.hint(cluster, folder)
     again, newest = _until_begun_anew(cluster, folder, inode)
     kept = len(records(folder))
     wait_for(folder, lambda: len(records(folder)) > kept)

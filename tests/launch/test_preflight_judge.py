@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_ext.launch.preflight.checks import Gpu, Report, Space
+from megatron_ext.launch.preflight.checks import Gpu, NodeReport, Space
 from megatron_ext.launch.preflight.judge import Links, Verdict, amount, judge_links, judge_nodes, second_tries
 from megatron_ext.launch.preflight.limits import Limits
 from megatron_ext.launch.preflight.links import Link, Pair, ring
 
 LIMITS = Limits()
 GPU = Gpu(index=0, name="H200", free=140 * 10**9, total=141 * 10**9)
-WELL = Report(
+WELL = NodeReport(
     rank=0,
     local_rank=0,
     node="n1",
@@ -31,18 +31,18 @@ WELL = Report(
 )
 
 
-def cluster(**changes: Report) -> list[Report]:
+def cluster(**changes: NodeReport) -> list[NodeReport]:
     """Reports of three nodes, with replacements by node name."""
     plain = {f"n{i + 1}": replace(WELL, node=f"n{i + 1}", rank=i) for i in range(3)}
     return list((plain | changes).values())
 
 
-def verdict(reports: list[Report], nodes: str = "n1 n2 n3", processes: int = 1, **clocks: float) -> Verdict:
+def verdict(reports: list[NodeReport], nodes: str = "n1 n2 n3", processes: int = 1, **clocks: float) -> Verdict:
     ahead = {node: (seconds, 0.001) for node, seconds in clocks.items()}
     return judge_nodes(nodes.split(), processes, reports, ahead, LIMITS)
 
 
-def second(**fields: object) -> Report:
+def second(**fields: object) -> NodeReport:
     return replace(WELL, node="n2", rank=1, **fields)  # type: ignore[arg-type]
 
 
@@ -69,7 +69,7 @@ def test_all_is_well() -> None:
         (second(versions={"code": "abc"}), "torch is none here and 2.13 on the others"),
     ],
 )
-def test_one_node_fails_a_check(report: Report, reason: str) -> None:
+def test_one_node_fails_a_check(report: NodeReport, reason: str) -> None:
     assert verdict(cluster(n2=report)) == Verdict(bad={"n2": reason})
 
 

@@ -68,7 +68,7 @@ def test_what_breaks_a_job_is_refused(option: str, hint: str) -> None:
         check_options([option])
     assert error.value.where == "--sbatch"
     assert option in error.value.problem
-    assert hint in error.value.mend
+    assert hint in error.value.hint
 
 
 @pytest.mark.parametrize(

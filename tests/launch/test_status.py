@@ -129,5 +129,5 @@ def test_what_has_ended_on_this_machine_does_not_keep_jobs_from_being_cancelled(
     assert lock is not None
     assert main(["cancel", str(tmp_path)]) == 2  # Slurm's jobs are cancelled first
     os.close(lock)
-    mend = f"selectron: error: {tmp_path}/b: no job of Slurm's; end it where it was started (Ctrl-C)\n"
-    assert (cancelled, capsys.readouterr()) == (["7", "7"], ("c: job 7 is cancelled\n", mend))
+    hint = f"selectron: error: {tmp_path}/b: no job of Slurm's; end it where it was started (Ctrl-C)\n"
+    assert (cancelled, capsys.readouterr()) == (["7", "7"], ("c: job 7 is cancelled\n", hint))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext.mixers.core.base import Part
+from megatron_ext.mixers.core.base import MixInput
 
 MakeMixer = Callable[..., Any]
 
@@ -132,7 +132,7 @@ def test_random_keys_are_not_projected_and_nothing_is_rotated(make_mixer: MakeMi
 def _keys_of(mixer: Any, length: int = 13) -> Tensor:
     """Frozen keys [s, groups, d]."""
     groups = mixer.config.num_query_groups
-    return mixer.frozen_keys(torch.zeros(1, length, groups, mixer.head_dim), 0, Part(0, groups))[0]
+    return mixer.frozen_keys(torch.zeros(1, length, groups, mixer.head_dim), 0, MixInput(0, groups))[0]
 
 
 def test_random_keys_know_position_head_layer_and_seed_but_no_token(make_mixer: MakeMixer) -> None:
@@ -152,7 +152,7 @@ def test_random_keys_leave_weights_that_no_key_token_moves(make_mixer: MakeMixer
     mixer = make_mixer("attention", random_keys=True)
     x = torch.randn(13, 1, 4, 12, generator=torch.Generator().manual_seed(3))
     x[..., 6:] = torch.nn.functional.one_hot(torch.arange(13) % 6, 6)[:, None, None].float()
-    before = mixer.mix(x, Part(0, 4))
+    before = mixer.mix(x, MixInput(0, 4))
     x[:12, ..., :6] += 1.0  # shift the features of all tokens but the last
-    torch.testing.assert_close(mixer.mix(x, Part(0, 4))[12], before[12], rtol=0, atol=0)
-    assert not torch.isclose(mixer.mix(x, Part(0, 4))[5], before[5]).any()  # a token's own query does
+    torch.testing.assert_close(mixer.mix(x, MixInput(0, 4))[12], before[12], rtol=0, atol=0)
+    assert not torch.isclose(mixer.mix(x, MixInput(0, 4))[5], before[5]).any()  # a token's own query does

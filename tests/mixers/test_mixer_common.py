@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import megatron_ext.mixers
-from megatron_ext.mixers.core.base import Mixer, Part
-from megatron_ext.mixers.core.history import OtherRanks
+from megatron_ext.mixers.core.base import Mixer, MixInput
+from megatron_ext.mixers.core.history import ContextParallelHistory
 from megatron_ext.mixers.core.registry import MIXERS, load_all, register
 from megatron_ext.parallel.aligned_linear import MULTIPLE
-from megatron_ext.parallel.states import DiagonalWalk, Walk
+from megatron_ext.parallel.states import DiagonalScan, Scan
 
 MakeMixer = Callable[..., Any]
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
@@ -172,30 +172,30 @@ def test_whether_chunks_are_fetched_under_context_parallelism(
     assert mixer.exchanges_heads(length) == exchanges_heads
 
 
-class _Widths(OtherRanks):
+class _Widths(ContextParallelHistory):
     """Past of a rank that records the width of the values in each scan, relative to the mixer's width."""
 
     def __init__(self, group: ProcessGroup) -> None:
         super().__init__(group)
         self.seen: list[float] = []
 
-    def walk(self, name: str, walk: Walk, v_bthe: Tensor, key_dim: int) -> Tensor:
+    def scan(self, name: str, scan: Scan, v_bthe: Tensor, key_dim: int) -> Tensor:
         def noted(values: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
             self.seen.append(values.shape[-1] / v_bthe.shape[-1])
-            return walk(values, state)
+            return scan(values, state)
 
-        return super().walk(name, noted, v_bthe, key_dim)
+        return super().scan(name, noted, v_bthe, key_dim)
 
-    def walk_diagonal(self, name: str, walk: DiagonalWalk, kept: Tensor) -> Tensor:
+    def scan_diagonal(self, name: str, scan: DiagonalScan, kept: Tensor) -> Tensor:
         def noted(state: Tensor | None) -> tuple[Tensor, Tensor]:
             self.seen.append(1.0)
-            return walk(state)
+            return scan(state)
 
-        return super().walk_diagonal(name, noted, kept)
+        return super().scan_diagonal(name, noted, kept)
 
 
 @pytest.mark.parametrize(
-    ("name", "fields"), [(name, fields) for name, fields in VARIANTS if load_all()[name].hands_on_states]
+    ("name", "fields"), [(name, fields) for name, fields in VARIANTS if load_all()[name].supports_state_passing]
 )
 def test_walks_that_a_summary_takes(
     make_mixer: MakeMixer, hidden_states: Tensor, one_process: Any, name: str, fields: dict[str, Any]
@@ -203,8 +203,8 @@ def test_walks_that_a_summary_takes(
     mixer = make_mixer(name, **fields)
     past = _Widths(one_process.cp)
     first, *more = mixer.features(hidden_states)
-    mixer.mix(first, Part(0, mixer.num_units(), 0, past, mixer.shared_features(hidden_states), tuple(more)))
-    assert sum(past.seen) == pytest.approx(1 + mixer.summary_walks())
+    mixer.mix(first, MixInput(0, mixer.num_head_groups(), 0, past, mixer.shared_features(hidden_states), tuple(more)))
+    assert sum(past.seen) == pytest.approx(1 + mixer.summary_scans())
 
 
 LENGTH, HEADS, WIDTH, HIDDEN = 12, 4, 6, 24

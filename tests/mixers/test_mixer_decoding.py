@@ -10,7 +10,7 @@ import torch
 from test_mixer_common import VARIANTS
 from torch import Tensor
 
-from megatron_ext.evaluation.decoding import remembering
+from megatron_ext.evaluation.decoding import with_decode_caches
 from megatron_ext.mixers.core.base import Mixer
 from megatron_ext.mixers.core.registry import load_all
 
@@ -24,12 +24,14 @@ CASES = [
     ("gated_deltanet", {"conv_kernel_size": 1}),
 ]
 
-CONSTANT = [(name, fields) for name, fields in VARIANTS if load_all()[name].hands_on_states or fields == {"window": 3}]
+CONSTANT = [
+    (name, fields) for name, fields in VARIANTS if load_all()[name].supports_state_passing or fields == {"window": 3}
+]
 """Mixers whose decode cache does not grow: those with a state, and attention over a window."""
 
 
 def _by_pieces(mixer: Mixer, x_tbh: Tensor, lengths: Sequence[int]) -> Tensor:
-    with remembering(mixer):
+    with with_decode_caches(mixer):
         return torch.cat([mixer(piece)[0] for piece in x_tbh.split(list(lengths))])
 
 
@@ -55,7 +57,7 @@ def test_pieces_give_what_the_whole_gives(
 def test_what_is_kept_does_not_grow(make_mixer: MakeMixer, name: str, fields: dict[str, Any]) -> None:
     mixer = make_mixer(name, **fields)
     x = torch.randn(40, 2, mixer.config.hidden_size, generator=torch.Generator().manual_seed(5))
-    with remembering(mixer):
+    with with_decode_caches(mixer):
         mixer(x[:9])
         mixer(x[9:10])
         after_ten = _numbers_kept(mixer)
@@ -77,7 +79,7 @@ def test_what_is_kept_of_states_windows_and_keys(make_mixer: MakeMixer) -> None:
     }
     for (name, window), numbers in expected.items():
         mixer = make_mixer(name, **({"window": window} if window else {}))
-        with remembering(mixer):
+        with with_decode_caches(mixer):
             mixer(x[:6])
             mixer(x[6:])
             assert _numbers_kept(mixer) == numbers, name
@@ -91,7 +93,7 @@ def test_keys_and_values_are_seldom_copied(make_mixer: MakeMixer, monkeypatch: p
         Tensor, "new_empty", lambda x, *size, plain=Tensor.new_empty: made.append(size[0]) or plain(x, *size)
     )
     x = torch.randn(40, 2, 24, generator=torch.Generator().manual_seed(5))
-    with remembering(mixer):
+    with with_decode_caches(mixer):
         for token in x.split(1):
             mixer(token)
     assert made == [n for n in (1, 2, 3, 4, 6, 9, 13, 19, 28, 42) for _ in "kv"]
@@ -110,7 +112,7 @@ def test_a_sequence_is_forgotten_at_the_end(make_mixer: MakeMixer, hidden_states
 def test_a_mixer_that_never_looks_back_is_caught(make_mixer: MakeMixer, hidden_states: Tensor) -> None:
     mixer = make_mixer("attention")
     mixer.mix = lambda x_tbuw, part: x_tbuw[..., :6]
-    with remembering(mixer):
+    with with_decode_caches(mixer):
         mixer(hidden_states)
         with pytest.raises(AssertionError, match="this one does not"):
             mixer(hidden_states)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.mixers import mamba
-from megatron_ext.mixers.core.base import Part
+from megatron_ext.mixers.core.base import MixInput
 
 MakeMixer = Callable[..., Any]
 LENGTH, BATCH, HIDDEN, HEADS, STATE, HEAD_DIM = 13, 2, 24, 4, 5, 6
@@ -127,16 +127,16 @@ def test_ranks_with_a_part_of_the_heads_sum_their_projections(
         return x
 
     monkeypatch.setattr(mamba, "sum_over_ranks", record)
-    whole = mixer.mix(rows, Part(0, HEADS))
+    whole = mixer.mix(rows, MixInput(0, HEADS))
     assert [group for _, group in calls] == [mixer.tp_group]
     calls.clear()
-    parts = [Part(0, 1), Part(1, 3)]
+    parts = [MixInput(0, 1), MixInput(1, 3)]
     for part in parts:
-        mixer.mix(rows[:, :, part.first_unit :][:, :, : part.num_units], part)
+        mixer.mix(rows[:, :, part.first_unit :][:, :, : part.num_head_groups], part)
     assert [group for _, group in calls] == [mixer.tp_group, mixer.cp_group] * 2
     total = calls[1][0] + calls[3][0]
     monkeypatch.setattr(mamba, "sum_over_ranks", lambda x, group: total if group is mixer.cp_group else x)
-    of_parts = [mixer.mix(rows[:, :, part.first_unit :][:, :, : part.num_units], part) for part in parts]
+    of_parts = [mixer.mix(rows[:, :, part.first_unit :][:, :, : part.num_head_groups], part) for part in parts]
     _assert_close(torch.cat(of_parts, 2), whole)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext.mixers.core.base import Part
+from megatron_ext.mixers.core.base import MixInput
 from megatron_ext.parallel.parameters import uniform_within
 
 MakeMixer = Callable[..., Any]
@@ -32,12 +32,12 @@ def _silu(x: Tensor) -> Tensor:
 def _rows(mixer: Any, hidden_states: Tensor) -> Tensor:
     """Projection [t, b, groups, width] in float64."""
     projected = hidden_states.double() @ mixer.in_proj.weight.double().T
-    return projected.view(LENGTH, BATCH, mixer.num_units(), -1)
+    return projected.view(LENGTH, BATCH, mixer.num_head_groups(), -1)
 
 
 def _features(mixer: Any, rows_tw: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Split the rows of a group into x [t, heads, d], B and C [t, n] after the convolution, and the remaining rows."""
-    heads = HEADS // mixer.num_units()
+    heads = HEADS // mixer.num_head_groups()
     inner = heads * mixer.head_dim * mixer.mixer_config.expand
     mixed = rows_tw[:, : inner + 2 * STATE]
     if mixer.mixer_config.convolution:
@@ -80,7 +80,11 @@ def _output(mixer: Any, hidden_states: Tensor, of_group: Callable[[Any, Tensor, 
     """Output of the layer from those of its groups, in float64."""
     rows = _rows(mixer, hidden_states)
     mixed = torch.stack(
-        [torch.cat([of_group(mixer, rows[:, b, u], u) for u in range(mixer.num_units())], 1) for b in range(BATCH)], 1
+        [
+            torch.cat([of_group(mixer, rows[:, b, u], u) for u in range(mixer.num_head_groups())], 1)
+            for b in range(BATCH)
+        ],
+        1,
     )
     return mixed @ mixer.out_proj.weight.double().T
 
@@ -207,10 +211,10 @@ def test_no_group_norm_leaves_out_the_norm_alone(make: MakeMixer) -> None:
     _copy(with_norm, without)
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(LENGTH, BATCH, 2, without.unit_width(), generator=generator)
-    plain = without.mix(x, Part(0, 2)).double()
+    plain = without.mix(x, MixInput(0, 2)).double()
     norm = (plain.square().mean(-1, keepdim=True) + with_norm.config.layernorm_epsilon).sqrt()
     expected = plain / norm * with_norm.group_norm_weight.double()
-    torch.testing.assert_close(with_norm.mix(x, Part(0, 2)).double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(with_norm.mix(x, MixInput(0, 2)).double(), expected, rtol=1e-5, atol=1e-5)
 
 
 CONVOLUTION, STEP = {"conv_weight", "conv_bias"}, {"log_decay", "step_bias"}
@@ -241,16 +245,16 @@ def test_groups_do_not_know_each_other(make: MakeMixer) -> None:
     """A group alone gives its part of the whole output, so groups can be split over ranks."""
     mixer = make()
     x = torch.randn(LENGTH, BATCH, 2, mixer.unit_width(), generator=torch.Generator().manual_seed(5))
-    whole = mixer.mix(x, Part(0, 2))
+    whole = mixer.mix(x, MixInput(0, 2))
     for u in range(2):
-        torch.testing.assert_close(mixer.mix(x[:, :, u : u + 1], Part(u, 1)), whole[:, :, u : u + 1])
+        torch.testing.assert_close(mixer.mix(x[:, :, u : u + 1], MixInput(u, 1)), whole[:, :, u : u + 1])
 
 
 def test_sixteen_bits_stay_sixteen_bits(make: MakeMixer) -> None:
     mixer = make()
     x = torch.randn(LENGTH, BATCH, 2, mixer.unit_width(), generator=torch.Generator().manual_seed(5))
-    expected = mixer.mix(x, Part(0, 2))
-    out = mixer.bfloat16().mix(x.bfloat16(), Part(0, 2))
+    expected = mixer.mix(x, MixInput(0, 2))
+    out = mixer.bfloat16().mix(x.bfloat16(), MixInput(0, 2))
     assert out.dtype == torch.bfloat16
     assert ((out.float() - expected).norm() / expected.norm()).item() < 0.03
 

@@ -11,8 +11,8 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from kernels.native_sparse_attention import native_sparse_attention
-from megatron_ext.mixers.core.base import Part
-from megatron_ext.mixers.core.history import Beginning
+from megatron_ext.mixers.core.base import MixInput
+from megatron_ext.mixers.core.history import EmptyHistory
 from megatron_ext.mixers.core.settings import NSAConfig
 
 MakeMixer = Callable[..., Any]
@@ -62,24 +62,24 @@ def test_every_weight_learns(make_mixer: MakeMixer, hidden_states: Tensor) -> No
     assert bool(mixer.out_proj.weight.grad.isfinite().all())
 
 
-class Seen(Beginning):
+class Seen(EmptyHistory):
     """Past that records the requests of a mixer."""
 
     def __init__(self) -> None:
         self.rows: dict[str, Tensor] = {}
 
-    def rows_so_far(self, name: str, x_tbnw: Tensor, window: int | None = None) -> Tensor:
+    def prefix_rows(self, name: str, x_tbnw: Tensor, window: int | None = None) -> Tensor:
         self.rows[name] = x_tbnw
         return x_tbnw
 
 
-class Given(Beginning):
+class Given(EmptyHistory):
     """Past that returns the shard's own rows with those before them."""
 
     def __init__(self, rows: dict[str, Tensor], own: slice) -> None:
         self._rows, self._own = rows, own
 
-    def rows_so_far(self, name: str, x_tbnw: Tensor, window: int | None = None) -> Tensor:
+    def prefix_rows(self, name: str, x_tbnw: Tensor, window: int | None = None) -> Tensor:
         torch.testing.assert_close(x_tbnw, self._rows[name][self._own], rtol=0, atol=0)
         return self._rows[name][: self._own.stop]
 
@@ -90,21 +90,21 @@ def test_a_part_of_the_sequence_gives_that_part_of_the_result(make_mixer: MakeMi
     mixer = make_mixer("nsa", groups=2, **SMALL)
     x_tbuw = torch.randn(13, 2, 2, mixer.unit_width(), generator=torch.Generator().manual_seed(3))
     seen = Seen()
-    whole = mixer.mix(x_tbuw, Part(0, 2, past=seen))
+    whole = mixer.mix(x_tbuw, MixInput(0, 2, past=seen))
     assert {name: rows.shape for name, rows in seen.rows.items()} == dict.fromkeys(
         ("keys", "values"), (13, 2, 2, WIDTH)
     )
     own = slice(start, start + 6)
-    part = mixer.mix(x_tbuw[own], Part(0, 2, first_position=start, past=Given(seen.rows, own)))
+    part = mixer.mix(x_tbuw[own], MixInput(0, 2, first_position=start, past=Given(seen.rows, own)))
     torch.testing.assert_close(part, whole[own], rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(whole, mixer.mix(x_tbuw, Part(0, 2)), rtol=0, atol=0)
+    torch.testing.assert_close(whole, mixer.mix(x_tbuw, MixInput(0, 2)), rtol=0, atol=0)
 
 
 def test_a_part_of_the_groups_gives_that_part_of_the_result(make_mixer: MakeMixer) -> None:
     mixer = make_mixer("nsa", groups=2, **SMALL)
     x_tbuw = torch.randn(13, 2, 2, mixer.unit_width(), generator=torch.Generator().manual_seed(3))
-    whole = mixer.mix(x_tbuw, Part(0, 2))
-    torch.testing.assert_close(mixer.mix(x_tbuw[:, :, 1:], Part(1, 1)), whole[:, :, 1:], rtol=1e-5, atol=1e-6)
+    whole = mixer.mix(x_tbuw, MixInput(0, 2))
+    torch.testing.assert_close(mixer.mix(x_tbuw[:, :, 1:], MixInput(1, 1)), whole[:, :, 1:], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("num_selected", "window"), [(8, 100), (1000, 5000)])

@@ -26,7 +26,7 @@ def _turned(vector: Tensor, position: int) -> Tensor:
 
 def _mix(mixer: Any, x_tbh: Tensor, rotary: bool, weights: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     """Mix the values of every head by `weights(q, keys up to the query)`, then project."""
-    rows = (x_tbh.double() @ mixer.in_proj.weight.double().T).view(*x_tbh.shape[:2], mixer.num_units(), -1, 6)
+    rows = (x_tbh.double() @ mixer.in_proj.weight.double().T).view(*x_tbh.shape[:2], mixer.num_head_groups(), -1, 6)
     length, batch, groups, parts, d = rows.shape
     turn = _turned if rotary else lambda vector, _: vector
     out = torch.zeros(length, batch, groups, parts - 2, d, dtype=torch.float64)

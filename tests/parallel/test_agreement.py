@@ -13,11 +13,11 @@ from pool import WorkerPool
 from megatron_ext.checkpoint.folder import DamagedCheckpoint
 from megatron_ext.data.failed import DamagedShard
 from megatron_ext.parallel.agreement import (
-    from_every_rank,
     from_first_rank,
+    gather_objects,
     gather_on_first,
     gather_values,
-    on_every_rank,
+    raise_on_all_ranks,
 )
 from megatron_ext.utils.errors import UserError
 
@@ -25,9 +25,9 @@ ODD = {"numbers": [0.1, -0.0, math.inf, 2**70, None, True], "text": "é\ud800\n"
 
 
 def _values(rank: int, world_size: int) -> None:
-    assert from_every_rank([rank, ODD]) == [[other, ODD] for other in range(world_size)]
-    assert from_every_rank("x" * (1000 * rank)) == ["x" * (1000 * other) for other in range(world_size)]
-    assert math.isnan(from_every_rank(math.nan)[0])
+    assert gather_objects([rank, ODD]) == [[other, ODD] for other in range(world_size)]
+    assert gather_objects("x" * (1000 * rank)) == ["x" * (1000 * other) for other in range(world_size)]
+    assert math.isnan(gather_objects(math.nan)[0])
     assert from_first_rank(ODD if rank == 0 else 3) == ODD
     assert from_first_rank(None) is None
     parts = gather_on_first(bytes([rank] * rank))
@@ -61,9 +61,9 @@ def _errors(rank: int, world_size: int) -> list[tuple[str, str, str | None]]:
                 raise error
 
         with pytest.raises(UserError) as raised:
-            on_every_rank(check)
+            raise_on_all_ranks(check)
         said.append((type(raised.value).__name__, str(raised.value), getattr(raised.value, "shard", None)))
-    on_every_rank(lambda: None)
+    raise_on_all_ranks(lambda: None)
     return said
 
 
@@ -77,12 +77,12 @@ def test_the_first_ranks_error_on_all_of_its_class(pool: WorkerPool) -> None:
 
 
 def test_one_process_is_all_there_is() -> None:
-    assert from_every_rank((1, 2)) == [(1, 2)]
+    assert gather_objects((1, 2)) == [(1, 2)]
     error = DamagedCheckpoint("a", "b", "c")
 
     def check() -> None:
         raise error
 
     with pytest.raises(DamagedCheckpoint) as raised:
-        on_every_rank(check)
+        raise_on_all_ranks(check)
     assert raised.value is error

@@ -9,7 +9,7 @@ import torch
 
 from megatron_ext.config.derive import derive
 from megatron_ext.config.schema import DataConfig, ModelConfig, RunConfig, TrainingConfig
-from megatron_ext.mixers.core.base import Part
+from megatron_ext.mixers.core.base import MixInput
 from megatron_ext.model.build import build_model
 from megatron_ext.model.shape import model_shape
 from megatron_ext.parallel.fp32_values import fp32_values, in_fp32, keep_fp32_values, set_values
@@ -44,7 +44,7 @@ def test_a_mixer_takes_its_decays_in_fp32_and_begins_with_them_unrounded(name: s
     own = dict(mixer.named_parameters())
     assert {key for key, parameter in own.items() if fp32_values(parameter) is not None} == OF_MIXERS[name]
     assert all(fp32_values(parameter) is None for parameter in exact.parameters())
-    part = Part(first_unit=0, num_units=mixer.num_units())
+    part = MixInput(first_unit=0, num_head_groups=mixer.num_head_groups())
     for key in OF_MIXERS[name]:
         assert own[key].dtype == torch.bfloat16
         expected = getattr(exact, key).detach()

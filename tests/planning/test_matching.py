@@ -52,12 +52,12 @@ def test_the_nearest_width(target: int, multiple: int, tensor: int, width: int) 
         (11_950, "11,600 parameters, with model.ffn_hidden_size=16,", "2.93%", SMALLER),
     ],
 )
-def test_a_match_that_is_too_far_away(target: int, found: str, away: str, mend: str) -> None:
+def test_a_match_that_is_too_far_away(target: int, found: str, away: str, hint: str) -> None:
     with pytest.raises(UserError) as caught:
         matched_width(config(), "full", target, TO_FULL, affine(10_000, 100))
     assert str(caught.value) == (
         f"match_parameters: {found} are nearest to the {target:,} of full, {away} away; "
-        f"{mend}, or a match_parameters.within above 0.01"
+        f"{hint}, or a match_parameters.within above 0.01"
     )
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_ext.config.schema import DataConfig, OptimizerConfig, RunConfig, TrainingConfig
 from megatron_ext.planning.gpus import GIB, GPUS
-from megatron_ext.planning.memory import GRADIENTS, STATE, USABLE, WEIGHTS, Memory, standing
+from megatron_ext.planning.memory import GRADIENTS, STATE, USABLE, WEIGHTS, MemoryByPurpose, persistent_bytes
 
 N = 1000
 
@@ -17,7 +17,7 @@ def kinds(replicas: int, precision: str = "bf16", **optimizer: str) -> tuple[flo
         training=TrainingConfig(precision=precision),
         optimizer=OptimizerConfig(**optimizer),
     )
-    found = standing(config, N, replicas)
+    found = persistent_bytes(config, N, replicas)
     return found[WEIGHTS], found[GRADIENTS], found[STATE]
 
 
@@ -47,8 +47,8 @@ def test_what_is_offloaded_is_elsewhere() -> None:
 def test_what_does_not_fit_is_told_with_what_takes_most() -> None:
     gpu = GPUS["h100"]
     room = USABLE * gpu.memory
-    fits = Memory(rank=3, stage=1, kinds={"weights": room / 4, "mixer": 3 * room / 4}, by_layer={})
-    large = Memory(rank=3, stage=1, kinds={"weights": room / 4, "mixer": room}, by_layer={})
+    fits = MemoryByPurpose(rank=3, stage=1, kinds={"weights": room / 4, "mixer": 3 * room / 4}, by_layer={})
+    large = MemoryByPurpose(rank=3, stage=1, kinds={"weights": room / 4, "mixer": room}, by_layer={})
     assert fits.fits(gpu)
     assert not large.fits(gpu)
     usable = f"{room / GIB:.1f}"

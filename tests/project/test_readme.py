@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_ext.mixers.core.base import Part
-from megatron_ext.mixers.core.decode_cache import Memory
+from megatron_ext.mixers.core.base import MixInput
+from megatron_ext.mixers.core.decode_cache import DecodeCache
 from megatron_ext.mixers.core.registry import MIXERS, load_all
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,13 +27,13 @@ def entry():
 def test_the_readmes_mixer_is_whole(entry):
     assert entry.name == "moving_average"
     assert not entry.module.__abstractmethods__
-    assert not entry.gathers_keys_and_values
+    assert not entry.supports_kv_gather
 
 
 def test_the_readmes_mixer_computes_a_moving_average(entry):
     x = torch.randn(7, 2, 3, 4)
     mixer = SimpleNamespace(mixer_config=entry.config_type(width=3))
-    mixed = entry.module.mix(mixer, x, Part(0, 3))
+    mixed = entry.module.mix(mixer, x, MixInput(0, 3))
     assert mixed.shape == x.shape
     for t in range(7):
         torch.testing.assert_close(mixed[t], x[max(0, t - 2) : t + 1].sum(0) / 3)
@@ -41,9 +41,9 @@ def test_the_readmes_mixer_computes_a_moving_average(entry):
 
 def test_the_readmes_mixer_decodes(entry):
     x = torch.randn(7, 2, 3, 4)
-    mixer, memory = SimpleNamespace(mixer_config=entry.config_type()), Memory()
-    pieces = [entry.module.mix(mixer, piece, Part(0, 3, past=memory)) for piece in x.split([3, 1, 2, 1])]
-    torch.testing.assert_close(torch.cat(pieces), entry.module.mix(mixer, x, Part(0, 3)))
+    mixer, memory = SimpleNamespace(mixer_config=entry.config_type()), DecodeCache()
+    pieces = [entry.module.mix(mixer, piece, MixInput(0, 3, past=memory)) for piece in x.split([3, 1, 2, 1])]
+    torch.testing.assert_close(torch.cat(pieces), entry.module.mix(mixer, x, MixInput(0, 3)))
 
 
 def test_the_readmes_table_of_layouts_is_what_is_compared(monkeypatch):

@@ -53,7 +53,10 @@ REASONS: dict[tuple[str, str], str] = {
     ("data_prep/running/execution.py", "multiprocess.get_context"): _OWN_WORKERS,
     ("megatron_ext/bench/prepare/contestants.py", "from_file"): _TOKENIZER,
     ("data_prep/tokenization/folders.py", "from_file"): _TOKENIZER,
-    ("megatron_ext/conversion/huggingface/model.py", "from_pretrained"): "of a configuration's class, which the family names; "
+    (
+        "megatron_ext/conversion/huggingface/model.py",
+        "from_pretrained",
+    ): "of a configuration's class, which the family names; "
     "config.json is plain values, and its auto_map is followed by the Auto classes alone",
     ("megatron_ext/conversion/megatron/torch_dist.py", "read_metadata"): _RESTRICTED,
     (f"{_CHECKPOINT}/reading.py", "read_metadata"): _RESTRICTED,

@@ -77,7 +77,7 @@ def test_the_hint_says_how_the_holder_is_ended(folder: Path, job: str | None, ho
     taken(folder, dataclasses.replace(HERE, job=job))
     with pytest.raises(UserError) as error:
         taken(folder)
-    assert error.value.mend == f"wait until it ends, or end it: {how}"
+    assert error.value.hint == f"wait until it ends, or end it: {how}"
 
 
 def test_a_released_lock_is_taken_at_once(folder: Path) -> None:

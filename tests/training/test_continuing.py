@@ -59,7 +59,7 @@ def test_the_past_is_refused_by_the_name_of_the_field_and_allowed_by_it(
         goes_on({}, {field: value}, is_branch=is_branch)
     assert raised.value.where == field
     assert f", but the checkpoint {CHECKPOINT} has {was}" in raised.value.problem
-    assert f"run.allow_changed=[{field}]" in raised.value.mend
+    assert f"run.allow_changed=[{field}]" in raised.value.hint
     allowed = goes_on({}, {field: value, "run.allow_changed": [field]}, is_branch=is_branch)
     assert [(one["step"], one["field"]) for one in allowed.noted] == [(6, field)]
     assert allowed.changed == allowed.noted
@@ -73,14 +73,14 @@ def test_another_model_is_never_allowed(field: str, value: Any, is_branch: bool)
     with pytest.raises(UserError, match=field) as raised:
         goes_on({}, {field: value, "run.allow_changed": [field]}, is_branch=is_branch)
     assert raised.value.where == field
-    assert "allow_changed" not in raised.value.mend
+    assert "allow_changed" not in raised.value.hint
 
 
 def test_all_refused_fields_are_named_at_once() -> None:
     with pytest.raises(UserError) as raised:
         goes_on({}, {"training.seed": 2, "optimizer.weight_decay": 0.3, "training.global_batch_size": 8})
-    mend = "run.allow_changed=[training.global_batch_size, training.seed, optimizer.weight_decay]"
-    assert mend in raised.value.mend
+    hint = "run.allow_changed=[training.global_batch_size, training.seed, optimizer.weight_decay]"
+    assert hint in raised.value.hint
     assert "and 2 more: training.seed 1234 -> 2, optimizer.weight_decay 0.1 -> 0.3" in raised.value.problem
 
 

@@ -101,19 +101,19 @@ def test_a_run_that_is_taken_over_ends_and_writes_nothing_more(
 def test_a_checkpoint_that_was_begun_before_gets_no_name(
     config: Path, tmp_path: Path, asynchronous: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megatron_ext.checkpoint.saving import Saving
+    from megatron_ext.checkpoint.saving import AsyncSave
 
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setattr(lock_module, "_CHECK_SECONDS", 1e9)  # so that only the checkpoint checks the lock
-    again, write = dataclasses.replace(this_process(), restarts=1), Saving._write
+    again, write = dataclasses.replace(this_process(), restarts=1), AsyncSave._write
 
-    def write_and_lose(self: Saving) -> bytes:
+    def write_and_lose(self: AsyncSave) -> bytes:
         written = write(self)
         if self.step == 6:
             take(tmp_path / "run" / FOLDER, "run", me=again)
         return written
 
-    with patch.object(Saving, "_write", write_and_lose):
+    with patch.object(AsyncSave, "_write", write_and_lose):
         assert call(config, f"training.async_checkpoints={asynchronous}") == 2
     assert "cannot be saved" in (error := capsys.readouterr().err) or "was taken over" in error
     checkpoints = tmp_path / "run" / "checkpoints"

@@ -29,7 +29,7 @@ from megatron_ext.analysis.scaling.uncertainty import (
     back_test,
     uncertainty_of,
 )
-from megatron_ext.analysis.scaling.untold import CONSTANTS, names_of
+from megatron_ext.analysis.scaling.unidentifiable import CONSTANTS, names_of
 from megatron_ext.analysis.style import Picture
 from megatron_ext.utils.atomic_files import os_reason
 from megatron_ext.utils.errors import UserError
@@ -150,8 +150,8 @@ def write(found: Fitting, output: Path, *, keep: Path | None = None) -> None:
         replace_files(output, files, "fit.json", WRITTEN, keep=keep)
         write_both(output, "fit", {**numbers_of(found), "files": list(files)}, text_of(found))
     except OSError as error:
-        mend = "give another folder with --output or make room"
-        raise UserError(str(output), f"cannot be written ({os_reason(error)})", mend) from None
+        hint = "give another folder with --output or make room"
+        raise UserError(str(output), f"cannot be written ({os_reason(error)})", hint) from None
 
 
 def _kept(points: Points, dropped: int) -> Points:
@@ -231,7 +231,7 @@ def _numbers_of(found: Found) -> dict[str, Any]:
         },
         "interval_method": INTERVALS,
         "noise": found.sure.noise,
-        "untold": names_of(found.sure.untold),
+        "untold": names_of(found.sure.unidentifiable),
         "warnings": warnings_of(found),
         "points": len(found.fitted.points),
         "back_test": _numbers_of_test(found.tested),
@@ -314,7 +314,7 @@ def warnings_of(found: Found) -> list[str]:
 
 def unknown_of(found: Found) -> list[str]:
     """Return the reasons why constants have no interval, as sentences without the full stop."""
-    return [*map(str, found.sure.untold), *([NO_FREEDOM] if found.sure.region is None else [])]
+    return [*map(str, found.sure.unidentifiable), *([NO_FREEDOM] if found.sure.region is None else [])]
 
 
 def _with_interval(value: float, interval: tuple[float, float]) -> str:

@@ -270,8 +270,8 @@ def check_points(points: Points, where: str = "points") -> None:
         low, high = float(values.min()), float(values.max())
         if np.log(high / low) <= spread:
             about = f"{low:,.6g}" if np.log(high / low) <= SAME_LOSS else f"about {np.sqrt(low * high):,.3g}"
-            mend = "add points with other sizes and other numbers of tokens"
-            raise UserError(where, f"all have {about} {name}, and so {why}", mend)
+            hint = "add points with other sizes and other numbers of tokens"
+            raise UserError(where, f"all have {about} {name}, and so {why}", hint)
 
 
 def number_unlike(values: FloatArray) -> int:

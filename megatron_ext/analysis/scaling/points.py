@@ -80,8 +80,8 @@ def _check_columns(path: Path, columns: list[str]) -> None:
     missing = [name for name in NUMBERS if name not in columns]
     if missing:
         there = ", ".join(columns) or "none"
-        mend = f"name the columns {', '.join(NUMBERS)} (and maybe {MIXER}, {TEST_LOSS}) in the first line"
-        raise UserError(str(path), f"has no column {', '.join(missing)}; its columns are {there}", mend)
+        hint = f"name the columns {', '.join(NUMBERS)} (and maybe {MIXER}, {TEST_LOSS}) in the first line"
+        raise UserError(str(path), f"has no column {', '.join(missing)}; its columns are {there}", hint)
 
 
 def _number(where: str, name: str, text: str | None) -> float:

@@ -213,8 +213,8 @@ def _separate(names: Sequence[str]) -> list[str]:
 def _point(run: Run, name: str, embeddings: bool) -> RunPoint:
     last = int(run.steps[-1])
     if run.size is None:
-        mend = "give a CSV file with the column params instead"
-        raise UserError(str(run.path / MODEL), "is missing: the number of parameters is not known", mend)
+        hint = "give a CSV file with the column params instead"
+        raise UserError(str(run.path / MODEL), "is missing: the number of parameters is not known", hint)
     params = run.size.parameters
     if not embeddings:
         params -= run.size.embedding_parameters + run.size.output_layer_parameters

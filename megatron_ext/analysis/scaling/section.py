@@ -19,7 +19,7 @@ from megatron_ext.analysis.scaling.fitting import (
     warnings_of,
 )
 from megatron_ext.analysis.scaling.uncertainty import PARAMS_EXPONENT
-from megatron_ext.analysis.scaling.untold import CONSTANTS, names_of
+from megatron_ext.analysis.scaling.unidentifiable import CONSTANTS, names_of
 from megatron_ext.analysis.style import Picture
 
 SURE = 0.05
@@ -88,8 +88,8 @@ def _constants(found: Fitting) -> Table:
 
 def _exponent(one: Found) -> Cell:
     """Return the exponent of the optimal size by the law; that of the IsoFLOP parabolas is among the remarks."""
-    law, untold = one.fitted.law, names_of(one.sure.untold)
-    if not law.falls or "alpha" in untold or "beta" in untold:
+    law, unidentifiable = one.fitted.law, names_of(one.sure.unidentifiable)
+    if not law.falls or "alpha" in unidentifiable or "beta" in unidentifiable:
         return NOTHING
     interval = interval_words(one.sure.interval(PARAMS_EXPONENT), ".3f") or "interval unknown"
     return Cell(f"{law.params_exponent:.3f}", law.params_exponent, interval)

@@ -12,7 +12,7 @@ from megatron_ext.analysis.runs import FloatArray
 from megatron_ext.analysis.scaling.law import FEWEST_POINTS, Fit, ScalingLaw, fit
 from megatron_ext.analysis.scaling.points import Points
 from megatron_ext.analysis.scaling.profile import Region, region_of
-from megatron_ext.analysis.scaling.untold import Untold, names_of, untold
+from megatron_ext.analysis.scaling.unidentifiable import Untold, names_of, unidentifiable
 from megatron_ext.utils.errors import UserError
 
 HELD_OUT = 0.1
@@ -35,17 +35,18 @@ class Uncertainty:
     Attributes:
         fitted: the law and its points.
         region: confidence region of laws; None: there are not more points than constants.
-        untold: constants without intervals, because the points do not determine them however small the noise is.
+        unidentifiable: constants without intervals, because the points do not determine them however small the noise
+            is.
     """
 
     fitted: Fit
     region: Region | None
-    untold: Sequence[Untold] = ()
+    unidentifiable: Sequence[Untold] = ()
 
     @property
     def is_band_known(self) -> bool:
         """True if the law's losses have intervals."""
-        return self.region is not None and not self.untold
+        return self.region is not None and not self.unidentifiable
 
     @property
     def noise(self) -> float | None:
@@ -61,7 +62,7 @@ class Uncertainty:
         """
         if name in (PARAMS_EXPONENT, TOKENS_EXPONENT):
             return self._share_interval(name)
-        if self.region is None or name in names_of(self.untold):
+        if self.region is None or name in names_of(self.unidentifiable):
             return math.nan, math.nan
         region = self.region
         found = {
@@ -75,7 +76,7 @@ class Uncertainty:
 
     def _share_interval(self, name: str) -> tuple[float, float]:
         law = self.fitted.law
-        if self.region is None or not law.falls or {"alpha", "beta"} & set(names_of(self.untold)):
+        if self.region is None or not law.falls or {"alpha", "beta"} & set(names_of(self.unidentifiable)):
             return math.nan, math.nan
         low, high = _extended(self.region.share(), law.params_exponent)
         return (low, high) if name == PARAMS_EXPONENT else (1 - high, 1 - low)
@@ -85,7 +86,7 @@ class Uncertainty:
 
         The ends are NaN if a constant has no interval.
         """
-        if self.region is None or self.untold:
+        if self.region is None or self.unidentifiable:
             return np.full_like(params, math.nan), np.full_like(params, math.nan)
         low, high = self.region.band(params, tokens)
         loss = self.fitted.law.loss(params, tokens)
@@ -98,7 +99,7 @@ def _extended(interval: tuple[float, float], value: float) -> tuple[float, float
 
 def uncertainty_of(fitted: Fit) -> Uncertainty:
     """Compute the intervals of a fitted law."""
-    return Uncertainty(fitted, region_of(fitted), untold(fitted))
+    return Uncertainty(fitted, region_of(fitted), unidentifiable(fitted))
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     vocabulary = at_least_one("--vocabulary", args.vocabulary)
     config = config_of_run(args)
     from kernels.bench.report import describe_machine
-    from megatron_ext.bench.checkpoints.report import Report, host
+    from megatron_ext.bench.checkpoints.report import CheckpointReport, host
     from megatron_ext.bench.checkpoints.run import Bench
     from megatron_ext.bench.run_report import publish
     from megatron_ext.platform.device import platform_of
@@ -44,5 +44,5 @@ def run(args: argparse.Namespace) -> int:
         finally:
             shutil.rmtree(root, ignore_errors=True)
     machine = describe_machine(platform.device) | host()
-    publish(Report(**which_run(args), machine=machine, measured=measured), args.output)
+    publish(CheckpointReport(**which_run(args), machine=machine, measured=measured), args.output)
     return 0

@@ -14,7 +14,7 @@ from megatron_ext.utils.markdown import digits, table
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report(RunReport):
+class CheckpointReport(RunReport):
     """Report on the checkpoints of one run.
 
     Attributes:

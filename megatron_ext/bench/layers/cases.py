@@ -51,7 +51,7 @@ class LayerShape:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class LayerPlan:
     """Settings of a benchmark run.
 
     Attributes:

@@ -8,7 +8,7 @@ from functools import partial
 
 from kernels.bench.arguments import add_run_arguments, at_least_one, names, save_into, seed_of, split, tell
 from kernels.bench.cases import OptionError
-from megatron_ext.bench.layers.cases import PEERS, SIZES, LayerShape, Plan
+from megatron_ext.bench.layers.cases import PEERS, SIZES, LayerPlan, LayerShape
 
 # Enough tokens that no layer is limited by launches from Python.
 DEFAULT_SHAPES = "110m:2048x50,1p3b:2048x16,1p3b:8192x4,1p3b:32768x1,1p3b:102400x1"
@@ -25,13 +25,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_arguments(parser, output="bench/layers")
 
 
-def make_plan(args: argparse.Namespace) -> Plan:
+def make_plan(args: argparse.Namespace) -> LayerPlan:
     """Check the options and return the settings.
 
     Raises:
         OptionError: an option has an invalid value.
     """
-    return Plan(
+    return LayerPlan(
         shapes=make_shapes(args.shapes),
         peers=names("--peers", args.peers, PEERS),
         repeat=at_least_one("--repeat", args.repeat),
@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
         limit_tuning(plan.configurations)
     platform = select_platform("cuda" if device.type == "cuda" else "cpu", device.index or 0)
 
-    def save(so_far: report.Report) -> None:
+    def save(so_far: report.LayerReport) -> None:
         save_into(plan.output, partial(report.write, so_far))
 
     done = bench(plan, timing.CudaMeter(device, plan.repeat), platform, tell=tell, save=save)

@@ -9,7 +9,7 @@ from typing import Any
 from kernels.bench.report import machine_line
 from kernels.bench.timing import Times
 from kernels.common.dispatch import Choice
-from megatron_ext.bench.layers.cases import FLA, OURS, LayerShape, Plan
+from megatron_ext.bench.layers.cases import FLA, OURS, LayerPlan, LayerShape
 from megatron_ext.bench.layers.ours import CHECKED_LENGTH, LIMIT, Agreement
 from megatron_ext.utils.markdown import digits, finite, table, write_both
 
@@ -44,7 +44,7 @@ class Measured:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class LayerRow:
     """Result of one layer at one shape: measured, failed or not run.
 
     Attributes:
@@ -85,7 +85,7 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class LayerReport:
     """Results of a whole benchmark run.
 
     Attributes:
@@ -95,17 +95,17 @@ class Report:
         rows: in the order of the table.
     """
 
-    plan: Plan
+    plan: LayerPlan
     machine: dict[str, str | None]
     peak_flops: float | None
-    rows: list[Row]
+    rows: list[LayerRow]
 
     @property
-    def failures(self) -> list[Row]:
+    def failures(self) -> list[LayerRow]:
         """Rows of our layers that were wrong or did not run."""
         return [row for row in self.rows if row.failed is not None]
 
-    def peer_ratio(self, row: Row) -> float | None:
+    def peer_ratio(self, row: LayerRow) -> float | None:
         """Return fla's time divided by ours at the same shape; None: the row is fla's, or one was not measured."""
         if row.maker != OURS or row.measured is None:
             return None
@@ -115,7 +115,7 @@ class Report:
         return None
 
 
-def to_dict(report: Report) -> dict[str, Any]:
+def to_dict(report: LayerReport) -> dict[str, Any]:
     """Return all numbers, with units in their names."""
     plan = asdict(report.plan)
     del plan["shapes"]
@@ -127,7 +127,7 @@ def to_dict(report: Report) -> dict[str, Any]:
     }
 
 
-def _row_dict(report: Report, row: Row) -> dict[str, Any]:
+def _row_dict(report: LayerReport, row: LayerRow) -> dict[str, Any]:
     shape = row.shape
     found: dict[str, Any] = {
         "mixer": row.mixer,
@@ -144,7 +144,7 @@ def _row_dict(report: Report, row: Row) -> dict[str, Any]:
     return found if row.measured is None else found | _numbers(report, row, row.measured)
 
 
-def _numbers(report: Report, row: Row, measured: Measured) -> dict[str, Any]:
+def _numbers(report: LayerReport, row: LayerRow, measured: Measured) -> dict[str, Any]:
     tokens_per_s = row.shape.tokens / (measured.times.median * 1e-3)
     flops, peak = row.flops, report.peak_flops
     return {
@@ -160,7 +160,7 @@ def _numbers(report: Report, row: Row, measured: Measured) -> dict[str, Any]:
     }
 
 
-def markdown(report: Report) -> str:
+def markdown(report: LayerReport) -> str:
     """Return the table with the machine above it and the reasons for the implementations below."""
     peak = "not known" if report.peak_flops is None else f"{digits(report.peak_flops / 1e12)} TFLOP/s"
     lines = [
@@ -176,7 +176,7 @@ def markdown(report: Report) -> str:
     return "\n".join([*lines, *_choice_lines(report)]) + "\n"
 
 
-def _cells(report: Report, row: Row) -> list[str]:
+def _cells(report: LayerReport, row: LayerRow) -> list[str]:
     implementation = ", ".join(choice.name for _, choice in row.choices)
     names = [row.shape.size_name, row.shape.length_name, row.mixer, row.maker, implementation]
     if row.measured is None:
@@ -194,7 +194,7 @@ def _cells(report: Report, row: Row) -> list[str]:
     ]
 
 
-def _choice_lines(report: Report) -> list[str]:
+def _choice_lines(report: LayerReport) -> list[str]:
     """Return a line for each implementation that an op chose, and for each note."""
     lines = [
         f"* {row.mixer}: {op}: {choice.name} ({choice.reason})" for row in report.rows for op, choice in row.choices
@@ -203,6 +203,6 @@ def _choice_lines(report: Report) -> list[str]:
     return ["", *dict.fromkeys(lines)] if lines else []
 
 
-def write(report: Report, folder: Path) -> None:
+def write(report: LayerReport, folder: Path) -> None:
     """Write layers.json and layers.md, each atomically."""
     write_both(folder, "layers", to_dict(report), markdown(report))

@@ -13,9 +13,9 @@ from kernels.bench.contestant import NotRun, one_line
 from kernels.bench.report import describe_machine
 from kernels.bench.timing import Meter
 from megatron_ext.bench.layers import ours, peers
-from megatron_ext.bench.layers.cases import OURS, LayerShape, Plan
+from megatron_ext.bench.layers.cases import OURS, LayerPlan, LayerShape
 from megatron_ext.bench.layers.layer import Layer, hidden_states, training_pass
-from megatron_ext.bench.layers.report import Measured, Report, Row
+from megatron_ext.bench.layers.report import LayerReport, LayerRow, Measured
 from megatron_ext.parallel.groups import groups_of_one_process
 from megatron_ext.platform.device import Platform
 
@@ -23,8 +23,13 @@ Tell = Callable[[str], None]
 
 
 def bench(
-    plan: Plan, meter: Meter, platform: Platform, *, tell: Tell = print, save: Callable[[Report], None] | None = None
-) -> Report:
+    plan: LayerPlan,
+    meter: Meter,
+    platform: Platform,
+    *,
+    tell: Tell = print,
+    save: Callable[[LayerReport], None] | None = None,
+) -> LayerReport:
     """Measure all rows.
 
     Args:
@@ -35,7 +40,7 @@ def bench(
         save: takes the report after each row, so that an interrupted benchmark keeps its results.
     """
     peak = platform.peak_flops(torch.bfloat16)
-    report = Report(plan=plan, machine=describe_machine(platform.device), peak_flops=peak, rows=[])
+    report = LayerReport(plan=plan, machine=describe_machine(platform.device), peak_flops=peak, rows=[])
     if save is not None:
         save(report)  # fail before measuring if the folder cannot be written
     with groups_of_one_process(platform.communication) as groups:
@@ -51,12 +56,12 @@ def bench(
     return report
 
 
-def _rows_to_fill(plan: Plan) -> list[Row]:
+def _rows_to_fill(plan: LayerPlan) -> list[LayerRow]:
     """Return empty rows: each of our mixers, followed by the peers that have such a layer."""
     rows = []
     for shape, mixer in itertools.product(plan.shapes, plan.mixers):
-        rows.append(Row(mixer=mixer, shape=shape, maker=OURS))
-        rows += [Row(mixer=mixer, shape=shape, maker=peer) for peer in plan.peers if mixer in peers.LAYERS]
+        rows.append(LayerRow(mixer=mixer, shape=shape, maker=OURS))
+        rows += [LayerRow(mixer=mixer, shape=shape, maker=peer) for peer in plan.peers if mixer in peers.LAYERS]
     return rows
 
 
@@ -70,10 +75,10 @@ class Bencher:
         groups: process groups of this process alone.
     """
 
-    def __init__(self, plan: Plan, meter: Meter, platform: Platform, groups: ProcessGroupCollection) -> None:
+    def __init__(self, plan: LayerPlan, meter: Meter, platform: Platform, groups: ProcessGroupCollection) -> None:
         self.seed, self.meter, self.platform, self.groups = plan.seed, meter, platform, groups
 
-    def fill(self, row: Row) -> Row:
+    def fill(self, row: LayerRow) -> LayerRow:
         """Return the row with measurements, or with the reason for having none; only our layers can fail."""
         # Makes a row independent of earlier ones: fla's weights, output gradients, and compilation for its shape.
         torch.manual_seed(self.seed)
@@ -86,7 +91,7 @@ class Bencher:
             said = one_line(error)
             return replace(row, failed=said) if row.maker == OURS else replace(row, not_run=said)
 
-    def _ours(self, row: Row) -> Row:
+    def _ours(self, row: LayerRow) -> LayerRow:
         mixer = ours.build(row.mixer, row.shape, self.platform, self.groups, self.seed)
         layer = ours.as_layer(mixer)
         run = self._training_pass(layer, row.shape)
@@ -99,7 +104,7 @@ class Bencher:
         torch.compiler.reset()  # a second length would trigger dynamic shapes
         return replace(row, measured=self._measure(layer, run))
 
-    def _peer(self, row: Row) -> Row:
+    def _peer(self, row: LayerRow) -> LayerRow:
         layer = peers.build(row.mixer, row.shape, self.platform.device)
         return replace(row, note=layer.note, measured=self._measure(layer, self._training_pass(layer, row.shape)))
 

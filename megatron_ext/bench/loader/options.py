@@ -52,12 +52,12 @@ def run(args: argparse.Namespace) -> int:
     from kernels.bench.report import describe_machine
     from megatron_ext.bench.checkpoints.report import host
     from megatron_ext.bench.loader import run as loader
-    from megatron_ext.bench.loader.report import Report, Resume, Row, Turns
+    from megatron_ext.bench.loader.report import LoaderReport, LoaderRow, Resume, Turns
     from megatron_ext.bench.loader.turns import measure_turns
     from megatron_ext.data.opening import shard_files
 
     sizes = [(length, max(1, batch_tokens // length)) for length in lengths]
-    rows: list[Row] = []
+    rows: list[LoaderRow] = []
     turns: list[Turns] = []
     resumes: list[Resume] = []
     with ExitStack() as folders:
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
         else f"Random data, {shard_tokens:,} tokens a shard, documents of 1,000 on average"
     )
     machine = describe_machine(torch.device("cpu")) | host()
-    report = Report(data, machine, args.seconds, rows, turns, resumes)
+    report = LoaderReport(data, machine, args.seconds, rows, turns, resumes)
     save_into(args.output, report.write)
     print(report.markdown())
     return 0

@@ -13,7 +13,7 @@ from megatron_ext.utils.markdown import table, write_both
 
 
 @dataclass(frozen=True)
-class Row:
+class LoaderRow:
     """Throughput of reading batches.
 
     Attributes:
@@ -78,7 +78,7 @@ class Resume:
 
 
 @dataclass(frozen=True)
-class Report:
+class LoaderReport:
     """Results of a whole benchmark run.
 
     Attributes:
@@ -93,7 +93,7 @@ class Report:
     data: str
     machine: dict[str, str | None]
     seconds: float
-    rows: Sequence[Row]
+    rows: Sequence[LoaderRow]
     turns: Sequence[Turns]
     resumes: Sequence[Resume]
 

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from megatron_ext.bench.loader.report import Resume, Row
+from megatron_ext.bench.loader.report import LoaderRow, Resume
 from megatron_ext.data.batches import micro_batch_indices, training_batch
 from megatron_ext.data.opening import open_samples, shard_files
 from megatron_ext.data.samples import TrainingSamples
@@ -87,7 +87,7 @@ def at_once(work: Callable[[T], R], ranks: Sequence[T]) -> list[R]:
         return pool.map(work, ranks, chunksize=1)
 
 
-def measure(root: Path, shards: int, length: int, batch: int, ranks: int, seconds: float, *, cold: bool) -> Row:
+def measure(root: Path, shards: int, length: int, batch: int, ranks: int, seconds: float, *, cold: bool) -> LoaderRow:
     """Measure reading with several concurrent processes.
 
     Args:
@@ -107,7 +107,7 @@ def measure(root: Path, shards: int, length: int, batch: int, ranks: int, second
     best = floor(batch * length)
     speeds = at_once(read, [Reading(root, length, batch, rank, ranks, seconds) for rank in range(ranks)])
     wall, work = (sum(speed) for speed in zip(*speeds, strict=True))
-    return Row(shards, length, batch, ranks, cold, wall, work / ranks, best)
+    return LoaderRow(shards, length, batch, ranks, cold, wall, work / ranks, best)
 
 
 def verify_once(root: Path, folder: Path) -> None:

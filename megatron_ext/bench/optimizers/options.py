@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     platform = platform_of(first.run.device, first.parallel)
     with process_groups(first, platform) as groups:
         seconds = optimizers.measure(configs, vocabulary, groups, platform, rounds=rounds, steps=steps)
-    report = optimizers.Report(
+    report = optimizers.OptimizerReport(
         **which_run(args), machine=describe_machine(platform.device), steps=steps, seconds=seconds
     )
     publish(report, args.output)

@@ -55,7 +55,7 @@ def measure(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report(RunReport):
+class OptimizerReport(RunReport):
     """Comparison of optimizers.
 
     Attributes:

@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     from megatron_ext.bench.checkpoints.report import host
     from megatron_ext.bench.prepare import run as prepare
     from megatron_ext.bench.prepare.input import given_texts, random_texts
-    from megatron_ext.bench.prepare.report import Report
+    from megatron_ext.bench.prepare.report import PrepareReport
 
     disk = args.disk or args.output
     try:
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     data = f"`{args.input}`" if args.input else "Random text"
     left_out = [] if args.megatron_lm else [f"{prepare.MEGATRON} (no `--megatron-lm`)"]
     machine = describe_machine(torch.device("cpu")) | host()
-    report = Report(data, machine, workers, rounds, rows, left_out)
+    report = PrepareReport(data, machine, workers, rounds, rows, left_out)
     save_into(args.output, report.write)
     print(report.markdown())
     return 0

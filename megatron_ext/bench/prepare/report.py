@@ -12,7 +12,7 @@ from megatron_ext.utils.markdown import table, write_both
 
 
 @dataclass(frozen=True)
-class Row:
+class PrepareRow:
     """Result of one contestant: medians over the rounds.
 
     Attributes:
@@ -44,7 +44,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Report:
+class PrepareReport:
     """Results of a whole benchmark run.
 
     Attributes:
@@ -60,7 +60,7 @@ class Report:
     machine: dict[str, str | None]
     workers: int
     rounds: int
-    rows: Sequence[Row]
+    rows: Sequence[PrepareRow]
     left_out: Sequence[str] = ()
 
     def to_dict(self) -> dict[str, Any]:

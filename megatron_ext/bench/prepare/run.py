@@ -19,7 +19,7 @@ from data_prep.tokenization.tokenizer import JsonTokenizer, load_tokenizer
 from data_prep.tokenization.vocabularies import end_of_document, token_dtype
 from kernels.bench.arguments import tell
 from megatron_ext.bench.prepare.input import DOMAIN, TEST_DOMAIN, TEST_EVERY, Input, given_texts, write_input
-from megatron_ext.bench.prepare.report import Row
+from megatron_ext.bench.prepare.report import PrepareRow
 from megatron_ext.bench.supervise import cost_of
 from megatron_ext.utils.temp_dirs import scratch_folder
 
@@ -84,7 +84,7 @@ class Run:
 
 def compare(
     texts: Iterator[str], tokenizer: Path, workers: int, rounds: int, disk: Path, megatron: Path | None
-) -> list[Row]:
+) -> list[PrepareRow]:
     """Run all contestants in turn for several rounds, each on all texts and on few texts, and return the medians.
 
     Args:
@@ -122,8 +122,8 @@ def _contestants(megatron: Path | None) -> dict[str, Callable[[Task], Run]]:
     }
 
 
-def _row(name: str, pairs: list[tuple[Run, Run]], whole: Input) -> Row:
-    return Row(
+def _row(name: str, pairs: list[tuple[Run, Run]], whole: Input) -> PrepareRow:
+    return PrepareRow(
         name=name,
         documents=whole.documents,
         bytes=whole.bytes,

@@ -19,7 +19,7 @@ from megatron_ext.bench.train.profiler_ranges import named_parts, part
 from megatron_ext.bench.train.step_trace import END, STEP, Breakdown, break_down, breakdown_of, mean
 from megatron_ext.config.schema import RunConfig
 from megatron_ext.data.samples import TrainingSamples
-from megatron_ext.parallel.agreement import from_every_rank
+from megatron_ext.parallel.agreement import gather_objects
 from megatron_ext.platform.device import Platform
 from megatron_ext.training.run import flops_and_peak, model_size
 from megatron_ext.training.trainer import StepResult
@@ -42,7 +42,7 @@ class Amount:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Memory:
+class PeakMemory:
     """Peak memory of one rank in bytes: torch's allocator on a GPU, else the resident memory of the process.
 
     Attributes:
@@ -81,7 +81,7 @@ class Measured:
     losses: list[float]
     flops_per_token: float
     peak_flops: float | None
-    memory: Memory
+    memory: PeakMemory
     breakdown: Breakdown | None
     breakdown_by_rank: list[Breakdown]
     starting: float
@@ -113,7 +113,7 @@ def measure(
     Returns:
         Measurements, the same on every rank.
     """
-    starting = max(from_every_rank(time.time() - psutil.Process().create_time()))
+    starting = max(gather_objects(time.time() - psutil.Process().create_time()))
     begun = time.perf_counter()
     run = TimedRun(config, vocabulary, groups, platform, samples, plain=plain)
     platform.synchronize()
@@ -124,7 +124,7 @@ def measure(
         torch.cuda.reset_peak_memory_stats(platform.device)
     results: list[StepResult] = []
     seconds = [run.timed(lambda: results.append(run.train())) for _ in range(amount.steps)]
-    memory = [Memory(**one) for one in from_every_rank(asdict(_memory(platform, before)))]
+    memory = [PeakMemory(**one) for one in gather_objects(asdict(_memory(platform, before)))]
     by_rank = _breakdowns(run, platform, amount.profiled)
     with run.trainer.optimizer.whole():  # the parameters are counted, so they must be gathered
         flops, peak = flops_and_peak(config, run.shape, run.trainer, run.samples)
@@ -147,14 +147,14 @@ def measure(
     )
 
 
-def _memory(platform: Platform, before: int) -> Memory:
+def _memory(platform: Platform, before: int) -> PeakMemory:
     reserved = torch.cuda.max_memory_reserved(platform.device) if platform.is_cuda else None
-    return Memory(allocated=platform.peak_memory_bytes(), reserved=reserved, allocated_before=before)
+    return PeakMemory(allocated=platform.peak_memory_bytes(), reserved=reserved, allocated_before=before)
 
 
-def _largest(of_ranks: list[Memory]) -> Memory:
+def _largest(of_ranks: list[PeakMemory]) -> PeakMemory:
     reserved = [one.reserved for one in of_ranks if one.reserved is not None]
-    return Memory(
+    return PeakMemory(
         allocated=max(one.allocated for one in of_ranks),
         reserved=max(reserved) if reserved else None,
         allocated_before=max(one.allocated_before for one in of_ranks),
@@ -164,7 +164,7 @@ def _largest(of_ranks: list[Memory]) -> Memory:
 def _breakdowns(run: TimedRun, platform: Platform, profiled: int) -> list[Breakdown]:
     """Return each rank's mean over the profiled steps; empty if there are none or the profiler sees no GPU kernels."""
     own = [asdict(step) for step in profile_steps(run, platform, profiled)] if profiled else []
-    of_ranks = [[breakdown_of(step) for step in steps] for steps in from_every_rank(own)] if profiled else []
+    of_ranks = [[breakdown_of(step) for step in steps] for steps in gather_objects(own)] if profiled else []
     if not all(of_ranks):
         print("the profiler sees no kernels of a GPU: there are no parts of a step", file=sys.stderr)
         return []

@@ -15,8 +15,8 @@ from megatron_ext.utils import gc_control
 from megatron_ext.utils.errors import UserError
 
 if TYPE_CHECKING:
-    from megatron_ext.bench.train.report import Report
-    from megatron_ext.bench.train.run import Plan
+    from megatron_ext.bench.train.report import TrainingReport
+    from megatron_ext.bench.train.run import TrainingPlan
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,7 +55,7 @@ def add_rank(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(measure=measure)
 
 
-def make_plan(args: argparse.Namespace) -> Plan:
+def make_plan(args: argparse.Namespace) -> TrainingPlan:
     """Check the options and return the settings.
 
     Raises:
@@ -63,8 +63,8 @@ def make_plan(args: argparse.Namespace) -> Plan:
         UserError: this process was started by a launcher.
     """
     if "RANK" in os.environ:
-        mend = "start it once, with --processes"
-        raise UserError("RANK", "is set: a launcher has started this, which starts its processes itself", mend)
+        hint = "start it once, with --processes"
+        raise UserError("RANK", "is set: a launcher has started this, which starts its processes itself", hint)
     at_least_one("--processes", args.processes)
     at_least_one("--steps", args.steps)
     at_least_one("--warmup", args.warmup)
@@ -74,9 +74,9 @@ def make_plan(args: argparse.Namespace) -> Plan:
     if vocabulary is not None:
         at_least_one("--vocabulary", vocabulary)
     from megatron_ext.bench.train.measure import Amount
-    from megatron_ext.bench.train.run import Plan
+    from megatron_ext.bench.train.run import TrainingPlan
 
-    return Plan(
+    return TrainingPlan(
         processes=args.processes,
         amount=Amount(warm_up=args.warmup, steps=args.steps, profiled=args.profile),
         vocabulary=VOCABULARY if vocabulary is None and not prepared else vocabulary,
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
 
     variants = train.read_variants(args.config, args.overrides, args.variant, plan.processes, args.plain)
 
-    def save(report: Report) -> None:
+    def save(report: TrainingReport) -> None:
         save_into(args.output, partial(type(report).write, report))
 
     about = which_run(args) | {"processes": plan.processes}

@@ -62,8 +62,8 @@ def check_plain(config: RunConfig) -> None:
     """
     settings = AttentionConfig(**config.mixers.get("attention", {}))
     if set(parse_pattern(config.model.pattern)) != {"attention"} or settings != AttentionConfig():
-        mend = "give it the pattern attention*N, with what mixers.attention has by default"
-        raise UserError("model.pattern", f"{config.model.pattern!r} is no model of plain megatron-core", mend)
+        hint = "give it the pattern attention*N, with what mixers.attention has by default"
+        raise UserError("model.pattern", f"{config.model.pattern!r} is no model of plain megatron-core", hint)
     if config.model.block != "transformer":
         raise UserError("model.block", f"{config.model.block!r} is no block of plain megatron-core", "set transformer")
     p = config.parallel

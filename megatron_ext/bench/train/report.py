@@ -31,7 +31,7 @@ COLUMNS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class TrainingRow:
     """Result of one variant.
 
     Attributes:
@@ -54,13 +54,13 @@ class Row:
     plain: bool = False
     took: float | None = None
 
-    def with_numbers(self, measured: Measured) -> Row:
+    def with_numbers(self, measured: Measured) -> TrainingRow:
         """Return the row with measurements, and with a failure if a loss is not finite."""
         wrong = [number for number, loss in enumerate(measured.losses, 1) if not math.isfinite(loss)]
         said = f"the loss of timed step {wrong[0]} is {measured.losses[wrong[0] - 1]}" if wrong else None
         return replace(self, measured=measured, failed=said)
 
-    def with_failure(self, said: str) -> Row:
+    def with_failure(self, said: str) -> TrainingRow:
         """Return the row with a failure."""
         return replace(self, failed=said)
 
@@ -107,7 +107,7 @@ def derived(measured: Measured, processes: int) -> dict[str, float | None]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report(RunReport):
+class TrainingReport(RunReport):
     """Report on the variants of a configuration.
 
     Attributes:
@@ -122,9 +122,9 @@ class Report(RunReport):
     ceilings: Ceilings | None
     amount: Amount
     prepared: bool
-    rows: list[Row]
+    rows: list[TrainingRow]
 
-    def speed(self, row: Row) -> float | None:
+    def speed(self, row: TrainingRow) -> float | None:
         """Return the throughput divided by that of the first row; None: one was not measured."""
         first = self.rows[0].measured
         if first is None or row.measured is None:
@@ -178,7 +178,7 @@ _ABOUT_PARTS = (
 )
 
 
-def _cells(row: Row, speed: float | None) -> list[str]:
+def _cells(row: TrainingRow, speed: float | None) -> list[str]:
     if row.measured is None:
         return [row.name, f"failed: {row.failed}", *[""] * (len(COLUMNS) - 1)]
     measured, numbers = row.measured, derived(row.measured, row.processes)
@@ -200,7 +200,7 @@ def _cells(row: Row, speed: float | None) -> list[str]:
     ]
 
 
-def _start(row: Row, measured: Measured) -> str:
+def _start(row: TrainingRow, measured: Measured) -> str:
     assert row.took is not None
     took, started, built, first = map(digits, (row.took, measured.starting, measured.building, measured.first_step))
     return (
@@ -214,7 +214,7 @@ def _count(number: float | None) -> str:
     return f"{number:,.0f}"
 
 
-def _part_cells(row: Row) -> list[str]:
+def _part_cells(row: TrainingRow) -> list[str]:
     assert row.measured is not None
     assert row.measured.breakdown is not None
     found = row.measured.breakdown
@@ -222,7 +222,7 @@ def _part_cells(row: Row) -> list[str]:
     return [row.name, _ms(found.step), *shares]
 
 
-def _phase_cells(row: Row) -> list[list[str]]:
+def _phase_cells(row: TrainingRow) -> list[list[str]]:
     assert row.measured is not None
     assert row.measured.breakdown is not None
     found = row.measured.breakdown.phases
@@ -233,7 +233,7 @@ def _ms(seconds: float) -> str:
     return digits(1e3 * seconds)
 
 
-def _lines_below(profiled: Sequence[Row]) -> list[str]:
+def _lines_below(profiled: Sequence[TrainingRow]) -> list[str]:
     """Return lines about overlapped communication, the longest idle time and the host's waits for the GPU."""
     lines = []
     for row in profiled:

@@ -18,7 +18,7 @@ from kernels.bench.timing import Ceilings
 from megatron_ext.bench.train.measure import Amount, Measured
 from megatron_ext.bench.train.plain_megatron import check_plain
 from megatron_ext.bench.train.rank import FAILED, MACHINE, MEASURED, Job, about_machine, write_job
-from megatron_ext.bench.train.report import Report, Row
+from megatron_ext.bench.train.report import TrainingReport, TrainingRow
 from megatron_ext.config.load import load_config
 from megatron_ext.config.rules import check
 from megatron_ext.config.schema import RunConfig
@@ -60,7 +60,7 @@ class Variant:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class TrainingPlan:
     """Settings of the benchmark, other than the variants.
 
     Attributes:
@@ -133,12 +133,12 @@ def read_variants(
 
 def bench(
     variants: Sequence[Variant],
-    plan: Plan,
+    plan: TrainingPlan,
     about: Mapping[str, Any],
     *,
     tell: Callable[[str], None] = print,
-    save: Callable[[Report], None] | None = None,
-) -> tuple[Report, int]:
+    save: Callable[[TrainingReport], None] | None = None,
+) -> tuple[TrainingReport, int]:
     """Measure every variant.
 
     Args:
@@ -153,7 +153,9 @@ def bench(
     """
     with scratch_folder("bench") as folder:
         here, ceilings = _machine(folder)
-        report = Report(**about, machine=here, ceilings=ceilings, amount=plan.amount, prepared=plan.prepared, rows=[])
+        report = TrainingReport(
+            **about, machine=here, ceilings=ceilings, amount=plan.amount, prepared=plan.prepared, rows=[]
+        )
         if save is not None:
             save(report)  # fail before measuring if the folder cannot be written
         random_data = None if plan.prepared else _random_data(folder / "data", variants, plan)
@@ -169,7 +171,7 @@ def bench(
     return report, 1 if any(row.failed for row in report.rows) else 0
 
 
-def _random_data(folder: Path, variants: Sequence[Variant], plan: Plan) -> Path:
+def _random_data(folder: Path, variants: Sequence[Variant], plan: TrainingPlan) -> Path:
     """Write a data folder with as many random tokens as the longest variant reads, up to a maximum."""
     steps = plan.amount.warm_up + plan.amount.steps + plan.amount.profiled + 1
     configs = [one.config for one in variants if one.config is not None]
@@ -196,10 +198,10 @@ def _machine(folder: Path) -> tuple[dict[str, str | None], Ceilings | None]:
     return found["machine"], Ceilings(**found["ceilings"])
 
 
-def _row(folder: Path, variant: Variant, plan: Plan, random_data: Path | None) -> tuple[Row, int]:
+def _row(folder: Path, variant: Variant, plan: TrainingPlan, random_data: Path | None) -> tuple[TrainingRow, int]:
     """Train a variant, and return its row and the exit code of its processes."""
     config = None if variant.config is None else TypeAdapter(RunConfig).dump_python(variant.config, mode="json")
-    row = Row(
+    row = TrainingRow(
         name=variant.name,
         overrides=variant.overrides,
         config=config,

@@ -70,9 +70,9 @@ def copy_engines_are_of_gpus(f: Facts) -> Broken:
 def heads_divide_by_query_groups(f: Facts) -> Broken:
     """Every key/value head serves the same number of query heads."""
     m = f.config.model
-    mend = "give a divisor of model.num_attention_heads"
+    hint = "give a divisor of model.num_attention_heads"
     return does_not_divide(
-        "model.num_attention_heads", m.num_attention_heads, "num_query_groups", m.num_query_groups or 1, mend
+        "model.num_attention_heads", m.num_attention_heads, "num_query_groups", m.num_query_groups or 1, hint
     )
 
 
@@ -162,10 +162,10 @@ def heads_divide_by_context(f: Facts) -> Broken:
     for name in dict.fromkeys(f.layers):
         mixer = f.mixers[name]
         field, units = _heads(f.config.model, mixer)
-        local, hands_on = units // p.tensor, mixer.hands_on_states and p.context_exchange != "heads"
-        if local % p.context == 0 or mixer.gathers_keys_and_values or hands_on:
+        local, hands_on = units // p.tensor, mixer.supports_state_passing and p.context_exchange != "heads"
+        if local % p.context == 0 or mixer.supports_kv_gather or hands_on:
             continue
-        more = ", or set parallel.context_exchange=auto" if mixer.hands_on_states else ""
+        more = ", or set parallel.context_exchange=auto" if mixer.supports_state_passing else ""
         return (
             f"{name} splits its heads, and {field} {units} / tensor {p.tensor} = {local} heads "
             f"do not divide by context {p.context}",
@@ -184,7 +184,7 @@ def heads_divide_by_rounds(f: Facts) -> Broken:
     for name in dict.fromkeys(f.layers):
         mixer = f.mixers[name]
         field, units = _heads(f.config.model, mixer)
-        own = "states" if mixer.hands_on_states else "chunks" if mixer.chunk_field else None
+        own = "states" if mixer.supports_state_passing else "chunks" if mixer.chunk_field else None
         local = units // p.tensor
         if local % p.context or p.context_exchange == own:
             continue  # this mixer exchanges no heads
@@ -200,7 +200,7 @@ def heads_divide_by_rounds(f: Facts) -> Broken:
 
 def _heads(model: ModelConfig, mixer: MixerTraits) -> tuple[str, int]:
     """Return the field with the number of heads, or query groups, that ranks exchange, and that number."""
-    field = "num_query_groups" if mixer.units_are_groups else "num_attention_heads"
+    field = "num_query_groups" if mixer.head_groups_are_query_groups else "num_attention_heads"
     return field, getattr(model, field) or model.num_attention_heads
 
 

@@ -25,5 +25,5 @@ def check_nodes(config: RunConfig, world_size: int, per_node: int) -> None:
     if p.context_transport != "copy_engine" or p.context == 1 or world_size <= per_node or per_node % span == 0:
         return
     group = f"tensor {p.tensor} * context {p.context} = {span} processes"
-    problem, mend = f"do not divide nodes of {per_node}", f"choose nccl, or a tensor * context that divides {per_node}"
-    raise UserError("parallel.context_transport", f"copy_engine, and {group} {problem}", mend)
+    problem, hint = f"do not divide nodes of {per_node}", f"choose nccl, or a tensor * context that divides {per_node}"
+    raise UserError("parallel.context_transport", f"copy_engine, and {group} {problem}", hint)

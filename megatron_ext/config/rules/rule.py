@@ -56,8 +56,8 @@ class Rules(list[Rule]):
         return add
 
 
-def does_not_divide(name: str, value: int, by: str, divisor: int, mend: str) -> Broken:
+def does_not_divide(name: str, value: int, by: str, divisor: int, hint: str) -> Broken:
     """Return the error for a value that must be a multiple of `divisor`, or None."""
     if value % divisor == 0:
         return None
-    return f"{name} {value} does not divide by {by} {divisor}", mend
+    return f"{name} {value} does not divide by {by} {divisor}", hint

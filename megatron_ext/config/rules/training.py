@@ -21,8 +21,8 @@ def batch_divides_by_replicas(f: Facts) -> Broken:
     t, replicas = f.config.training, f.layout.data_parallel_size
     samples = t.micro_batch_size * replicas
     by = f"micro_batch_size {t.micro_batch_size} * data-parallel size {replicas} ="
-    mend = f"give a multiple of {samples}, or another micro_batch_size"
-    return does_not_divide("global_batch_size", t.global_batch_size, by, samples, mend)
+    hint = f"give a multiple of {samples}, or another micro_batch_size"
+    return does_not_divide("global_batch_size", t.global_batch_size, by, samples, hint)
 
 
 @rule("training.global_batch_size")
@@ -213,8 +213,8 @@ def what_is_allowed_can_be(f: Facts) -> Broken:
             changing = [known for known, effect in EFFECTS.items() if effect in (Effect.PAST, Effect.SCHEDULE)]
             return f"{name} is no field", suggest(name, changing)
         if effect_of(name) is Effect.MODEL:
-            mend = "begin a new run with the other model"
-            return f"{name} makes another model, whose tensors the checkpoint has not", mend
+            hint = "begin a new run with the other model"
+            return f"{name} makes another model, whose tensors the checkpoint has not", hint
         if effect_of(name) not in (Effect.PAST, Effect.SCHEDULE):
             return f"{name} may be changed without it", "leave it out"
     return None

@@ -33,7 +33,7 @@ def to_theirs(rules: Iterable[Rule]) -> list[Step]:
     return [Step(rule.ours, rule.theirs, rule.to_theirs) for rule in rules]
 
 
-class Made(Tensors):
+class ConvertedTensors(Tensors):
     """Tensors computed lazily from other tensors, one step at a time.
 
     Args:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wish:
+class WriteOptions:
     """Options for writing a checkpoint.
 
     Attributes:
@@ -48,23 +48,23 @@ class Wish:
 class Destination(Protocol):
     """Format that a checkpoint can be written in."""
 
-    def carries_training(self, source: Source, wish: Wish) -> bool:
+    def carries_training(self, source: Source, wish: WriteOptions) -> bool:
         """Return whether the optimizer state is written too, so that training can be resumed."""
 
-    def remark(self, source: Source, wish: Wish) -> str | None:
+    def remark(self, source: Source, wish: WriteOptions) -> str | None:
         """Return one line about a limitation of the written checkpoint; None: there is none."""
 
-    def check(self, source: Source, wish: Wish) -> None:
+    def check(self, source: Source, wish: WriteOptions) -> None:
         """Check that the model can be written in this format.
 
         Raises:
             UserError: it cannot, with the reason.
         """
 
-    def files(self, source: Source, wish: Wish) -> dict[str, int]:
+    def files(self, source: Source, wish: WriteOptions) -> dict[str, int]:
         """Return the files that will contain tensors, with the bytes of these tensors."""
 
-    def write(self, source: Source, wish: Wish, folder: Path) -> None:
+    def write(self, source: Source, wish: WriteOptions, folder: Path) -> None:
         """Write the checkpoint into an empty folder.
 
         Args:
@@ -81,25 +81,25 @@ class Destination(Protocol):
 class HuggingFace:
     """Folder that `from_pretrained` loads: config.json, safetensors, tokenizer files and README.md."""
 
-    def carries_training(self, source: Source, wish: Wish) -> bool:
+    def carries_training(self, source: Source, wish: WriteOptions) -> bool:
         """Implement `Destination.carries_training`."""
         return False
 
-    def remark(self, source: Source, wish: Wish) -> str | None:
+    def remark(self, source: Source, wish: WriteOptions) -> str | None:
         """Implement `Destination.remark`."""
         return model_card.needs(family_for(source.saved, wish.architecture))
 
-    def check(self, source: Source, wish: Wish) -> None:
+    def check(self, source: Source, wish: WriteOptions) -> None:
         """Implement `Destination.check`."""
         family_for(source.saved, wish.architecture)
 
-    def files(self, source: Source, wish: Wish) -> dict[str, int]:
+    def files(self, source: Source, wish: WriteOptions) -> dict[str, int]:
         """Implement `Destination.files`."""
         family = family_for(source.saved, wish.architecture)
         tensors = hugging_face.theirs(family, source.saved, in_dtype(source.tensors, wish.dtype), str(source.path))
         return {name: shard.num_bytes for name, shard in shards_of(tensors.infos(), wish.shard_bytes).items()}
 
-    def write(self, source: Source, wish: Wish, folder: Path) -> None:
+    def write(self, source: Source, wish: WriteOptions, folder: Path) -> None:
         """Implement `Destination.write`."""
         family = family_for(source.saved, wish.architecture)
         tensors = hugging_face.theirs(family, source.saved, in_dtype(source.tensors, wish.dtype), str(source.path))
@@ -117,23 +117,23 @@ class Megatron:
     contains only the model.
     """
 
-    def carries_training(self, source: Source, wish: Wish) -> bool:
+    def carries_training(self, source: Source, wish: WriteOptions) -> bool:
         """Implement `Destination.carries_training`."""
         return source.training is not None and wish.dtype is None
 
-    def remark(self, source: Source, wish: Wish) -> str | None:
+    def remark(self, source: Source, wish: WriteOptions) -> str | None:
         """Implement `Destination.remark`."""
         if not source.has_optimizer or self.carries_training(source, wish):
             return None
         reason = "is of another library's form" if source.training is None else "belongs to a run of the types it has"
         return f"the optimizer's state {reason}, and is left out: the run can generate text, and not be continued"
 
-    def check(self, source: Source, wish: Wish) -> None:
+    def check(self, source: Source, wish: WriteOptions) -> None:
         """Implement `Destination.check`."""
         self._precision(source, wish)
         validate(RunSection, {"name": wish.name}, "run.")  # the run's name is that of the folder
 
-    def files(self, source: Source, wish: Wish) -> dict[str, int]:
+    def files(self, source: Source, wish: WriteOptions) -> dict[str, int]:
         """Implement `Destination.files`."""
         step = (source.progress or Progress()).step
         size = in_dtype(source.tensors, wish.dtype).num_bytes
@@ -141,7 +141,7 @@ class Megatron:
             size = source.training.tensors.num_bytes + source.training.optimizer.tensors.num_bytes
         return {f"{CHECKPOINTS}/{step_name(step)}/__0_0.distcp": size}
 
-    def write(self, source: Source, wish: Wish, folder: Path) -> None:
+    def write(self, source: Source, wish: WriteOptions, folder: Path) -> None:
         """Implement `Destination.write`."""
         saved, tensors = _without_padding(source.saved), in_dtype(source.tensors, wish.dtype)
         progress, precision = source.progress or Progress(), self._precision(source, wish)
@@ -151,7 +151,7 @@ class Megatron:
             return
         selectron_run.write_run(saved, tensors, precision, progress, folder, wish.name)
 
-    def _precision(self, source: Source, wish: Wish) -> str:
+    def _precision(self, source: Source, wish: WriteOptions) -> str:
         dtype = wish.dtype or source.dtype
         names = _precisions(dtype)
         if not names:
@@ -163,30 +163,30 @@ class Megatron:
 class DeepSpeedUniversal:
     """DeepSpeed universal checkpoint. It contains the optimizer state if the source is a Selectron training run."""
 
-    def carries_training(self, source: Source, wish: Wish) -> bool:
+    def carries_training(self, source: Source, wish: WriteOptions) -> bool:
         """Implement `Destination.carries_training`."""
         return source.training is not None
 
-    def remark(self, source: Source, wish: Wish) -> str | None:
+    def remark(self, source: Source, wish: WriteOptions) -> str | None:
         """Implement `Destination.remark`."""
         if source.training is not None:
             return None
         return "no optimizer state of ours is there: DeepSpeed finds moments of zero after 0 steps, as Adam begins"
 
-    def check(self, source: Source, wish: Wish) -> None:
+    def check(self, source: Source, wish: WriteOptions) -> None:
         """Implement `Destination.check`."""
         if wish.dtype is not None:
             kind = str(wish.dtype).removeprefix("torch.")
             problem = f"{kind} is for the numbers of a model, and a universal checkpoint holds the optimizer's, in fp32"
             raise UserError("--dtype", problem, "leave it out")
 
-    def files(self, source: Source, wish: Wish) -> dict[str, int]:
+    def files(self, source: Source, wish: WriteOptions) -> dict[str, int]:
         """Implement `Destination.files`."""
         from megatron_ext.conversion.deepspeed import universal_writing
 
         return {f"{universal_writing.tag_of(source)}/{ZERO}": universal_writing.num_bytes(source)}
 
-    def write(self, source: Source, wish: Wish, folder: Path) -> None:
+    def write(self, source: Source, wish: WriteOptions, folder: Path) -> None:
         """Implement `Destination.write`."""
         from megatron_ext.conversion.deepspeed import universal_writing
 

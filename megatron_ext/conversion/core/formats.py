@@ -41,8 +41,8 @@ def form_of(path: Path) -> Form:
         return "universal"
     if any(path.glob(_OF_DEEPSPEED)) or any(path.glob(f"*/{_OF_DEEPSPEED}")):
         problem = "is a checkpoint of DeepSpeed's that only the layout which wrote it can read"
-        mend = "make it universal by `python -m deepspeed.checkpoint.ds_to_universal`, and give that"
-        raise UserError(str(path), problem, mend)
+        hint = "make it universal by `python -m deepspeed.checkpoint.ds_to_universal`, and give that"
+        raise UserError(str(path), problem, hint)
     if (path / CHECKPOINTS).is_dir() or (path / LATEST).is_file():
         return "run"
     if (path / RECORD).is_file():

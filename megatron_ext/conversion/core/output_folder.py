@@ -119,16 +119,16 @@ def beside(destination: Path) -> Iterator[Path]:
                 raise _as_if_in_place(error, partial, destination) from error
             if not isinstance(error, Exception) or problem is None:
                 raise
-            mend = "make room, or give a folder that can be written"
-            raise UserError(str(destination), f"cannot be written: {problem}", mend) from error
+            hint = "make room, or give a folder that can be written"
+            raise UserError(str(destination), f"cannot be written: {problem}", hint) from error
 
 
 def _as_if_in_place(error: UserError, partial: Path, destination: Path) -> UserError:
     """Return the error with the path of the removed temporary folder replaced by the destination."""
-    where, problem, mend = (
-        text.replace(str(partial), str(destination)) for text in (error.where, error.problem, error.mend)
+    where, problem, hint = (
+        text.replace(str(partial), str(destination)) for text in (error.where, error.problem, error.hint)
     )
-    return UserError(where, problem, mend)
+    return UserError(where, problem, hint)
 
 
 def _replace(partial: Path, place: Path) -> None:

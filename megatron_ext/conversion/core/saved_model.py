@@ -38,8 +38,8 @@ def saved_model(identity: Mapping[str, Any], where: str) -> SavedModel:
     needed = [*(f"model.{field.name}" for field in dataclasses.fields(ModelConfig)), VOCABULARY, LENGTH]
     missing = [field for field in needed if field not in identity]
     if missing:
-        mend = "give the run's config.yaml with --model-config, and its tokenizer.json with --tokenizer"
-        raise UserError(where, f"does not say {missing[0]} of the model", mend)
+        hint = "give the run's config.yaml with --model-config, and its tokenizer.json with --tokenizer"
+        raise UserError(where, f"does not say {missing[0]} of the model", hint)
     model = validate(ModelConfig, _section(identity, "model."), "model.")
     layers = tuple(parse_pattern(model.pattern))
     mixers = {name: _mixer(name, _section(identity, f"mixers.{name}.")) for name in sorted(set(layers))}

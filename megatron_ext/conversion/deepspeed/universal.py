@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ext.checkpoint.contents import Content, content_of
+from megatron_ext.checkpoint.contents import FileDigest, content_of
 from megatron_ext.checkpoint.extent import RefusedPickle
 from megatron_ext.checkpoint.folder import Progress
 from megatron_ext.checkpoint.torch_file import load_file
@@ -68,7 +68,7 @@ class Description:
     progress: Progress | None
     schedule: dict[str, Any] | None
     config: dict[str, Any] | None
-    files: dict[str, Content]
+    files: dict[str, FileDigest]
 
 
 def open_folder(path: Path, options: SourceOptions) -> Source:
@@ -153,7 +153,7 @@ def _description(path: Path) -> Description:
     raw = read_json(file)
     try:
         progress = None if raw["progress"] is None else Progress(**raw["progress"])
-        files = {name: Content(**content) for name, content in raw["files"].items()}
+        files = {name: FileDigest(**content) for name, content in raw["files"].items()}
         unknown = [name for name in raw["dtypes"].values() if not isinstance(getattr(torch, name, None), torch.dtype)]
         if unknown or (raw["schedule"] is not None and not isinstance(raw["schedule"]["num_steps"], int)):
             raise ValueError("its dtypes or its schedule are none")
@@ -162,7 +162,7 @@ def _description(path: Path) -> Description:
         raise UserError(str(file), f"is no description of a checkpoint ({error})", _MEND) from None
 
 
-def _check_files(path: Path, files: Mapping[str, Content]) -> None:
+def _check_files(path: Path, files: Mapping[str, FileDigest]) -> None:
     for name, expected in files.items():
         file = path_within(path, name, str(path / DESCRIPTION), follow_links=True)
         if not file.is_file():

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megatron_ext.checkpoint.contents import CheckedFile, Content
+from megatron_ext.checkpoint.contents import CheckedFile, FileDigest
 from megatron_ext.checkpoint.folder import Progress
 from megatron_ext.conversion.core.formats import ZERO
 from megatron_ext.conversion.core.our_model import Split, splits
@@ -84,7 +84,7 @@ def write_universal(source: Source, precision: str, folder: Path) -> None:
 class _Files:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.written: dict[str, Content] = {}
+        self.written: dict[str, FileDigest] = {}
 
     def save(self, name: str, content: Any) -> None:
         path = self._folder / name
@@ -191,7 +191,7 @@ def _patterns(source: Source, infos: Mapping[str, TensorInfo], split: Mapping[st
     }
 
 
-def _description(source: Source, precision: str, files: dict[str, Content]) -> Description:
+def _description(source: Source, precision: str, files: dict[str, FileDigest]) -> Description:
     training = source.training
     dtypes = {key: str(info.dtype).removeprefix("torch.") for key, info in _tensors(source).infos().items()}
     return Description(

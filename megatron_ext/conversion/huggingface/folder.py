@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.config.validate import show
-from megatron_ext.conversion.core.converted_tensors import Made, to_ours, to_theirs
+from megatron_ext.conversion.core.converted_tensors import ConvertedTensors, to_ours, to_theirs
 from megatron_ext.conversion.core.family import Family, SavedModel, ShipsCode
 from megatron_ext.conversion.core.formats import CONFIG
 from megatron_ext.conversion.core.source import Source, SourceOptions, main_dtype
@@ -34,7 +34,7 @@ def open_folder(path: Path, options: SourceOptions) -> Source:
         format="hugging_face",
         saved=saved,
         stored=stored,
-        tensors=Made(stored, to_ours(family.rules(saved)), str(path)),
+        tensors=ConvertedTensors(stored, to_ours(family.rules(saved)), str(path)),
         tokenizer=kept_tokenizer(path, options.tokenizer),
         family=family,
     )
@@ -69,7 +69,7 @@ def theirs(family: Family, saved: SavedModel, tensors: Tensors, where: str) -> T
         tensors: our tensors.
         where: file or folder to name in error messages.
     """
-    return Made(tensors, to_theirs(family.rules(saved)), where)
+    return ConvertedTensors(tensors, to_theirs(family.rules(saved)), where)
 
 
 def write_folder(

@@ -55,8 +55,8 @@ def _transformers() -> ModuleType:
     try:
         import transformers
     except ImportError:
-        mend = "install selectron[hf], or leave the check out with --no-verify"
-        raise UserError("--verify", "needs transformers, which is not installed", mend) from None
+        hint = "install selectron[hf], or leave the check out with --no-verify"
+        raise UserError("--verify", "needs transformers, which is not installed", hint) from None
     return transformers
 
 

@@ -15,7 +15,7 @@ from megatron_ext.checkpoint.reading import read_common
 from megatron_ext.checkpoint.restricted_pickle import Names, namespace, unread
 from megatron_ext.config.schema import ModelConfig
 from megatron_ext.config.validate import validate
-from megatron_ext.conversion.core.converted_tensors import Made, Step
+from megatron_ext.conversion.core.converted_tensors import ConvertedTensors, Step
 from megatron_ext.conversion.core.family import SavedModel
 from megatron_ext.conversion.core.formats import PLAIN
 from megatron_ext.conversion.core.saved_model import configured_model
@@ -114,7 +114,7 @@ def open_folder(path: Path, options: SourceOptions) -> Source:
         format="megatron_core",
         saved=saved,
         stored=stored,
-        tensors=without_padding(Made(stored, list(_steps(stored)), str(path)), saved.vocab_size),
+        tensors=without_padding(ConvertedTensors(stored, list(_steps(stored)), str(path)), saved.vocab_size),
         tokenizer=tokenizer,
         progress=None if args is None else _progress(args),
         has_optimizer=stored.has_optimizer,
@@ -133,15 +133,15 @@ def _newest(path: Path) -> Path:
 
 def _arguments(path: Path) -> Namespace:
     """Return Megatron-LM's arguments, which its checkpoints contain."""
-    mend = "give the model's sizes in a YAML file with --model-config (its `model` section)"
+    hint = "give the model's sizes in a YAML file with --model-config (its `model` section)"
     try:
         common = read_common(path, _NAMES)
     except UserError as error:
-        raise UserError(error.where, error.problem, mend) from error
+        raise UserError(error.where, error.problem, hint) from error
     args = common.get("args") if isinstance(common, dict) else None
     if not isinstance(args, Namespace):
         problem = "holds no args, and the tensors do not tell the number of heads, of query groups and the rotary base"
-        raise UserError(str(path / COMMON_STATE_FNAME), problem, mend)
+        raise UserError(str(path / COMMON_STATE_FNAME), problem, hint)
     return args
 
 
@@ -152,7 +152,7 @@ def _saved_model(
     if options.model_config is not None:
         return configured_model(options.model_config, rows if tokenizer is None else tokenizer.size)
     assert args is not None
-    fields = Fields(vars(args), _DEFAULTS | _FIXED, prefix="args.", mend="give the model's sizes with --model-config")
+    fields = Fields(vars(args), _DEFAULTS | _FIXED, prefix="args.", hint="give the model's sizes with --model-config")
     if tokenizer is not None:
         return _model_of_arguments(fields, tokenizer.size)
     return _model_of_arguments(fields, fields.whole_or("vocab_size", rows))

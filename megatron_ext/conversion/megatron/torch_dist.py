@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.futures import Future
 
-from megatron_ext.checkpoint.contents import CheckedFile, Content, content_of
+from megatron_ext.checkpoint.contents import CheckedFile, FileDigest, content_of
 from megatron_ext.checkpoint.metadata_index import MEND
 from megatron_ext.checkpoint.reading import RestrictedReader, read_common
 from megatron_ext.conversion.core.tensors import Joined, Listed, TensorInfo, Tensors
@@ -156,7 +156,7 @@ def read_optimizer(stored: TorchDistTensors, folder: Path) -> OptimizerState | N
         raise UserError(str(folder / COMMON_STATE_FNAME), "holds no schedule of an optimizer", MEND) from None
 
 
-def write_torch_dist(tensors: Tensors, folder: Path, optimizer: OptimizerState | None = None) -> dict[str, Content]:
+def write_torch_dist(tensors: Tensors, folder: Path, optimizer: OptimizerState | None = None) -> dict[str, FileDigest]:
     """Write a checkpoint that megatron.core.dist_checkpointing can load under any parallel layout.
 
     Args:
@@ -211,7 +211,7 @@ class _OneAfterTheOther(filesystem.FileSystemWriter):
         written: size and checksum of each written file, by name.
     """
 
-    written: dict[str, Content]
+    written: dict[str, FileDigest]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[Any]]:
         results, name = [], f"{plan.storage_data.prefix}0{filesystem.DEFAULT_SUFFIX}"

@@ -71,8 +71,8 @@ def generation_of(arguments: Mapping[str, Any], max_length: int) -> Generation:
         others |= {"do_sample": draws, "num_beams": num_beams}
     if others:
         asked = ", ".join(f"{name}={value}" for name, value in others.items())
-        mend = "leave the task out, or run it with lm-eval on an exported checkpoint"
-        raise UserError("fewshot.tasks", f"the task asks for what is not done here: {asked}", mend)
+        hint = "leave the task out, or run it with lm-eval on an exported checkpoint"
+        raise UserError("fewshot.tasks", f"the task asks for what is not done here: {asked}", hint)
     if max_tokens >= max_length:
         problem = f"the task generates up to {max_tokens} tokens, and the model takes {max_length} with the question"
         raise UserError("fewshot.tasks", problem, "leave the task out for this model")
@@ -82,8 +82,8 @@ def generation_of(arguments: Mapping[str, Any], max_length: int) -> Generation:
 
 
 def _unfit(does: str, name: str, value: Any) -> UserError:
-    mend = "mend the task's generation_kwargs, or leave the task out"
-    return UserError("fewshot.tasks", f"the task {does} with {name}={value}", mend)
+    hint = "mend the task's generation_kwargs, or leave the task out"
+    return UserError("fewshot.tasks", f"the task {does} with {name}={value}", hint)
 
 
 def _draw_of(shape: Mapping[str, Any]) -> Draw:
@@ -161,8 +161,8 @@ class SelectronLM(TemplateLM):
         """
         if not context or not 0 < len(continuation) <= self.max_length:
             problem = f"{len(continuation)} tokens are asked for after {len(context)}, of {str(texts)[:80]!r}"
-            mend = f"this model takes at least one after one, and at most {self.max_length}: leave the task out for it"
-            raise UserError("fewshot.tasks", problem, mend)
+            hint = f"this model takes at least one after one, and at most {self.max_length}: leave the task out for it"
+            raise UserError("fewshot.tasks", problem, hint)
         room = self.max_length + 1 - len(continuation)
         return Request(self._end_of(context, room), continuation)
 

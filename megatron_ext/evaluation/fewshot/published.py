@@ -172,11 +172,11 @@ def find_file(task: str, split: str, data: Path) -> Path:
             )
         if found:
             return found[0]
-    mend = f"get the file from {test_set.home}"
+    hint = f"get the file from {test_set.home}"
     if split != "validation":
-        mend += ", or set fewshot.split=validation to do with the validation rows alone"
+        hint += ", or set fewshot.split=validation to do with the validation rows alone"
     missing = folder / test_set.files[split][0]
-    raise UserError("fewshot.data", f"{task}'s {split} rows are not there: {missing}", mend)
+    raise UserError("fewshot.data", f"{task}'s {split} rows are not there: {missing}", hint)
 
 
 def read_rows(task: str, path: Path) -> list[Row]:

@@ -127,8 +127,8 @@ def _knows(manager: TaskManager, name: str) -> bool:
 def _check_name(name: str, manager: TaskManager) -> None:
     if not _knows(manager, name):
         close = difflib.get_close_matches(name, manager.all_tasks, n=5)
-        mend = f"did you mean {', '.join(close)}?" if close else "`lm-eval ls tasks` lists all names"
-        raise UserError("fewshot.tasks", f"lm-eval has no task, group or tag {name!r}", mend)
+        hint = f"did you mean {', '.join(close)}?" if close else "`lm-eval ls tasks` lists all names"
+        raise UserError("fewshot.tasks", f"lm-eval has no task, group or tag {name!r}", hint)
 
 
 def _members(name: str, manager: TaskManager) -> list[str]:
@@ -143,27 +143,27 @@ def _load(manager: TaskManager, specs: list[str | LocalTask]) -> dict[str, Any]:
         return manager.load(specs)
     except OSError as error:
         known = ", ".join(PUBLISHED_SETS)
-        mend = f"have the rows in the Hugging Face cache, or the files of {known} in a folder (fewshot.data)"
-        raise _not_loaded("rows could not be read", specs, error, mend) from error
+        hint = f"have the rows in the Hugging Face cache, or the files of {known} in a folder (fewshot.data)"
+        raise _not_loaded("rows could not be read", specs, error, hint) from error
     except ImportError as error:
         raise _not_loaded("a package is missing", specs, error, "install it, or leave the task out") from error
     except Exception as error:  # a task's own code may raise anything
-        mend = "mend the task or what it needs, or leave it out"
-        raise _not_loaded(f"{type(error).__name__} in the task's definition", specs, error, mend) from error
+        hint = "mend the task or what it needs, or leave it out"
+        raise _not_loaded(f"{type(error).__name__} in the task's definition", specs, error, hint) from error
 
 
-def _not_loaded(problem: str, specs: list[str | LocalTask], error: Exception, mend: str) -> UserError:
+def _not_loaded(problem: str, specs: list[str | LocalTask], error: Exception, hint: str) -> UserError:
     names = ", ".join(spec for spec in specs if isinstance(spec, str))
     first_line = next(iter(str(error).splitlines()), "")
-    return UserError("fewshot.tasks", f"{problem} ({names}): {first_line}", mend)
+    return UserError("fewshot.tasks", f"{problem} ({names}): {first_line}", hint)
 
 
 def _check_task(name: str, task: Any, options: FewshotOptions, max_length: int) -> None:
     """Raise a `UserError` for a task that a text model cannot run, before the first forward pass."""
     elsewhere = "leave the task out"
     if getattr(task, "UNSAFE_CODE", False) and not options.confirm_run_unsafe_code:
-        mend = f"set fewshot.confirm_run_unsafe_code to true where it may run, or {elsewhere}"
-        raise UserError("fewshot.tasks", f"{name} runs code that a model has written", mend)
+        hint = f"set fewshot.confirm_run_unsafe_code to true where it may run, or {elsewhere}"
+        raise UserError("fewshot.tasks", f"{name} runs code that a model has written", hint)
     if getattr(task, "MULTIMODAL", False):
         raise UserError("fewshot.tasks", f"{name} shows pictures or plays sounds", elsewhere)
     if task.OUTPUT_TYPE == "generate_until":

@@ -11,7 +11,7 @@ from megatron_ext.evaluation.retrieval.options import RetrievalOptions, TaskName
 from megatron_ext.evaluation.retrieval.results import Record, RetrievalResults, Skipped
 from megatron_ext.evaluation.retrieval.samples import Material, Place, Sample, TextSample, TokenSample, Unfit
 from megatron_ext.evaluation.retrieval.tasks import TASKS, TextTask
-from megatron_ext.evaluation.text_model import Foretelling, TextModel
+from megatron_ext.evaluation.text_model import TeacherForcedQuery, TextModel
 from megatron_ext.utils.errors import UserError
 
 TOGETHER = 1 << 22
@@ -62,8 +62,8 @@ def _plan(model: TextModel, options: RetrievalOptions) -> tuple[Material, list[l
             if reason is None:
                 cells.append(here)
             elif options.unfit == "refuse":
-                mend = "leave it out, or set retrieval.unfit to skip"
-                raise UserError("retrieval.lengths", f"{length} does not fit for {name}: {reason}", mend)
+                hint = "leave it out, or set retrieval.unfit to skip"
+                raise UserError("retrieval.lengths", f"{length} does not fit for {name}: {reason}", hint)
             else:
                 skipped.append(Skipped(name, length, reason))
     return material, cells, skipped
@@ -131,7 +131,7 @@ def _foretell(model: TextModel, samples: Sequence[TokenSample]) -> list[Record]:
     """Score token samples with teacher forcing, one forward pass per sample."""
     if not samples:
         return []
-    misses = model.misses([Foretelling(sample.tokens, sample.scored) for sample in samples])
+    misses = model.misses([TeacherForcedQuery(sample.tokens, sample.scored) for sample in samples])
     return [
         _record(
             sample,

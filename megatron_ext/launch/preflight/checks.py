@@ -55,7 +55,7 @@ class Space:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class NodeReport:
     """Results of a process.
 
     Attributes:
@@ -83,7 +83,7 @@ class Report:
     versions: dict[str, str] = field(default_factory=dict)
 
 
-def look_around(folder: Path, environment: Mapping[str, str] = os.environ) -> Report:
+def look_around(folder: Path, environment: Mapping[str, str] = os.environ) -> NodeReport:
     """Check the node of this process.
 
     Args:
@@ -96,7 +96,7 @@ def look_around(folder: Path, environment: Mapping[str, str] = os.environ) -> Re
     seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
     # Not `tempfile.gettempdir()`: on a full disk it chooses another folder, which C libraries do not do.
     folders = {"run": folder, "temporary": Path(environment.get("TMPDIR", "/tmp")), "shared memory": Path("/dev/shm")}
-    return Report(
+    return NodeReport(
         rank=int(environment["RANK"]),
         local_rank=local_rank,
         node=node_name(environment),

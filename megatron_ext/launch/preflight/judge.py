@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from megatron_ext.launch.preflight.checks import Report
+from megatron_ext.launch.preflight.checks import NodeReport
 from megatron_ext.launch.preflight.limits import Limits
 from megatron_ext.launch.preflight.links import Link, Pair
 
@@ -39,7 +39,7 @@ class Verdict:
 def judge_nodes(
     nodes: Sequence[str],
     processes: int,
-    reports: Iterable[Report],
+    reports: Iterable[NodeReport],
     clocks: Mapping[str, tuple[float, float]],
     limits: Limits,
 ) -> Verdict:
@@ -56,7 +56,7 @@ def judge_nodes(
         clocks: by node, offset in seconds from the first node's clock (positive: ahead), and its error bound.
         limits: requirements for a node.
     """
-    by_node: dict[str, list[Report]] = {node: [] for node in nodes}
+    by_node: dict[str, list[NodeReport]] = {node: [] for node in nodes}
     for report in sorted(reports, key=lambda one: one.rank):
         by_node.setdefault(report.node, []).append(report)
     found = _silent(by_node, processes, limits)
@@ -80,7 +80,7 @@ def judge_nodes(
     return verdict
 
 
-def _silent(by_node: Mapping[str, Sequence[Report]], processes: int, limits: Limits) -> dict[str, str]:
+def _silent(by_node: Mapping[str, Sequence[NodeReport]], processes: int, limits: Limits) -> dict[str, str]:
     """Return the nodes blamed for processes without a report."""
     silent = {node: processes - len(there) for node, there in by_node.items() if len(there) < processes}
     first = next(iter(by_node))
@@ -91,7 +91,7 @@ def _silent(by_node: Mapping[str, Sequence[Report]], processes: int, limits: Lim
 
 
 def _problems(
-    reports: Sequence[Report],
+    reports: Sequence[NodeReport],
     clock: tuple[float, float] | None,
     gpus: int,
     usual: Mapping[str, str],
@@ -112,7 +112,7 @@ def _problems(
                 yield f"version of {name}", f"{name} is {here} here and {there} on the others"
 
 
-def _of_gpus(reports: Sequence[Report], gpus: int, limits: Limits) -> Iterator[tuple[str, str]]:
+def _of_gpus(reports: Sequence[NodeReport], gpus: int, limits: Limits) -> Iterator[tuple[str, str]]:
     seen = min(one.gpus_seen for one in reports)
     if seen < gpus:
         yield "GPUs", f"{seen} of {gpus} GPUs are seen"
@@ -124,7 +124,7 @@ def _of_gpus(reports: Sequence[Report], gpus: int, limits: Limits) -> Iterator[t
             yield "GPU memory", f"GPU {gpu.index}: {there}, less than {limits.min_gpu_memory:.0%}"
 
 
-def _of_spaces(report: Report, limits: Limits) -> Iterator[tuple[str, str]]:
+def _of_spaces(report: NodeReport, limits: Limits) -> Iterator[tuple[str, str]]:
     least = {"run": limits.min_disk, "temporary": limits.min_tmp, "shared memory": limits.min_shm}
     for use, space in report.spaces.items():
         check = RUN_FOLDER if use == "run" else use
@@ -134,7 +134,7 @@ def _of_spaces(report: Report, limits: Limits) -> Iterator[tuple[str, str]]:
             yield check, f"{amount(space.free)} free in {space.path}, less than {amount(least[use])}"
 
 
-def _usual_versions(speaking: Mapping[str, Sequence[Report]]) -> dict[str, str]:
+def _usual_versions(speaking: Mapping[str, Sequence[NodeReport]]) -> dict[str, str]:
     """Return the most common version of each component; of equally common ones the first node's."""
     reports = [one for there in speaking.values() for one in there]
     names = {name for one in reports for name in one.versions}

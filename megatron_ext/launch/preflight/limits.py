@@ -95,8 +95,8 @@ def limits_of(args: argparse.Namespace) -> Limits:
         try:
             values[one.name] = one.metadata["read"](text)
         except ValueError as error:
-            problem, mend = str(error).split("; ")
-            raise UserError("--" + one.name.replace("_", "-"), f"{text!r} {problem}", mend) from None
+            problem, hint = str(error).split("; ")
+            raise UserError("--" + one.name.replace("_", "-"), f"{text!r} {problem}", hint) from None
     return Limits(**values)
 
 

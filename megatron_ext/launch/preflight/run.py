@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 
 from megatron_ext.launch import local
 from megatron_ext.launch.preflight.board import Board, Silence
-from megatron_ext.launch.preflight.checks import Report, look_around
+from megatron_ext.launch.preflight.checks import NodeReport, look_around
 from megatron_ext.launch.preflight.judge import Links, Verdict, amount, judge_links, judge_nodes, second_tries
 from megatron_ext.launch.preflight.limits import Limits, add_limits, limits_of
 from megatron_ext.launch.preflight.links import Link, Pair, hanging, longest, measure, offset, ring, rounds
@@ -31,7 +31,7 @@ EXIT_BEGIN_ANEW = 3
 """Exit code if nodes are bad, or if a fault cannot be attributed to a node. The job's script then starts again, without
 the bad nodes.
 """
-_REPORT, _LINK = TypeAdapter(Report), TypeAdapter(Link)
+_REPORT, _LINK = TypeAdapter(NodeReport), TypeAdapter(Link)
 _PATIENCE = 10.0
 
 
@@ -98,7 +98,7 @@ def _conclude(verdict: Verdict) -> int:
     return 0 if verdict.passed else EXIT_BEGIN_ANEW
 
 
-def _obey(board: Board, report: Report, limits: Limits) -> int:
+def _obey(board: Board, report: NodeReport, limits: Limits) -> int:
     """Execute the orders of the first process until it sends the last one."""
     board.put(f"report/{board.rank}", asdict(report))
     # A generous limit: when the first process exits, its store closes and the wait fails.
@@ -113,7 +113,7 @@ def _obey(board: Board, report: Report, limits: Limits) -> int:
     raise AssertionError("orders do not end by themselves")
 
 
-def _talk(board: Board, report: Report, order: Mapping[str, Any], limits: Limits) -> list[Link]:
+def _talk(board: Board, report: NodeReport, order: Mapping[str, Any], limits: Limits) -> list[Link]:
     """Measure the pairs of this process, one after the other."""
     import torch
 
@@ -152,10 +152,10 @@ class _Flight:
     """
 
     board: Board
-    report: Report
+    report: NodeReport
     limits: Limits
     nodes: list[str]
-    reports: dict[int, Report] = field(default_factory=dict)
+    reports: dict[int, NodeReport] = field(default_factory=dict)
     clocks: dict[str, tuple[float, float]] = field(default_factory=dict)
     links: list[Link] = field(default_factory=list)
     seconds: float = 0.0
@@ -261,7 +261,7 @@ class _Flight:
         lines += [f"warning: {line}" for line in verdict.warnings]
         return lines
 
-    def _row(self, node: str, report: Report | None, verdict: Verdict) -> list[str]:
+    def _row(self, node: str, report: NodeReport | None, verdict: Verdict) -> list[str]:
         said = verdict.bad.get(node, "well")
         if report is None:
             return [node, *[""] * 8, said]

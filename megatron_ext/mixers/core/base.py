@@ -26,11 +26,11 @@ from megatron.core.transformer.utils import (
 )
 from torch import Tensor
 
-from megatron_ext.mixers.core.decode_cache import LooksBack
+from megatron_ext.mixers.core.decode_cache import HistoryModule
 from megatron_ext.mixers.core.documents import mix_by_document
-from megatron_ext.mixers.core.history import BEGINNING, Past
+from megatron_ext.mixers.core.history import BEGINNING, SequenceHistory
 from megatron_ext.parallel.aligned_linear import AlignedColumnParallelLinear
-from megatron_ext.parallel.exchange import gather_sequence, same_on_ranks
+from megatron_ext.parallel.exchange import copy_to_group, gather_sequence
 from megatron_ext.parallel.fp32_values import fp32_values, in_fp32, stored
 from megatron_ext.parallel.heads import all_heads, heads_to_sequence, sequence_to_heads
 from megatron_ext.parallel.parameters import Initializer, new_parameter
@@ -46,12 +46,12 @@ class MixerSubmodules:
 
 
 @dataclass(frozen=True)
-class Part:
+class MixInput:
     """Slice of the layer's units and of the sequence that one call of `Mixer.mix` processes.
 
     Attributes:
         first_unit: global index of the first unit.
-        num_units: number of units.
+        num_head_groups: number of units.
         first_position: position in the sequence of the first row.
         past: access to the positions before that row.
         shared: features that all units share, [t, b, width]; see `Mixer.shared_features`.
@@ -59,9 +59,9 @@ class Part:
     """
 
     first_unit: int
-    num_units: int
+    num_head_groups: int
     first_position: int = 0
-    past: Past = BEGINNING
+    past: SequenceHistory = BEGINNING
     shared: Tensor | None = None
     more: tuple[Tensor, ...] = ()
 
@@ -92,7 +92,7 @@ class Rounds(NamedTuple):
     units: int
 
 
-class Mixer(LooksBack, ABC):
+class Mixer(HistoryModule, ABC):
     """Base class of every mixer; replaces self-attention in a Megatron `TransformerLayer`.
 
     A subclass defines the number and widths of its units and implements `mix`. This class contains all communication
@@ -107,22 +107,22 @@ class Mixer(LooksBack, ABC):
         cp_comm_type: Megatron's choice of exchange for its own attention; not used.
     """
 
-    gathers_keys_and_values: ClassVar[bool] = False
+    supports_kv_gather: ClassVar[bool] = False
     """True if context parallelism may all-gather keys and values when the group size does not divide the units."""
 
-    hands_on_states: ClassVar[bool] = False
+    supports_state_passing: ClassVar[bool] = False
     """True if context parallelism may keep the sequence sharded and pass recurrent states between ranks."""
 
     chunk_field: ClassVar[str | None] = None
     """Field of the mixer's settings with the size of the chunks that context-parallel ranks fetch from each other."""
 
-    units_are_groups: ClassVar[bool] = False
+    head_groups_are_query_groups: ClassVar[bool] = False
     """True if a unit is a query group, False if it is a head."""
 
     needs_all_units: ClassVar[bool] = False
     """True if the features of a unit depend on the other units, so that one call of `mix` must contain them all."""
 
-    keeps_documents_apart: ClassVar[bool] = False
+    supports_document_masking: ClassVar[bool] = False
     """True if only `mix` accesses earlier positions, so that one call per document separates packed documents."""
 
     shifts_tokens: ClassVar[bool] = False
@@ -145,11 +145,11 @@ class Mixer(LooksBack, ABC):
         self.tp_size, self.tp_rank = self.tp_group.size(), self.tp_group.rank()
         self.cp_size, self.cp_rank = self.cp_group.size(), self.cp_group.rank()
         self.head_dim: int = config.kv_channels
-        self.num_units_per_rank = self.num_units() // self.tp_size
+        self.num_head_groups_per_rank = self.num_head_groups() // self.tp_size
         self.build_input_projection(submodules.in_proj)
         self.out_proj = build_module(
             submodules.out_proj,
-            self.num_units() * self.output_width(),
+            self.num_head_groups() * self.output_width(),
             config.hidden_size,
             init_method=config.output_layer_init_method,
             input_is_parallel=True,
@@ -162,21 +162,21 @@ class Mixer(LooksBack, ABC):
         self.in_proj = build_module(
             linear,
             self.config.hidden_size,
-            self.num_units() * self.unit_width(),
+            self.num_head_groups() * self.unit_width(),
             init_method=self.config.init_method,
             gather_output=False,
             tp_comm_buffer_name="qkv",
             **self._of_both_linears(),
         )
         if isinstance(self.in_proj, AlignedColumnParallelLinear):
-            self.in_proj.units = self.num_units_per_rank
+            self.in_proj.units = self.num_head_groups_per_rank
 
     def _of_both_linears(self) -> dict[str, Any]:
         plain = {"bias": False, "skip_bias_add": False, "is_expert": False}
         return {"config": self.config, "tp_group": self.tp_group, **plain}
 
     @abstractmethod
-    def num_units(self) -> int:
+    def num_head_groups(self) -> int:
         """Return the number of units of the whole layer, over all ranks."""
 
     @abstractmethod
@@ -188,7 +188,7 @@ class Mixer(LooksBack, ABC):
         """Return the number of features that `mix` returns for a unit."""
 
     @abstractmethod
-    def mix(self, x_tbuw: Tensor, part: Part) -> Tensor:
+    def mix(self, x_tbuw: Tensor, part: MixInput) -> Tensor:
         """Mix the sequence.
 
         Args:
@@ -228,10 +228,10 @@ class Mixer(LooksBack, ABC):
         Each tensor of the result is [t, b, units, width]. Features beyond the first `unit_width` are padding;
         `fusion.cut` drops them. This implementation returns one tensor. A mixer with several projections returns
         several, whose widths add up to `unit_width`. Concatenating them would copy them only to split them again. `mix`
-        receives all but the first as `Part.more`.
+        receives all but the first as `MixInput.more`.
         """
         projected, _bias = self.in_proj(hidden_states)
-        return (projected.unflatten(-1, (self.num_units_per_rank, -1)),)
+        return (projected.unflatten(-1, (self.num_head_groups_per_rank, -1)),)
 
     def shared_features(self, hidden_states: Tensor) -> Tensor | None:
         """Return the features that all units share, [t, b, width], for this rank's sequence shard, or None."""
@@ -245,16 +245,16 @@ class Mixer(LooksBack, ABC):
         if self.config.sequence_parallel:
             part = F.linear(hidden_states, self.replicated(weight))
             return gather_from_sequence_parallel_region(part, group=self.tp_group)
-        return same_on_ranks(F.linear(hidden_states, weight), self.tp_group)
+        return copy_to_group(F.linear(hidden_states, weight), self.tp_group)
 
     def _mix_over_context(self, features_tbuw: tuple[Tensor, ...], shared_tbw: Tensor | None) -> Tensor:
         """Mix this rank's units over its sequence shard, or over the whole sequence."""
         # During decoding every rank processes whole sequences.
-        cp, units = 1 if self.memory is not None else self.cp_size, self.num_units_per_rank
+        cp, units = 1 if self.memory is not None else self.cp_size, self.num_head_groups_per_rank
         x_tbuw, *more = features_tbuw
-        assert cp == 1 or self.hands_on_states or self.gathers_keys_and_values, "the rules refuse this layout"
+        assert cp == 1 or self.supports_state_passing or self.supports_kv_gather, "the rules refuse this layout"
         first_position = self.cp_rank * len(x_tbuw) if self.memory is None else self.memory.advance(len(x_tbuw))
-        part = Part(self.tp_rank * units, units, first_position, self.past, shared_tbw, tuple(more))
+        part = MixInput(self.tp_rank * units, units, first_position, self.past, shared_tbw, tuple(more))
         return self.mix(x_tbuw, part)
 
     def _has_whole_sequences_sent(self, hidden_states: Tensor) -> bool:
@@ -276,13 +276,13 @@ class Mixer(LooksBack, ABC):
             shared = self.shared_features(some_tbh)
             whole = None if shared is None else gather_sequence(shared, self.cp_group)
             coming.append((sequence_to_heads(self.features(some_tbh), transport, rounds.units), whole))
-        own = self.num_units_per_rank // self.cp_size
-        units, of_rank = own // rounds.units, self.tp_rank * self.num_units_per_rank + self.cp_rank * own
+        own = self.num_head_groups_per_rank // self.cp_size
+        units, of_rank = own // rounds.units, self.tp_rank * self.num_head_groups_per_rank + self.cp_rank * own
         going = []
         for arriving, shared in coming:
             mixed = []
             for first, (x_tbuw, *more) in zip(range(of_rank, of_rank + own, units), arriving, strict=True):
-                o_tbuw = self.mix(x_tbuw, Part(first, units, shared=shared, more=tuple(more)))
+                o_tbuw = self.mix(x_tbuw, MixInput(first, units, shared=shared, more=tuple(more)))
                 mixed.append(heads_to_sequence(o_tbuw, transport))
             going.append(mixed)
         projected = [self.out_proj(all_heads(mixed).flatten(2))[0] for mixed in going]
@@ -307,12 +307,12 @@ class Mixer(LooksBack, ABC):
             num_positions: positions of a context-parallel rank's shard.
         """
         cp, chosen = self.cp_size, self.config.context_exchange
-        if cp == 1 or self.num_units_per_rank % cp:
+        if cp == 1 or self.num_head_groups_per_rank % cp:
             return False
         in_parts = self.bytes_in_parts(num_positions)
         if in_parts is None or chosen == "heads":
             return True
-        own = "states" if self.hands_on_states else "chunks"
+        own = "states" if self.supports_state_passing else "chunks"
         heads = num_positions * (self.unit_width() + self.output_width()) * self.config.params_dtype.itemsize / cp
         return chosen != own and heads <= in_parts
 
@@ -327,21 +327,21 @@ class Mixer(LooksBack, ABC):
         Returns:
             None if the only way is to gather all keys and values, or if there is no way.
         """
-        return self.summary_size() * torch.float32.itemsize if self.hands_on_states else None
+        return self.summary_size() * torch.float32.itemsize if self.supports_state_passing else None
 
     def state_shape(self) -> StateShape:
-        """Return the shape of a unit's states that `states.walk_by_parts` passes between ranks."""
+        """Return the shape of a unit's states that `states.context_parallel_scan` passes between ranks."""
         raise AssertionError(f"{type(self).__name__} hands no states on")
 
     def summary_size(self) -> int:
-        """Return the values per unit in the summary that a rank sends to the others; see `states.walk_by_parts`."""
+        """Return the values per head group in a rank's summary; see `states.context_parallel_scan`."""
         states, key_dim, value_dim = self.state_shape()
         return states * key_dim * (key_dim + value_dim)
 
-    def summary_walks(self) -> float:
+    def summary_scans(self) -> float:
         """Return the cost of a rank's summary in scans over its shard, relative to the scan for its outputs.
 
-        `states.walk_by_parts` widens the values of that scan by `key_dim`.
+        `states.context_parallel_scan` widens the values of that scan by `key_dim`.
         """
         _, key_dim, value_dim = self.state_shape()
         return key_dim / value_dim
@@ -358,21 +358,21 @@ class Mixer(LooksBack, ABC):
             shape: shape of a unit's part.
             in_fp32: True if `own_units` returns it in fp32 even in a 16-bit run, as decays and step sizes need.
         """
-        whole, matrix = (self.num_units_per_rank, *shape), len(shape) > 1
+        whole, matrix = (self.num_head_groups_per_rank, *shape), len(shape) > 1
         options = {"dtype": self.config.params_dtype, "split_over": self.tp_group, "in_fp32": in_fp32}
         return new_parameter(whole, initializer, weight_decay=matrix, **options)
 
     def replicated(self, parameter: Tensor) -> Tensor:
         """Return a replicated parameter that ranks use for different heads; the backward pass sums its gradient."""
-        return parameter if self.tp_size == 1 else same_on_ranks(parameter, self.tp_group)
+        return parameter if self.tp_size == 1 else copy_to_group(parameter, self.tp_group)
 
-    def own_units(self, parameter: Tensor, part: Part) -> Tensor:
+    def own_units(self, parameter: Tensor, part: MixInput) -> Tensor:
         """Return the rows of a parameter that belong to the units of `part`. Dim 0 indexes this rank's units.
 
         Parameters created with `in_fp32` (`new_parameter_of_units`) are returned in fp32.
         """
-        start = part.first_unit - self.tp_rank * self.num_units_per_rank
-        return in_fp32(parameter).narrow(0, start, part.num_units)
+        start = part.first_unit - self.tp_rank * self.num_head_groups_per_rank
+        return in_fp32(parameter).narrow(0, start, part.num_head_groups)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from kernels.top1_chunk import best_by_keys, best_by_mean, mean_keys, merge
 from megatron_ext.parallel.exchange import gather_sequence
 from megatron_ext.parallel.fetch import fetch_blocks
-from megatron_ext.parallel.line import parts_before
+from megatron_ext.parallel.line import ring_pass
 
 
 def choose_over_ranks(
@@ -43,7 +43,7 @@ def choose_over_ranks(
         means = gather_sequence(own_nbgd, group).transpose(0, 1)
         return best_by_mean(q_bthd, means, chunk_size=chunk_size, top_k=top_k, query_offset=rank * t)
     rule: dict[str, Any] = {"chunk_size": chunk_size, "top_k": top_k, "score": score, "query_offset": rank * t}
-    found = (best_by_keys(q_bthd, k, first_chunk=r * t // chunk_size, **rule) for r, k in parts_before(k_bthd, group))
+    found = (best_by_keys(q_bthd, k, first_chunk=r * t // chunk_size, **rule) for r, k in ring_pass(k_bthd, group))
     return reduce(merge, found).chunks
 
 

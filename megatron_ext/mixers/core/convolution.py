@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megatron_ext.mixers.core.history import Past
+from megatron_ext.mixers.core.history import SequenceHistory
 
 
-def rows_before(x_tbuw: Tensor, weight_uwk: Tensor, past: Past) -> Tensor:
+def previous_rows(x_tbuw: Tensor, weight_uwk: Tensor, past: SequenceHistory) -> Tensor:
     """Return the rows before x that its convolution sees, [kernel - 1, b, u, w]; zeros before the sequence.
 
     Args:
@@ -15,4 +15,4 @@ def rows_before(x_tbuw: Tensor, weight_uwk: Tensor, past: Past) -> Tensor:
         weight_uwk: weight of the convolution [u, w, kernel].
         past: access to the positions before x.
     """
-    return past.rows_before("convolution", x_tbuw, weight_uwk.shape[-1] - 1)
+    return past.previous_rows("convolution", x_tbuw, weight_uwk.shape[-1] - 1)

@@ -8,11 +8,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_ext.mixers.core.history import BEGINNING, OtherRanks, Past
-from megatron_ext.parallel.states import DiagonalWalk, Walk
+from megatron_ext.mixers.core.history import BEGINNING, ContextParallelHistory, SequenceHistory
+from megatron_ext.parallel.states import DiagonalScan, Scan
 
 
-class Memory(Past):
+class DecodeCache(SequenceHistory):
     """Decode cache of one module in this process.
 
     It holds recurrent states, the last rows of convolutions, and keys and values: all of them, or those in a window.
@@ -41,30 +41,30 @@ class Memory(Past):
         self.num_positions += count
         return self.num_positions - count
 
-    def rows_before(self, name: str, x: Tensor, count: int) -> Tensor:
-        """Implement `Past.rows_before`."""
+    def previous_rows(self, name: str, x: Tensor, count: int) -> Tensor:
+        """Implement `SequenceHistory.previous_rows`."""
         before = self._kept.get(name)
         if before is None:
             before = x.new_zeros(count, *x.shape[1:])
         self._keep_last(name, torch.cat([before, x]), count)
         return before
 
-    def rows_so_far(self, name: str, x_tbnw: Tensor, window: int | None = None) -> Tensor:
-        """Implement `Past.rows_so_far`."""
+    def prefix_rows(self, name: str, x_tbnw: Tensor, window: int | None = None) -> Tensor:
+        """Implement `SequenceHistory.prefix_rows`."""
         if window is None:
             return self._rows.setdefault(name, _Rows()).extended_by(x_tbnw)
         rows = torch.cat([self._kept[name], x_tbnw]) if name in self._kept else x_tbnw
         self._keep_last(name, rows, window - 1)
         return rows
 
-    def walk(self, name: str, walk: Walk, v_bthe: Tensor, key_dim: int) -> Tensor:
-        """Implement `Past.walk`."""
-        out, self._states[name] = walk(v_bthe, self._states.get(name))
+    def scan(self, name: str, scan: Scan, v_bthe: Tensor, key_dim: int) -> Tensor:
+        """Implement `SequenceHistory.walk`."""
+        out, self._states[name] = scan(v_bthe, self._states.get(name))
         return out
 
-    def walk_diagonal(self, name: str, walk: DiagonalWalk, kept: Tensor) -> Tensor:
-        """Implement `Past.walk_diagonal`."""
-        out, self._states[name] = walk(self._states.get(name))
+    def scan_diagonal(self, name: str, scan: DiagonalScan, kept: Tensor) -> Tensor:
+        """Implement `SequenceHistory.scan_diagonal`."""
+        out, self._states[name] = scan(self._states.get(name))
         return out
 
     def take(self, numbers_n: Tensor) -> None:
@@ -102,13 +102,13 @@ class _Rows:
         return self.room[: self._count]
 
     def take(self, numbers_n: Tensor) -> None:
-        """Reorder the sequences as `Memory.take` does."""
+        """Reorder the sequences as `DecodeCache.take` does."""
         room = self.room.new_empty(len(self.room), len(numbers_n), *self.room.shape[2:])
         torch.index_select(self.room[: self._count], 1, numbers_n, out=room[: self._count])
         self.room = room
 
 
-class LooksBack(MegatronModule):
+class HistoryModule(MegatronModule):
     """Base class of modules that access earlier positions of the sequence.
 
     Args:
@@ -121,10 +121,10 @@ class LooksBack(MegatronModule):
 
     def __init__(self, config: TransformerConfig, sequence_group: ProcessGroup) -> None:
         super().__init__(config)
-        self._others = BEGINNING if sequence_group.size() == 1 else OtherRanks(sequence_group)
-        self.memory: Memory | None = None
+        self._others = BEGINNING if sequence_group.size() == 1 else ContextParallelHistory(sequence_group)
+        self.memory: DecodeCache | None = None
 
     @property
-    def past(self) -> Past:
+    def past(self) -> SequenceHistory:
         """Access to the positions before this rank's sequence shard: the decode cache, or the other ranks."""
         return self._others if self.memory is None else self.memory

@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_ext.parallel.exchange import gather_sequence
-from megatron_ext.parallel.states import DiagonalWalk, Walk, diagonal_state_before, rows_before, walk_by_parts
+from megatron_ext.parallel.states import DiagonalScan, Scan, context_parallel_scan, diagonal_state_before, previous_rows
 
 
-class Past(ABC):
+class SequenceHistory(ABC):
     """Interface through which a mixer accesses earlier positions.
 
     A mixer that accesses them only through `Part.past` works on a whole sequence, on a context-parallel shard and token
@@ -24,7 +24,7 @@ class Past(ABC):
         return None
 
     @abstractmethod
-    def rows_before(self, name: str, x: Tensor, count: int) -> Tensor:
+    def previous_rows(self, name: str, x: Tensor, count: int) -> Tensor:
         """Return the last rows before x, with zeros before the sequence: [count, ...].
 
         Args:
@@ -34,7 +34,7 @@ class Past(ABC):
         """
 
     @abstractmethod
-    def rows_so_far(self, name: str, x_tbnw: Tensor, window: int | None = None) -> Tensor:
+    def prefix_rows(self, name: str, x_tbnw: Tensor, window: int | None = None) -> Tensor:
         """Return the rows of the sequence up to the last current one: [s, b, n, w], s >= t.
 
         Args:
@@ -44,12 +44,12 @@ class Past(ABC):
         """
 
     @abstractmethod
-    def walk(self, name: str, walk: Walk, v_bthe: Tensor, key_dim: int) -> Tensor:
+    def scan(self, name: str, scan: Scan, v_bthe: Tensor, key_dim: int) -> Tensor:
         """Run a scan from the state that earlier positions have left.
 
         Args:
             name: identifies the state within the layer.
-            walk: scan over the current rows, an op with its own keys; jointly linear in values and state.
+            scan: scan over the current rows, an op with its own keys; jointly linear in values and state.
             v_bthe: values [b, t, h, e].
             key_dim: d of the state [b, h, d, e].
 
@@ -58,12 +58,12 @@ class Past(ABC):
         """
 
     @abstractmethod
-    def walk_diagonal(self, name: str, walk: DiagonalWalk, kept: Tensor) -> Tensor:
+    def scan_diagonal(self, name: str, scan: DiagonalScan, kept: Tensor) -> Tensor:
         """Run a scan whose state is updated elementwise, from the state that earlier positions have left.
 
         Args:
             name: identifies the state within the layer.
-            walk: scan over the current rows; affine in the state.
+            scan: scan over the current rows; affine in the state.
             kept: factor by which the scan multiplies each element of the initial state, of the state's shape.
 
         Returns:
@@ -71,30 +71,30 @@ class Past(ABC):
         """
 
 
-class Beginning(Past):
+class EmptyHistory(SequenceHistory):
     """Empty past: the sequence begins with the current rows."""
 
-    def rows_before(self, name: str, x: Tensor, count: int) -> Tensor:
-        """Implement `Past.rows_before`."""
+    def previous_rows(self, name: str, x: Tensor, count: int) -> Tensor:
+        """Implement `SequenceHistory.previous_rows`."""
         return x.new_zeros(count, *x.shape[1:])
 
-    def rows_so_far(self, name: str, x_tbnw: Tensor, window: int | None = None) -> Tensor:
-        """Implement `Past.rows_so_far`."""
+    def prefix_rows(self, name: str, x_tbnw: Tensor, window: int | None = None) -> Tensor:
+        """Implement `SequenceHistory.prefix_rows`."""
         return x_tbnw
 
-    def walk(self, name: str, walk: Walk, v_bthe: Tensor, key_dim: int) -> Tensor:
-        """Implement `Past.walk`."""
-        return walk(v_bthe, None)[0]
+    def scan(self, name: str, scan: Scan, v_bthe: Tensor, key_dim: int) -> Tensor:
+        """Implement `SequenceHistory.walk`."""
+        return scan(v_bthe, None)[0]
 
-    def walk_diagonal(self, name: str, walk: DiagonalWalk, kept: Tensor) -> Tensor:
-        """Implement `Past.walk_diagonal`."""
-        return walk(None)[0]
-
-
-BEGINNING = Beginning()
+    def scan_diagonal(self, name: str, scan: DiagonalScan, kept: Tensor) -> Tensor:
+        """Implement `SequenceHistory.scan_diagonal`."""
+        return scan(None)[0]
 
 
-class OtherRanks(Past):
+BEGINNING = EmptyHistory()
+
+
+class ContextParallelHistory(SequenceHistory):
     """Past of a context-parallel rank: the shards of the ranks before it.
 
     Args:
@@ -106,22 +106,22 @@ class OtherRanks(Past):
 
     @property
     def ranks(self) -> ProcessGroup:
-        """Implement `Past.ranks`."""
+        """Implement `SequenceHistory.ranks`."""
         return self._group
 
-    def rows_before(self, name: str, x: Tensor, count: int) -> Tensor:
-        """Implement `Past.rows_before`."""
-        return rows_before(x, count, self._group)
+    def previous_rows(self, name: str, x: Tensor, count: int) -> Tensor:
+        """Implement `SequenceHistory.previous_rows`."""
+        return previous_rows(x, count, self._group)
 
-    def rows_so_far(self, name: str, x_tbnw: Tensor, window: int | None = None) -> Tensor:
-        """Implement `Past.rows_so_far`."""
+    def prefix_rows(self, name: str, x_tbnw: Tensor, window: int | None = None) -> Tensor:
+        """Implement `SequenceHistory.prefix_rows`."""
         return gather_sequence(x_tbnw, self._group)[: (self._group.rank() + 1) * len(x_tbnw)]
 
-    def walk(self, name: str, walk: Walk, v_bthe: Tensor, key_dim: int) -> Tensor:
-        """Implement `Past.walk`."""
-        return walk_by_parts(walk, v_bthe, key_dim, self._group)
+    def scan(self, name: str, scan: Scan, v_bthe: Tensor, key_dim: int) -> Tensor:
+        """Implement `SequenceHistory.walk`."""
+        return context_parallel_scan(scan, v_bthe, key_dim, self._group)
 
-    def walk_diagonal(self, name: str, walk: DiagonalWalk, kept: Tensor) -> Tensor:
-        """Implement `Past.walk_diagonal`."""
-        _, written = walk(None)
-        return walk(diagonal_state_before(kept, written, self._group))[0]
+    def scan_diagonal(self, name: str, scan: DiagonalScan, kept: Tensor) -> Tensor:
+        """Implement `SequenceHistory.scan_diagonal`."""
+        _, written = scan(None)
+        return scan(diagonal_state_before(kept, written, self._group))[0]

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from kernels.common.fusion import cut
-from megatron_ext.mixers.core.base import Mixer, Part, batch_first
+from megatron_ext.mixers.core.base import Mixer, MixInput, batch_first
 from megatron_ext.mixers.core.rotary import rotated_heads, rotation
 from megatron_ext.parallel.exchange import gather_sequence
 from megatron_ext.parallel.zigzag import from_zigzag, to_zigzag, zigzag_pieces
@@ -33,9 +33,9 @@ class KeyValueMixer(Mixer):
     Rows of the input projection, per group: [queries | key | value]. A subclass implements `attend`.
     """
 
-    gathers_keys_and_values: ClassVar[bool] = True
-    units_are_groups: ClassVar[bool] = True
-    keeps_documents_apart: ClassVar[bool] = True
+    supports_kv_gather: ClassVar[bool] = True
+    head_groups_are_query_groups: ClassVar[bool] = True
+    supports_document_masking: ClassVar[bool] = True
 
     moves_queries: ClassVar[bool] = True
     """True if ranks that gather keys and values may exchange queries to balance the causal load (`zigzag`)."""
@@ -55,7 +55,7 @@ class KeyValueMixer(Mixer):
         """Number of query heads that share a key and value head (GQA)."""
         return self.config.num_attention_heads // self.config.num_query_groups
 
-    def num_units(self) -> int:
+    def num_head_groups(self) -> int:
         """Return the number of query groups."""
         return self.config.num_query_groups
 
@@ -67,12 +67,12 @@ class KeyValueMixer(Mixer):
         """Return the width of the outputs of all queries of a group."""
         return self.queries_per_group * self.head_dim
 
-    def frozen_keys(self, v_bshd: Tensor, first_position: int, part: Part) -> Tensor:
+    def frozen_keys(self, v_bshd: Tensor, first_position: int, part: MixInput) -> Tensor:
         """Return keys [b, s, groups, d] from `first_position` on, for a mixer that projects none."""
         raise AssertionError(f"{type(self).__name__} projects its keys")
 
     @abstractmethod
-    def attend(self, q_bthd: Tensor, k_bshd: Tensor, v_bshd: Tensor, query_offset: int, part: Part) -> Tensor:
+    def attend(self, q_bthd: Tensor, k_bshd: Tensor, v_bshd: Tensor, query_offset: int, part: MixInput) -> Tensor:
         """Attend with queries to the keys up to the last query; return outputs [b, t, hq, d].
 
         Args:
@@ -83,13 +83,13 @@ class KeyValueMixer(Mixer):
             part: groups and positions of the queries.
         """
 
-    def mix(self, x_tbuw: Tensor, part: Part) -> Tensor:
+    def mix(self, x_tbuw: Tensor, part: MixInput) -> Tensor:
         """Implement `Mixer.mix`: split the rows into heads, rotate, attend."""
         t, b, u, _ = x_tbuw.shape
         o_bthd = self.attend_to_past(*self._heads(x_tbuw, part), part)
         return batch_first(o_bthd).reshape(t, b, u, self.output_width())
 
-    def _heads(self, x_tbuw: Tensor, part: Part) -> tuple[Tensor, Tensor | None, Tensor]:
+    def _heads(self, x_tbuw: Tensor, part: MixInput) -> tuple[Tensor, Tensor | None, Tensor]:
         """Split rows into queries [b, t, hq, d], keys (None if not projected) and values [t, b, groups, d]."""
         widths = [self.queries_per_group * self.head_dim, *([self.head_dim] * (self.projects_keys + 1))]
         if self.mixer_config.position_encoding == "rope" and self.projects_keys:
@@ -100,7 +100,7 @@ class KeyValueMixer(Mixer):
         q_tbhd = q_tbuw.unflatten(-1, (-1, self.head_dim)).flatten(2, 3)
         return batch_first(q_tbhd), keys[0] if keys else None, v_tbgd
 
-    def attend_to_past(self, q_bthd: Tensor, k_tbgd: Tensor | None, v_tbgd: Tensor, part: Part) -> Tensor:
+    def attend_to_past(self, q_bthd: Tensor, k_tbgd: Tensor | None, v_tbgd: Tensor, part: MixInput) -> Tensor:
         """Attend to all visible keys and values: those of the same positions and earlier ones. Return [b, t, hq, d].
 
         Args:
@@ -111,16 +111,16 @@ class KeyValueMixer(Mixer):
         """
         if part.past.ranks is not None and self.moves_queries and self.window is None and len(v_tbgd) % 2 == 0:
             return self._attend_in_zigzag(q_bthd, k_tbgd, v_tbgd, part, part.past.ranks)
-        v_bshd = batch_first(part.past.rows_so_far("values", v_tbgd, self.window))
+        v_bshd = batch_first(part.past.prefix_rows("values", v_tbgd, self.window))
         query_offset = v_bshd.shape[1] - len(v_tbgd)
         if k_tbgd is None:
             k_bshd = self.frozen_keys(v_bshd, part.first_position - query_offset, part)
         else:
-            k_bshd = batch_first(part.past.rows_so_far("keys", k_tbgd, self.window))
+            k_bshd = batch_first(part.past.prefix_rows("keys", k_tbgd, self.window))
         return self.attend(q_bthd, k_bshd, v_bshd, query_offset, part)
 
     def _attend_in_zigzag(
-        self, q_bthd: Tensor, k_tbgd: Tensor | None, v_tbgd: Tensor, part: Part, ranks: ProcessGroup
+        self, q_bthd: Tensor, k_tbgd: Tensor | None, v_tbgd: Tensor, part: MixInput, ranks: ProcessGroup
     ) -> Tensor:
         """Implement `attend_to_past` with all keys and values gathered, for an early and a late piece of queries."""
         v_bshd = batch_first(gather_sequence(v_tbgd, ranks))

@@ -27,14 +27,14 @@ class MixerEntry:
     config_type: type
 
     @property
-    def gathers_keys_and_values(self) -> bool:
+    def supports_kv_gather(self) -> bool:
         """True if context parallelism also works when the group size does not divide the number of units."""
-        return self.module.gathers_keys_and_values
+        return self.module.supports_kv_gather
 
     @property
-    def hands_on_states(self) -> bool:
+    def supports_state_passing(self) -> bool:
         """True if context parallelism can pass recurrent states between ranks."""
-        return self.module.hands_on_states
+        return self.module.supports_state_passing
 
     @property
     def chunk_field(self) -> str | None:
@@ -42,14 +42,14 @@ class MixerEntry:
         return self.module.chunk_field
 
     @property
-    def units_are_groups(self) -> bool:
+    def head_groups_are_query_groups(self) -> bool:
         """True if a unit is a query group."""
-        return self.module.units_are_groups
+        return self.module.head_groups_are_query_groups
 
     @property
-    def keeps_documents_apart(self) -> bool:
+    def supports_document_masking(self) -> bool:
         """True if packed documents can be mixed separately."""
-        return self.module.keeps_documents_apart
+        return self.module.supports_document_masking
 
 
 MIXERS: dict[str, MixerEntry] = {}

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
-from megatron_ext.mixers.core.base import Mixer, Part, StateShape, batch_first
+from megatron_ext.mixers.core.base import Mixer, MixInput, StateShape, batch_first
 from megatron_ext.mixers.core.token_shift import layers_left
-from megatron_ext.parallel.exchange import same_on_ranks
+from megatron_ext.parallel.exchange import copy_to_group
 from megatron_ext.parallel.parameters import Initializer, constant, new_parameter, normal, zeros
 
 
@@ -27,7 +27,7 @@ class RWKVMixer(Mixer):
     Suffixes: h hidden, u head, d channel of a head, r rank of a low-rank projection, i index of the input.
     """
 
-    hands_on_states: ClassVar[bool] = True
+    supports_state_passing: ClassVar[bool] = True
     shifts_tokens: ClassVar[bool] = True
 
     num_features: ClassVar[int]
@@ -52,7 +52,7 @@ class RWKVMixer(Mixer):
     def project(self, x_tbh: Tensor, before_1bh: Tensor) -> tuple[Tensor, ...]:
         """Compute the heads' features, `num_features` tensors [t, b, u, d], from hidden states and the row before.
 
-        Each has its own projection. `mix` receives the first as x and the others as `Part.more`.
+        Each has its own projection. `mix` receives the first as x and the others as `MixInput.more`.
         """
 
     def features(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
@@ -60,10 +60,10 @@ class RWKVMixer(Mixer):
         if self.config.sequence_parallel:
             x_tbh = gather_from_sequence_parallel_region(hidden_states, group=self.tp_group)
         else:
-            x_tbh = same_on_ranks(hidden_states, self.tp_group)
-        return self.project(x_tbh, self.past.rows_before("hidden_states", x_tbh, 1))
+            x_tbh = copy_to_group(hidden_states, self.tp_group)
+        return self.project(x_tbh, self.past.previous_rows("hidden_states", x_tbh, 1))
 
-    def num_units(self) -> int:
+    def num_head_groups(self) -> int:
         """Return the number of heads."""
         return self.config.num_attention_heads
 
@@ -101,7 +101,7 @@ class RWKVMixer(Mixer):
         """Project hidden states, or a low-rank projection of them, to the heads of this rank: [t, b, u, d]."""
         return F.linear(x_tbh, weight_udh.flatten(0, 1)).unflatten(-1, weight_udh.shape[:2])
 
-    def own_group_norm(self, part: Part) -> tuple[Tensor, Tensor, float]:
+    def own_group_norm(self, part: MixInput) -> tuple[Tensor, Tensor, float]:
         """Return weight, bias and epsilon for `normed_heads`.
 
         Epsilon is head_dim times that of the model's norms: 64e-5 for heads of 64, as in the authors' code.

@@ -10,17 +10,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.common.fusion import fused
-from megatron_ext.mixers.core.base import Mixer, Part, StateShape, batch_first
+from megatron_ext.mixers.core.base import Mixer, MixInput, StateShape, batch_first
 from megatron_ext.parallel.parameters import new_parameter, ones
 
 
-def walk(
+def scan(
     op: Callable[..., Any],
     q_bthd: Tensor,
     k_bthd: Tensor,
     v_bthe: Tensor,
     *more_bth: Tensor | None,
-    part: Part,
+    part: MixInput,
     scale: float | None = None,
 ) -> Tensor:
     """Scan over the rows of `part` and return the tokens' read-outs of their head's state, [b, t, heads, e].
@@ -38,7 +38,7 @@ def walk(
     def from_state(values: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
         return op(q_bthd, k_bthd, values, *more_bth, scale=scale, initial_state=state, return_final_state=True)
 
-    return part.past.walk("state", from_state, v_bthe, q_bthd.shape[-1])
+    return part.past.scan("state", from_state, v_bthe, q_bthd.shape[-1])
 
 
 class StatefulMixer(Mixer):
@@ -48,8 +48,8 @@ class StatefulMixer(Mixer):
     configuration has `output_gate`. Features that a subclass adds follow. The configuration also has `expand_v`.
     """
 
-    hands_on_states: ClassVar[bool] = True
-    keeps_documents_apart: ClassVar[bool] = True
+    supports_state_passing: ClassVar[bool] = True
+    supports_document_masking: ClassVar[bool] = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -74,7 +74,7 @@ class StatefulMixer(Mixer):
         """Width of a head's output gate; 0 without one."""
         return self.value_dim if self.mixer_config.output_gate else 0
 
-    def num_units(self) -> int:
+    def num_head_groups(self) -> int:
         """Return the number of heads."""
         return self.config.num_attention_heads
 
@@ -86,14 +86,14 @@ class StatefulMixer(Mixer):
         """Return the width of a head's output."""
         return self.value_dim
 
-    def mix(self, x_tbuw: Tensor, part: Part) -> Tensor:
+    def mix(self, x_tbuw: Tensor, part: MixInput) -> Tensor:
         """Implement `Mixer.mix`: scan, gated norm."""
         read_btue, gate_btue = self.read_states(x_tbuw, part)
         gate = gate_btue if self.mixer_config.output_gate else None
         return gated_norm(read_btue, gate, self.replicated(self.norm_weight), self.config.layernorm_epsilon)
 
     @abstractmethod
-    def read_states(self, x_tbuw: Tensor, part: Part) -> tuple[Tensor, Tensor]:
+    def read_states(self, x_tbuw: Tensor, part: MixInput) -> tuple[Tensor, Tensor]:
         """Return each token's read-out of its head's state, and its output gate.
 
         Args:
@@ -115,7 +115,7 @@ class StatefulMixer(Mixer):
 
     def mixing_flops(self, seq_length: int) -> float:
         """Count the write to the state and the read from it."""
-        return self.num_units() * 4 * self.head_dim * self.value_dim
+        return self.num_head_groups() * 4 * self.head_dim * self.value_dim
 
 
 @fused

@@ -15,7 +15,7 @@ def mixtures(x_tbh: Tensor, before_1bh: Tensor, mu_ih: Tensor, more_itbh: Tensor
 
     Args:
         x_tbh: hidden states [t, b, hidden].
-        before_1bh: row before the first; see `Past.rows_before`.
+        before_1bh: row before the first; see `SequenceHistory.previous_rows`.
         mu_ih: weight of the previous token by channel, for each of the i mixtures.
         more_itbh: token-dependent addition to the weight, or None.
 

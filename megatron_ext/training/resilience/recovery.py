@@ -15,7 +15,7 @@ from megatron_ext.checkpoint.folder import Progress
 from megatron_ext.checkpoint.store import CheckpointStore
 from megatron_ext.config.schema import ResilienceConfig
 from megatron_ext.optim.base import RunOptimizer
-from megatron_ext.parallel.agreement import from_every_rank
+from megatron_ext.parallel.agreement import gather_objects
 from megatron_ext.training.records import RunRecords
 from megatron_ext.training.resilience.decisions import AGAIN, ROLL_BACK, SKIP, STOP, interventions, note
 from megatron_ext.training.resilience.guard import StepGuard
@@ -61,7 +61,7 @@ class Recovery:
         records: RunRecords | None,
     ) -> None:
         self._config, self._optimizer, self._store, self._records = config, optimizer, store, records
-        self._interventions, *_ = from_every_rank(0 if records is None else interventions(folder))
+        self._interventions, *_ = gather_objects(0 if records is None else interventions(folder))
         self.guard = StepGuard(config, self._history())
 
     def attempts(self, step: int, attempt: Callable[[bool], StepResult]) -> StepResult:
@@ -104,13 +104,13 @@ class Recovery:
         found = self._found(result)
         action = self._config.on_nonfinite if result.fault.kind == "nonfinite" else self._config.on_spike
         if action == "stop":
-            mend = f"set resilience.on_{result.fault.kind} to skip or roll_back, or {_LOWER_RATE}, and add --resume"
-            raise self._stop(result, found, before, f"resilience.on_{result.fault.kind}", mend)
+            hint = f"set resilience.on_{result.fault.kind} to skip or roll_back, or {_LOWER_RATE}, and add --resume"
+            raise self._stop(result, found, before, f"resilience.on_{result.fault.kind}", hint)
         self._interventions += 1
         if self._interventions > self._config.limit:
             problem = f"{self._config.limit} steps were skipped or rolled back before"
-            mend = f"raise it, or {_LOWER_RATE}, and add --resume"
-            raise self._stop(result, found, before, "resilience.limit", mend, problem)
+            hint = f"raise it, or {_LOWER_RATE}, and add --resume"
+            raise self._stop(result, found, before, "resilience.limit", hint, problem)
         if action == "skip":
             line = f"{result.fault.problem}{_on(found)}: its samples are left out"
             self._note(SKIP, before.step + 1, line, result, found)
@@ -126,8 +126,8 @@ class Recovery:
         self._store.wait()
         if self._store.folder.latest() is None:
             field = f"resilience.on_{fault.kind}"
-            mend = "lower optimizer.lr, or set training.checkpoint_every lower, and begin again"
-            raise self._stop(result, found, before, field, mend, "there is no checkpoint yet to roll back to")
+            hint = "lower optimizer.lr, or set training.checkpoint_every lower, and begin again"
+            raise self._stop(result, found, before, field, hint, "there is no checkpoint yet to roll back to")
         record, damages = self._store.check_newest()
         to_step, position = record.progress.step, before.samples + samples
         notes = "".join(f" ({damage.where}: {damage.problem})" for damage in damages)
@@ -145,7 +145,7 @@ class Recovery:
         found: Sequence[Unsound],
         before: Progress,
         field: str,
-        mend: str,
+        hint: str,
         more: str = "",
     ) -> UserError:
         """Return the error of a run that stops, after saving the valid state before the faulty step."""
@@ -158,14 +158,14 @@ class Recovery:
             self._store.wait()
         said = "; ".join(part for part in (problem, more) if part)
         self._note(STOP, before.step + 1, f"{said}: the run stops", result, found)
-        return UserError(field, said, mend)
+        return UserError(field, said, hint)
 
     def _found(self, result: StepResult) -> list[Unsound]:
         """Gather the ranks whose own loss, or (if an attempt checked them) own gradients, were not finite."""
         here = None
-        if not result.is_sound_here or result.unsound_gradient is not None:
-            here = Unsound(f"{dist.get_rank()} ({socket.gethostname()})", result.unsound_gradient)
-        of_ranks = from_every_rank(None if here is None else asdict(here))
+        if not result.is_sound_here or result.nonfinite_gradient is not None:
+            here = Unsound(f"{dist.get_rank()} ({socket.gethostname()})", result.nonfinite_gradient)
+        of_ranks = gather_objects(None if here is None else asdict(here))
         return [Unsound(**found) for found in of_ranks if found is not None]
 
     def _note(
@@ -187,7 +187,7 @@ class Recovery:
     def _history(self) -> list[tuple[float, float]]:
         """Return loss and gradient norm of the newest steps from the first rank's records, on every rank."""
         window = self._config.spike_window if self._config.on_spike != "ignore" else 0
-        history, *_ = from_every_rank([] if self._records is None else self._records.history(window))
+        history, *_ = gather_objects([] if self._records is None else self._records.history(window))
         return [(loss, norm) for loss, norm in history]
 
 

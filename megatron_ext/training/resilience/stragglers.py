@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 
 from megatron_ext.config.schema import ResilienceConfig
-from megatron_ext.parallel.agreement import from_every_rank
+from megatron_ext.parallel.agreement import gather_objects
 from megatron_ext.platform.device import DTYPES, Platform
 from megatron_ext.run_folder.layout import STRAGGLERS
 from megatron_ext.training.records import RunRecords
@@ -69,7 +69,7 @@ class Stragglers:
             return
         product = self._platform.product_seconds(self._dtype)
         pace = Pace(self._rank, socket.gethostname(), product, self._reading / self._steps)
-        paces = [Pace(**one) for one in from_every_rank(asdict(pace))]
+        paces = [Pace(**one) for one in gather_objects(asdict(pace))]
         self._steps, self._reading = 0, 0.0
         slow = slow_ones(paces, self._config.straggler_factor)
         if self._records is not None:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 pytest.importorskip("transformers", minversion="5")
-from megatron_ext.conversion.huggingface.selectron_hf.cache_selectron import Beginning
+from megatron_ext.conversion.huggingface.selectron_hf.cache_selectron import EmptyHistory
 from megatron_ext.conversion.huggingface.selectron_hf.configuration_selectron import SelectronConfig
 from megatron_ext.conversion.huggingface.selectron_hf.mixer_selectron import Positions
 from megatron_ext.conversion.huggingface.selectron_hf.modeling_selectron import SelectronForCausalLM
@@ -57,7 +57,7 @@ def test_blocks(block: str, normalization: str) -> None:
     x = model.embedding.word_embeddings.weight[tokens]
     for layer in model.decoder.layers:
         mixed = shifted(x, layer.input_layernorm)
-        x = x + layer.self_attention(mixed, Beginning(), Positions(0, 7, model.config))
+        x = x + layer.self_attention(mixed, EmptyHistory(), Positions(0, 7, model.config))
         if block == "mixer":
             assert {name for name, _ in layer.named_children()} == {"input_layernorm", "self_attention"}
             continue

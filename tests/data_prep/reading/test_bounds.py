@@ -103,7 +103,7 @@ def test_many_domains_are_looked_through_once_and_not_all_listed(monkeypatch):
         UserError, match=r"^--train-domains: unknown domain C4; choose from .*site\d+, \.\.\.$"
     ) as caught:
         find_domains(ManyDomains(), ["C4"], "--train-domains")
-    assert caught.value.mend.count("site") == MOST_SHOWN
+    assert caught.value.hint.count("site") == MOST_SHOWN
     assert len(calls) < 20_010
 
 

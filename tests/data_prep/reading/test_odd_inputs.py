@@ -175,9 +175,9 @@ def test_lines(tmp_path, content, texts, count):
         (b"{}", "an empty object", "name the key of the text with --text-key"),
     ],
 )
-def test_each_cause_of_no_text_has_its_words(tmp_path, content, detail, mend):
+def test_each_cause_of_no_text_has_its_words(tmp_path, content, detail, hint):
     (tmp_path / "a.jsonl").write_bytes(content)
-    with pytest.raises(UserError, match=rf"a\.jsonl:1: no text \({re.escape(detail)}\); {mend}"):
+    with pytest.raises(UserError, match=rf"a\.jsonl:1: no text \({re.escape(detail)}\); {hint}"):
         list(open_files(tmp_path, WEB).documents(Problems()))
 
 

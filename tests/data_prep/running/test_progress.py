@@ -9,7 +9,7 @@ from prep_fakes import options
 
 from data_prep.prepare import prepare
 from data_prep.running import execution
-from data_prep.running.execution import Stage, standing
+from data_prep.running.execution import Stage, progress_text
 from data_prep.running.progress import Board, Pace
 
 NOW = 1_000_000.0
@@ -79,13 +79,13 @@ def test_only_stages_that_read_the_input_are_numbered(tmp_path: Path, monkeypatc
         Stage("second", [], 2, board_of(tmp_path / "second", [(300, 60, NOW - 30), (0, 0, 0)])),
         Stage("sweeping", [], 1),
     ]
-    said = [standing(stages, tmp_path, 500)]
+    said = [progress_text(stages, tmp_path, 500)]
     for stage in stages:
         finished = Path(stage.notes(tmp_path)) / "completions"
         finished.mkdir(parents=True)
         for task in range(stage.tasks):
             (finished / f"{task:05d}").touch()
-        said.append(standing(stages, tmp_path, 500))
+        said.append(progress_text(stages, tmp_path, 500))
     assert said == [
         "at stage 1/2 first: 100 % of 500B read, 5.56B/s, 00:00 left of this stage",
         "at sorting, before 2/2 second",

@@ -120,8 +120,8 @@ def test_a_missing_file_is_named_and_where_it_is_had(tmp_path: Path) -> None:
             with pytest.raises(UserError) as caught:
                 find_file(task, split, tmp_path)
             assert str(tmp_path / PUBLISHED_SETS[task].folder) in caught.value.problem
-            assert "https://" in caught.value.mend
-            assert ("fewshot.split=validation" in caught.value.mend) == (split != "validation")
+            assert "https://" in caught.value.hint
+            assert ("fewshot.split=validation" in caught.value.hint) == (split != "validation")
     with pytest.raises(UserError, match=r"piqa/train\.jsonl; get the file from https://yonatanbisk"):
         find_file("piqa", "train", tmp_path)
 

@@ -137,7 +137,7 @@ def test_too_few_examples_and_files_that_are_missing(model: PlainModel, data: Pa
     assert "6 examples before each question, of the 6 in" in error.problem
     error = refused(model, FewshotOptions(tasks=("piqa", "boolq"), data=tmp_path))
     assert str(tmp_path / "piqa" / "valid.jsonl") in error.problem
-    assert "https://" in error.mend
+    assert "https://" in error.hint
     error = refused(model, FewshotOptions(tasks=("piqa",), data=data, include_path=tmp_path / "nowhere"))
     assert error.where == "fewshot.include_path"
 
@@ -184,7 +184,7 @@ metric_list: [{metric: !function judge.ran, aggregation: mean, higher_is_better:
 def test_a_task_that_runs_code_runs_with_leave(model: PlainModel, tmp_path: Path) -> None:
     (tmp_path / "judge.py").write_text(JUDGE)
     options = own_task(tmp_path, more=RUNS_CODE)
-    assert "set fewshot.confirm_run_unsafe_code to true where it may run" in refused(model, options).mend
+    assert "set fewshot.confirm_run_unsafe_code to true where it may run" in refused(model, options).hint
     results = evaluate_fewshot(model, replace(options, confirm_run_unsafe_code=True))
     assert results is not None
     assert [metric.value for metric in results.tasks[0].metrics] == [1.0]
@@ -198,11 +198,11 @@ def test_a_task_that_runs_code_runs_with_leave(model: PlainModel, tmp_path: Path
         ("int('x')\n", "ValueError in the task's definition (own): invalid literal", "mend the task"),
     ],
 )
-def test_a_task_whose_code_fails_is_named(code: str, said: str, mend: str, model: PlainModel, tmp_path: Path) -> None:
+def test_a_task_whose_code_fails_is_named(code: str, said: str, hint: str, model: PlainModel, tmp_path: Path) -> None:
     (tmp_path / "judge.py").write_text(code + JUDGE)
     error = refused(model, own_task(tmp_path, more=RUNS_CODE))
     assert said in error.problem
-    assert mend in error.mend
+    assert hint in error.hint
 
 
 def test_arguments_that_are_greedy_all_the_same() -> None:
@@ -245,7 +245,7 @@ def test_an_answer_longer_than_the_model_takes_is_told(model: PlainModel, tmp_pa
     (tmp_path / "rows.txt").write_text("#" * (MAX_LENGTH + 1))
     error = refused(model, options)
     assert f"{MAX_LENGTH + 1} tokens are asked for after" in error.problem
-    assert f"at most {MAX_LENGTH}" in error.mend
+    assert f"at most {MAX_LENGTH}" in error.hint
 
 
 def test_a_group_is_its_tasks_together(model: PlainModel, tmp_path: Path) -> None:

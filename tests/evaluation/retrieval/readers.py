@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from megatron_ext.evaluation.text_model import Draw, Foretelling, Request, Score
+from megatron_ext.evaluation.text_model import Draw, Request, Score, TeacherForcedQuery
 
 END = 0
 
@@ -36,7 +36,7 @@ class Letters:
     def scores(self, requests: Sequence[Request]) -> list[Score]:
         return [Score(0.0, self._next_token(one.context) == one.continuation[0]) for one in requests]
 
-    def misses(self, texts: Sequence[Foretelling]) -> list[int]:
+    def misses(self, texts: Sequence[TeacherForcedQuery]) -> list[int]:
         return [sum(self._next_token(one.tokens[:at]) != one.tokens[at] for at in one.asked) for one in texts]
 
     def generate(

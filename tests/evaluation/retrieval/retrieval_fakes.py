@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from megatron_ext.evaluation.text_model import Draw, Foretelling, Request, Score
+from megatron_ext.evaluation.text_model import Draw, Request, Score, TeacherForcedQuery
 
 END = 0
 
@@ -78,7 +78,7 @@ class FakeModel:
         self.asked += len(requests)
         return [Score(-1.0, self.foretell(one.context) == list(one.continuation)) for one in requests]
 
-    def misses(self, texts: Sequence[Foretelling]) -> list[int]:
+    def misses(self, texts: Sequence[TeacherForcedQuery]) -> list[int]:
         assert all(one.asked[-1] <= self.max_length for one in texts)
         self.asked += len(texts)
         return [sum(self.foretell(one.tokens[:at]) != [one.tokens[at]] for at in one.asked) for one in texts]

@@ -28,13 +28,13 @@ class Fields:
         given: fields that the configuration contains.
         defaults: defaults of the architecture for missing fields.
         prefix: text before a field's name in error messages.
-        mend: advice in the error message for a missing field.
+        hint: advice in the error message for a missing field.
     """
 
     given: Mapping[str, Any]
     defaults: Mapping[str, Any]
     prefix: str = where("")
-    mend: str = "give it a value; it has no default"
+    hint: str = "give it a value; it has no default"
 
     def where(self, name: str) -> str:
         """Return the name of a field for error messages."""
@@ -50,7 +50,7 @@ class Fields:
             return self.given[name]
         if name in self.defaults:
             return self.defaults[name]
-        raise UserError(self.where(name), "missing", self.mend)
+        raise UserError(self.where(name), "missing", self.hint)
 
     def whole(self, name: str) -> int:
         """Return a field that must be an integer above 0.

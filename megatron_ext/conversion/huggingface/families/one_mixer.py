@@ -91,8 +91,8 @@ class OneMixerFamily(ABC):
     def config(self, saved: SavedModel) -> dict[str, Any]:
         """Implement `Family.config`."""
         told = self._told(saved)
-        untold = _differences(saved, self._read(told), self.mixer)
-        return told | ({SECTION: untold} if untold else {})
+        unidentifiable = _differences(saved, self._read(told), self.mixer)
+        return told | ({SECTION: unidentifiable} if unidentifiable else {})
 
     def _told(self, saved: SavedModel) -> dict[str, Any]:
         model = saved.model

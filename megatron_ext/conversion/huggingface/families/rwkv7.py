@@ -188,8 +188,8 @@ def _with_neutral_residual(values: Rule) -> Rule:
                 problem = (
                     "mixes the first layer's values into this one's (its value residual), which no model of ours does"
                 )
-                mend = f"only a model in which it is turned off can be read: biases {NEUTRAL:g}, weights 0"
-                raise UserError(name, problem, mend)
+                hint = f"only a model in which it is turned off can be read: biases {NEUTRAL:g}, weights 0"
+                raise UserError(name, problem, hint)
         return values.to_ours([weight])
 
     return Rule(values.ours, values.theirs + names, to_theirs, to_ours, neutral=names)

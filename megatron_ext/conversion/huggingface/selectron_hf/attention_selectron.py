@@ -18,7 +18,7 @@ from .attention_ops_selectron import (
     top1_chunk,
     top1_element,
 )
-from .cache_selectron import Beginning
+from .cache_selectron import EmptyHistory
 from .mixer_selectron import Mixer, Positions, cut_units
 
 NUM_BRANCHES = 3
@@ -68,15 +68,15 @@ class KeyValueMixer(Mixer):
         """
         raise NotImplementedError
 
-    def forward(self, x_bth: Tensor, past: Beginning, positions: Positions) -> Tensor:
+    def forward(self, x_bth: Tensor, past: EmptyHistory, positions: Positions) -> Tensor:
         """Implement `Mixer.forward`."""
         q, k, v, gates = cut_units(self.in_proj(x_bth), self.num_groups, self.widths)
         q_bthd = q.flatten(2).unflatten(-1, (self.num_heads, self.head_dim))
         if self.projects_keys and self.settings.position_encoding == "rope":
             q_bthd, k = positions.rotate(q_bthd), positions.rotate(k)
-        v_bsgd = past.rows_so_far("values", v, self.window)
+        v_bsgd = past.prefix_rows("values", v, self.window)
         if self.projects_keys:
-            k_bsgd = past.rows_so_far("keys", k, self.window)
+            k_bsgd = past.prefix_rows("keys", k, self.window)
         else:
             k_bsgd = self.frozen_keys(v_bsgd, positions.first + positions.count - v_bsgd.shape[1])
         gates_bthx = gates.flatten(2).unflatten(-1, (self.num_heads, self.num_gates))

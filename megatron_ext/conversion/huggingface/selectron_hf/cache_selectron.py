@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 
-class Beginning:
+class EmptyHistory:
     """Cache of a layer at the start of a sequence: it contains nothing and stores nothing."""
 
-    def rows_before(self, name: str, x_bt: Tensor, count: int) -> Tensor:
+    def previous_rows(self, name: str, x_bt: Tensor, count: int) -> Tensor:
         """Return the last rows before x, [b, count, ...]. Rows before the start of the sequence are zeros.
 
         Args:
@@ -27,7 +27,7 @@ class Beginning:
         """
         return x_bt.new_zeros(x_bt.shape[0], count, *x_bt.shape[2:])
 
-    def rows_so_far(self, name: str, x_bt: Tensor, window: int | None = None) -> Tensor:
+    def prefix_rows(self, name: str, x_bt: Tensor, window: int | None = None) -> Tensor:
         """Return all rows up to the last one of this call, [b, s, ...], s >= t.
 
         Args:
@@ -45,7 +45,7 @@ class Beginning:
         """Store the recurrent state after the rows of this call."""
 
 
-class LayerCache(Beginning):
+class LayerCache(EmptyHistory):
     """Decode cache of one layer.
 
     Attributes:
@@ -55,26 +55,26 @@ class LayerCache(Beginning):
     def __init__(self) -> None:
         self.kept: dict[str, Tensor] = {}
 
-    def rows_before(self, name: str, x_bt: Tensor, count: int) -> Tensor:
-        """Implement `Beginning.rows_before`."""
+    def previous_rows(self, name: str, x_bt: Tensor, count: int) -> Tensor:
+        """Implement `EmptyHistory.previous_rows`."""
         before = self.kept.get(name)
         if before is None:
-            before = super().rows_before(name, x_bt, count)
+            before = super().previous_rows(name, x_bt, count)
         self._keep_last(name, torch.cat([before, x_bt], 1), count)
         return before
 
-    def rows_so_far(self, name: str, x_bt: Tensor, window: int | None = None) -> Tensor:
-        """Implement `Beginning.rows_so_far`."""
+    def prefix_rows(self, name: str, x_bt: Tensor, window: int | None = None) -> Tensor:
+        """Implement `EmptyHistory.prefix_rows`."""
         rows = torch.cat([self.kept[name], x_bt], 1) if name in self.kept else x_bt
         self._keep_last(name, rows, rows.shape[1] if window is None else window - 1)
         return rows
 
     def state(self, name: str) -> Tensor | None:
-        """Implement `Beginning.state`."""
+        """Implement `EmptyHistory.state`."""
         return self.kept.get(name)
 
     def keep_state(self, name: str, state: Tensor) -> None:
-        """Implement `Beginning.keep_state`."""
+        """Implement `EmptyHistory.keep_state`."""
         self.kept[name] = state
 
     def _keep_last(self, name: str, rows: Tensor, count: int) -> None:
@@ -95,7 +95,7 @@ class RowGroup:
 
     padding: int
     rows: list[int]
-    layers: Sequence[Beginning] = field(default_factory=list)
+    layers: Sequence[EmptyHistory] = field(default_factory=list)
 
 
 def group_rows(padding: Sequence[int]) -> list[RowGroup]:

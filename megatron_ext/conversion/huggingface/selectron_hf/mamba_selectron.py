@@ -11,9 +11,9 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from .cache_selectron import Beginning
+from .cache_selectron import EmptyHistory
 from .mixer_selectron import Mixer, Positions, cut_units, full_precision, short_convolution
-from .stateful_selectron import walk
+from .stateful_selectron import scan
 from .states_selectron import selective_scan
 
 
@@ -38,10 +38,10 @@ class Mamba(Mixer):
         self.A_log = self.parameter(self.num_heads, width, size)
         self.D = self.parameter(self.num_heads, width)
 
-    def forward(self, x_bth: Tensor, past: Beginning, positions: Positions) -> Tensor:
+    def forward(self, x_bth: Tensor, past: EmptyHistory, positions: Positions) -> Tensor:
         """Implement `Mixer.forward`."""
         x, z = cut_units(self.in_proj(x_bth), self.num_heads, [self.width] * 2)
-        before = past.rows_before("convolution", x, self.conv_weight.shape[-1] - 1)
+        before = past.previous_rows("convolution", x, self.conv_weight.shape[-1] - 1)
         x_btc = short_convolution(x, before, self.conv_weight, self.conv_bias).to(x.dtype).flatten(2)
         dt_btc, B_btn, C_btn = self._choices(x_btc)
         A_cn, D_c = -self.A_log.float().exp().flatten(0, 1), self.D.float().flatten()
@@ -92,7 +92,7 @@ class Mamba2(Mixer):
         if chosen.group_norm:
             self.group_norm_weight = self.parameter(units, width)
 
-    def forward(self, x_bth: Tensor, past: Beginning, positions: Positions) -> Tensor:
+    def forward(self, x_bth: Tensor, past: EmptyHistory, positions: Positions) -> Tensor:
         """Implement `Mixer.forward`."""
         widths = [sum(self.parts), self.parts[0], self.steps]
         xbc, gate, step = cut_units(self.in_proj(x_bth), self.num_groups, widths)
@@ -106,13 +106,13 @@ class Mamba2(Mixer):
         projected: Tensor = self.out_proj(y_btuw.to(x_bth.dtype).flatten(2))
         return projected
 
-    def _convolved(self, xbc: Tensor, past: Beginning) -> Tensor:
+    def _convolved(self, xbc: Tensor, past: EmptyHistory) -> Tensor:
         if not self.settings.convolution:
             return F.silu(xbc)
-        before = past.rows_before("convolution", xbc, self.conv_weight.shape[-1] - 1)
+        before = past.previous_rows("convolution", xbc, self.conv_weight.shape[-1] - 1)
         return short_convolution(xbc, before, self.conv_weight, self.conv_bias).to(xbc.dtype)
 
-    def _read_states(self, x_btuhe: Tensor, B_btun: Tensor, C_btun: Tensor, step: Tensor, past: Beginning) -> Tensor:
+    def _read_states(self, x_btuhe: Tensor, B_btun: Tensor, C_btun: Tensor, step: Tensor, past: EmptyHistory) -> Tensor:
         """Return the output of each head's state, [b, t, u, h, e]: S <- e^g S + B (step x)^T;  y = S^T C."""
         k, q = (y.repeat_interleave(self.heads, 2) for y in (B_btun, C_btun))
         written, decay = x_btuhe, None
@@ -122,4 +122,4 @@ class Mamba2(Mixer):
             written = (steps[..., None] * x_btuhe.float()).to(x_btuhe.dtype)
             log_decay = -self.log_decay.float().exp() * steps
             decay = log_decay.expand(x_btuhe.shape[:4]).flatten(2)[..., None]
-        return walk(past, q, k, written.flatten(2, 3), decay, 1.0).unflatten(2, (-1, self.heads))
+        return scan(past, q, k, written.flatten(2, 3), decay, 1.0).unflatten(2, (-1, self.heads))

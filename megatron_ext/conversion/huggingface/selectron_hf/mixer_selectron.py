@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .cache_selectron import Beginning
+from .cache_selectron import EmptyHistory
 from .configuration_selectron import SelectronConfig
 
 P = ParamSpec("P")
@@ -93,7 +93,7 @@ class Mixer(nn.Module, ABC):
         self.epsilon = config.norm_epsilon
 
     @abstractmethod
-    def forward(self, x_bth: Tensor, past: Beginning, positions: Positions) -> Tensor:
+    def forward(self, x_bth: Tensor, past: EmptyHistory, positions: Positions) -> Tensor:
         """Mix the sequence.
 
         Args:

@@ -19,7 +19,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
 from .attention_selectron import NSA, Attention, MoBA, Top1Chunk, Top1Element
-from .cache_selectron import Beginning, RowGroup, SelectronCache, group_rows, padding_of
+from .cache_selectron import EmptyHistory, RowGroup, SelectronCache, group_rows, padding_of
 from .configuration_selectron import SelectronConfig
 from .mamba_selectron import Mamba, Mamba2
 from .mixer_selectron import Mixer, Positions
@@ -100,7 +100,7 @@ class SelectronLayer(GradientCheckpointingLayer):
         norm = _norm(config)
         return ShiftedNorm(norm, config.hidden_size) if shifted else norm
 
-    def forward(self, x_bth: Tensor, past: Beginning, positions: Positions) -> Tensor:
+    def forward(self, x_bth: Tensor, past: EmptyHistory, positions: Positions) -> Tensor:
         """Map hidden states [b, t, h] to [b, t, h]. The arguments are those of `Mixer.forward`."""
         normed = _normed(self.input_layernorm, x_bth, past, "before_mixer")
         x_bth = x_bth + self.self_attention(normed, past, positions)
@@ -110,7 +110,7 @@ class SelectronLayer(GradientCheckpointingLayer):
         return x
 
 
-def _normed(norm: nn.Module, x_bth: Tensor, past: Beginning, name: str) -> Tensor:
+def _normed(norm: nn.Module, x_bth: Tensor, past: EmptyHistory, name: str) -> Tensor:
     normed: Tensor = norm(x_bth, past, name) if isinstance(norm, ShiftedNorm) else norm(x_bth)
     return normed
 
@@ -133,7 +133,7 @@ class SelectronDecoder(nn.Module):
         self.layers = nn.ModuleList(SelectronLayer(config, index) for index in range(config.num_hidden_layers))
         self.final_layernorm = _norm(config)
 
-    def forward(self, x_bth: Tensor, past: Sequence[Beginning], positions: Positions, every: bool) -> list[Tensor]:
+    def forward(self, x_bth: Tensor, past: Sequence[EmptyHistory], positions: Positions, every: bool) -> list[Tensor]:
         """Return hidden states [b, t, h]: those after the final norm, and with `every` also those before each layer.
 
         The states after the final norm are the last item of the list.
@@ -284,7 +284,7 @@ class SelectronForCausalLM(PreTrainedModel, GenerationMixin):
         if not use_cache and past is None:
             groups = group_rows(padding)
             for group in groups:
-                group.layers = [Beginning()] * self.config.num_hidden_layers
+                group.layers = [EmptyHistory()] * self.config.num_hidden_layers
             return None, groups
         if self.training and self.is_gradient_checkpointing:
             raise ValueError("a cache would be written twice with gradient checkpointing: set use_cache=False")

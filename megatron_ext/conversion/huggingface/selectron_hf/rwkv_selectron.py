@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .cache_selectron import Beginning
+from .cache_selectron import EmptyHistory
 from .mixer_selectron import Mixer, Positions, mixtures
 from .states_selectron import rwkv6, rwkv7
 
@@ -32,10 +32,10 @@ class ShiftedNorm(nn.Module):
         self.norm = norm
         self.mu = nn.Parameter(torch.empty(hidden_size))
 
-    def forward(self, x_bth: Tensor, past: Beginning, name: str) -> Tensor:
+    def forward(self, x_bth: Tensor, past: EmptyHistory, name: str) -> Tensor:
         """Map hidden states [b, t, h] to [b, t, h]. The previous row is cached under `name`."""
         normed = self.norm(x_bth)
-        (shifted,) = mixtures(normed, past.rows_before(name, normed, 1), self.mu[None, None, None])
+        (shifted,) = mixtures(normed, past.previous_rows(name, normed, 1), self.mu[None, None, None])
         return shifted
 
 
@@ -96,9 +96,9 @@ class RWKV6(RWKVMixer):
         self.decay_down, self.decay_up = self.narrow(self.settings.decay_rank)
         self.decay_base, self.bonus = self.of_channels(), self.of_channels()
 
-    def forward(self, x_bth: Tensor, past: Beginning, positions: Positions) -> Tensor:
+    def forward(self, x_bth: Tensor, past: EmptyHistory, positions: Positions) -> Tensor:
         """Implement `Mixer.forward`."""
-        w, k, v, r, g = self._inputs(x_bth, past.rows_before("hidden_states", x_bth, 1))
+        w, k, v, r, g = self._inputs(x_bth, past.previous_rows("hidden_states", x_bth, 1))
         of_decay = to_heads(F.linear(w, self.decay_down).tanh(), self.decay_up)
         r, k, v, g = map(to_heads, (r, k, v, g), (self.r_proj, self.k_proj, self.v_proj, self.g_proj))
         log_decay = -(self.decay_base.float() + of_decay.float()).exp()
@@ -136,10 +136,10 @@ class RWKV7(RWKVMixer):
     def _rank(self, factor: float) -> int:
         return max(32, round(factor * math.sqrt(self.hidden_size) / 32) * 32)
 
-    def forward(self, x_bth: Tensor, past: Beginning, positions: Positions) -> Tensor:
+    def forward(self, x_bth: Tensor, past: EmptyHistory, positions: Positions) -> Tensor:
         """Implement `Mixer.forward`."""
         share = self.mu[:, None, None]
-        r, w, k, v, a, g = mixtures(x_bth, past.rows_before("hidden_states", x_bth, 1), share)
+        r, w, k, v, a, g = mixtures(x_bth, past.previous_rows("hidden_states", x_bth, 1), share)
         of_decay = to_heads(F.linear(w, self.decay_down).tanh(), self.decay_up)
         of_rate = to_heads(F.linear(a, self.rate_down), self.rate_up)
         gate = to_heads(F.linear(g, self.gate_down).sigmoid(), self.gate_up)

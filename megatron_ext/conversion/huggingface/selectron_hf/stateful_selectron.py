@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .cache_selectron import Beginning
+from .cache_selectron import EmptyHistory
 from .mixer_selectron import Mixer, Positions, cut_units, gated_norm, of_unit_length, short_convolution
 from .states_selectron import delta_rule, linear_attention
 
@@ -46,7 +46,7 @@ class StatefulMixer(Mixer):
         """Create the parameters that a mixer has in addition to its projections and its norm."""
 
     @abstractmethod
-    def read_states(self, heads: tuple[Tensor, ...], x_bth: Tensor, past: Beginning, positions: Positions) -> Tensor:
+    def read_states(self, heads: tuple[Tensor, ...], x_bth: Tensor, past: EmptyHistory, positions: Positions) -> Tensor:
         """Return the output of each head's state for each token, [b, t, u, e].
 
         Args:
@@ -56,7 +56,7 @@ class StatefulMixer(Mixer):
             positions: positions of the hidden states.
         """
 
-    def forward(self, x_bth: Tensor, past: Beginning, positions: Positions) -> Tensor:
+    def forward(self, x_bth: Tensor, past: EmptyHistory, positions: Positions) -> Tensor:
         """Implement `Mixer.forward`."""
         heads = cut_units(self.in_proj(x_bth), self.num_heads, self.widths)
         read = self.read_states(heads, x_bth, past, positions).to(x_bth.dtype)
@@ -65,7 +65,7 @@ class StatefulMixer(Mixer):
         return projected
 
 
-def walk(past: Beginning, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, scale: float) -> Tensor:
+def scan(past: EmptyHistory, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, scale: float) -> Tensor:
     """Compute linear attention from the cached state, and cache the final state.
 
     Args:
@@ -88,22 +88,22 @@ def walk(past: Beginning, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, sca
 class LinearAttention(StatefulMixer):
     """Linear attention without decay."""
 
-    def read_states(self, heads: tuple[Tensor, ...], x_bth: Tensor, past: Beginning, positions: Positions) -> Tensor:
+    def read_states(self, heads: tuple[Tensor, ...], x_bth: Tensor, past: EmptyHistory, positions: Positions) -> Tensor:
         """Implement `StatefulMixer.read_states`."""
         q, k = (FEATURE_MAPS[self.settings.feature_map](x) for x in heads[:2])
-        return walk(past, q, k, heads[2], None, self.head_dim**-0.5)
+        return scan(past, q, k, heads[2], None, self.head_dim**-0.5)
 
 
 class RetNet(StatefulMixer):
     """RetNet: the state of head h decays by the fixed factor 1 - 2^(-5-h) per token (arXiv 2307.08621)."""
 
-    def read_states(self, heads: tuple[Tensor, ...], x_bth: Tensor, past: Beginning, positions: Positions) -> Tensor:
+    def read_states(self, heads: tuple[Tensor, ...], x_bth: Tensor, past: EmptyHistory, positions: Positions) -> Tensor:
         """Implement `StatefulMixer.read_states`."""
         q, k = (positions.rotate(x) for x in heads[:2])
         numbers_u = torch.arange(self.num_heads, device=q.device, dtype=torch.float32)
         # log1p is accurate for small x, where fp32 would round 1 - x.
         decay = torch.log1p(-torch.exp2(-5.0 - numbers_u))[:, None].expand(*q.shape[:3], 1)
-        return walk(past, q, k, heads[2], decay, self.head_dim**-0.5)
+        return scan(past, q, k, heads[2], decay, self.head_dim**-0.5)
 
 
 class GLA(StatefulMixer):
@@ -119,13 +119,13 @@ class GLA(StatefulMixer):
         self.decay_up = self.parameter(self.num_heads, self.head_dim, rank)
         self.decay_bias = self.parameter(self.num_heads, self.head_dim)
 
-    def read_states(self, heads: tuple[Tensor, ...], x_bth: Tensor, past: Beginning, positions: Positions) -> Tensor:
+    def read_states(self, heads: tuple[Tensor, ...], x_bth: Tensor, past: EmptyHistory, positions: Positions) -> Tensor:
         """Implement `StatefulMixer.read_states`."""
         logits = F.linear(F.linear(x_bth, self.decay_down), self.decay_up.flatten(0, 1))
         logits = logits.unflatten(-1, self.decay_up.shape[:2]).float() + self.decay_bias.float()
         decay = F.logsigmoid(logits) / self.settings.decay_temperature
         q, k, v = heads[:3]
-        return walk(past, q, k, v, decay, self.head_dim**-0.5)
+        return scan(past, q, k, v, decay, self.head_dim**-0.5)
 
 
 class Based(Mixer):
@@ -141,11 +141,11 @@ class Based(Mixer):
         self.in_proj = self.linear(self.hidden_size, self.num_heads * sum(self.widths))
         self.out_proj = self.linear(self.num_heads * self.head_dim, self.hidden_size)
 
-    def forward(self, x_bth: Tensor, past: Beginning, positions: Positions) -> Tensor:
+    def forward(self, x_bth: Tensor, past: EmptyHistory, positions: Positions) -> Tensor:
         """Implement `Mixer.forward`."""
         q, k, v = cut_units(self.in_proj(x_bth), self.num_heads, self.widths)
         # A 1 appended to the values gives the sum of the weights.
-        sums = walk(past, taylor_features(q), taylor_features(k), F.pad(v.float(), (0, 1), value=1.0), None, 1.0)
+        sums = scan(past, taylor_features(q), taylor_features(k), F.pad(v.float(), (0, 1), value=1.0), None, 1.0)
         read = (sums[..., :-1] / sums[..., -1:]).to(x_bth.dtype)
         projected: Tensor = self.out_proj(read.flatten(2))
         return projected
@@ -175,10 +175,10 @@ class DeltaNet(StatefulMixer):
         """Implement `StatefulMixer.add_parameters`."""
         self.conv_weight = self.parameter(self.num_heads, sum(self.widths[:3]), self.settings.conv_kernel_size)
 
-    def read_states(self, heads: tuple[Tensor, ...], x_bth: Tensor, past: Beginning, positions: Positions) -> Tensor:
+    def read_states(self, heads: tuple[Tensor, ...], x_bth: Tensor, past: EmptyHistory, positions: Positions) -> Tensor:
         """Implement `StatefulMixer.read_states`."""
         rows = torch.cat(heads[:3], -1)
-        before = past.rows_before("convolution", rows, self.conv_weight.shape[-1] - 1)
+        before = past.previous_rows("convolution", rows, self.conv_weight.shape[-1] - 1)
         q, k, v = short_convolution(rows, before, self.conv_weight).split(self.widths[:3], -1)
         # Rounded to the dtype of the hidden states, although computed in fp32.
         q, k, v = (x.to(x_bth.dtype) for x in (of_unit_length(q), of_unit_length(k), v))

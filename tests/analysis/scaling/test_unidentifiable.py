@@ -11,7 +11,7 @@ import pytest
 from megatron_ext.analysis.scaling.law import Fit, ScalingLaw, objective_of
 from megatron_ext.analysis.scaling.points import Points
 from megatron_ext.analysis.scaling.uncertainty import uncertainty_of
-from megatron_ext.analysis.scaling.untold import CONSTANTS, untold
+from megatron_ext.analysis.scaling.unidentifiable import CONSTANTS, unidentifiable
 from megatron_ext.cli import main
 
 LAW = ScalingLaw(1.7, 400.0, 1500.0, 0.34, 0.36)
@@ -37,7 +37,7 @@ def test_two_numbers_of_tokens_have_many_laws(beta: float) -> None:
     assert abs(other.E - LAW.E) > 0.1
     assert objective_of(other, points) < 1e-25
     for law in (LAW, other):
-        assert [str(one) for one in untold(Fit(law, 0.0, points))] == [FEW_TOKENS]
+        assert [str(one) for one in unidentifiable(Fit(law, 0.0, points))] == [FEW_TOKENS]
 
 
 @pytest.mark.parametrize("jitter", [0.0, 0.02], ids=["exact", "rounded"])
@@ -54,20 +54,20 @@ def test_what_a_grid_does_not_tell(
     shape: tuple[int, int], said: list[str], unknown: tuple[str, ...], jitter: float
 ) -> None:
     sure = uncertainty_of(Fit(LAW, 0.0, grid(*shape, jitter=jitter)))
-    assert [str(one) for one in sure.untold] == said
+    assert [str(one) for one in sure.unidentifiable] == said
     assert {name for name in CONSTANTS if np.isnan(sure.interval(name)).any()} == set(unknown)
     band = sure.band(SIZES, TOKENS)
     assert np.isnan(band).all() if unknown else (band[0] <= band[1]).all()
 
 
 def test_a_term_that_is_not_there_says_nothing_of_its_constants() -> None:
-    (one,) = untold(Fit(ScalingLaw(1.7, 1e-80, 1500.0, 0.34, 0.36), 0.0, grid(4, 4)))
+    (one,) = unidentifiable(Fit(ScalingLaw(1.7, 1e-80, 1500.0, 0.34, 0.36), 0.0, grid(4, 4)))
     assert one.constants == ("A", "alpha")
     assert str(one) == "other constants have the same losses to all digits: A and alpha cannot be told apart"
 
 
 def test_a_term_that_does_not_fall_is_one_with_the_lowest_loss() -> None:
-    (one,) = untold(Fit(ScalingLaw(1.7, 0.5, 1500.0, 0.0, 0.36), 0.0, grid(4, 4)))
+    (one,) = unidentifiable(Fit(ScalingLaw(1.7, 0.5, 1500.0, 0.0, 0.36), 0.0, grid(4, 4)))
     assert one.constants == ("E", "A")
 
 

@@ -43,7 +43,7 @@ class Untold:
         return f"{self.why}: {', '.join(others)} and {last} cannot be told apart"
 
 
-def untold(fitted: Fit) -> list[Untold]:
+def unidentifiable(fitted: Fit) -> list[Untold]:
     """Return the constants that the points of a law do not determine, by reason; empty if they determine all."""
     found = list(_of_few_values(fitted.points))
     known = {name for one in found for name in one.constants}
