@@ -50,7 +50,7 @@ ONLY: dict[str, set[str]] = {
 }
 """Packages that import less than all lower floors: they stay usable without the rest, or fast to import."""
 
-WIDTH, ROW, GAP, MARGIN = 1080, 62, 10, 12
+WIDTH, ROW, GAP, MARGIN = 1080, 58, 8, 12
 LINE = 15
 """Sizes of the picture in pixels."""
 
@@ -74,7 +74,7 @@ def purpose(package: str) -> str:
     """Return the first line of a package's docstring."""
     path = folder_of(package)
     file = path / "__init__.py" if path.is_dir() else path
-    return (ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "").partition("\n")[0]
+    return (ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "").partition("\n")[0].replace("`", "")
 
 
 def picture() -> str:

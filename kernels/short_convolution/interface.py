@@ -96,16 +96,16 @@ def _check(
         raise ValueError(f"x has shape {list(x.shape)}: give [length, batch, units, width], none of them 0")
     if weight.dim() != 3 or weight.numel() == 0:
         raise ValueError(f"weight has shape {list(weight.shape)}: give [units, width, taps], none of them 0")
-    of_unit, taps = x.shape[2:], weight.shape[-1]
-    expected = {"weight": (weight, (*of_unit, taps)), "before": (before, (taps - 1, *x.shape[1:]))}
+    of_head_group, taps = x.shape[2:], weight.shape[-1]
+    expected = {"weight": (weight, (*of_head_group, taps)), "before": (before, (taps - 1, *x.shape[1:]))}
     if bias is not None:
-        expected["bias"] = (bias, of_unit)
+        expected["bias"] = (bias, of_head_group)
     check_shapes(x, expected, reader="x")
     check_floating(x=x, before=before)
     check_any_floating(**{name: tensor for name, (tensor, _) in expected.items()})
-    if min(widths, default=0) < 1 or sum(widths) != of_unit[1]:
+    if min(widths, default=0) < 1 or sum(widths) != of_head_group[1]:
         raise ValueError(
-            f"widths is {list(widths)}: give whole numbers from 1 that sum to {of_unit[1]}, the width of x"
+            f"widths is {list(widths)}: give whole numbers from 1 that sum to {of_head_group[1]}, the width of x"
         )
     if len(unit_length) != len(widths):
         raise ValueError(f"unit_length is {list(unit_length)}: give a bool for each of the {len(widths)} widths")

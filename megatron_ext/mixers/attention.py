@@ -30,7 +30,7 @@ class SoftmaxAttention(KeyValueMixer):
         factors = self.mixer_config
         slopes = None
         if factors.position_encoding == "alibi":
-            first = part.first_unit * self.queries_per_group
+            first = part.first_head_group * self.queries_per_group
             slopes = alibi_slopes(self.config.num_attention_heads)[first : first + q_bthd.shape[2]].to(q_bthd.device)
         return softmax_attention(
             q_bthd,
@@ -58,16 +58,18 @@ class SoftmaxAttention(KeyValueMixer):
         They are a function of seed, layer, global group and position only, so they are identical in every layout.
         """
         b, s, groups, d = v_bshd.shape
-        units, end = (part.first_unit, groups), first_position + s
-        if units not in self._frozen_keys or len(self._frozen_keys[units]) < end:
+        head_groups, end = (part.first_head_group, groups), first_position + s
+        if head_groups not in self._frozen_keys or len(self._frozen_keys[head_groups]) < end:
             # Rounded up to a power of two, so that decoding token by token seldom draws new ones.
             count = 1 << (end - 1).bit_length()
             keys = [
-                _random_vectors(count, d, (self.mixer_config.random_keys_seed, self.layer_number, part.first_unit + i))
+                _random_vectors(
+                    count, d, (self.mixer_config.random_keys_seed, self.layer_number, part.first_head_group + i)
+                )
                 for i in range(groups)
             ]
-            self._frozen_keys[units] = torch.stack(keys, 1).to(v_bshd)
-        return self._frozen_keys[units][first_position:end].expand(b, -1, -1, -1)
+            self._frozen_keys[head_groups] = torch.stack(keys, 1).to(v_bshd)
+        return self._frozen_keys[head_groups][first_position:end].expand(b, -1, -1, -1)
 
     def mixing_flops(self, seq_length: int) -> float:
         """Count scores and weighted values over the mean number of keys per query."""

@@ -23,7 +23,7 @@ from megatron_ext.mixers.core.stateful import scan
 
 @register("based")
 class Based(Mixer):
-    """Based's linear attention; the unit is a head.
+    """Based's linear attention; the head group is a head.
 
     The weight of a key is 1 + s + s^2 / 2 with s = q.k / sqrt(feature_dim), divided by the sum of all weights so far.
     Rows of the input projection, per head: [query | key | value].
@@ -37,7 +37,7 @@ class Based(Mixer):
         """Return the number of heads."""
         return self.config.num_attention_heads
 
-    def unit_width(self) -> int:
+    def head_group_width(self) -> int:
         """Return the width of a head's query, key and value together."""
         return sum(self._widths)
 
@@ -53,7 +53,7 @@ class Based(Mixer):
     def mix(self, x_tbuw: Tensor, part: MixInput) -> Tensor:
         """Implement `Mixer.mix`: the `based` op, or a scan over its features if there are earlier positions."""
         q_btuf, k_btuf, v_btud = cut_heads(x_tbuw, self._widths)
-        if part.past is BEGINNING:
+        if part.history is BEGINNING:
             return batch_first(based(q_btuf, k_btuf, v_btud))
         scan_on = partial(scan, gated_linear_attention, part=part, scale=1.0)
         return batch_first(by_features(q_btuf, k_btuf, v_btud, scan_on))

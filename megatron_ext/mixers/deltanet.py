@@ -23,7 +23,7 @@ from megatron_ext.parallel.parameters import uniform_within
 
 @register("deltanet")
 class DeltaNet(StatefulMixer):
-    """DeltaNet; the unit is a head with its own query, key, value, output gate and beta.
+    """DeltaNet; the head group is a head with its own query, key, value, output gate and beta.
 
     Rows of the input projection, per head: [query | key | value | output gate | beta].
     """
@@ -33,24 +33,24 @@ class DeltaNet(StatefulMixer):
     def add_parameters(self) -> None:
         """Create each head's convolution, initialised as torch does."""
         kernel = self.mixer_config.conv_kernel_size
-        self.conv_weight = self.new_parameter_of_units(uniform_within(kernel**-0.5), self.qkv_width, kernel)
+        self.conv_weight = self.new_parameter_of_head_groups(uniform_within(kernel**-0.5), self.qkv_width, kernel)
 
-    def unit_width(self) -> int:
+    def head_group_width(self) -> int:
         """Return the width of a head's query, key, value, output gate and beta together."""
-        return super().unit_width() + 1
+        return super().head_group_width() + 1
 
     def read_states(self, x_tbuw: Tensor, part: MixInput) -> tuple[Tensor, Tensor]:
         """Implement `StatefulMixer.read_states`: short convolution, delta rule."""
-        num_scalars = self.unit_width() - sum(self.head_widths)
+        num_scalars = self.head_group_width() - sum(self.head_widths)
         qkv, gate, scalars = cut(x_tbuw, [self.qkv_width, self.gate_width, num_scalars])
-        weight = self.own_units(self.conv_weight, part)
-        before, of_length_1 = previous_rows(qkv, weight, part.past), (True, True, False)
+        weight = self.own_head_groups(self.conv_weight, part)
+        before, of_length_1 = previous_rows(qkv, weight, part.history), (True, True, False)
         q, k, v = short_convolution(qkv, before, weight, widths=self.head_widths[:3], unit_length=of_length_1)
         decay, beta = self.log_forgetting(scalars, part), strengths(scalars[..., 0])
         return scan(gated_delta_rule, q, k, v, decay, beta, part=part), batch_first(gate)
 
     def log_forgetting(self, scalars_tbuw: Tensor, part: MixInput) -> Tensor | None:
-        """Compute the state's log decay [b, t, units], <= 0, fp32, from the rows' scalars; None: no decay."""
+        """Compute the state's log decay [b, t, head groups], <= 0, fp32, from the rows' scalars; None: no decay."""
         return None
 
     def mixing_flops(self, seq_length: int) -> float:
@@ -70,17 +70,17 @@ class GatedDeltaNet(DeltaNet):
     def add_parameters(self) -> None:
         """Create the convolution, decay and step bias of each head."""
         super().add_parameters()
-        self.log_decay = self.new_parameter_of_units(log_uniform_decay_from_zero, in_fp32=True)
-        self.step_bias = self.new_parameter_of_units(inverse_softplus_step, in_fp32=True)
+        self.log_decay = self.new_parameter_of_head_groups(log_uniform_decay_from_zero, in_fp32=True)
+        self.step_bias = self.new_parameter_of_head_groups(inverse_softplus_step, in_fp32=True)
 
-    def unit_width(self) -> int:
+    def head_group_width(self) -> int:
         """Return the width of a head's query, key, value, output gate, beta and alpha together."""
-        return super().unit_width() + 1
+        return super().head_group_width() + 1
 
     def log_forgetting(self, scalars_tbuw: Tensor, part: MixInput) -> Tensor:
         """Compute the log decay with `forgetting`."""
         return forgetting(
-            scalars_tbuw[..., 1], self.own_units(self.step_bias, part), self.own_units(self.log_decay, part)
+            scalars_tbuw[..., 1], self.own_head_groups(self.step_bias, part), self.own_head_groups(self.log_decay, part)
         )
 
 

@@ -30,17 +30,17 @@ class GLA(StatefulMixer):
         """Create the low-rank projection to the decays, and its bias."""
         rank, start = self.mixer_config.decay_rank, normal(self.config.init_method_std)
         self.decay_down = new_parameter((rank, self.config.hidden_size), start, dtype=self.config.params_dtype)
-        self.decay_up = self.new_parameter_of_units(start, self.head_dim, rank)
-        self.decay_bias = self.new_parameter_of_units(zeros, self.head_dim, in_fp32=True)
+        self.decay_up = self.new_parameter_of_head_groups(start, self.head_dim, rank)
+        self.decay_bias = self.new_parameter_of_head_groups(zeros, self.head_dim, in_fp32=True)
 
     def shared_features(self, hidden_states: Tensor) -> Tensor:
         """Implement `Mixer.shared_features`: the low-rank projection `down` of the decays."""
-        return self.project_for_all_units(hidden_states, self.decay_down)
+        return self.project_for_all_head_groups(hidden_states, self.decay_down)
 
     def read_states(self, x_tbuw: Tensor, part: MixInput) -> tuple[Tensor, Tensor]:
         """Implement `StatefulMixer.read_states`: scan with a decay per key feature."""
         assert part.shared is not None
-        up, bias = (self.own_units(p, part) for p in (self.decay_up, self.decay_bias))
+        up, bias = (self.own_head_groups(p, part) for p in (self.decay_up, self.decay_bias))
         logits = F.linear(part.shared, up.flatten(0, 1)).unflatten(-1, up.shape[:2])
         temperature = self.mixer_config.decay_temperature
         q, k, v, gate, decay = decaying_heads(x_tbuw, logits, bias, temperature, self.head_widths)

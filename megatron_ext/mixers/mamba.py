@@ -26,7 +26,7 @@ from megatron_ext.parallel.parameters import normal, ones, uniform_within
 
 @register("mamba")
 class Mamba(Mixer):
-    """Mamba; the unit is a head, here simply head_dim * expand channels of the layer.
+    """Mamba; the head group is a head, here simply head_dim * expand channels of the layer.
 
     Rows of the input projection, per head: [x | gate z]. A token's B, C and low-rank input of the step sizes are
     projected from the channels of all heads, so ranks that hold different heads sum their partial products.
@@ -35,22 +35,22 @@ class Mamba(Mixer):
     """
 
     supports_state_passing: ClassVar[bool] = True
-    needs_all_units: ClassVar[bool] = True
+    needs_all_head_groups: ClassVar[bool] = True
     supports_document_masking: ClassVar[bool] = True
     mixer_config: MambaConfig
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         width, kernel, size = self.output_width(), self.mixer_config.conv_kernel_size, self.mixer_config.state_size
-        self.conv_weight = self.new_parameter_of_units(uniform_within(kernel**-0.5), width, kernel)
-        self.conv_bias = self.new_parameter_of_units(uniform_within(kernel**-0.5), width)
+        self.conv_weight = self.new_parameter_of_head_groups(uniform_within(kernel**-0.5), width, kernel)
+        self.conv_bias = self.new_parameter_of_head_groups(uniform_within(kernel**-0.5), width)
         start = normal(self.config.init_method_std)
-        self.x_proj = self.new_parameter_of_units(start, self.dt_rank + 2 * size, width)
-        self.dt_proj = self.new_parameter_of_units(uniform_within(self.dt_rank**-0.5), width, self.dt_rank)
-        self.dt_bias = self.new_parameter_of_units(inverse_softplus_step, width, in_fp32=True)
-        self.A_log = self.new_parameter_of_units(log_of_one_to_size, width, size, in_fp32=True)
+        self.x_proj = self.new_parameter_of_head_groups(start, self.dt_rank + 2 * size, width)
+        self.dt_proj = self.new_parameter_of_head_groups(uniform_within(self.dt_rank**-0.5), width, self.dt_rank)
+        self.dt_bias = self.new_parameter_of_head_groups(inverse_softplus_step, width, in_fp32=True)
+        self.A_log = self.new_parameter_of_head_groups(log_of_one_to_size, width, size, in_fp32=True)
         self.A_log.no_weight_decay = True  # type: ignore[attr-defined]  # as in the authors' code
-        self.D = self.new_parameter_of_units(ones, width, in_fp32=True)
+        self.D = self.new_parameter_of_head_groups(ones, width, in_fp32=True)
 
     @property
     def dt_rank(self) -> int:
@@ -61,7 +61,7 @@ class Mamba(Mixer):
         """Return the number of heads."""
         return self.config.num_attention_heads
 
-    def unit_width(self) -> int:
+    def head_group_width(self) -> int:
         """Return the width of a head's channels and their gate together."""
         return 2 * self.output_width()
 
@@ -72,20 +72,20 @@ class Mamba(Mixer):
     def mix(self, x_tbuw: Tensor, part: MixInput) -> Tensor:
         """Implement `Mixer.mix`: short convolution, selective scan, gate."""
         x, z = cut(x_tbuw, [self.output_width()] * 2)
-        weight, bias = (self.own_units(p, part) for p in (self.conv_weight, self.conv_bias))
-        before = previous_rows(x, weight, part.past)
+        weight, bias = (self.own_head_groups(p, part) for p in (self.conv_weight, self.conv_bias))
+        before = previous_rows(x, weight, part.history)
         (x_btuw,) = short_convolution(x, before, weight, bias, widths=[self.output_width()])
         size = self.mixer_config.state_size
         low_btr, B_btn, C_btn = self._project_all_channels(x_btuw, part).split([self.dt_rank, size, size], -1)
-        dt_bias = self.own_units(self.dt_bias, part)
-        dt_proj = self.own_units(self.dt_proj, part)
+        dt_bias = self.own_head_groups(self.dt_bias, part)
+        dt_proj = self.own_head_groups(self.dt_proj, part)
         dt_logits = linear_to_fp32(low_btr.to(x.dtype), dt_proj.flatten(0, 1)).unflatten(-1, dt_proj.shape[:2])
         dt_btuw = steps(dt_logits, dt_bias)
         return gated(self._scan(x_btuw, dt_btuw, B_btn, C_btn, part), z)
 
     def _scan(self, x_btuw: Tensor, dt_btuw: Tensor, B_btn: Tensor, C_btn: Tensor, part: MixInput) -> Tensor:
         """Run the selective scan and return the tokens' outputs, [b, t, u, w]."""
-        A_log, D = (self.own_units(p, part).float().flatten(0, 1) for p in (self.A_log, self.D))
+        A_log, D = (self.own_head_groups(p, part).float().flatten(0, 1) for p in (self.A_log, self.D))
         dt_btc = dt_btuw.flatten(2)
         inputs = (x_btuw.flatten(2), dt_btc, -A_log.exp(), B_btn, C_btn)
 
@@ -93,12 +93,12 @@ class Mamba(Mixer):
             return selective_scan(*inputs, D=D, initial_state=state, return_final_state=True)
 
         kept = (dt_btc.sum(1)[..., None] * inputs[2]).exp()
-        return part.past.scan_diagonal("state", from_state, kept).unflatten(2, (part.num_head_groups, -1))
+        return part.history.scan_diagonal("state", from_state, kept).unflatten(2, (part.num_head_groups, -1))
 
     def _project_all_channels(self, x_btuw: Tensor, part: MixInput) -> Tensor:
         """Project the layer's channels to [b, t, dt_rank + 2n], fp32, identical on all ranks of the layer."""
         # In fp32, as 16-bit rounding of the partial products would depend on the number of ranks.
-        own = linear_to_fp32(x_btuw.flatten(2), self.own_units(self.x_proj, part).transpose(0, 1).flatten(1))
+        own = linear_to_fp32(x_btuw.flatten(2), self.own_head_groups(self.x_proj, part).transpose(0, 1).flatten(1))
         total = sum_over_ranks(own, self.tp_group)
         # After the all-to-all, context-parallel ranks hold different heads, too.
         return total if part.num_head_groups == self.num_head_groups_per_rank else sum_over_ranks(total, self.cp_group)

@@ -21,7 +21,7 @@ from megatron_ext.parallel.parameters import ones, uniform_within
 
 @register("mamba2")
 class Mamba2(Mixer):
-    """Mamba-2; the unit is a query group, whose heads share B and C as in one of Mamba-2's groups.
+    """Mamba-2; the head group is a query group, whose heads share B and C as in one of Mamba-2's groups.
 
     Rows of the input projection, per group: [x of its heads | B | C | gate z of its heads | step of its heads]. The
     step is there only if the decay is data-dependent.
@@ -38,14 +38,14 @@ class Mamba2(Mixer):
         super().__init__(*args, **kwargs)
         heads, kernel = self.heads_per_group, self.mixer_config.conv_kernel_size
         if self.mixer_config.convolution:
-            self.conv_weight = self.new_parameter_of_units(uniform_within(kernel**-0.5), self.conv_width, kernel)
-            self.conv_bias = self.new_parameter_of_units(uniform_within(kernel**-0.5), self.conv_width)
+            self.conv_weight = self.new_parameter_of_head_groups(uniform_within(kernel**-0.5), self.conv_width, kernel)
+            self.conv_bias = self.new_parameter_of_head_groups(uniform_within(kernel**-0.5), self.conv_width)
         if self.mixer_config.decay != "none":
-            self.log_decay = self.new_parameter_of_units(log_uniform_decay, heads, in_fp32=True)
-            self.step_bias = self.new_parameter_of_units(inverse_softplus_step, heads, in_fp32=True)
-        self.skip = self.new_parameter_of_units(ones, heads, in_fp32=True)
+            self.log_decay = self.new_parameter_of_head_groups(log_uniform_decay, heads, in_fp32=True)
+            self.step_bias = self.new_parameter_of_head_groups(inverse_softplus_step, heads, in_fp32=True)
+        self.skip = self.new_parameter_of_head_groups(ones, heads, in_fp32=True)
         if self.mixer_config.group_norm:
-            self.group_norm_weight = self.new_parameter_of_units(ones, self.output_width())
+            self.group_norm_weight = self.new_parameter_of_head_groups(ones, self.output_width())
 
     @property
     def heads_per_group(self) -> int:
@@ -71,7 +71,7 @@ class Mamba2(Mixer):
         """Return the number of query groups."""
         return self.config.num_query_groups
 
-    def unit_width(self) -> int:
+    def head_group_width(self) -> int:
         """Return the width of a group's x, B, C, gate and steps together."""
         return self.conv_width + self.output_width() + self.step_width
 
@@ -86,16 +86,16 @@ class Mamba2(Mixer):
         x_btuw, b_btun, c_btun = self._convolved(xbc, part)
         x_btuhd = x_btuw.unflatten(-1, (self.heads_per_group, self.value_dim))
         y_btuhd = self._read_states(x_btuhd, b_btun, c_btun, step, part)
-        norm_weight = self.own_units(self.group_norm_weight, part) if self.mixer_config.group_norm else None
-        skip_uh = self.own_units(self.skip, part)
+        norm_weight = self.own_head_groups(self.group_norm_weight, part) if self.mixer_config.group_norm else None
+        skip_uh = self.own_head_groups(self.skip, part)
         return gated(y_btuhd, x_btuhd, skip_uh, gate, norm_weight, self.config.layernorm_epsilon)
 
     def _convolved(self, xbc_tbuw: Tensor, part: MixInput) -> tuple[Tensor, ...]:
         widths = [self.output_width(), self.mixer_config.state_size, self.mixer_config.state_size]
         if not self.mixer_config.convolution:
             return activated(xbc_tbuw, widths)
-        weight, bias = (self.own_units(p, part) for p in (self.conv_weight, self.conv_bias))
-        return short_convolution(xbc_tbuw, previous_rows(xbc_tbuw, weight, part.past), weight, bias, widths=widths)
+        weight, bias = (self.own_head_groups(p, part) for p in (self.conv_weight, self.conv_bias))
+        return short_convolution(xbc_tbuw, previous_rows(xbc_tbuw, weight, part.history), weight, bias, widths=widths)
 
     def _read_states(
         self, x_btuhd: Tensor, b_btun: Tensor, c_btun: Tensor, step_tbuh: Tensor, part: MixInput
@@ -106,7 +106,7 @@ class Mamba2(Mixer):
             k, q = (y.repeat_interleave(self.heads_per_group, 2) for y in (k, q))
         v, decays = x_btuhd.flatten(2, 3), []
         if self.mixer_config.decay != "none":
-            bias_uh, log_decay_uh = (self.own_units(p, part) for p in (self.step_bias, self.log_decay))
+            bias_uh, log_decay_uh = (self.own_head_groups(p, part) for p in (self.step_bias, self.log_decay))
             by_data = self.mixer_config.decay == "data_dependent"
             v, decay = stepped(x_btuhd, step_tbuh if by_data else None, bias_uh, log_decay_uh)
             decays = [decay]

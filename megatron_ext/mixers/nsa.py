@@ -37,9 +37,9 @@ class NSA(KeyValueMixer):
     moves_queries: ClassVar[bool] = False  # the gates are not exchanged
     mixer_config: NSAConfig
 
-    def unit_width(self) -> int:
+    def head_group_width(self) -> int:
         """Return the width of the group's queries, key, value and gates together."""
-        return super().unit_width() + self._num_gates
+        return super().head_group_width() + self._num_gates
 
     @property
     def _num_gates(self) -> int:
@@ -49,7 +49,7 @@ class NSA(KeyValueMixer):
     def mix(self, x_tbuw: Tensor, part: MixInput) -> Tensor:
         """Implement `Mixer.mix`: split off the gates, and process the other rows as `KeyValueMixer` does."""
         t, b, u, _ = x_tbuw.shape
-        rows, gates = cut(x_tbuw, [super().unit_width(), self._num_gates])
+        rows, gates = cut(x_tbuw, [super().head_group_width(), self._num_gates])
         gates_tbhx = gates.float().sigmoid().reshape(t, b, u * self.queries_per_group, NUM_BRANCHES)
         return super().mix(rows, GatedPart(**vars(part), gates_bthx=batch_first(gates_tbhx)))
 

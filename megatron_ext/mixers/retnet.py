@@ -32,6 +32,6 @@ class RetNet(StatefulMixer):
 
 def log_fading(part: MixInput, device: torch.device) -> Tensor:
     """Return each head's log decay [u], fp32."""
-    heads = torch.arange(part.first_unit, part.first_unit + part.num_head_groups, device=device)
+    heads = torch.arange(part.first_head_group, part.first_head_group + part.num_head_groups, device=device)
     # log1p: fp32 would round 1 - x for small x.
     return torch.log1p(-torch.exp2(-5.0 - heads.float()))

@@ -43,9 +43,9 @@ class RWKV6(RWKVMixer):
         self.mix_up = self.new_of_all_ranks(uniform_within(0.01), 5, hidden, mix_rank)
         self.g_proj = self.new_projection()
         self.decay_down = self.new_of_all_ranks(zeros, decay_rank, hidden)
-        self.decay_up = self.new_parameter_of_units(uniform_within(0.01), self.head_dim, decay_rank)
-        self.decay_base = self.new_parameter_of_units(_initial_decay(self.depth), self.head_dim, in_fp32=True)
-        self.bonus = self.new_parameter_of_units(_initial_bonus(self.depth), self.head_dim)
+        self.decay_up = self.new_parameter_of_head_groups(uniform_within(0.01), self.head_dim, decay_rank)
+        self.decay_base = self.new_parameter_of_head_groups(_initial_decay(self.depth), self.head_dim, in_fp32=True)
+        self.bonus = self.new_parameter_of_head_groups(_initial_bonus(self.depth), self.head_dim)
 
     def project(self, x_tbh: Tensor, before_1bh: Tensor) -> tuple[Tensor, ...]:
         """Implement `RWKVMixer.project`."""
@@ -66,7 +66,7 @@ class RWKV6(RWKVMixer):
     def mix(self, x_tbuw: Tensor, part: MixInput) -> Tensor:
         """Implement `Mixer.mix`: scan, norm, gate."""
         r, k, v, of_decay, g = x_tbuw, *part.more
-        base, bonus = (self.own_units(p, part) for p in (self.decay_base, self.bonus))
+        base, bonus = (self.own_head_groups(p, part) for p in (self.decay_base, self.bonus))
         heads = decaying_heads(r, k, v, of_decay, base)
         o = scan(partial(rwkv6, u=bonus.float()), *heads, part=part)
         return gated(o, g, *self.own_group_norm(part))

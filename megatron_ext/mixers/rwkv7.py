@@ -51,11 +51,11 @@ class RWKV7(RWKVMixer):
         self.rate_down, self.rate_up = self._new_low_rank(self.mixer_config.rate_rank, for_head)
         self.gate_down, self.gate_up = self._new_low_rank(self.mixer_config.gate_rank, 5)
         starts_of_decay = _initial_decay(self.depth, self.head_dim)
-        self.decay_base = self.new_parameter_of_units(starts_of_decay, self.head_dim, in_fp32=True)
-        self.rate_base = self.new_parameter_of_units(_initial_rate(self.head_dim), self.head_dim)
-        self.removal_scale = self.new_parameter_of_units(by_channel(_initial_removal), self.head_dim)
-        self.key_rate = self.new_parameter_of_units(constant(1.02), self.head_dim)
-        self.bonus = self.new_parameter_of_units(constant(-0.04), self.head_dim)
+        self.decay_base = self.new_parameter_of_head_groups(starts_of_decay, self.head_dim, in_fp32=True)
+        self.rate_base = self.new_parameter_of_head_groups(_initial_rate(self.head_dim), self.head_dim)
+        self.removal_scale = self.new_parameter_of_head_groups(by_channel(_initial_removal), self.head_dim)
+        self.key_rate = self.new_parameter_of_head_groups(constant(1.02), self.head_dim)
+        self.bonus = self.new_parameter_of_head_groups(constant(-0.04), self.head_dim)
 
     def _new_low_rank(self, rank: int | None, factor: float) -> tuple[torch.nn.Parameter, torch.nn.Parameter]:
         """Return new low-rank matrices: down [r, h], zeros, and up [u, d, r].
@@ -64,7 +64,7 @@ class RWKV7(RWKVMixer):
         """
         rank = rank or default_rank(factor, self.config.hidden_size)
         down = self.new_of_all_ranks(zeros, rank, self.config.hidden_size)
-        return down, self.new_parameter_of_units(
+        return down, self.new_parameter_of_head_groups(
             normal(0.1 / math.sqrt(self.num_head_groups() * self.head_dim)), self.head_dim, rank
         )
 
@@ -81,10 +81,10 @@ class RWKV7(RWKVMixer):
         """Implement `Mixer.mix`: scan, norm, bonus of the current token, gate."""
         r, k, v, of_decay, of_rate, gate = x_tbuw, *part.more
         names = (self.decay_base, self.rate_base, self.removal_scale, self.key_rate)
-        heads = moving_heads(r, k, v, of_decay, of_rate, *(self.own_units(p, part) for p in names))
+        heads = moving_heads(r, k, v, of_decay, of_rate, *(self.own_head_groups(p, part) for p in names))
         o = scan(_receptance_key_value_first, *heads, part=part)
         r, k, v, *_ = heads
-        return gated(o, r, k, v, self.own_units(self.bonus, part), gate, *self.own_group_norm(part))
+        return gated(o, r, k, v, self.own_head_groups(self.bonus, part), gate, *self.own_group_norm(part))
 
     def mixing_flops(self, seq_length: int) -> float:
         """Count the read of the removed value, its removal, the write, the read, and the bonus of the current token."""

@@ -39,7 +39,7 @@ class Top1Chunk(KeyValueMixer):
 
     def attend_to_past(self, q_bthd: Tensor, k_tbgd: Tensor | None, v_tbgd: Tensor, part: MixInput) -> Tensor:
         """Implement `KeyValueMixer.attend_to_past`: fetch from other ranks only the chunks that are chosen here."""
-        chosen, group = self.selection, part.past.ranks
+        chosen, group = self.selection, part.history.ranks
         gathers = self.config.context_exchange == "heads" or len(v_tbgd) % chosen.chunk_size
         if group is None or gathers:
             return super().attend_to_past(q_bthd, k_tbgd, v_tbgd, part)

@@ -48,7 +48,7 @@ class ShiftedNorm(HistoryModule):
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Map [t, b, hidden], sharded by context and sequence parallelism, to the same shape."""
         normed = self.norm(hidden_states)
-        (shifted,) = mixtures(normed, self.past.previous_rows("hidden_states", normed, 1), self.mu[None])
+        (shifted,) = mixtures(normed, self.history.previous_rows("hidden_states", normed, 1), self.mu[None])
         return shifted
 
 

@@ -132,7 +132,7 @@ def _layers(shape: ModelShape, chunks: Sequence[nn.Module], config: RunConfig) -
     for mixer in (module for chunk in chunks for module in chunk.modules() if isinstance(module, Mixer)):
         score = getattr(mixer.mixer_config, "score", None)
         rounds = mixer.exchange_rounds(samples) if mixer.exchanges_heads(seq_length // mixer.cp_size) else None
-        parts = mixer.cp_size * rounds.samples * rounds.units if rounds else 1
+        parts = mixer.cp_size * rounds.samples * rounds.head_groups if rounds else 1
         yield Layer(
             part=part_of_mixer(shape.mixers[mixer.layer_number - 1], score),
             mixer_flops=mixer.training_flops(seq_length),

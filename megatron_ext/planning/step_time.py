@@ -233,7 +233,7 @@ def _micro_batch(config: RunConfig, footprint: Footprint, gpu: Gpu, links: _Link
 
 
 def _hides(rounds: Rounds, transport: TransportName) -> float:
-    in_rounds = rounds.samples > 1 or (transport == "copy_engine" and rounds.units > 1)
+    in_rounds = rounds.samples > 1 or (transport == "copy_engine" and rounds.head_groups > 1)
     return HIDES[transport] if in_rounds else 0.0
 
 

@@ -339,16 +339,22 @@ def test_wrong_bits_are_found(
     from megatron_ext.conversion.huggingface.families import tensors
 
     apart, together = tensors.apart, tensors.together
-    # Corrupt the first matrix of the feed-forward, which has one unit.
+    # Corrupt the first matrix of the feed-forward, which has one head group.
     monkeypatch.setattr(
-        tensors, "together", lambda parts, units: parts[0].repeat(2, 1) if units == 1 else together(parts, units)
+        tensors,
+        "together",
+        lambda parts, head_groups: parts[0].repeat(2, 1) if head_groups == 1 else together(parts, head_groups),
     )
     assert convert(run, tmp_path / "hf", "--to", "hf") == 2
     assert "mlp.linear_fc1.weight is not what was to be written" in error(capsys)
     # A fault that a round trip hides shows in the logits.
     order = {1: -1}
-    monkeypatch.setattr(tensors, "apart", lambda x, units, widths: apart(x, units, widths)[:: order.get(units, 1)])
-    monkeypatch.setattr(tensors, "together", lambda parts, units: together(parts[:: order.get(units, 1)], units))
+    monkeypatch.setattr(
+        tensors, "apart", lambda x, head_groups, widths: apart(x, head_groups, widths)[:: order.get(head_groups, 1)]
+    )
+    monkeypatch.setattr(
+        tensors, "together", lambda parts, head_groups: together(parts[:: order.get(head_groups, 1)], head_groups)
+    )
     assert convert(run, tmp_path / "hf", "--to", "hf") == 2
     assert f"{tmp_path}/hf: logits differ from those of" in error(capsys)  # not the temporary folder of the check
     assert not list(tmp_path.iterdir())

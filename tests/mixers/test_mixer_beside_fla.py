@@ -24,7 +24,7 @@ HIDDEN, HEADS, HEAD_DIM = 24, 4, 6
 
 
 def _rows(mixer: Any, **widths: int) -> Weights:
-    """Rows of the input projection by feature, merged over units as in fla."""
+    """Rows of the input projection by feature, merged over head groups as in fla."""
     parts = mixer.in_proj.weight.unflatten(0, (mixer.num_head_groups(), -1)).split(list(widths.values()), 1)
     return {name: part.flatten(0, 1) for name, part in zip(widths, parts, strict=True)}
 

@@ -94,8 +94,8 @@ def test_features_are_as_wide_as_said(
 ) -> None:
     mixer = make_mixer(name, **fields)
     first, *more = (x.shape[-1] for x in mixer.features(hidden_states))
-    padding = 0 if more else -mixer.unit_width() % MULTIPLE
-    assert first + sum(more) == mixer.unit_width() + padding
+    padding = 0 if more else -mixer.head_group_width() % MULTIPLE
+    assert first + sum(more) == mixer.head_group_width() + padding
 
 
 def test_every_file_registers_a_mixer() -> None:
@@ -132,7 +132,7 @@ def test_a_name_is_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_exchanged_under_context_parallelism(
     make_mixer: MakeMixer, monkeypatch: pytest.MonkeyPatch, chosen: str, length: int, size: int, heads: bool
 ) -> None:
-    """Each of 2 ranks receives half of a unit's 24 + 6 features, or a summary of 6 * (6 + 6): 15 * length or 72."""
+    """Each of 2 ranks receives half of a head's 24 + 6 features, or a summary of 6 * (6 + 6): 15 * length or 72."""
     mixer = make_mixer("retnet", expand_v=1)
     monkeypatch.setattr(mixer, "cp_size", size)
     monkeypatch.setattr(mixer.config, "context_exchange", chosen)
@@ -201,10 +201,12 @@ def test_walks_that_a_summary_takes(
     make_mixer: MakeMixer, hidden_states: Tensor, one_process: Any, name: str, fields: dict[str, Any]
 ) -> None:
     mixer = make_mixer(name, **fields)
-    past = _Widths(one_process.cp)
+    history = _Widths(one_process.cp)
     first, *more = mixer.features(hidden_states)
-    mixer.mix(first, MixInput(0, mixer.num_head_groups(), 0, past, mixer.shared_features(hidden_states), tuple(more)))
-    assert sum(past.seen) == pytest.approx(1 + mixer.summary_scans())
+    mixer.mix(
+        first, MixInput(0, mixer.num_head_groups(), 0, history, mixer.shared_features(hidden_states), tuple(more))
+    )
+    assert sum(history.seen) == pytest.approx(1 + mixer.summary_scans())
 
 
 LENGTH, HEADS, WIDTH, HIDDEN = 12, 4, 6, 24

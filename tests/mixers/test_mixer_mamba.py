@@ -132,11 +132,11 @@ def test_ranks_with_a_part_of_the_heads_sum_their_projections(
     calls.clear()
     parts = [MixInput(0, 1), MixInput(1, 3)]
     for part in parts:
-        mixer.mix(rows[:, :, part.first_unit :][:, :, : part.num_head_groups], part)
+        mixer.mix(rows[:, :, part.first_head_group :][:, :, : part.num_head_groups], part)
     assert [group for _, group in calls] == [mixer.tp_group, mixer.cp_group] * 2
     total = calls[1][0] + calls[3][0]
     monkeypatch.setattr(mamba, "sum_over_ranks", lambda x, group: total if group is mixer.cp_group else x)
-    of_parts = [mixer.mix(rows[:, :, part.first_unit :][:, :, : part.num_head_groups], part) for part in parts]
+    of_parts = [mixer.mix(rows[:, :, part.first_head_group :][:, :, : part.num_head_groups], part) for part in parts]
     _assert_close(torch.cat(of_parts, 2), whole)
 
 

@@ -210,7 +210,7 @@ def test_no_group_norm_leaves_out_the_norm_alone(make: MakeMixer) -> None:
     with_norm, without = make(), make(group_norm=False)
     _copy(with_norm, without)
     generator = torch.Generator().manual_seed(5)
-    x = torch.randn(LENGTH, BATCH, 2, without.unit_width(), generator=generator)
+    x = torch.randn(LENGTH, BATCH, 2, without.head_group_width(), generator=generator)
     plain = without.mix(x, MixInput(0, 2)).double()
     norm = (plain.square().mean(-1, keepdim=True) + with_norm.config.layernorm_epsilon).sqrt()
     expected = plain / norm * with_norm.group_norm_weight.double()
@@ -244,7 +244,7 @@ def test_it_has_the_parameters_that_it_uses(
 def test_groups_do_not_know_each_other(make: MakeMixer) -> None:
     """A group alone gives its part of the whole output, so groups can be split over ranks."""
     mixer = make()
-    x = torch.randn(LENGTH, BATCH, 2, mixer.unit_width(), generator=torch.Generator().manual_seed(5))
+    x = torch.randn(LENGTH, BATCH, 2, mixer.head_group_width(), generator=torch.Generator().manual_seed(5))
     whole = mixer.mix(x, MixInput(0, 2))
     for u in range(2):
         torch.testing.assert_close(mixer.mix(x[:, :, u : u + 1], MixInput(u, 1)), whole[:, :, u : u + 1])
@@ -252,7 +252,7 @@ def test_groups_do_not_know_each_other(make: MakeMixer) -> None:
 
 def test_sixteen_bits_stay_sixteen_bits(make: MakeMixer) -> None:
     mixer = make()
-    x = torch.randn(LENGTH, BATCH, 2, mixer.unit_width(), generator=torch.Generator().manual_seed(5))
+    x = torch.randn(LENGTH, BATCH, 2, mixer.head_group_width(), generator=torch.Generator().manual_seed(5))
     expected = mixer.mix(x, MixInput(0, 2))
     out = mixer.bfloat16().mix(x.bfloat16(), MixInput(0, 2))
     assert out.dtype == torch.bfloat16

@@ -88,21 +88,21 @@ class Given(EmptyHistory):
 def test_a_part_of_the_sequence_gives_that_part_of_the_result(make_mixer: MakeMixer, start: int) -> None:
     """Context parallelism by gathering: queries and gates of the own shard, keys and values of all shards up to it."""
     mixer = make_mixer("nsa", groups=2, **SMALL)
-    x_tbuw = torch.randn(13, 2, 2, mixer.unit_width(), generator=torch.Generator().manual_seed(3))
+    x_tbuw = torch.randn(13, 2, 2, mixer.head_group_width(), generator=torch.Generator().manual_seed(3))
     seen = Seen()
-    whole = mixer.mix(x_tbuw, MixInput(0, 2, past=seen))
+    whole = mixer.mix(x_tbuw, MixInput(0, 2, history=seen))
     assert {name: rows.shape for name, rows in seen.rows.items()} == dict.fromkeys(
         ("keys", "values"), (13, 2, 2, WIDTH)
     )
     own = slice(start, start + 6)
-    part = mixer.mix(x_tbuw[own], MixInput(0, 2, first_position=start, past=Given(seen.rows, own)))
+    part = mixer.mix(x_tbuw[own], MixInput(0, 2, first_position=start, history=Given(seen.rows, own)))
     torch.testing.assert_close(part, whole[own], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(whole, mixer.mix(x_tbuw, MixInput(0, 2)), rtol=0, atol=0)
 
 
 def test_a_part_of_the_groups_gives_that_part_of_the_result(make_mixer: MakeMixer) -> None:
     mixer = make_mixer("nsa", groups=2, **SMALL)
-    x_tbuw = torch.randn(13, 2, 2, mixer.unit_width(), generator=torch.Generator().manual_seed(3))
+    x_tbuw = torch.randn(13, 2, 2, mixer.head_group_width(), generator=torch.Generator().manual_seed(3))
     whole = mixer.mix(x_tbuw, MixInput(0, 2))
     torch.testing.assert_close(mixer.mix(x_tbuw[:, :, 1:], MixInput(1, 1)), whole[:, :, 1:], rtol=1e-5, atol=1e-6)
 

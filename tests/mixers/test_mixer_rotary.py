@@ -45,10 +45,10 @@ def test_heads_of_a_unit_are_cut_and_rotated() -> None:
         expected = turned_from(expected, 100.0, 7) if found is k else expected
         torch.testing.assert_close(found, expected.transpose(0, 1), rtol=0, atol=0)
         assert found.is_contiguous()
-    for unit in range(u):
+    for head_group in range(u):
         for query in range(g):
-            own = turned_from(x[:, :, unit : unit + 1, query * d : (query + 1) * d], 100.0, 7)
-            torch.testing.assert_close(q[:, :, unit * g + query], own[:, :, 0].transpose(0, 1), rtol=0, atol=0)
+            own = turned_from(x[:, :, head_group : head_group + 1, query * d : (query + 1) * d], 100.0, 7)
+            torch.testing.assert_close(q[:, :, head_group * g + query], own[:, :, 0].transpose(0, 1), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("width", "base"), [(128, 10000.0), (128, 500000.0), (64, 10000.0), (80, 1e6)])

@@ -30,18 +30,18 @@ def multiplied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     ("columns", "units", "padded"), [(13, None, 13), (13, 1, 16), (6, 2, 16), (24, 3, 24), (27, 3, 48)]
 )
 def test_it_is_the_plain_linear_with_zeros_behind_each_unit(
-    one_process: Any, multiplied: list[int], columns: int, units: int | None, padded: int
+    one_process: Any, multiplied: list[int], columns: int, head_groups: int | None, padded: int
 ) -> None:
     config = TransformerConfig(
         num_layers=1, hidden_size=12, num_attention_heads=1, use_cpu_initialization=True, perform_initialization=False
     )
     given = {"config": config, "init_method": torch.nn.init.normal_, "bias": False, "tp_group": one_process.tp}
     linear, plain = (cls(12, columns, **given) for cls in (AlignedColumnParallelLinear, ColumnParallelLinear))
-    linear.units = units
+    linear.head_groups = head_groups
     generator = torch.Generator().manual_seed(1)
     x, weight = (torch.randn(n, 12, generator=generator) for n in (5, columns))
     grad = torch.randn(5, padded, generator=generator)
-    own = (torch.arange(padded) % (padded // (units or 1))) < columns // (units or 1)
+    own = (torch.arange(padded) % (padded // (head_groups or 1))) < columns // (head_groups or 1)
 
     def run(module: Any, grad: torch.Tensor) -> list[torch.Tensor]:
         with torch.no_grad():

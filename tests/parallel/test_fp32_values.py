@@ -44,11 +44,11 @@ def test_a_mixer_takes_its_decays_in_fp32_and_begins_with_them_unrounded(name: s
     own = dict(mixer.named_parameters())
     assert {key for key, parameter in own.items() if fp32_values(parameter) is not None} == OF_MIXERS[name]
     assert all(fp32_values(parameter) is None for parameter in exact.parameters())
-    part = MixInput(first_unit=0, num_head_groups=mixer.num_head_groups())
+    part = MixInput(first_head_group=0, num_head_groups=mixer.num_head_groups())
     for key in OF_MIXERS[name]:
         assert own[key].dtype == torch.bfloat16
         expected = getattr(exact, key).detach()
-        taken = mixer.own_units(own[key], part)
+        taken = mixer.own_head_groups(own[key], part)
         assert torch.equal(taken, expected)
         assert torch.equal(own[key], expected.bfloat16())
 

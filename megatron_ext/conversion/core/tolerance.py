@@ -26,7 +26,7 @@ KEPT = 160
 _SCORES, _STATES, _WORK = 1 << 28, 1 << 22, 1e13
 """Limits of the longer sequence on a CPU.
 
-They bound the attention scores of a layer, the states of a layer in units of 32 per hidden feature, and the
+They bound the attention scores of a layer, the states of a layer in head groups of 32 per hidden feature, and the
 multiplications with weights, which take some minutes.
 """
 

@@ -1,8 +1,8 @@
 """Base class of all sequence mixers: projections, tensor-parallel heads, context-parallel exchange.
 
-The input projection of a mixer yields one row of features for each *unit*. A unit is the smallest piece that can be
-moved to another rank: a query group (its queries, key and value) or a head. Rows are interleaved by unit, so a plain
-split along dim 0 is a split by units, over tensor-parallel and over context-parallel ranks.
+The input projection of a mixer yields one row of features for each *head group*. A head group is the smallest piece
+that can be moved to another rank: a query group (its queries, key and value) or a head. Rows are interleaved by head
+group, so a plain split along dim 0 is a split by head groups, over tensor-parallel and over context-parallel ranks.
 """
 
 from __future__ import annotations
@@ -47,27 +47,27 @@ class MixerSubmodules:
 
 @dataclass(frozen=True)
 class MixInput:
-    """Slice of the layer's units and of the sequence that one call of `Mixer.mix` processes.
+    """Slice of the layer's head groups and of the sequence that one call of `Mixer.mix` processes.
 
     Attributes:
-        first_unit: global index of the first unit.
-        num_head_groups: number of units.
+        first_head_group: global index of the first head group.
+        num_head_groups: number of head groups.
         first_position: position in the sequence of the first row.
-        past: access to the positions before that row.
-        shared: features that all units share, [t, b, width]; see `Mixer.shared_features`.
-        more: further features of these units, [t, b, units, width] each; see `Mixer.features`.
+        history: access to the positions before that row.
+        shared: features that all head groups share, [t, b, width]; see `Mixer.shared_features`.
+        more: further features of these head groups, [t, b, head groups, width] each; see `Mixer.features`.
     """
 
-    first_unit: int
+    first_head_group: int
     num_head_groups: int
     first_position: int = 0
-    past: SequenceHistory = BEGINNING
+    history: SequenceHistory = BEGINNING
     shared: Tensor | None = None
     more: tuple[Tensor, ...] = ()
 
 
 class StateShape(NamedTuple):
-    """Shape of the recurrent states of a unit.
+    """Shape of the recurrent states of a head group.
 
     Attributes:
         states: number of states.
@@ -85,18 +85,18 @@ class Rounds(NamedTuple):
 
     Attributes:
         samples: number of parts that the samples are split into.
-        units: number of parts that the units of each of those are split into.
+        head_groups: number of parts that the head groups of each of those are split into.
     """
 
     samples: int
-    units: int
+    head_groups: int
 
 
 class Mixer(HistoryModule, ABC):
     """Base class of every mixer; replaces self-attention in a Megatron `TransformerLayer`.
 
-    A subclass defines the number and widths of its units and implements `mix`. This class contains all communication
-    between processes.
+    A subclass defines the number and widths of its head groups and implements `mix`. This class contains all
+    communication between processes.
 
     Args:
         config: Megatron's configuration of the model.
@@ -108,7 +108,7 @@ class Mixer(HistoryModule, ABC):
     """
 
     supports_kv_gather: ClassVar[bool] = False
-    """True if context parallelism may all-gather keys and values when the group size does not divide the units."""
+    """True if context parallelism may all-gather keys and values if its size does not divide the head groups."""
 
     supports_state_passing: ClassVar[bool] = False
     """True if context parallelism may keep the sequence sharded and pass recurrent states between ranks."""
@@ -117,10 +117,10 @@ class Mixer(HistoryModule, ABC):
     """Field of the mixer's settings with the size of the chunks that context-parallel ranks fetch from each other."""
 
     head_groups_are_query_groups: ClassVar[bool] = False
-    """True if a unit is a query group, False if it is a head."""
+    """True if a head group is a query group, False if it is a head."""
 
-    needs_all_units: ClassVar[bool] = False
-    """True if the features of a unit depend on the other units, so that one call of `mix` must contain them all."""
+    needs_all_head_groups: ClassVar[bool] = False
+    """True if one call of `mix` must contain all head groups, because their features depend on each other."""
 
     supports_document_masking: ClassVar[bool] = False
     """True if only `mix` accesses earlier positions, so that one call per document separates packed documents."""
@@ -162,14 +162,14 @@ class Mixer(HistoryModule, ABC):
         self.in_proj = build_module(
             linear,
             self.config.hidden_size,
-            self.num_head_groups() * self.unit_width(),
+            self.num_head_groups() * self.head_group_width(),
             init_method=self.config.init_method,
             gather_output=False,
             tp_comm_buffer_name="qkv",
             **self._of_both_linears(),
         )
         if isinstance(self.in_proj, AlignedColumnParallelLinear):
-            self.in_proj.units = self.num_head_groups_per_rank
+            self.in_proj.head_groups = self.num_head_groups_per_rank
 
     def _of_both_linears(self) -> dict[str, Any]:
         plain = {"bias": False, "skip_bias_add": False, "is_expert": False}
@@ -177,26 +177,26 @@ class Mixer(HistoryModule, ABC):
 
     @abstractmethod
     def num_head_groups(self) -> int:
-        """Return the number of units of the whole layer, over all ranks."""
+        """Return the number of head groups of the whole layer, over all ranks."""
 
     @abstractmethod
-    def unit_width(self) -> int:
-        """Return the number of features that the input projection yields for a unit."""
+    def head_group_width(self) -> int:
+        """Return the number of features that the input projection yields for a head group."""
 
     @abstractmethod
     def output_width(self) -> int:
-        """Return the number of features that `mix` returns for a unit."""
+        """Return the number of features that `mix` returns for a head group."""
 
     @abstractmethod
     def mix(self, x_tbuw: Tensor, part: MixInput) -> Tensor:
         """Mix the sequence.
 
         Args:
-            x_tbuw: projected features, [t, b, units, unit_width], possibly followed by padding; see `features`.
-            part: the units and positions of these rows, and the features that all units share.
+            x_tbuw: projected features, [t, b, head groups, head_group_width], and padding; see `features`.
+            part: the head groups and positions of these rows, and the features that all head groups share.
 
         Returns:
-            [t, b, units, output_width].
+            [t, b, head groups, output_width].
         """
 
     def forward(
@@ -223,24 +223,24 @@ class Mixer(HistoryModule, ABC):
         return self.out_proj(o_tbuw.flatten(2))
 
     def features(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
-        """Project hidden states to the inputs of `mix`, for this rank's units and sequence shard.
+        """Project hidden states to the inputs of `mix`, for this rank's head groups and sequence shard.
 
-        Each tensor of the result is [t, b, units, width]. Features beyond the first `unit_width` are padding;
-        `fusion.cut` drops them. This implementation returns one tensor. A mixer with several projections returns
-        several, whose widths add up to `unit_width`. Concatenating them would copy them only to split them again. `mix`
-        receives all but the first as `MixInput.more`.
+        Each tensor of the result is [t, b, head groups, width]. Features beyond the first `head_group_width` are
+        padding; `fusion.cut` drops them. This implementation returns one tensor. A mixer with several projections
+        returns several, whose widths add up to `head_group_width`. Concatenating them would copy them only to split
+        them again. `mix` receives all but the first as `MixInput.more`.
         """
         projected, _bias = self.in_proj(hidden_states)
         return (projected.unflatten(-1, (self.num_head_groups_per_rank, -1)),)
 
     def shared_features(self, hidden_states: Tensor) -> Tensor | None:
-        """Return the features that all units share, [t, b, width], for this rank's sequence shard, or None."""
+        """Return the features that all head groups share, [t, b, width], for this rank's sequence shard, or None."""
         return None
 
-    def project_for_all_units(self, hidden_states: Tensor, weight: Tensor) -> Tensor:
+    def project_for_all_head_groups(self, hidden_states: Tensor, weight: Tensor) -> Tensor:
         """Multiply hidden states by a weight [width, hidden] replicated over tensor-parallel ranks: [t, b, width].
 
-        The gradient is summed over the tensor-parallel ranks, which use the result for different units.
+        The gradient is summed over the tensor-parallel ranks, which use the result for different head groups.
         """
         if self.config.sequence_parallel:
             part = F.linear(hidden_states, self.replicated(weight))
@@ -248,13 +248,13 @@ class Mixer(HistoryModule, ABC):
         return copy_to_group(F.linear(hidden_states, weight), self.tp_group)
 
     def _mix_over_context(self, features_tbuw: tuple[Tensor, ...], shared_tbw: Tensor | None) -> Tensor:
-        """Mix this rank's units over its sequence shard, or over the whole sequence."""
+        """Mix this rank's head groups over its sequence shard, or over the whole sequence."""
         # During decoding every rank processes whole sequences.
-        cp, units = 1 if self.memory is not None else self.cp_size, self.num_head_groups_per_rank
+        cp, head_groups = 1 if self.memory is not None else self.cp_size, self.num_head_groups_per_rank
         x_tbuw, *more = features_tbuw
         assert cp == 1 or self.supports_state_passing or self.supports_kv_gather, "the rules refuse this layout"
         first_position = self.cp_rank * len(x_tbuw) if self.memory is None else self.memory.advance(len(x_tbuw))
-        part = MixInput(self.tp_rank * units, units, first_position, self.past, shared_tbw, tuple(more))
+        part = MixInput(self.tp_rank * head_groups, head_groups, first_position, self.history, shared_tbw, tuple(more))
         return self.mix(x_tbuw, part)
 
     def _has_whole_sequences_sent(self, hidden_states: Tensor) -> bool:
@@ -263,10 +263,10 @@ class Mixer(HistoryModule, ABC):
         return self.exchanges_heads(len(hidden_states) * (self.tp_size if self.config.sequence_parallel else 1))
 
     def _mix_whole_sequences(self, hidden_states: Tensor) -> Tensor:
-        """Exchange sequence shards for units, mix whole sequences of this rank's units, and exchange back, in rounds.
+        """Mix whole sequences of some head groups, between two all-to-alls, in rounds.
 
         Communication overlaps with computation: messages of some samples with the projections and the mixing of others,
-        messages of some units with the mixing of others.
+        messages of some head groups with the mixing of others.
         """
         rounds = self.exchange_rounds(hidden_states.shape[1])
         transport = transport_of(self.cp_group, self.config.context_transport)
@@ -275,21 +275,24 @@ class Mixer(HistoryModule, ABC):
             some_tbh = some_tbh.contiguous()  # required by the linear layers
             shared = self.shared_features(some_tbh)
             whole = None if shared is None else gather_sequence(shared, self.cp_group)
-            coming.append((sequence_to_heads(self.features(some_tbh), transport, rounds.units), whole))
+            coming.append((sequence_to_heads(self.features(some_tbh), transport, rounds.head_groups), whole))
         own = self.num_head_groups_per_rank // self.cp_size
-        units, of_rank = own // rounds.units, self.tp_rank * self.num_head_groups_per_rank + self.cp_rank * own
+        head_groups, of_rank = (
+            own // rounds.head_groups,
+            self.tp_rank * self.num_head_groups_per_rank + self.cp_rank * own,
+        )
         going = []
         for arriving, shared in coming:
             mixed = []
-            for first, (x_tbuw, *more) in zip(range(of_rank, of_rank + own, units), arriving, strict=True):
-                o_tbuw = self.mix(x_tbuw, MixInput(first, units, shared=shared, more=tuple(more)))
+            for first, (x_tbuw, *more) in zip(range(of_rank, of_rank + own, head_groups), arriving, strict=True):
+                o_tbuw = self.mix(x_tbuw, MixInput(first, head_groups, shared=shared, more=tuple(more)))
                 mixed.append(heads_to_sequence(o_tbuw, transport))
             going.append(mixed)
         projected = [self.out_proj(all_heads(mixed).flatten(2))[0] for mixed in going]
         return torch.cat(projected, 1) if len(projected) > 1 else projected[0]
 
     def exchange_rounds(self, num_samples: int) -> Rounds:
-        """Return how many calls of `mix` the exchange is split into: by samples as far as possible, then by units.
+        """Return the number of calls of `mix` for an exchange, by samples as far as possible, then by head groups.
 
         Rounds of samples come first because they let projections overlap with communication, too.
 
@@ -297,11 +300,11 @@ class Mixer(HistoryModule, ABC):
             num_samples: samples of the micro-batch.
         """
         of_samples = gcd(self.config.context_exchange_rounds, num_samples)
-        of_units = 1 if self.needs_all_units else self.config.context_exchange_rounds // of_samples
-        return Rounds(of_samples, of_units)
+        of_head_groups = 1 if self.needs_all_head_groups else self.config.context_exchange_rounds // of_samples
+        return Rounds(of_samples, of_head_groups)
 
     def exchanges_heads(self, num_positions: int) -> bool:
-        """Return whether units are exchanged for sequence shards (all-to-all); see `ParallelConfig.context_exchange`.
+        """Return whether head groups are exchanged by all-to-all; see `ParallelConfig.context_exchange`.
 
         Args:
             num_positions: positions of a context-parallel rank's shard.
@@ -313,13 +316,13 @@ class Mixer(HistoryModule, ABC):
         if in_parts is None or chosen == "heads":
             return True
         own = "states" if self.supports_state_passing else "chunks"
-        heads = num_positions * (self.unit_width() + self.output_width()) * self.config.params_dtype.itemsize / cp
+        heads = num_positions * (self.head_group_width() + self.output_width()) * self.config.params_dtype.itemsize / cp
         return chosen != own and heads <= in_parts
 
     def bytes_in_parts(self, num_positions: int) -> float | None:
         """Return the bytes a rank receives in the forward pass from each other rank if the sequence stays sharded.
 
-        The number is per unit and sample.
+        The number is per head group and sample.
 
         Args:
             num_positions: positions of a shard.
@@ -330,7 +333,7 @@ class Mixer(HistoryModule, ABC):
         return self.summary_size() * torch.float32.itemsize if self.supports_state_passing else None
 
     def state_shape(self) -> StateShape:
-        """Return the shape of a unit's states that `states.context_parallel_scan` passes between ranks."""
+        """Return the shape of a head group's states that `states.context_parallel_scan` passes between ranks."""
         raise AssertionError(f"{type(self).__name__} hands no states on")
 
     def summary_size(self) -> int:
@@ -346,17 +349,17 @@ class Mixer(HistoryModule, ABC):
         _, key_dim, value_dim = self.state_shape()
         return key_dim / value_dim
 
-    def new_parameter_of_units(
+    def new_parameter_of_head_groups(
         self, initializer: Initializer, *shape: int, in_fp32: bool = False
     ) -> torch.nn.Parameter:
-        """Return a new parameter [units of this tensor-parallel rank, *shape]; see `own_units`.
+        """Return a new parameter [head groups of this tensor-parallel rank, *shape]; see `own_head_groups`.
 
-        Weight decay applies to parameters that are a matrix in each unit.
+        Weight decay applies to parameters that are a matrix in each head group.
 
         Args:
             initializer: initializer of the whole parameter.
-            shape: shape of a unit's part.
-            in_fp32: True if `own_units` returns it in fp32 even in a 16-bit run, as decays and step sizes need.
+            shape: shape of a head group's part.
+            in_fp32: True if `own_head_groups` returns it in fp32 even in a 16-bit run, as decays and step sizes need.
         """
         whole, matrix = (self.num_head_groups_per_rank, *shape), len(shape) > 1
         options = {"dtype": self.config.params_dtype, "split_over": self.tp_group, "in_fp32": in_fp32}
@@ -366,12 +369,12 @@ class Mixer(HistoryModule, ABC):
         """Return a replicated parameter that ranks use for different heads; the backward pass sums its gradient."""
         return parameter if self.tp_size == 1 else copy_to_group(parameter, self.tp_group)
 
-    def own_units(self, parameter: Tensor, part: MixInput) -> Tensor:
-        """Return the rows of a parameter that belong to the units of `part`. Dim 0 indexes this rank's units.
+    def own_head_groups(self, parameter: Tensor, part: MixInput) -> Tensor:
+        """Return a parameter's rows of the head groups in `part`. Dim 0 indexes this rank's head groups.
 
-        Parameters created with `in_fp32` (`new_parameter_of_units`) are returned in fp32.
+        Parameters created with `in_fp32` (`new_parameter_of_head_groups`) are returned in fp32.
         """
-        start = part.first_unit - self.tp_rank * self.num_head_groups_per_rank
+        start = part.first_head_group - self.tp_rank * self.num_head_groups_per_rank
         return in_fp32(parameter).narrow(0, start, part.num_head_groups)
 
     def sharded_state_dict(
@@ -406,7 +409,7 @@ class Mixer(HistoryModule, ABC):
 
     @abstractmethod
     def mixing_flops(self, seq_length: int) -> float:
-        """Return the FLOPs per token and forward pass of operations between activations, over all units.
+        """Return the FLOPs per token and forward pass of operations between activations, over all head groups.
 
         Operations with weights (projections, convolutions) are not included; `training_flops` counts them by their
         weights. The number follows from the definition, not from an implementation: causal pairs count once, a
@@ -414,7 +417,7 @@ class Mixer(HistoryModule, ABC):
         """
 
     def training_flops(self, seq_length: int) -> float:
-        """Return the FLOPs per token of forward and backward pass, over all units, projections included.
+        """Return the FLOPs per token of forward and backward pass, over all head groups, projections included.
 
         Six per weight (PaLM, appendix B) and three times the forward pass's for operations between activations.
         Recomputation is not counted.

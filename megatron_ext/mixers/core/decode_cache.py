@@ -125,6 +125,6 @@ class HistoryModule(MegatronModule):
         self.memory: DecodeCache | None = None
 
     @property
-    def past(self) -> SequenceHistory:
+    def history(self) -> SequenceHistory:
         """Access to the positions before this rank's sequence shard: the decode cache, or the other ranks."""
         return self._others if self.memory is None else self.memory

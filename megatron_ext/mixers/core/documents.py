@@ -13,9 +13,10 @@ from torch import Tensor
 from kernels.common.fusion import shapes_vary
 
 PieceMix = Callable[[tuple[Tensor, ...], Tensor | None], Tensor]
-"""Function from features [n, b, units, width] and shared features [n, b, width] of b pieces to the mixed features.
+"""Function from features [n, b, head groups, width] and shared features [n, b, width] of b pieces to the mixed
+features.
 
-The result is [n, b, units, output_width].
+The result is [n, b, head groups, output_width].
 """
 
 TOGETHER = ("cuda",)
@@ -37,13 +38,13 @@ def mix_by_document(
 
     Args:
         mix: mixes pieces of one length.
-        features_tbuw: projected features, [t, b, units, width] each.
-        shared_tbw: features that all units share, [t, b, width], or None.
+        features_tbuw: projected features, [t, b, head groups, width] each.
+        shared_tbw: features that all head groups share, [t, b, width], or None.
         cu_seqlens: int [n + 1], ascending: offsets of the n pieces among the b * t tokens, row by row, and b * t at the
             end. A piece begins at the start of every row. Reading a GPU tensor synchronises; keep it on the CPU.
 
     Returns:
-        [t, b, units, output_width].
+        [t, b, head groups, output_width].
     """
     t, b = features_tbuw[0].shape[:2]
     bounds: list[int] = cu_seqlens.tolist()

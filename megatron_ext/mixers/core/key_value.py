@@ -28,7 +28,7 @@ def keys_in_window(window: int | None, seq_length: int) -> float:
 
 
 class KeyValueMixer(Mixer):
-    """Mixer whose unit is a query group: the queries that share one key and value head.
+    """Mixer whose head group is a query group: the queries that share one key and value head.
 
     Rows of the input projection, per group: [queries | key | value]. A subclass implements `attend`.
     """
@@ -59,7 +59,7 @@ class KeyValueMixer(Mixer):
         """Return the number of query groups."""
         return self.config.num_query_groups
 
-    def unit_width(self) -> int:
+    def head_group_width(self) -> int:
         """Return the width of the group's queries, its key (if projected) and its value together."""
         return (self.queries_per_group + self.projects_keys + 1) * self.head_dim
 
@@ -109,14 +109,14 @@ class KeyValueMixer(Mixer):
             v_tbgd: values of the same positions.
             part: as in `attend`.
         """
-        if part.past.ranks is not None and self.moves_queries and self.window is None and len(v_tbgd) % 2 == 0:
-            return self._attend_in_zigzag(q_bthd, k_tbgd, v_tbgd, part, part.past.ranks)
-        v_bshd = batch_first(part.past.prefix_rows("values", v_tbgd, self.window))
+        if part.history.ranks is not None and self.moves_queries and self.window is None and len(v_tbgd) % 2 == 0:
+            return self._attend_in_zigzag(q_bthd, k_tbgd, v_tbgd, part, part.history.ranks)
+        v_bshd = batch_first(part.history.prefix_rows("values", v_tbgd, self.window))
         query_offset = v_bshd.shape[1] - len(v_tbgd)
         if k_tbgd is None:
             k_bshd = self.frozen_keys(v_bshd, part.first_position - query_offset, part)
         else:
-            k_bshd = batch_first(part.past.prefix_rows("keys", k_tbgd, self.window))
+            k_bshd = batch_first(part.history.prefix_rows("keys", k_tbgd, self.window))
         return self.attend(q_bthd, k_bshd, v_bshd, query_offset, part)
 
     def _attend_in_zigzag(

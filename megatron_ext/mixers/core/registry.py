@@ -28,7 +28,7 @@ class MixerEntry:
 
     @property
     def supports_kv_gather(self) -> bool:
-        """True if context parallelism also works when the group size does not divide the number of units."""
+        """True if context parallelism also works when the group size does not divide the number of head groups."""
         return self.module.supports_kv_gather
 
     @property
@@ -43,7 +43,7 @@ class MixerEntry:
 
     @property
     def head_groups_are_query_groups(self) -> bool:
-        """True if a unit is a query group."""
+        """True if a head group is a query group."""
         return self.module.head_groups_are_query_groups
 
     @property

@@ -61,7 +61,7 @@ def rotated_heads(x_tbuw: Tensor, by: Rotation, widths: Sequence[int]) -> tuple[
     """Rotate queries and keys, and return them with the remaining features.
 
     Args:
-        x_tbuw: rows of [queries | key | other features] per unit, with one or more queries.
+        x_tbuw: rows of [queries | key | other features] per head group, with one or more queries.
         by: rotation of the positions.
         widths: widths of all queries together, the key, and each other feature.
 

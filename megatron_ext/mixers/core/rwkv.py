@@ -17,7 +17,7 @@ from megatron_ext.parallel.parameters import Initializer, constant, new_paramete
 
 
 class RWKVMixer(Mixer):
-    """Base class of mixers whose unit is a head and whose features each have their own input.
+    """Base class of mixers whose head group is a head and whose features each have their own input.
 
     The inputs are mixtures of the hidden states of a token and the previous one (`token_shift`). Every tensor-parallel
     rank computes them from the whole sequence shard of its context-parallel rank, and projects all of them to its own
@@ -40,8 +40,8 @@ class RWKVMixer(Mixer):
         """
         self.r_proj, self.k_proj, self.v_proj = (self.new_projection() for _ in range(3))
         layer_share = self.layer_number / self.config.num_layers
-        self.group_norm_weight = self.new_parameter_of_units(constant(layer_share**0.7), self.head_dim)
-        self.group_norm_bias = self.new_parameter_of_units(zeros, self.head_dim)
+        self.group_norm_weight = self.new_parameter_of_head_groups(constant(layer_share**0.7), self.head_dim)
+        self.group_norm_bias = self.new_parameter_of_head_groups(zeros, self.head_dim)
         self.add_parameters()
 
     @abstractmethod
@@ -61,13 +61,13 @@ class RWKVMixer(Mixer):
             x_tbh = gather_from_sequence_parallel_region(hidden_states, group=self.tp_group)
         else:
             x_tbh = copy_to_group(hidden_states, self.tp_group)
-        return self.project(x_tbh, self.past.previous_rows("hidden_states", x_tbh, 1))
+        return self.project(x_tbh, self.history.previous_rows("hidden_states", x_tbh, 1))
 
     def num_head_groups(self) -> int:
         """Return the number of heads."""
         return self.config.num_attention_heads
 
-    def unit_width(self) -> int:
+    def head_group_width(self) -> int:
         """Return the width of all features of a head together."""
         return self.num_features * self.head_dim
 
@@ -87,7 +87,9 @@ class RWKVMixer(Mixer):
 
     def new_projection(self) -> torch.nn.Parameter:
         """Return a new projection from the hidden state to the heads of this rank, [u, d, h]."""
-        return self.new_parameter_of_units(normal(self.config.init_method_std), self.head_dim, self.config.hidden_size)
+        return self.new_parameter_of_head_groups(
+            normal(self.config.init_method_std), self.head_dim, self.config.hidden_size
+        )
 
     def new_of_all_ranks(self, start: Initializer, *shape: int, weight_decay: bool = True) -> torch.nn.Parameter:
         """Return a new parameter replicated over tensor-parallel ranks, to be used through `replicated`."""
@@ -107,7 +109,7 @@ class RWKVMixer(Mixer):
         Epsilon is head_dim times that of the model's norms: 64e-5 for heads of 64, as in the authors' code.
         (flash-linear-attention has the factor in RWKV-7 but not in RWKV-6.)
         """
-        weight, bias = (self.own_units(p, part) for p in (self.group_norm_weight, self.group_norm_bias))
+        weight, bias = (self.own_head_groups(p, part) for p in (self.group_norm_weight, self.group_norm_bias))
         return weight, bias, self.head_dim * self.config.layernorm_epsilon
 
     def state_shape(self) -> StateShape:

@@ -1,4 +1,4 @@
-"""Base class of mixers with one matrix-valued recurrent state per head: heads as units, output norm and gate."""
+"""Base class of mixers with one matrix-valued recurrent state per head: heads as head groups, output norm and gate."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ def scan(
         k_bthd: keys [b, t, heads, d].
         v_bthe: values [b, t, heads, e].
         more_bth: further inputs of the op, such as decays.
-        part: units and positions of these rows; its past provides the initial state.
+        part: head groups and positions of these rows; its past provides the initial state.
         scale: scale argument of the op.
     """
 
     def from_state(values: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
         return op(q_bthd, k_bthd, values, *more_bth, scale=scale, initial_state=state, return_final_state=True)
 
-    return part.past.scan("state", from_state, v_bthe, q_bthd.shape[-1])
+    return part.history.scan("state", from_state, v_bthe, q_bthd.shape[-1])
 
 
 class StatefulMixer(Mixer):
-    """Base class of mixers whose unit is a head with its own query, key, value and state.
+    """Base class of mixers whose head group is a head with its own query, key, value and state.
 
     Rows of the input projection begin with [query | key | value | output gate]. The gate is there only if the mixer's
     configuration has `output_gate`. Features that a subclass adds follow. The configuration also has `expand_v`.
@@ -78,7 +78,7 @@ class StatefulMixer(Mixer):
         """Return the number of heads."""
         return self.config.num_attention_heads
 
-    def unit_width(self) -> int:
+    def head_group_width(self) -> int:
         """Return the width of a head's query, key, value and output gate together."""
         return self.qkv_width + self.gate_width
 
@@ -98,10 +98,10 @@ class StatefulMixer(Mixer):
 
         Args:
             x_tbuw: projected features; see `head_widths`.
-            part: units and positions of these rows.
+            part: head groups and positions of these rows.
 
         Returns:
-            [b, t, units, value_dim] and [b, t, units, gate_width].
+            [b, t, head groups, value_dim] and [b, t, head groups, gate_width].
         """
 
     @property

@@ -77,7 +77,7 @@ class DeltaNetFamily(FlaTransformer):
         widths = {f"{name}_proj.weight": width for name, width in (qkv | {"g": e * mixer.output_gate}).items()}
         yield rows("in_proj.weight", widths | dict.fromkeys(self.scalars, 1), heads)
         taps = rows("conv_weight", {f"{name}_conv1d.weight": width for name, width in qkv.items()}, heads)
-        # Ours is [units, width, kernel], theirs [channels, 1, kernel] as in torch's grouped convolution.
+        # Ours is [head groups, width, kernel], theirs [channels, 1, kernel] as in torch's grouped convolution.
         yield through(taps, lambda x: x.flatten(0, 1)[:, None], lambda x: x[:, 0].unflatten(0, (heads, -1)))
         yield renamed("norm_weight", "o_norm.weight")
         yield renamed("out_proj.weight", "o_proj.weight")

@@ -78,7 +78,7 @@ class FlaTransformer(OneMixerFamily):
         yield from self.norm_rules(model, "pre_mlp_layernorm", "mlp_norm")
         # Megatron-LM stacks SwiGLU's input matrices as [gate; value].
         halves = {f"mlp.{name}_proj.weight": model.ffn_hidden_size for name in ("gate", "up")}
-        yield rows("mlp.linear_fc1.weight", halves, units=1)
+        yield rows("mlp.linear_fc1.weight", halves, head_groups=1)
         yield renamed("mlp.linear_fc2.weight", "mlp.down_proj.weight")
 
 

@@ -150,5 +150,5 @@ def _layer(model: ModelConfig) -> Iterator[Rule]:
     yield renamed("pre_mlp_layernorm.weight", "post_attention_layernorm.weight")
     # Megatron-LM stacks SwiGLU's input matrices as [gate; value].
     halves = {f"mlp.{name}_proj.weight": model.ffn_hidden_size for name in ("gate", "up")}
-    yield rows("mlp.linear_fc1.weight", halves, units=1)
+    yield rows("mlp.linear_fc1.weight", halves, head_groups=1)
     yield renamed("mlp.linear_fc2.weight", "mlp.down_proj.weight")

@@ -17,7 +17,7 @@ from megatron_ext.mixers.core.settings import MambaConfig
 HEAD_DIM = 64
 """Largest head width of an imported Mamba model.
 
-Our Mamba has heads, the smallest unit that tensor parallelism splits. Theirs has none.
+Our Mamba has heads, the smallest head group that tensor parallelism splits. Theirs has none.
 """
 
 

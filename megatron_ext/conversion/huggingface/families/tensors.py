@@ -36,70 +36,71 @@ def reshaped(
     )
 
 
-def flattened(ours: str, theirs: str, units: int) -> Rule:
-    """Return the rule between our tensor [units, width, ...] and theirs [units * width, ...]."""
-    return reshaped(ours, theirs, lambda x: x.flatten(0, 1), lambda x: x.unflatten(0, (units, -1)))
+def flattened(ours: str, theirs: str, head_groups: int) -> Rule:
+    """Return the rule between our tensor [head groups, width, ...] and theirs [head groups * width, ...]."""
+    return reshaped(ours, theirs, lambda x: x.flatten(0, 1), lambda x: x.unflatten(0, (head_groups, -1)))
 
 
-def apart(x: Tensor, units: int, widths: Sequence[int]) -> list[Tensor]:
-    """Split the rows of all units by kind.
+def apart(x: Tensor, head_groups: int, widths: Sequence[int]) -> list[Tensor]:
+    """Split the rows of all head groups by kind.
 
     Args:
-        x: [units * sum(widths), ...], with the rows of a unit next to each other.
-        units: number of units.
-        widths: number of rows of each kind in a unit.
+        x: [head groups * sum(widths), ...], with the rows of a head group next to each other.
+        head_groups: number of head groups.
+        widths: number of rows of each kind in a head group.
 
     Returns:
-        For each kind, [units * width, ...].
+        For each kind, [head groups * width, ...].
     """
-    return [part.flatten(0, 1) for part in x.unflatten(0, (units, -1)).split(list(widths), 1)]
+    return [part.flatten(0, 1) for part in x.unflatten(0, (head_groups, -1)).split(list(widths), 1)]
 
 
-def together(parts: Sequence[Tensor], units: int) -> Tensor:
-    """Interleave the rows of each kind unit by unit; the inverse of `apart`."""
+def together(parts: Sequence[Tensor], head_groups: int) -> Tensor:
+    """Interleave the rows of each kind head group by head group; the inverse of `apart`."""
     import torch
 
-    return torch.cat([part.unflatten(0, (units, -1)) for part in parts], 1).flatten(0, 1)
+    return torch.cat([part.unflatten(0, (head_groups, -1)) for part in parts], 1).flatten(0, 1)
 
 
-def rows(ours: str, theirs: dict[str, int], units: int) -> Rule:
-    """Return the rule between our input projection, stored unit by unit, and their matrix for each kind of row.
+def rows(ours: str, theirs: dict[str, int], head_groups: int) -> Rule:
+    """Return the rule between our input projection, stored head group by head group, and their matrix for each kind of
+    row.
 
     Args:
-        ours: key of our tensor, [units * sum of widths, ...].
-        theirs: number of rows per unit, by key of their tensor and in our order. Tensors of 0 rows are left out.
-        units: number of heads or query groups.
+        ours: key of our tensor, [head groups * sum of widths, ...].
+        theirs: number of rows per head group, by key of their tensor and in our order. Tensors of 0 rows are left out.
+        head_groups: number of heads or query groups.
     """
     widths = {name: width for name, width in theirs.items() if width}
     return Rule(
         (ours,),
         tuple(widths),
-        lambda tensors: [part.contiguous() for part in apart(tensors[0], units, list(widths.values()))],
-        lambda tensors: [together(tensors, units)],
+        lambda tensors: [part.contiguous() for part in apart(tensors[0], head_groups, list(widths.values()))],
+        lambda tensors: [together(tensors, head_groups)],
     )
 
 
-def rows_in_order(ours: str, theirs: str, units: int, widths: dict[str, int], order: Sequence[str]) -> Rule:
-    """Return the rule between our tensor, stored unit by unit, and theirs, stored kind by kind.
+def rows_in_order(ours: str, theirs: str, head_groups: int, widths: dict[str, int], order: Sequence[str]) -> Rule:
+    """Return the rule between our tensor, stored head group by head group, and theirs, stored kind by kind.
 
     Args:
-        ours: key of our tensor, [units * sum of widths, ...].
+        ours: key of our tensor, [head groups * sum of widths, ...].
         theirs: key of their tensor, with the same number of rows.
-        units: number of heads or query groups.
-        widths: number of rows per unit, by kind and in our order.
+        head_groups: number of heads or query groups.
+        widths: number of rows per head group, by kind and in our order.
         order: the kinds in their order.
     """
 
     def to_theirs(x: Tensor) -> Tensor:
         import torch
 
-        numbers = torch.arange(len(x), device=x.device).unflatten(0, (units, -1)).split(list(widths.values()), 1)
+        numbers = torch.arange(len(x), device=x.device).unflatten(0, (head_groups, -1)).split(list(widths.values()), 1)
         kinds = dict(zip(widths, numbers, strict=True))
         return x[torch.cat([kinds[kind].reshape(-1) for kind in order])]  # one copy, no intermediate ones
 
     def to_ours(x: Tensor) -> Tensor:
-        kinds = dict(zip(order, x.split([units * widths[kind] for kind in order]), strict=True))
-        return together([kinds[kind] for kind in widths], units)
+        kinds = dict(zip(order, x.split([head_groups * widths[kind] for kind in order]), strict=True))
+        return together([kinds[kind] for kind in widths], head_groups)
 
     return reshaped(ours, theirs, to_theirs, to_ours)
 

@@ -19,7 +19,7 @@ from .attention_ops_selectron import (
     top1_element,
 )
 from .cache_selectron import EmptyHistory
-from .mixer_selectron import Mixer, Positions, cut_units
+from .mixer_selectron import Mixer, Positions, split_head_groups
 
 NUM_BRANCHES = 3
 
@@ -70,7 +70,7 @@ class KeyValueMixer(Mixer):
 
     def forward(self, x_bth: Tensor, past: EmptyHistory, positions: Positions) -> Tensor:
         """Implement `Mixer.forward`."""
-        q, k, v, gates = cut_units(self.in_proj(x_bth), self.num_groups, self.widths)
+        q, k, v, gates = split_head_groups(self.in_proj(x_bth), self.num_groups, self.widths)
         q_bthd = q.flatten(2).unflatten(-1, (self.num_heads, self.head_dim))
         if self.projects_keys and self.settings.position_encoding == "rope":
             q_bthd, k = positions.rotate(q_bthd), positions.rotate(k)

@@ -1,7 +1,7 @@
 """Mamba and Mamba-2 mixers.
 
-Shape suffixes: b batch, t position, c channel, u unit (a head; in Mamba-2 a group of heads), w width, n state dim,
-e value dim.
+Shape suffixes: b batch, t position, c channel, u head group (a head; in Mamba-2 a group of heads), w width, n state
+dim, e value dim.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .cache_selectron import EmptyHistory
-from .mixer_selectron import Mixer, Positions, cut_units, full_precision, short_convolution
+from .mixer_selectron import Mixer, Positions, full_precision, short_convolution, split_head_groups
 from .stateful_selectron import scan
 from .states_selectron import selective_scan
 
@@ -40,7 +40,7 @@ class Mamba(Mixer):
 
     def forward(self, x_bth: Tensor, past: EmptyHistory, positions: Positions) -> Tensor:
         """Implement `Mixer.forward`."""
-        x, z = cut_units(self.in_proj(x_bth), self.num_heads, [self.width] * 2)
+        x, z = split_head_groups(self.in_proj(x_bth), self.num_heads, [self.width] * 2)
         before = past.previous_rows("convolution", x, self.conv_weight.shape[-1] - 1)
         x_btc = short_convolution(x, before, self.conv_weight, self.conv_bias).to(x.dtype).flatten(2)
         dt_btc, B_btn, C_btn = self._choices(x_btc)
@@ -76,26 +76,26 @@ class Mamba2(Mixer):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        chosen, heads, units = self.settings, self.num_heads // self.num_groups, self.num_groups
+        chosen, heads, head_groups = self.settings, self.num_heads // self.num_groups, self.num_groups
         self.heads, self.value_dim = heads, self.head_dim * chosen.expand
         width, size = heads * self.value_dim, chosen.state_size
         self.parts, self.steps = [width, size, size], heads if chosen.decay == "data_dependent" else 0
-        self.in_proj = self.linear(self.hidden_size, units * (2 * width + 2 * size + self.steps))
-        self.out_proj = self.linear(units * width, self.hidden_size)
+        self.in_proj = self.linear(self.hidden_size, head_groups * (2 * width + 2 * size + self.steps))
+        self.out_proj = self.linear(head_groups * width, self.hidden_size)
         if chosen.convolution:
-            self.conv_weight = self.parameter(units, sum(self.parts), chosen.conv_kernel_size)
-            self.conv_bias = self.parameter(units, sum(self.parts))
+            self.conv_weight = self.parameter(head_groups, sum(self.parts), chosen.conv_kernel_size)
+            self.conv_bias = self.parameter(head_groups, sum(self.parts))
         if chosen.decay != "none":
-            self.log_decay = self.parameter(units, heads)
-            self.step_bias = self.parameter(units, heads)
-        self.skip = self.parameter(units, heads)
+            self.log_decay = self.parameter(head_groups, heads)
+            self.step_bias = self.parameter(head_groups, heads)
+        self.skip = self.parameter(head_groups, heads)
         if chosen.group_norm:
-            self.group_norm_weight = self.parameter(units, width)
+            self.group_norm_weight = self.parameter(head_groups, width)
 
     def forward(self, x_bth: Tensor, past: EmptyHistory, positions: Positions) -> Tensor:
         """Implement `Mixer.forward`."""
         widths = [sum(self.parts), self.parts[0], self.steps]
-        xbc, gate, step = cut_units(self.in_proj(x_bth), self.num_groups, widths)
+        xbc, gate, step = split_head_groups(self.in_proj(x_bth), self.num_groups, widths)
         x_btuw, B_btun, C_btun = self._convolved(xbc, past).split(self.parts, -1)
         x_btuhe = x_btuw.unflatten(-1, (self.heads, self.value_dim))
         y = self._read_states(x_btuhe, B_btun, C_btun, step, past).to(x_bth.dtype)

@@ -1,6 +1,6 @@
 """Base class of the mixers, and shared operations: rotary positions, short convolution, norms of heads.
 
-Shape suffixes: b batch, t position, h hidden, u unit (a head or a query group), n head, d and w width, k tap, i
+Shape suffixes: b batch, t position, h hidden, u head group (a head or a query group), n head, d and w width, k tap, i
 mixture.
 """
 
@@ -114,9 +114,11 @@ class Mixer(nn.Module, ABC):
         return nn.Parameter(torch.empty(*shape))
 
 
-def cut_units(x_btw: Tensor, units: int, widths: Sequence[int]) -> tuple[Tensor, ...]:
-    """Split features that are stored unit by unit into the parts of a unit, [b, t, units, width] each."""
-    return x_btw.unflatten(-1, (units, -1)).split(list(widths), -1)
+def split_head_groups(x_btw: Tensor, head_groups: int, widths: Sequence[int]) -> tuple[Tensor, ...]:
+    """Split features that are stored head group by head group into the parts of a head group, [b, t, head groups,
+    width] each.
+    """
+    return x_btw.unflatten(-1, (head_groups, -1)).split(list(widths), -1)
 
 
 def full_precision(function: Callable[P, R]) -> Callable[P, R]:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .cache_selectron import EmptyHistory
-from .mixer_selectron import Mixer, Positions, cut_units, gated_norm, of_unit_length, short_convolution
+from .mixer_selectron import Mixer, Positions, gated_norm, of_unit_length, short_convolution, split_head_groups
 from .states_selectron import delta_rule, linear_attention
 
 FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -58,7 +58,7 @@ class StatefulMixer(Mixer):
 
     def forward(self, x_bth: Tensor, past: EmptyHistory, positions: Positions) -> Tensor:
         """Implement `Mixer.forward`."""
-        heads = cut_units(self.in_proj(x_bth), self.num_heads, self.widths)
+        heads = split_head_groups(self.in_proj(x_bth), self.num_heads, self.widths)
         read = self.read_states(heads, x_bth, past, positions).to(x_bth.dtype)
         gate = heads[3] if self.settings.output_gate else None
         projected: Tensor = self.out_proj(gated_norm(read, gate, self.norm_weight, self.epsilon).flatten(2))
@@ -143,7 +143,7 @@ class Based(Mixer):
 
     def forward(self, x_bth: Tensor, past: EmptyHistory, positions: Positions) -> Tensor:
         """Implement `Mixer.forward`."""
-        q, k, v = cut_units(self.in_proj(x_bth), self.num_heads, self.widths)
+        q, k, v = split_head_groups(self.in_proj(x_bth), self.num_heads, self.widths)
         # A 1 appended to the values gives the sum of the weights.
         sums = scan(past, taylor_features(q), taylor_features(k), F.pad(v.float(), (0, 1), value=1.0), None, 1.0)
         read = (sums[..., :-1] / sums[..., -1:]).to(x_bth.dtype)
