@@ -1,7 +1,7 @@
 """Data, run folder and checkpoint written by an earlier version, read and continued by this one.
 
-`written_by_0_1/` holds prepared data and a run of six steps that was stopped after the fourth. Do not write it again: it
-stands for the files that users have.
+`written_by_0_1/` holds prepared data and a run of six steps that was stopped after the fourth. Do not write it again:
+it stands for the files that users have.
 """
 
 from __future__ import annotations
