@@ -1,4 +1,4 @@
-"""A prepared folder with several small shards a domain, and its streams read back by webdataset alone."""
+"""Prepared data with several small shards per domain, and its streams read back by webdataset alone."""
 
 import json
 import random
@@ -56,7 +56,7 @@ def store(prepared: Path, manifest: Manifest) -> TokenStore:
 
 @pytest.fixture(scope="session")
 def documents(prepared: Path) -> dict[str, list[np.ndarray]]:
-    """Token arrays of every document by split, domains in alphabetical order, independent of the index files."""
+    """Token arrays of every document by split, with domains in alphabetical order, read without the index files."""
     return {
         split: [
             sample["tokens.npy"].astype(np.int64)

@@ -59,8 +59,8 @@ def test_slices_of_the_context_ranks_make_the_whole(store, cp_size):
 
 @pytest.mark.parametrize("cp_size", [1, 2, 3, 4])
 def test_documents_of_packed_samples(store, documents, cp_size):
-    """Token by token: the stream's documents by webdataset, one position after the other."""
-    length, indices = 240, [0, 1, 5, 2]  # several documents in each
+    """Compare token by token with the documents as webdataset reads them."""
+    length, indices = 240, [0, 1, 5, 2]  # each sample contains several documents
     samples = TrainingSamples(store, length, 1)
     in_document = [place for document in documents["train"] for place in range(len(document))]
     t = length // cp_size
@@ -100,7 +100,7 @@ def test_lengths_of_documents_in_samples(store, documents):
 @pytest.mark.parametrize("cp_size", [1, 3])
 @pytest.mark.parametrize("kind", [TrainingSamples, EvaluationSamples])
 def test_labels_that_begin_a_document_do_not_count(store, documents, kind, cp_size):
-    """Token by token; also a sample's last label, which is none of its inputs."""
+    """Compare the loss mask token by token, including a sample's last label, which is not among its inputs."""
     length = 48
     samples = TrainingSamples(store, length, 1) if kind is TrainingSamples else EvaluationSamples(store, length)
     begins = {0, *np.cumsum([len(document) for document in documents["train"]]).tolist()}
@@ -143,7 +143,7 @@ def test_evaluation_batch(store):
 def test_documents_of_evaluation_samples(store, documents):
     length = 240
     samples = EvaluationSamples(store, length)
-    indices = [1, len(samples) - 1, len(samples)]  # the last is padding alone, the one before it in its end
+    indices = [1, len(samples) - 1, len(samples)]  # the last is all padding, the one before it ends in padding
     batch = evaluation_batch(samples, indices, packing=Packing(boundaries=True, reset_positions=True))
     firsts = np.cumsum([0, *map(len, documents["train"])])[:-1]
     begins = []

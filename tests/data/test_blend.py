@@ -1,4 +1,4 @@
-"""Domains by weight: counts at every point of a run, and the order against one that counts sample by sample."""
+"""Blend of weighted domains: counts at every point of a run, and the order compared with a sample-by-sample count."""
 
 from collections import Counter
 
@@ -35,7 +35,7 @@ def test_counts_are_within_one_of_the_weights_at_any_point(weights):
     blend, count = Blend(weights), Counter()
     for index in range(2 * sum(weights) + 5):
         domain, number = blend.place(index)
-        assert number == count[domain]  # each domain's samples come one after the other, none twice
+        assert number == count[domain]  # the samples of a domain come in order, none twice
         count[domain] += 1
         for other, weight in enumerate(weights):
             assert abs(count[other] * sum(weights) - (index + 1) * weight) < sum(weights)
@@ -51,14 +51,17 @@ def test_weights_that_are_rounded():
 
 
 def test_far_away_is_as_near():
-    """Sample 10**15 is found without the samples before it; a whole number of cycles before, the place is the same."""
+    """Sample 10**15 is computed without the samples before it.
+
+    The domain equals that of the sample a whole number of cycles earlier.
+    """
     blend = Blend([0.6, 0.4])
     domain, number = blend.place(10**15 + 3)
     assert (domain, number) == (blend.place(3)[0], 2 * 10**14 * blend.shares[domain] + blend.place(3)[1])
 
 
 def test_the_blend_is_frozen():
-    """Golden values: the data position of a checkpoint depends on them."""
+    """Golden values: the data position in a checkpoint depends on them."""
     assert [Blend([0.6, 0.4]).place(index)[0] for index in range(12)] == GOLDEN
 
 

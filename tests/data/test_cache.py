@@ -1,4 +1,4 @@
-"""Prepared data at an address: copies, locks, refusals and eviction."""
+"""Cache of prepared data at a URL: copies, locks, rejections and eviction."""
 
 import io
 import json
@@ -53,13 +53,13 @@ def test_shards_come_when_they_are_read(cache, prepared, manifest, documents):
     assert copies(cache) == {first.file}
     assert np.array_equal(store.read(0, store.num_tokens), stream)
     assert copies(cache) == {shard.file for shard in (first, *others)}
-    assert cache.copied == 1 + 2 * (1 + len(others))  # the tokenizer; tars and indexes, each once
+    assert cache.copied == 1 + 2 * (1 + len(others))  # the tokenizer, and each tar and index once
     assert not list(cache.root.rglob("*.partial"))
 
 
 @pytest.fixture
 def memory(prepared) -> Iterator[Any]:
-    """In-memory file system with the data in /prepared."""
+    """In-memory file system with the prepared data in /prepared."""
     files = fsspec.filesystem("memory")
     files.put(str(prepared), "/prepared", recursive=True)
     yield files
@@ -75,7 +75,7 @@ def test_an_address_without_a_disk_behind_it(memory, prepared, manifest, tmp_pat
 
 
 def requests(memory: Any, shards: list[ShardEntry], folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Number of file system requests while shards are checked."""
+    """Number of file system requests made while shards are checked."""
     cache, asked = ShardCache("memory://prepared", folder), []
     with monkeypatch.context() as patch:
         for name in ("find", "ls", "info", "open"):
@@ -154,7 +154,7 @@ def test_damage_at_the_address_is_named_and_nothing_is_left(cache, remote, manif
     os.truncate(remote / cut.index, 100)
     (remote / gone.file).unlink()
     found = find_damage(cache.root, manifest, "train", ["C4", "CommonCrawl"], check=cache.check)
-    assert {damage.shard for damage in found} == {cut.file, gone.file}  # bytes are compared when they come
+    assert {damage.shard for damage in found} == {cut.file, gone.file}  # hashes are compared at download
     for shard, said in (
         (flipped, rf"remote/{flipped.file}: sha256 differs: expected [0-9a-f]+, found [0-9a-f]+; copy it there again"),
         (cut, rf"remote/{cut.index}: sha256 differs"),
@@ -163,7 +163,7 @@ def test_damage_at_the_address_is_named_and_nothing_is_left(cache, remote, manif
         with pytest.raises(UserError, match=said), cache.holding(shard):
             pass
         assert not (cache.root / shard.file).exists()
-    with pytest.raises(DamagedShard) as caught:  # what the run notes, and the next start looks at whole
+    with pytest.raises(DamagedShard) as caught:  # the run records the shard, and the next start verifies it in full
         cache.keep(flipped)
     assert caught.value.shard == flipped.file
     assert {
@@ -199,7 +199,7 @@ def test_the_shard_not_opened_for_longest_goes_first(remote, tmp_path, manifest)
     }
     tiny = ShardCache(f"file://{remote}", tmp_path / "cache", gib=2**-30)
     with cache.holding(shards[0]):
-        tiny.keep(shards[1])  # what is being opened stays, and so does what just came
+        tiny.keep(shards[1])  # the shard being opened and the newly copied one are never evicted
         assert copies(cache) == {kept.file, shards[0].file, shards[1].file}
 
 
@@ -241,7 +241,7 @@ def test_a_copy_that_failed_is_made_again(cache, remote, prepared, manifest):
     shard = train_shards(manifest)[0]
     cache.keep(shard)
     copy = cache.root / shard.file
-    copy.write_bytes(bytes(shard.bytes))  # of the right size: it would stay
+    copy.write_bytes(bytes(shard.bytes))  # the right size, so `keep` alone would not replace it
     cache.keep(shard)
     assert copy.read_bytes() == bytes(shard.bytes)
     cache.renew(shard)
@@ -274,7 +274,7 @@ HOSTILE = "../../../home/.ssh/authorized_keys"
 
 @pytest.mark.parametrize("field", ["tokenizer", "file", "index"])
 def test_a_manifest_that_names_files_outside_the_cache(remote, tmp_path, field):
-    """Nothing is fetched or written, although the files exist and their hashes are right."""
+    """Nothing is downloaded or written, even though the files exist and their hashes match."""
     manifest = json.loads((remote / "manifest.json").read_bytes())
     entry = manifest["tokenizer"] if field == "tokenizer" else manifest["domains"][0]["shards"][0]
     entry["file" if field == "tokenizer" else field] = HOSTILE
@@ -306,13 +306,16 @@ def test_a_link_in_the_cache_that_leads_out_is_neither_followed_nor_removed(cach
     ids=["evict", "quoted", "long"],
 )
 def test_names_of_shards_meet_no_names_of_the_cache(memory, tmp_path, name, said):
-    """A lock that is called like a shard is waited for by its own holder; quoted and lengthened names are too long."""
+    """Reject shard names that collide with the cache's own files.
+
+    A lock file with the name of a shard would deadlock its holder. Quoting can make names too long.
+    """
     content = json.loads(memory.cat("/prepared/manifest.json"))
     shard = next(one for one in content["domains"] if one["split"] == "train")["shards"][0]
     memory.pipe(f"/prepared/{name}", memory.cat(f"/prepared/{shard['file']}"))
     shard["file"] = name
     memory.pipe("/prepared/manifest.json", json.dumps(content).encode())
-    cache = ShardCache("memory://prepared", tmp_path / "cache", 1e-9)  # evicts after each copy
+    cache = ShardCache("memory://prepared", tmp_path / "cache", 1e-9)  # a size limit near zero: evicts after each copy
     first = next(one for one in train_shards(cache.manifest) if one.file == name)
     taken: list[str | None] = []
 
@@ -330,7 +333,7 @@ def test_names_of_shards_meet_no_names_of_the_cache(memory, tmp_path, name, said
 
 
 def test_an_address_that_gives_bytes_without_end(memory, tmp_path, monkeypatch):
-    """A download stops at the length in the manifest, not when the disk is full."""
+    """A download stops after the number of bytes in the manifest, instead of filling the disk."""
     cache = ShardCache("memory://prepared", tmp_path / "cache")
     shard = train_shards(cache.manifest)[0]
     asked = []
@@ -355,9 +358,9 @@ def test_a_manifest_of_no_sane_size(remote, tmp_path, monkeypatch):
 
 
 def test_credentials_are_shown_nowhere(memory, prepared, tmp_path):
-    """Credentials do not change the cache folder either, because keys are rotated."""
+    """Credentials do not change the name of the cache folder either, because keys are rotated."""
     addresses = [f"memory://K:{key}@prepared" for key in ("hunter2", "hunter3")]
-    for address in addresses:  # this file system takes credentials for a part of the path
+    for address in addresses:  # this file system treats credentials as part of the path
         memory.put(str(prepared), address.removeprefix("memory:/"), recursive=True)
     folders = [ShardCache(address, tmp_path / "cache").root for address in addresses]
     assert folders[0] == folders[1]

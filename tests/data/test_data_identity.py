@@ -1,4 +1,4 @@
-"""Record of a run's data: changes that affect it, and messages about differences."""
+"""Record of a run's data: changes that affect the run, and messages about the differences."""
 
 from dataclasses import replace
 

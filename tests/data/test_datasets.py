@@ -1,4 +1,4 @@
-"""Opening of a run's data: from a folder, from an address, with weights, with a damaged shard."""
+"""Opening a run's data: from a folder, from a URL, with weights, with a damaged shard."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_an_address_gives_what_the_folder_gives(folder: Path, tmp_path: Path) ->
     here, there = opened(folder), opened(f"file://{folder}", cache_dir=str(tmp_path))
     assert there.root.parent == tmp_path
     kept = {path.relative_to(there.root).parts[0] for path in there.root.rglob("*.npy")}
-    assert kept == {"validation", "test"}  # evaluation data is downloaded at once
+    assert kept == {"validation", "test"}  # evaluation data is downloaded at the start
     assert there.tokenizer_file.read_bytes() == here.tokenizer_file.read_bytes()
     assert same(here, there)
 
@@ -65,7 +65,7 @@ def test_a_damaged_shard(folder: Path, tmp_path: Path, cached: bool) -> None:
     assert not same(whole, without)
     (copy / "test/Other/000000.tar").unlink()
     if cached:
-        opened(path, on_damaged="skip", **fields)  # a local copy exists
+        opened(path, on_damaged="skip", **fields)  # make a local copy first
         fields = {"cache_dir": str(tmp_path / "another")}
     with pytest.raises(UserError, match=r"test/Other/000000\.tar: (is missing|cannot be read)"):
         opened(path, on_damaged="skip", **fields)
@@ -80,7 +80,7 @@ def test_a_shard_that_failed_is_read_whole(folder: Path, tmp_path: Path, verify:
     stat = (copy / shard).stat()
     (copy / shard).write_bytes(bytes(stat.st_size))
     known = dict(whole.verified)
-    if known:  # as left by a disk that returns different bytes
+    if known:  # as if the disk returned different bytes: the recorded file times match
         changed = (copy / shard).stat()
         known[str(copy / shard)][3:] = [changed.st_mtime_ns, changed.st_ctime_ns]
     assert open_data(config, 3, known).damages == []
@@ -103,7 +103,7 @@ def test_a_cache_too_small_is_warned_of_and_kept_to(folder: Path, tmp_path: Path
     assert same(data, opened(folder))
     held = {os.path.realpath(f"/proc/self/fd/{descriptor}") for descriptor in os.listdir("/proc/self/fd")}
     removed = [path for path in held if path.startswith(str(tmp_path)) and path.endswith(".tar (deleted)")]
-    assert len(removed) <= 1  # stays on disk until it is closed
+    assert len(removed) <= 1  # an unlinked file occupies disk space until it is closed
 
 
 def test_weights(folder: Path) -> None:

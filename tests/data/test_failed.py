@@ -1,4 +1,4 @@
-"""Shards that failed while being read: records, messages, and removal of records."""
+"""Shards that failed during reading: records, messages, and removal of records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samples of 2k to 1M tokens from a stream in many shards, compared with the concatenated source documents."""
+"""Samples of 2k to 1M tokens that span many shards, compared with the concatenated source documents."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ from megatron_ext.data.shards import TokenStore
 
 LONGEST = 2**20
 LENGTHS = [2**11, LONGEST]
-VOCABULARY = 100_000  # more than 16 bits hold
+VOCABULARY = 100_000  # does not fit 16 bits
 SHARD = 250_000
 Written = tuple[TokenStore, list[npt.NDArray[np.uint32]], list[str]]
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
-    """Two domains with documents from one token to more than a shard, the documents, and the names of the shards."""
+    """Return a store of two domains, its documents and the names of its shards.
+
+    Documents have from one token to more than a shard.
+    """
     root, dice = tmp_path_factory.mktemp("long"), np.random.default_rng(4)
     documents: list[npt.NDArray[np.uint32]] = []
     entries = []

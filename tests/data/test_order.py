@@ -19,7 +19,7 @@ def mix(value: int) -> int:
 
 
 def by_hand(seed: int, index: int, num_samples: int) -> int:
-    """Reference in Python's unbounded integers, one sample at a time."""
+    """Reference implementation with Python's unbounded integers, one sample at a time."""
     half = max(4, -(-(num_samples - 1).bit_length() // 2))
     epoch, value = divmod(index, num_samples)
     key = mix((mix(seed & MASK) + epoch) & MASK)
@@ -51,7 +51,7 @@ def test_epochs_and_seeds_have_their_own_orders():
 
 
 def test_places_are_spread_evenly():
-    """Where a window falls is uniform over many seeds, and neighbours are unrelated."""
+    """The window of a sample is uniform over seeds, and neighbouring samples are uncorrelated."""
     firsts = np.array([sample_position(seed, 0, 64) for seed in range(3200)])
     expected = 50
     chi_squared = ((np.bincount(firsts, minlength=64) - expected) ** 2 / expected).sum()

@@ -17,10 +17,10 @@ def test_windows_cover_the_stream_and_are_read_in_the_order(store, documents):
     order = sample_positions(11, np.arange(2 * samples.num_windows), samples.num_windows)
     for index, window in enumerate(order.tolist()):
         sample = samples[index]
-        assert sample.dtype == np.uint16  # as they are stored
+        assert sample.dtype == np.uint16  # the dtype of the files
         assert np.array_equal(sample, stream[window * T : window * T + T + 1])
     labels = np.sort(np.concatenate([samples[i][1:] for i in range(samples.num_windows)]))
-    assert np.array_equal(labels, np.sort(stream[1 : samples.num_windows * T + 1]))  # every label once an epoch
+    assert np.array_equal(labels, np.sort(stream[1 : samples.num_windows * T + 1]))  # every label once per epoch
 
 
 def test_a_run_resumed_at_a_sample_reads_what_the_whole_run_reads(prepared, manifest, store):
@@ -42,7 +42,7 @@ def test_without_a_lost_shard_all_other_samples_are_as_they_were(prepared, manif
     assert length // T <= without.lost_windows <= length // T + 2
     changed = 0
     for index in range(2 * whole.num_windows):
-        sample, place = without[index], whole.place(index)  # nothing reads the file that is not there
+        sample, place = without[index], whole.place(index)  # the missing file is never read
         if place < first + length and place + T >= first:
             changed += 1
         else:

@@ -1,4 +1,4 @@
-"""One shard's file and index, made by hand: garbage between documents, empty ones, and damage while it is open."""
+"""The file and index of one shard, written by hand: garbage between documents, empty documents, damage while open."""
 
 import errno
 import os
@@ -14,16 +14,16 @@ from megatron_ext.utils.errors import UserError
 
 UINT16 = np.dtype("<u2")
 COUNTS = [3, 0, 1, 250, 0, 0, 7, 64, 1, 1, 0] * 20
-"""More documents than two landmarks are apart; runs of empty ones stand on some of those."""
+"""Token counts of documents. They span several landmarks, and some landmarks fall within runs of empty documents."""
 
 
 def made(root: Path, counts: list[int] = COUNTS, dtype: np.dtype = UINT16) -> tuple[ShardEntry, np.ndarray]:
-    """A shard of documents with those numbers of tokens, and all its tokens."""
+    """Write a shard of documents with the given token counts, and return its entry and all its tokens."""
     generator = np.random.default_rng(5)
     tokens = generator.integers(0, 2 ** (8 * dtype.itemsize), sum(counts)).astype(np.int64)
     content, rows, used = b"", [], 0
     for count in counts:
-        content += generator.bytes(int(generator.integers(1, 60)))  # nothing is aligned
+        content += generator.bytes(int(generator.integers(1, 60)))  # documents are not aligned
         rows.append((len(content), count))
         content += tokens[used : used + count].astype(dtype).tobytes()
         used += count
@@ -86,9 +86,9 @@ def test_reads_that_give_less_than_asked_go_on(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "rows",
     [
-        np.array([(0, 2), (0, 2)]),  # one over the other
+        np.array([(0, 2), (0, 2)]),  # overlapping documents
         np.array([(0, 5), (10, -1)]),
-        np.array([(0, 2), (4, 1)]),  # other tokens than the manifest says
+        np.array([(0, 2), (4, 1)]),  # a token count that differs from the manifest's
         np.array([(0, 2), (4, 2)], dtype=np.int32),
         np.array([(0, 2, 0), (4, 2, 0)]),
         np.asfortranarray([(0, 2), (4, 2)]),

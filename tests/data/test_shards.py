@@ -22,7 +22,7 @@ def test_stream_is_the_documents_one_after_the_other(prepared, manifest, documen
         start = int(generator.integers(0, len(stream)))
         length = int(generator.integers(0, min(400, len(stream) - start) + 1))
         read, documents_read = store.read(start, length), store.document_ids(start, length)
-        assert (read.dtype, documents_read.dtype) == (np.uint16, np.int64)  # tokens as they are stored
+        assert (read.dtype, documents_read.dtype) == (np.uint16, np.int64)  # tokens keep the dtype of the files
         assert np.array_equal(read, stream[start : start + length])
         assert np.array_equal(documents_read, ids[start : start + length])
         before = np.concatenate([[-1], ids])[start : start + length]

@@ -44,10 +44,10 @@ def test_the_record_says_since_when(tmp_path: Path) -> None:
         "of_samples": 5000,
         "shards": [{"shard": ONE.shard, "tokens": 1200, "problem": ONE.problem}],
     }
-    skipped_shards.keep(tmp_path, [ONE], SAMPLES, 10)  # nothing new
+    skipped_shards.keep(tmp_path, [ONE], SAMPLES, 10)  # unchanged, so no new record
     assert kept(tmp_path) == [(5, [ONE.shard])]
     skipped_shards.keep(tmp_path, [ONE, TWO], SAMPLES, 20)
-    skipped_shards.keep(tmp_path, [], SAMPLES, 30)  # both shards were copied again
+    skipped_shards.keep(tmp_path, [], SAMPLES, 30)  # both shards were replaced by good copies
     assert kept(tmp_path) == [(5, [ONE.shard]), (20, [ONE.shard, TWO.shard]), (30, [])]
 
 

@@ -22,7 +22,7 @@ def copy(prepared: Path, tmp_path: Path) -> Path:
 
 
 def _checked(root: Path, manifest: Manifest, folder: Path) -> Verified:
-    """Verify the data as a start of a run in `folder` does."""
+    """Verify the data as the start of a run in `folder` does."""
     verified = Verified(root, read_verified(folder))
     verify_shards(root, manifest, check=verified.check)
     write_verified(folder, verified.found)
@@ -47,7 +47,7 @@ def test_a_second_start_reads_nothing_of_what_is_as_it_was(
 
 
 def _flip(path: Path) -> None:
-    """Flip a byte and restore the file times."""
+    """Flip a bit and restore the file times."""
     stat = path.stat()
     with path.open("r+b") as file:
         file.seek(stat.st_size // 2)
@@ -58,7 +58,7 @@ def _flip(path: Path) -> None:
 
 
 def _replace(path: Path) -> None:
-    """Replace a file by another of the same size."""
+    """Replace a file by another one of the same size and times."""
     other = path.with_name("other")
     other.write_bytes(bytes(path.stat().st_size))
     shutil.copystat(path, other)
@@ -96,7 +96,7 @@ def test_what_failed_since_is_read_though_it_looks_the_same(
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr("data_prep.manifest.sha256_of", bad_disk)
-    verify_shards(copy, manifest, check=Verified(copy, known).check)  # reads nothing
+    verify_shards(copy, manifest, check=Verified(copy, known).check)  # nothing is read
     (damage,) = find_damage(
         copy, manifest, "train", ["C4", "CommonCrawl"], check=Verified(copy, known, {shard.file}).check
     )

@@ -54,7 +54,7 @@ def test_damaged_file_is_named_in_one_line(copy, manifest, suffix, how):
     else:
         with pytest.raises(UserError, match=re.escape(str(path))):
             verify_shards(copy, manifest, mode="size")
-    verify_shards(copy, manifest, ["test"])  # what a run does not read does not stop it
+    verify_shards(copy, manifest, ["test"])  # shards that a run does not read do not stop it
     verify_shards(copy, manifest, ["train"], ["C4"])
 
 
@@ -78,7 +78,7 @@ def test_all_damage_of_a_split_is_found(copy, manifest):
     damage(copy / broken[0].file, "missing")
     damage(copy / broken[1].index, "truncated")
     damage(copy / broken[2].file, "flipped")
-    damage(copy / manifest.select("test")[0].shards[0].file, "missing")  # not asked for
+    damage(copy / manifest.select("test")[0].shards[0].file, "missing")  # belongs to a split that is not checked
     found = [find_damage(copy, manifest, "train", ["C4", "CommonCrawl"], "sha256", rank, 2) for rank in range(2)]
     assert {one.shard: one.tokens for part in found for one in part} == {one.file: one.tokens for one in broken}
     problems = {one.shard: one.problem for part in found for one in part}

@@ -1,4 +1,4 @@
-"""Samples by domain's weight: from text to tokens, against streams read by webdataset alone."""
+"""Blends by domain weight, from text to tokens, compared with streams that webdataset alone reads."""
 
 from collections import Counter
 
@@ -30,13 +30,13 @@ def streams(prepared, manifest) -> dict[str, np.ndarray]:
 
 
 def slowly(streams: dict[str, np.ndarray], seed: int, upto: int) -> list[np.ndarray]:
-    """The first samples, counted from the first on: three of C4 for two of CommonCrawl."""
+    """Compute the first samples one by one: three of C4 for every two of CommonCrawl."""
     orders, given, found = {}, Counter(), []
     for name, stream in streams.items():
         total = (len(stream) - 1) // T
         orders[name] = sample_positions(derived_seed(seed, name), np.arange(upto), total)
     for index in range(upto):
-        name = "C4" if 5 * given["C4"] + 2 < 3 * index + 3 else "CommonCrawl"  # 0.6 * (index + 1), to the nearest
+        name = "C4" if 5 * given["C4"] + 2 < 3 * index + 3 else "CommonCrawl"  # 0.6 * (index + 1), rounded
         start = int(orders[name][given[name]]) * T
         found.append(streams[name][start : start + T + 1])
         given[name] += 1

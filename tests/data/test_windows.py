@@ -30,7 +30,7 @@ def test_a_window_is_lost_if_any_of_its_tokens_is(lost):
     whole = places(Windows(START, TOKENS, T, 3), epochs=2)
     for place, before in zip(places(windows, epochs=2), whole, strict=True):
         assert place not in broken
-        assert place == before or before in broken  # all that can be read as before is
+        assert place == before or before in broken  # only samples of lost windows change
 
 
 def test_each_once_an_epoch_and_in_the_order():
@@ -40,13 +40,13 @@ def test_each_once_an_epoch_and_in_the_order():
 
 
 def test_what_stands_in_for_lost_windows_is_spread():
-    """A third is lost. Its replacements come from the whole range, with different windows in every epoch."""
+    """A third of the windows is lost. Replacements come from the whole range and differ between epochs."""
     windows = Windows(0, 3001, 1, 3, [(1000, 999)])
     assert windows.lost == 1000
     read = Counter(places(windows))
     assert sum(read.values()) == 3000
     assert max(read.values()) <= 8
-    # Each attempt is a permutation: of those 1,000 samples two in three find windows that are unlike each other.
+    # Each attempt is a permutation, so two thirds of the 1,000 lost samples find distinct windows at the first attempt.
     assert sum(number > 1 for number in read.values()) > 600
     again = Counter(windows.place(index) for index in range(3000, 6000))
     assert again != read

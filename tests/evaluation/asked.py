@@ -1,4 +1,4 @@
-"""Functions run by each rank in `test_language_model.py`: build a model and query its continuations."""
+"""Functions that each rank of `test_language_model.py` runs: build a model, score texts and generate continuations."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LENGTH = 64
 
 
 class Numbers:
-    """A tokenizer whose texts are the tokens, written as characters."""
+    """Tokenizer whose texts are the token ids, written as characters."""
 
     end_id, size = END, VOCABULARY
 
@@ -46,7 +46,7 @@ def _chunks(
     config = derive(
         RunConfig(
             data=DataConfig(path="none", seq_length=LENGTH),
-            # A large spread of initial weights, so that tokens differ in how likely they are.
+            # A large spread of initial weights makes the tokens' probabilities differ.
             model=ModelConfig(
                 pattern=pattern,
                 block=block,
@@ -74,7 +74,7 @@ def ask(
     precision: str = "fp32",
     tied: bool = False,
 ) -> tuple[list[Score], list[list[int]]]:
-    """Scores and continuations of at most 9 tokens, or until one is above 50."""
+    """Return scores, and continuations of at most 9 tokens that stop after a token above 50."""
     chunks, groups, platform = _chunks(parallel, precision, tied)
     model = ParallelTextModel(
         chunks, Numbers(), groups, platform, max_length=LENGTH, micro_batch_size=3, multiple=8 * world_size
@@ -87,7 +87,7 @@ def ask(
 def foretell(
     rank: int, world_size: int, parallel: dict[str, Any], texts: list[TeacherForcedQuery], prompts: list[list[int]]
 ) -> tuple[list[int], int, list[list[int]], int]:
-    """Tokens of each text that are not foretold, continuations of 9 tokens, and the forward passes that each took."""
+    """Return the mispredicted tokens of each text, continuations of 9 tokens, and the forward passes that each took."""
     chunks, groups, platform = _chunks(parallel, "fp32", False)
     model = ParallelTextModel(
         chunks, Numbers(), groups, platform, max_length=LENGTH, micro_batch_size=3, multiple=8 * world_size
@@ -108,7 +108,7 @@ def continue_with(
     block: str,
     prompts: list[list[int]],
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Continuations of at most 9 tokens by other mixers; and those of four beams."""
+    """Return continuations of at most 9 tokens by greedy decoding and by a search with four beams."""
     chunks, groups, platform = _chunks(parallel, "fp32", False, pattern, mixers, block)
     model = ParallelTextModel(chunks, Numbers(), groups, platform, max_length=LENGTH, micro_batch_size=3, multiple=1)
 
@@ -119,7 +119,7 @@ def continue_with(
 
 
 def searched_by_hand(rank: int, world_size: int, prompts: list[list[int]], *of_model: Any) -> list[list[int]]:
-    """What four beams find in one process that reads all of them again for each token."""
+    """Run a search with four beams in one process that reads the whole text again for each token."""
     (model,), _, _ = _chunks({}, "fp32", False, *of_model)
     model.eval()
     found = []
@@ -138,14 +138,14 @@ def searched_by_hand(rank: int, world_size: int, prompts: list[list[int]], *of_m
 def drawn(
     rank: int, world_size: int, parallel: dict[str, Any], prompts: list[list[int]], draws: list[Draw]
 ) -> list[list[int]]:
-    """Drawn continuations of at most 9 tokens, or until one is above 50."""
+    """Return sampled continuations of at most 9 tokens that stop after a token above 50."""
     chunks, groups, platform = _chunks(parallel, "fp32", False)
     model = ParallelTextModel(chunks, Numbers(), groups, platform, max_length=LENGTH, micro_batch_size=3, multiple=1)
     return model.generate(prompts, 9, lambda tokens: tokens[-1] > 50, draws)
 
 
 def drawn_by_hand(rank: int, world_size: int, prompts: list[list[int]], draws: list[Draw]) -> list[list[int]]:
-    """The same in one process, a token at a time from all logits."""
+    """Sample the same continuations in one process, token by token, from the logits of a full pass."""
     (model,), _, _ = _chunks({}, "fp32", False)
     model.eval()
     texts = []
@@ -164,10 +164,10 @@ def drawn_by_hand(rank: int, world_size: int, prompts: list[list[int]], draws: l
 
 
 def too_long(rank: int, world_size: int) -> list[str]:
-    """What is said of texts that are longer than the model takes."""
+    """Return the error messages for texts that are longer than the model's maximum length, or empty."""
     chunks, groups, platform = _chunks({}, "fp32", tied=False)
     model = ParallelTextModel(chunks, Numbers(), groups, platform, max_length=10, micro_batch_size=1, multiple=1)
-    assert len(model.scores([Request([1] * 5, [2] * 6)])) == 1  # the last token is not read
+    assert len(model.scores([Request([1] * 5, [2] * 6)])) == 1  # the last token is only scored, never read
     said = []
     for call in (
         lambda: model.scores([Request([1] * 5, [2] * 7)]),
@@ -189,7 +189,7 @@ def by_hand(
     tied: bool = False,
     *of_model: Any,
 ) -> tuple[list[tuple[float, bool]], list[list[int]]]:
-    """The same in one process, a token at a time from all logits, in float64."""
+    """Compute scores and continuations in one process, token by token, with log-probabilities in float64."""
     (model,), _, _ = _chunks({}, "fp32", tied, *of_model)
     model.eval()
 

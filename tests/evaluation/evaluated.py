@@ -1,4 +1,4 @@
-"""Functions run by each rank in `test_evaluation_layouts.py`: build the model and evaluate it without training."""
+"""Functions that each rank of `test_evaluation_layouts.py` runs: build the model and evaluate it without training."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _trainer(root: Path, parallel: dict[str, Any], micro_batch_size: int) -> Tra
     config = derive(
         RunConfig(
             data=DataConfig(path=str(root), seq_length=LENGTH),
-            # A large spread of initial weights, so that losses differ from token to token.
+            # A large spread of initial weights makes losses differ from token to token.
             model=ModelConfig(
                 pattern="attention,gated_deltanet,attention*2", hidden_size=32, num_attention_heads=4, init_std=0.3
             ),
@@ -47,13 +47,13 @@ def _trainer(root: Path, parallel: dict[str, Any], micro_batch_size: int) -> Tra
 def evaluate(
     rank: int, world_size: int, root: Path, parallel: dict[str, Any], micro_batch_size: int, max_sequences: int = 0
 ) -> list[dict[str, Any]]:
-    """The records of an evaluation, on every rank."""
+    """Return the records of an evaluation, as on every rank."""
     trainer = _trainer(root, parallel, micro_batch_size)
     return DomainEvaluator(trainer, _domains(root, max_sequences), micro_batch_size).evaluate(step=7, tokens=99)
 
 
 def by_hand(rank: int, world_size: int, root: Path) -> dict[str, dict[int, list[float]]]:
-    """By domain and document, the loss of every token: a sample at a time, a token at a time."""
+    """Return the loss of every token by domain and document, computed one sample at a time."""
     trainer = _trainer(root, {}, 1)
     found: dict[str, dict[int, list[float]]] = {}
     for domain in _domains(root, 0):
@@ -68,7 +68,7 @@ def by_hand(rank: int, world_size: int, root: Path) -> dict[str, dict[int, list[
 
 
 def one_batch(rank: int, world_size: int, root: Path, parallel: dict[str, Any]) -> tuple[float, float]:
-    """The mean loss of a training batch, by evaluation and by an optimizer step."""
+    """Return the mean loss of a training batch, as evaluation and as an optimizer step compute it."""
     trainer = _trainer(root, parallel, 3)
     samples = TrainingSamples(TokenStore(root, load_manifest(root), "train"), LENGTH, seed=1)
     groups = trainer.groups

@@ -17,7 +17,7 @@ END = 0
 
 @pytest.fixture(scope="module", params=[30, 6])
 def model(request: pytest.FixtureRequest) -> LlamaForCausalLM:
-    """Of a vocabulary that is large beside the beams, and of one that they exhaust."""
+    """Model with a vocabulary that is large relative to the number of beams, or one that the beams exhaust."""
     torch.manual_seed(request.param)
     config = LlamaConfig(
         vocab_size=request.param,
@@ -30,7 +30,7 @@ def model(request: pytest.FixtureRequest) -> LlamaForCausalLM:
         bos_token_id=None,
         eos_token_id=END,
     )
-    return LlamaForCausalLM(config).double().eval()  # so that no rounding decides
+    return LlamaForCausalLM(config).double().eval()  # float64, so that rounding decides no comparison
 
 
 def ours(model: LlamaForCausalLM, prompt: list[int], num_beams: int, max_tokens: int, is_done: Any) -> list[int]:
@@ -44,7 +44,7 @@ def ours(model: LlamaForCausalLM, prompt: list[int], num_beams: int, max_tokens:
 
 
 class Done(StoppingCriteria):
-    """As lm-eval's: asks the likeliest continuation alone, and ends all of them with it."""
+    """Stopping criterion like lm-eval's: it checks only the likeliest beam, and stops all beams with it."""
 
     def __init__(self, prompt: Sequence[int], is_done: Any) -> None:
         self._start, self._is_done = len(prompt), is_done
@@ -77,7 +77,7 @@ def test_the_search_is_that_of_transformers(model: LlamaForCausalLM, num_beams: 
 
 
 def test_the_cases_tell_mistakes_apart(model: LlamaForCausalLM) -> None:
-    """Texts end by themselves, by what ends them and by their number; more beams find likelier ones."""
+    """The prompts exercise end tokens, stop conditions, length limits, and an effect of the number of beams."""
     found = [[ours(model, prompt, n, 25, lambda _: False) for prompt in PROMPTS] for n in (2, 3, 10)]
     lengths = {len(text) for texts in found for text in texts}
     assert len(lengths) > 1

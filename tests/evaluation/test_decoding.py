@@ -1,4 +1,4 @@
-"""Decoding with a whole model token by token, compared with the logits of all tokens at once."""
+"""Token-by-token decoding of a whole model, compared with the logits of one full pass."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CASES = [("fp32", "transformer"), ("bf16", "transformer"), ("fp32", "rwkv7"), ("
 
 @pytest.fixture(params=CASES, ids="-".join)
 def model(request: pytest.FixtureRequest, one_process: Any) -> torch.nn.Module:
-    """A hybrid with a learned position table; large initial weights, so that every layer matters."""
+    """Hybrid model with a learned position table. Large initial weights make every layer matter."""
     precision, block = request.param
     sizes = ModelConfig(
         pattern=HYBRID, hidden_size=32, num_attention_heads=4, num_query_groups=2, init_std=0.2, block=block

@@ -1,4 +1,4 @@
-"""Intervals of losses by domain, and losses a byte."""
+"""Confidence intervals of losses by domain, and losses per byte."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Selection and naming of the text on which a run is evaluated."""
+"""Selection and naming of the domains that a run is evaluated on."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ALL = [
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two training domains and one other, each with documents in a folder for the test."""
+    """Folder with two training domains and one other domain, each with test documents."""
     return prepared(tmp_path_factory.mktemp("folders"), documents=90, words=(5, 40), test_folder=True)
 
 
@@ -49,7 +49,7 @@ def _afterwards(root: Path, **fields: object) -> list[EvaluationDomain]:
         ({"train_domains": ["RedPajamaFirst", "second"]}, ALL),
         ({"test_domains": ["other"]}, [ALL[0], ALL[1], ALL[4]]),
         ({"train_domains": ["First"]}, [ALL[0], ALL[2], ALL[4]]),
-        # It is out of domain for a run that is not trained on it, but only where a user says so.
+        # "Second" is out of domain for this run, but only evaluated as such if the user names it.
         ({"train_domains": ["First"], "test_domains": ["first", "Second"]}, [ALL[0], ALL[2], ("Second", "test")]),
     ],
     ids=["default", "spelling", "named", "part", "part_named"],

@@ -1,4 +1,4 @@
-"""Evaluation suites between steps: they do not change the run's curve, and write their results."""
+"""Evaluation suites between steps: they leave the training curve unchanged and write their results."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_run_goes_on_as_if_nothing_had_been_tested(
 
 
 def _check_results(run: Path) -> None:
-    """Check that results have the format of `selectron evaluate`, and that the run's records hold the same numbers."""
+    """Check that results have the format of `selectron evaluate` and that the run's records hold the same numbers."""
     kept = records(run, "suites.jsonl")
     assert [(one["step"], one["suite"]) for one in kept] == [
         (step, suite) for step in (2, 3) for suite in ("retrieval", "fewshot")
@@ -84,7 +84,7 @@ def _check_results(run: Path) -> None:
 
 
 def _scores(results: dict[str, Any]) -> dict[str, float]:
-    """Scores by their names in records."""
+    """Return scores by the names that records use."""
     if "by_length" in results:
         return {f"{mean['task']}/{mean['length']}": mean["score"] for mean in results["by_length"]}
     assert {name: task["rows"] for name, task in results["tasks"].items()} == {"piqa": 2, "arc_easy": 2, "boolq": 2}
@@ -105,7 +105,7 @@ def _evaluate(run: Path, output: Path, processes: int, options: list[str]) -> st
 
 
 def _numbers(folder: Path, suite: str) -> dict[str, Any]:
-    """Results of a suite, including each sample's answer, without durations."""
+    """Return the results of a suite, including each sample's answer, without durations."""
     return {key: value for key, value in json.loads((folder / f"{suite}.json").read_text()).items() if key != "seconds"}
 
 

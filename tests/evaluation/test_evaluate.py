@@ -1,4 +1,4 @@
-"""Command `selectron evaluate` on a run that was trained by two processes."""
+"""The command `selectron evaluate` on a run that two processes trained."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _losses(path: Path) -> dict[tuple[str, str], float]:
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [["--processes", "1"], ["--processes", "2", "parallel.pipeline=2"]], ids=str)
 def test_losses_are_those_of_training(run: Path, tmp_path: Path, layout: list[str]) -> None:
-    """It evaluates six windows a domain when it ends, under TP2 with sequence parallelism."""
+    """The run evaluated six windows per domain at its end, with TP2 and sequence parallelism."""
     said = _evaluate(str(run), "domains.sequences=6", "--output", str(tmp_path / "out"), *layout)
     assert _losses(tmp_path / "out" / "domains.json") == pytest.approx(_in_training(run), abs=2e-6)
     assert said == (tmp_path / "out" / "domains.md").read_text() + "\n"
@@ -62,7 +62,7 @@ def test_a_checkpoints_folder_says_its_step(run: Path) -> None:
 
 @pytest.mark.slow
 def test_what_suites_find_stands_in_the_report(run: Path, tmp_path: Path) -> None:
-    """From the command line to the page: two suites at once, into the run's own folder."""
+    """Run two suites at once into the run's own folder, and read the results in the report."""
     options = ["retrieval.lengths=[64]", "retrieval.tasks=[mqar, induction]", "retrieval.depths=[0.5]"]
     said = _evaluate(str(run), "--suite", "domains,retrieval", *options, "retrieval.samples=3")
     results = run / "evaluation" / "step_4"
@@ -108,7 +108,7 @@ def test_all_suites_are_checked_before_the_first_is_computed(
     arguments: list[str],
     line: str,
 ) -> None:
-    """The domains come first: nothing of them may be computed, and no weights loaded."""
+    """A suite after the domains is invalid: no domain may be evaluated and no weights loaded."""
     from megatron_ext.evaluation import runner
 
     def computed(*_: object) -> None:
@@ -161,7 +161,7 @@ def _refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def _run_without_weights(folder: Path, data: Path) -> Path:
-    """A run's folder with a checkpoint of no tensors."""
+    """Make a run folder with a checkpoint that contains no tensors."""
     run = folder / "run"
     run.mkdir()
     write_config(run, data, folder)

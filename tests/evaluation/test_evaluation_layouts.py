@@ -1,4 +1,4 @@
-"""Loss by domain and document: correct values, independent of layout and padding."""
+"""Loss by domain and document: values are correct and independent of layout and padding."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(pool: Any, root: Path) -> list[dict[str, Any]]:
-    """One process, a sample at a time."""
+    """Evaluate in one process, one sample at a time."""
     return pool.run(evaluated.evaluate, 1, root, {}, 1)[0]
 
 
@@ -36,7 +36,7 @@ def test_every_label_of_every_document_counts_once(alone: list[dict[str, Any]], 
     ]
     for record in alone:
         store = TokenStore(root, manifest, record["split"], [record["domain"]])
-        assert record["num_tokens"] == store.num_tokens - 1  # all but the first one are labels
+        assert record["num_tokens"] == store.num_tokens - 1  # all but the first token are labels
         counts = np.bincount(store.document_ids(1, store.num_tokens - 1))
         assert record["documents"] == np.flatnonzero(counts).tolist()
         assert record["document_tokens"] == counts[counts > 0].tolist()
@@ -52,7 +52,7 @@ def test_sums_by_document_are_those_of_a_token_at_a_time(alone: list[dict[str, A
         assert record["document_loss"] == pytest.approx([sum(documents[d]) for d in sorted(documents)], abs=1e-4)
         every = [loss for losses in documents.values() for loss in losses]
         assert record["loss"] == pytest.approx(np.mean(every), abs=1e-9)
-        assert np.std(every) > 0.1  # or any order of the tokens would do
+        assert np.std(every) > 0.1  # otherwise any order of the tokens would pass
 
 
 def same(records: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
@@ -66,7 +66,7 @@ def same(records: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("size", [2, 5, 64])
 def test_padding_counts_for_nothing(size: int, alone: list[dict[str, Any]], pool: Any, root: Path) -> None:
-    """Sizes that leave the last micro-batch part empty; of 64 nearly all is padding."""
+    """Micro-batch sizes that leave the last micro-batch partly empty. With 64 it is nearly all padding."""
     same(pool.run(evaluated.evaluate, 1, root, {}, size)[0], alone)
 
 
@@ -85,7 +85,7 @@ def test_every_layout_gives_the_same(
     parallel: dict[str, Any], alone: list[dict[str, Any]], pool: Any, root: Path
 ) -> None:
     first, second = pool.run(evaluated.evaluate, 2, root, parallel, 3)
-    assert first == second  # on every rank
+    assert first == second  # all ranks have the records
     same(first, alone)
 
 

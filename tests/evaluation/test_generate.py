@@ -1,4 +1,4 @@
-"""Command `selectron generate` on a run that was trained by two processes."""
+"""The command `selectron generate` on a run that two processes trained."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _said(capsys: pytest.CaptureFixture[str], run: Path, *arguments: str) -> str
 
 
 def _likeliest(run: Path, step: int) -> str:
-    """Greedy text by repeated passes over all tokens, with the model that training would continue with."""
+    """Greedy text by repeated full passes over all tokens, with the model as training would resume it."""
     config = replace(load_config(run / "config.yaml", [], load_all()), parallel=ParallelConfig())
     root, platform = Path(config.data.path), select_platform("cpu")
     entry = load_manifest(root).tokenizer

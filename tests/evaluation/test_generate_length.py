@@ -1,4 +1,4 @@
-"""Command `selectron generate` beyond the training length of a model."""
+"""The command `selectron generate` beyond the training length of a model."""
 
 from __future__ import annotations
 

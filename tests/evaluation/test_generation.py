@@ -22,7 +22,7 @@ def _sampler(temperature: float, top_p: float, seed: int) -> Sampler:
 
 
 def _shares(sampler: Sampler, logits: Tensor, draws: int = 4000) -> Tensor:
-    """How often each token is drawn, as a share of all draws."""
+    """Return the share of all draws for each token."""
     counts = torch.bincount(torch.tensor([sampler(logits) for _ in range(draws)]), minlength=len(logits))
     return counts / draws
 
@@ -46,7 +46,7 @@ def test_the_nucleus_is_the_fewest_tokens_that_reach_top_p(top_p: float, nucleus
 
 
 def test_the_nucleus_is_taken_after_the_temperature() -> None:
-    """At temperature 0.5 the likeliest token has 0.16 / 0.285 = 0.56."""
+    """At temperature 0.5 the likeliest token has probability 0.16 / 0.285 = 0.56."""
     assert _shares(_sampler(0.5, 0.5, seed=3), PROBABILITIES.log(), 100)[1] == 1.0
     assert _shares(_sampler(1.0, 0.5, seed=3), PROBABILITIES.log(), 100)[1] < 1.0
 
@@ -64,7 +64,7 @@ def test_tokens_are_left_out_as_transformers_does(
     temperature: float, top_k: int | None, top_p: float, min_p: float
 ) -> None:
     logits_v = torch.randn(50, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    logits_v[7] = logits_v[9]  # two that are equally likely
+    logits_v[7] = logits_v[9]  # two equally likely tokens
     warpers: list[Any] = [TemperatureLogitsWarper(temperature)]
     warpers += [TopKLogitsWarper(top_k)] if top_k else []
     warpers += [TopPLogitsWarper(top_p), MinPLogitsWarper(min_p)]
@@ -94,7 +94,7 @@ def test_greedy_takes_the_likeliest() -> None:
 
 
 class Counting:
-    """Stands in for a decoder of 10 tokens in 16 rows: after token n comes n + 1; notes what it is given."""
+    """Stand-in for a decoder of 10 tokens in 16 rows. It predicts n + 1 after token n, and records its inputs."""
 
     def __init__(self) -> None:
         self.given: list[list[int]] = []
@@ -102,7 +102,7 @@ class Counting:
     def __call__(self, tokens_bt: Tensor) -> Tensor:
         self.given.append(tokens_bt[0].tolist())
         logits = torch.nn.functional.one_hot(tokens_bt + 1, 16).float()
-        logits[..., 10:] = 9.0  # padding, which no training has taught
+        logits[..., 10:] = 9.0  # padding rows, which training never updates
         return logits
 
 
@@ -114,7 +114,7 @@ def _generated(decoder: Counting, prompt: list[int], max_tokens: int) -> list[in
 def test_tokens_follow_one_another_up_to_the_limit() -> None:
     decoder = Counting()
     assert _generated(decoder, [7, 2], 3) == [3, 4, 5]
-    assert decoder.given == [[7, 2], [3], [4]]  # the last one is not needed
+    assert decoder.given == [[7, 2], [3], [4]]  # the last token is never read
 
 
 def test_the_end_is_not_given_and_ends_it() -> None:
@@ -130,7 +130,7 @@ def test_a_long_prompt_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def _bytes(ids: Sequence[int]) -> str:
-    """A tokenizer whose tokens are bytes."""
+    """Decode tokens that are bytes."""
     return bytes(ids).decode("utf-8", errors="replace")
 
 
@@ -151,7 +151,7 @@ def test_bytes_that_are_no_character_do_not_hold_up_the_rest() -> None:
 
 
 def test_the_text_before_decides_how_a_token_is_written() -> None:
-    """As with tokenizers that write no space before the first word."""
+    """Some tokenizers write no space before the first word."""
 
     def decode(ids: Sequence[int]) -> str:
         return " ".join(f"word{i}" for i in ids)

@@ -1,4 +1,4 @@
-"""Likelihoods and continuations of texts under every layout, compared with decoding token by token."""
+"""Log-likelihoods and continuations of texts under every layout, compared with token-by-token decoding."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ LAYOUTS: dict[str, dict[str, Any] | None] = {
     "pp2_interleaved": {"pipeline": 2, "virtual_pipeline": 2},
 }
 EVERY_LAYOUT = pytest.mark.parametrize("parallel", LAYOUTS.values(), ids=LAYOUTS)
-# Of tensor and of pipeline parallelism one kind each; what comes of a pass is all that the tests after the first add.
+# One variant each of tensor and pipeline parallelism: the later tests only depend on the results of a pass.
 KINDS = {name: parallel for name, parallel in LAYOUTS.items() if name not in ("tp2", "pp2_interleaved")}
 EVERY_KIND = pytest.mark.parametrize("parallel", KINDS.values(), ids=KINDS)
 
 
 @pytest.fixture(scope="module")
 def requests_and_expected(pool: Any, prompts: list[list[int]]) -> tuple[list[Request], Any]:
-    """Requests of all kinds of lengths, some of them greedy continuations."""
+    """Requests of many lengths, some with greedy continuations, and their expected results."""
     draw = random.Random(8)
     requests = [Request(_tokens(draw, 1, 40), _tokens(draw, 1, 20)) for _ in range(14)]
     _, texts = pool.run(asked.by_hand, 1, [], prompts)[0]
@@ -54,7 +54,7 @@ def test_every_layout_says_what_a_token_at_a_time_says(
 ) -> None:
     requests, (expected, texts) = requests_and_expected
     ranks = pool.run(asked.ask, 1 if parallel is None else 2, parallel or {}, requests, prompts)
-    assert all(answers == ranks[0] for answers in ranks)  # known on every rank
+    assert all(answers == ranks[0] for answers in ranks)  # all ranks have the results
     scores, generated = ranks[0]
     assert [score.log_probability for score in scores] == pytest.approx([p for p, _ in expected], abs=2e-4, rel=1e-6)
     assert [score.is_greedy for score in scores] == [greedy for _, greedy in expected]
@@ -64,13 +64,13 @@ def test_every_layout_says_what_a_token_at_a_time_says(
 def test_the_cases_tell_mistakes_apart(requests_and_expected: tuple[list[Request], Any]) -> None:
     requests, (expected, texts) = requests_and_expected
     assert {greedy for _, greedy in expected} == {True, False}
-    assert len({len(text) for text in texts}) >= 3  # some end by themselves, some are stopped, some are cut
+    assert len({len(text) for text in texts}) >= 3  # some end by end token, some by stop condition, some by length
     assert len({len(request.context) for request in requests}) > 10
 
 
 @pytest.fixture(scope="module")
 def texts_and_misses(pool: Any) -> tuple[list[TeacherForcedQuery], list[int]]:
-    """Texts of unlike lengths with tokens to foretell all over, and how many a token at a time does not find."""
+    """Texts of different lengths with tokens to predict throughout, and the misses of token-by-token decoding."""
     draw = random.Random(9)
     whole = [_tokens(draw, 20, 60) for _ in range(7)]
     _, greedy = pool.run(asked.by_hand, 1, [], [text[:20] for text in whole])[0]
@@ -89,13 +89,13 @@ def test_tokens_are_foretold_in_one_pass_a_text(
     assert len(set(expected)) > 1
     misses, passes, _, _ = pool.run(asked.foretell, 1 if parallel is None else 2, parallel or {}, texts, [])[0]
     assert misses == expected
-    # Seven texts, three at a time; under PP as many groups as there are stages.
+    # Seven texts, three per micro-batch. With PP, micro-batches are padded to a multiple of the number of stages.
     assert passes == (4 if parallel == {"pipeline": 2} else 3)
 
 
 @pytest.fixture(scope="module")
 def like_prompts_and_alone(pool: Any, prompts: list[list[int]]) -> tuple[list[list[int]], list[Any]]:
-    """Prompts of about the same length, and what a model says to each by itself."""
+    """Prompts of similar length, and a model's continuation of each one alone."""
     some = [
         prompt[:length] for prompt, length in zip([one * 40 for one in prompts], [20, 23, 21, 20, 20, 22], strict=False)
     ]
@@ -106,7 +106,7 @@ def like_prompts_and_alone(pool: Any, prompts: list[list[int]]) -> tuple[list[li
 def test_prompts_of_like_lengths_are_continued_together(
     parallel: dict[str, Any] | None, like_prompts_and_alone: tuple[list[list[int]], list[Any]], pool: Any
 ) -> None:
-    """Three at a time of the longest that the model takes are six at a time of 32 tokens."""
+    """Three prompts of the maximum length take the memory of six prompts with 32 tokens."""
     some, alone = like_prompts_and_alone
     world_size = 1 if parallel is None else 2
     _, _, together, passes = pool.run(asked.foretell, world_size, parallel or {}, [], some)[0]
@@ -136,7 +136,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("others", OTHERS.values(), ids=OTHERS)
 def test_every_mixer_remembers_under_every_layout(others: tuple[Any, ...], prompts: Any, pool: Any) -> None:
-    """Whether the likeliest token is taken, or one of four beams goes on from another's past."""
+    """Greedy decoding and a search with four beams, in which a beam continues from another beam's decode cache."""
     _, expected = pool.run(asked.by_hand, 1, [], prompts, False, *others)[0]
     searched = pool.run(asked.searched_by_hand, 1, prompts, *others)[0]
     assert len({tuple(text) for text in expected}) > 5
@@ -147,7 +147,7 @@ def test_every_mixer_remembers_under_every_layout(others: tuple[Any, ...], promp
 
 @pytest.fixture(scope="module")
 def draws_and_texts(pool: Any, prompts: list[list[int]]) -> tuple[list[Draw], list[list[int]]]:
-    """Of all kinds, in one batch, and what is drawn a token at a time."""
+    """Samplers of several kinds in one batch, and the tokens sampled token by token."""
     shapes = [(1.0, None, 1.0, 0.0), (0.7, 20, 1.0, 0.0), (1.5, None, 0.9, 0.0), (1.2, 40, 0.95, 0.02)]
     draws = [Draw((3, number), *shapes[number % 4]) for number in range(len(prompts))]
     return draws, pool.run(asked.drawn_by_hand, 1, prompts, draws)[0]
@@ -187,7 +187,7 @@ def test_bf16_is_near(pool: Any, prompts: list[list[int]], requests_and_expected
         for request, score, (p, _) in zip(requests, scores, expected, strict=True)
     ]
     assert max(map(abs, a_token)) < 0.3
-    assert max(map(abs, a_token)) > 0  # it is not fp32
+    assert max(map(abs, a_token)) > 0  # not fp32, so there is some error
 
 
 def test_what_is_too_long_or_empty_is_refused(pool: Any) -> None:

@@ -1,6 +1,6 @@
-"""Suites between steps under layouts that spread samples, sequences or weights: answers are those of one process.
+"""Suites between steps with layouts that shard samples, sequences or weights: answers equal those of one process.
 
-So small a model finds nothing, and all scores are 0: what it writes is what tells one model from another.
+A model this small finds nothing, so all scores are 0. Only the generated texts distinguish models.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ pytestmark = pytest.mark.slow
 
 RUN = [
     *("training.steps=2", "optimizer.warmup_steps=1", "training.evaluate_every=0", "training.checkpoint_every=0"),
-    # A large spread of initial weights and large steps, so that what the model writes differs from prompt to prompt
-    # and from step to step; an epsilon beside which a gradient of mere rounding noise is nothing.
+    # A large spread of initial weights and large steps make the generated text differ between prompts and steps.
+    # The large epsilon suppresses gradients that are only rounding noise.
     *("model.pattern=top1_chunk,gated_deltanet", "model.max_position_embeddings=512", "model.init_std=0.5"),
     *("optimizer.lr=0.1", "optimizer.min_lr=0.1", "optimizer.epsilon=1e-3"),
 ]
 ZERO2, ZERO3 = ["optimizer.sharding=zero2"], ["optimizer.sharding=zero3"]
 SUITES = [
     *("training.evaluate_suites=[retrieval]", "training.evaluate_suites_every=1"),
-    # Five samples of a task: two ranks do not share them evenly.
+    # Two ranks cannot divide five samples of a task evenly.
     *("retrieval.tasks=[passkey, selective_copying]", "retrieval.lengths=[512]", "retrieval.depths=[0.5]"),
     "retrieval.samples=5",
 ]
@@ -43,14 +43,14 @@ def alone(pool: Any, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 def trained(pool: Any, data: Path, folder: Path, options: list[str], processes: int) -> Path:
-    """Folder of a finished run."""
+    """Train, and return the folder of the finished run."""
     folder.mkdir(exist_ok=True)
     pool.run(whole_run.run, processes, write_config(folder, data, folder), options)
     return folder / "run"
 
 
 def answers(run: Path, step: int) -> list[tuple[str, int, float, str | None]]:
-    """Of every sample: its task and index, the score and the text that the model wrote."""
+    """Return task, index, score and generated text of every sample."""
     found = json.loads((run / "evaluation" / f"step_{step}" / "retrieval.json").read_text())
     return [(one["task"], one["index"], one["score"], one["generated"]) for one in found["records"]]
 
@@ -65,7 +65,7 @@ def test_answers_are_those_of_one_process_and_training_goes_on_undisturbed(
 ) -> None:
     tested = trained(pool, data, tmp_path / "tested", [*RUN, *layout, *SUITES], 2)
     plain = trained(pool, data, tmp_path / "plain", [*RUN, *layout], 2)
-    assert curve(tested) == curve(plain)  # losses, norms and rates, to the last bit
+    assert curve(tested) == curve(plain)  # losses, norms and learning rates, bit for bit
     assert (tested / "model.json").read_bytes() == (alone / "model.json").read_bytes()
     for step in (1, 2):
         assert answers(tested, step) == answers(alone, step)
@@ -82,7 +82,7 @@ def test_the_size_of_the_model_is_kept(data: Path, alone: Path) -> None:
 
 
 def test_what_is_compared_differs(alone: Path) -> None:
-    """From prompt to prompt and from step to step; else any model's answers would do."""
+    """Answers differ between prompts and between steps. Otherwise those of any model would pass."""
     first, second = answers(alone, 1), answers(alone, 2)
     assert first != second
     assert len({text for _, _, _, text in first if text is not None}) > 2

@@ -1,4 +1,7 @@
-"""Losses with `data.reset_attention`: documents alone through the bare model, and no label that begins a document."""
+"""Losses with `data.reset_attention`, compared with the bare model on each document alone.
+
+No label that begins a document counts.
+"""
 
 from __future__ import annotations
 
@@ -38,19 +41,19 @@ DATA = DataConfig(path="prepared", seq_length=LENGTH, reset_attention=True)
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Documents of a few tokens, several in a sample, some of them in two."""
+    """Folder with documents of a few tokens: several in a sample, some of them spanning two samples."""
     return prepared(tmp_path_factory.mktemp("documents"), documents=60, words=(1, 12))
 
 
 @pytest.fixture
 def manifest(root: Path) -> Manifest:
-    """Of that data."""
+    """Manifest of the data in `root`."""
     return load_manifest(root)
 
 
 @pytest.fixture
 def trainer(manifest: Manifest, one_process: Any) -> Trainer:
-    """Of a small model with documents kept apart; learning rate 0."""
+    """Trainer of a small model with documents kept apart and learning rate 0."""
     config = derive(
         RunConfig(
             data=DATA,
@@ -63,14 +66,14 @@ def trainer(manifest: Manifest, one_process: Any) -> Trainer:
 
 
 def _pieces(store: TokenStore, start: int, length: int) -> Iterator[tuple[int, np.ndarray]]:
-    """Documents' tokens, by document, among those of a stretch of the stream."""
+    """Yield the tokens of each document within a range of the stream."""
     tokens, documents = store.read(start, length).astype(np.int64), store.document_ids(start, length)
     for document in np.unique(documents):
         yield int(document), tokens[documents == document]
 
 
 def _losses(trainer: Trainer, tokens: np.ndarray) -> torch.Tensor:
-    """Of the tokens of one document after its first, which the model reads as a sample of their own."""
+    """Return the losses of a document's tokens after the first one, read as a separate sample."""
     (model,) = trainer.chunks
     read = torch.from_numpy(tokens)[None]
     with torch.no_grad():
@@ -127,13 +130,13 @@ def test_utilisation_counts_pairs_within_documents(trainer: Trainer, root: Path,
     bounds = [np.union1d(s[s < LENGTH], [0, LENGTH]) for s in map(samples.document_starts, range(SAMPLES))]
     lengths = np.concatenate([np.diff(one) for one in bounds])
     pairs = (lengths * (lengths + 1) / 2).sum() / lengths.sum()
-    # A pair of query and key is 4 operations a channel forward, three times that with the backward pass.
+    # A query-key pair takes 4 operations per channel in the forward pass, three times that with the backward pass.
     assert without - found == pytest.approx(3 * 4 * 32 * ((LENGTH + 1) / 2 - pairs), rel=1e-9)
     assert pairs < LENGTH / 4
 
 
 def test_bytes_that_are_not_predicted_do_not_count(root: Path, manifest: Manifest) -> None:
-    """By the texts themselves, whose first tokens are cut off."""
+    """Compare with the texts, without their first tokens."""
     (entry,) = manifest.select("test", ["Other"])
     coder = coder_of(root / manifest.tokenizer.file, manifest.tokenizer)
     texts = [json.loads(line) for line in (root.parent / "raw.jsonl").open()]
@@ -144,7 +147,7 @@ def test_bytes_that_are_not_predicted_do_not_count(root: Path, manifest: Manifes
         "domain": "Other",
         "split": "test",
         "loss": 2.5,
-        "num_tokens": sum(len(tokens) + 1 for tokens in cut),  # with the ends
+        "num_tokens": sum(len(tokens) + 1 for tokens in cut),  # with the end-of-document tokens
         "first_tokens": len(cut) - 1,
         "document_loss": [1.0, 2.0],
         "document_tokens": [1, 2],

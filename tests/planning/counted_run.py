@@ -1,4 +1,4 @@
-"""Function run by each rank: a whole run that reports its FLOPs per token."""
+"""Function that each rank runs: train and report the FLOPs per token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_ext.training.run import train
 
 
 def flops_per_token(rank: int, world_size: int, path: Path, overrides: list[str]) -> float:
-    """Train, and return the FLOPs per token from which MFU is computed."""
+    """Train, and return the FLOPs per token that MFU is computed from."""
     mixers, found, run = load_all(), [], TrainingLoop.run
     config = load_config(path, overrides, mixers)
     check(config, world_size, mixers)
@@ -23,7 +23,7 @@ def flops_per_token(rank: int, world_size: int, path: Path, overrides: list[str]
         found.append(loop.flops_per_token)
         return run(loop, stop)
 
-    # The process group belongs to the pool.
+    # The pool owns the process group, so the run must not destroy it.
     with patch("torch.distributed.destroy_process_group"), patch.object(TrainingLoop, "run", noting):
         train(config)
     return found[0]

@@ -1,4 +1,4 @@
-"""Functions that the tests of plans run in separate processes without a GPU."""
+"""Functions that the tests of plans run in a separate process without a GPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LAYOUT = (
     "parallel.context_exchange_rounds=1",
     "training.recompute=full",
 )
-"""Base overrides of the tests, independent of the layout in the example."""
+"""Overrides that make the tests independent of the layout in the example."""
 
 TOKENS = 50304
 
@@ -35,7 +35,7 @@ def configured(overrides: Sequence[str], world_size: int = 1, example: str = BIG
 
 
 def as_measured(row: Mapping[str, Any]) -> RunConfig:
-    """Configuration of a row of `selectron bench train`."""
+    """Configuration of a row in a report of `selectron bench train`."""
     had = row["configuration"]
     fields = ("global_batch_size", "micro_batch_size", "recompute")
     overrides = [f"data.seq_length={had['data']['seq_length']}", *row["overrides"]]
@@ -52,7 +52,7 @@ def footprint(config: RunConfig, world_size: int = 1, rank: int = 0) -> Any:
 
 
 def layer_bytes(mixer: str, hidden_size: int, heads: int, head_dim: int, length: int, batch: int) -> int:
-    """Peak bytes of forward and backward pass of one mixer, without its weights and hidden states."""
+    """Peak bytes of one mixer's forward and backward pass, without its weights and hidden states."""
     import torch
     from megatron.core.transformer.spec_utils import build_module
 
@@ -67,7 +67,7 @@ def layer_bytes(mixer: str, hidden_size: int, heads: int, head_dim: int, length:
     from megatron_ext.planning.virtual_gpu import groups_of_rank, virtual_gpu
 
     gpu, ledger = virtual_gpu(), Ledger()
-    groups = 1 if mixer == "nsa" else None  # as in the benchmark
+    groups = 1 if mixer == "nsa" else None  # as in the benchmark of layers
     sizes = {"hidden_size": hidden_size, "heads": heads, "head_dim": head_dim, "length": length, "groups": groups}
     shape = lone_mixer_shape(mixer, **sizes)
     with groups_of_rank(ParallelConfig(), 1, 0) as process_groups:

@@ -1,4 +1,4 @@
-"""Counts of models that are built without memory: by hand, and as real runs of all layouts write them down."""
+"""Counts of models built on the meta device, compared with hand counts and with real runs of all layouts."""
 
 from __future__ import annotations
 
@@ -41,12 +41,13 @@ def test_of_attention_by_hand(counter: Counter, tied: bool) -> None:
     pairs = sum(1 for t in range(LENGTH) for s in range(LENGTH) if s <= t) / LENGTH
     found = counter(attention(tie_embeddings=tied))
     assert found.parameters == 2 * (weights + 2 * HIDDEN) + HIDDEN + embeddings
-    # A multiply-add a weight and a coordinate of a pair, for its score and its value, and twice that to learn.
+    # One multiply-add per weight, and per channel of each query-key pair for its score and for its value. The
+    # backward pass costs twice as much.
     assert found.flops_per_token == pytest.approx(6 * (2 * weights + ROWS * HIDDEN) + 2 * 3 * pairs * 4 * HIDDEN)
 
 
 class Process:
-    """In the place of the process that builds models: says how many it is asked for."""
+    """Stand-in for the process that builds models. It counts the models that it is asked to build."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.asked: list[RunConfig] = []
@@ -73,7 +74,7 @@ def test_a_model_is_counted_once_whatever_else_a_run_is() -> None:
         plain,
         parallel=ParallelConfig(tensor=2),
         optimizer=OptimizerConfig(lr=1.0),
-        mixers={"mamba2": {}},  # in no layer
+        mixers={"mamba2": {}},  # used by no layer
         training=replace(plain.training, seed=5, steps=7),
         run=replace(plain.run, name="x", backend="transformer_engine"),
     )
@@ -91,7 +92,7 @@ def test_a_model_is_counted_once_whatever_else_a_run_is() -> None:
 
 def test_a_large_model_takes_no_memory(counter: Counter) -> None:
     config = load_config(EXAMPLES / "1p3b_100k.yaml", [], load_all())
-    counter(attention())  # the process has begun
+    counter(attention())  # start the process
     before = peak_memory(counter)
     found = counter(config)
     width, layers, ffn = 2048, 24, 5504
@@ -101,7 +102,7 @@ def test_a_large_model_takes_no_memory(counter: Counter) -> None:
 
 
 def peak_memory(counter: Counter) -> int:
-    """The most bytes that the process which builds models has had; getrusage would count those of its parent."""
+    """Peak resident memory of the process that builds models. `getrusage` would include the parent's memory."""
     assert counter._process is not None
     status = counter._process.submit(Path("/proc/self/status").read_text).result()
     return int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]) * 1024

@@ -1,4 +1,4 @@
-"""Dry steps on meta tensors: memory and messages of ranks, compared with hand counts and GPU measurements."""
+"""Dry steps on meta tensors: memory and messages per rank, compared with hand counts and GPU measurements."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LAYERS = [
     if row["layer"] == "ours" and (row["hidden"] == 768 or row["length"] in (8192, 102400))
 ]
 UNSEEN = {"moba": 0.45, "nsa": 0.33, "top1_chunk": 0.15}
-"""Share of a layer's memory that its kernels allocate inside opaque operators."""
+"""Share of a layer's memory that its kernels allocate inside opaque operators, which a dry step cannot see."""
 
 
 @pytest.mark.parametrize("row", LAYERS)
@@ -42,7 +42,7 @@ def test_every_mixer_is_gone_through_and_gives_all_back(dry: Dry, mixer: str) ->
     overlay = str(dry_runs.EXAMPLES / "mixers" / "1p3b" / f"{mixer}.yaml")
     config = configured([*ONE_GPU, overlay, f"model.pattern={mixer}*2", "data.seq_length=4096"])
     found = dry(dry_runs.footprint, config)
-    assert found.ledger.total < GIB / 100  # what is cached from step to step
+    assert found.ledger.total < GIB / 100  # caches that persist between steps
     assert found.ledger.peak > 2 * 4096 * HIDDEN * 2 * 4
     assert [layer.part.split()[0] for layer in found.layers] == [mixer] * 2
     assert not found.ledger.messages
@@ -55,7 +55,7 @@ def test_documents_that_are_kept_apart(dry: Dry, mixer: str) -> None:
         dry(dry_runs.footprint, configured([*small, "training.micro_batch_size=2", *more]))
         for more in ([], ["data.reset_attention=true"])
     )
-    # A sample is one document here: what each keeps is what they keep together, joined once more.
+    # Here each sample is one document. Processing them apart needs the same memory as together, plus joined copies.
     hidden = 2 * 4096 * HIDDEN * 2
     assert together.ledger.peak <= apart.ledger.peak <= together.ledger.peak + 2 * 3 * hidden
 
@@ -78,9 +78,9 @@ def test_messages_of_tensor_and_sequence_parallelism(dry: Dry) -> None:
         assert message.ranks == (0, 1)
         if message.size == hidden:
             of_hidden[message.call] += count
-    # A layer gathers what its mixer and its feed-forward read, and again for the gradients of their weights, and it
-    # gathers the gradients of what it has summed in parts. So do the embedding, and the output layer, which keeps what
-    # it has gathered.
+    # Each layer gathers the inputs of its mixer and of its feed-forward, and again for their weight gradients. It also
+    # gathers the gradients of its reduce-scattered outputs. The embedding does the same, and so does the output layer,
+    # except that it keeps its gathered input.
     assert of_hidden == {"_allgather_base_": 3 * (2 + 2 + 2) + 2, "_reduce_scatter_base_": 3 * (2 + 2) + 2}
 
 
@@ -104,7 +104,7 @@ def test_messages_of_context_parallelism_are_of_whole_heads(dry: Dry) -> None:
         assert message.ranks == (0, 1, 2, 3)
         if message.call == "alltoall_base_":
             exchanged[message.size] += count
-    # Queries, keys and values there, outputs back; and the gradients of both.
+    # Queries, keys and values are sent in one direction and outputs back. The backward pass sends the gradients.
     assert exchanged == {3 * part: 3 * 2, part: 3 * 2}
 
 
@@ -129,7 +129,7 @@ def test_a_pipeline_keeps_more_on_its_first_stages(dry: Dry) -> None:
     whole = dry(dry_runs.footprint, configured([*ONE_GPU, "model.pattern=attention*8", "data.seq_length=64"]))
     assert sum(one.parameters for one in found) == whole.parameters
     kept = [_kept_of_layer(one, 2 * stage + 1) for stage, one in enumerate(found)]
-    # 1F1B: a stage has as many micro-batches under way as there are stages from it to the end.
+    # 1F1B: the micro-batches in flight in a stage are as many as the stages from it to the last one.
     for stage in range(stages - 1):
         assert kept[stage] / kept[stage + 1] == pytest.approx((stages - stage) / (stages - stage - 1), rel=0.1)
     size = length * HIDDEN * 2
@@ -151,7 +151,7 @@ def test_recomputation_takes_less(dry: Dry) -> None:
         peaks.append(found.ledger.peak)
     assert peaks == sorted(peaks, reverse=True)
     feed_forward, all_but_inputs = peaks[0] - peaks[1], peaks[0] - peaks[2]
-    # SwiGLU's input and output and the norm's output, of three layers at least; the fourth's are there at the peak.
+    # Three layers or more keep SwiGLU's input and output and the norm's output. The fourth's are live at the peak.
     width = config_width()
     assert feed_forward >= 3 * 8192 * (3 * width + HIDDEN) * 2
     assert all_but_inputs > feed_forward

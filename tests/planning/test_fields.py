@@ -1,4 +1,4 @@
-"""The fields under `plan.`, taken out of a run's fields."""
+"""The `plan.` fields, separated from the fields of the run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_ext.utils.errors import UserError
 def test_a_plan_is_taken_out_wherever_it_stands() -> None:
     fields = ["plan.tokens=1e+9", "optimizer.lr=1e-3", "plan.warmup_share=0.1"]
     plan, own, more = split_plan(fields, ["training.seed=2", "plan.tokens=2000000", "more.yaml"])
-    assert plan == PlanFields(tokens=2e6, warmup_share=0.1)  # what is given last counts, as of all fields
+    assert plan == PlanFields(tokens=2e6, warmup_share=0.1)  # as for all fields, the last value counts
     assert (own, more) == (["optimizer.lr=1e-3"], ["training.seed=2", "more.yaml"])
 
 

@@ -1,4 +1,4 @@
-"""Layouts that a search considers."""
+"""Candidate layouts of a search."""
 
 from __future__ import annotations
 

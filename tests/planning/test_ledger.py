@@ -1,4 +1,4 @@
-"""Memory that tensors of the meta device would take, by hand."""
+"""Memory accounting of meta tensors, compared with hand counts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_memory_is_counted_in_blocks_while_there_is_a_tensor() -> None:
         assert ledger.total == BLOCK
         b = floats(BLOCK // 4 + 1)
         assert ledger.total == 3 * BLOCK
-        view = b[1:].view(-1)  # no memory of its own
+        view = b[1:].view(-1)  # a view has no memory of its own
         assert ledger.total == 3 * BLOCK
         del b
         assert ledger.total == 3 * BLOCK
@@ -57,7 +57,7 @@ def test_what_is_known_is_left_out() -> None:
         again = weight.view(10, 100).t()
         assert ledger.total == 0
         doubled = again * 2
-        assert ledger.total == 4096  # 4,000 bytes
+        assert ledger.total == 4096  # 4,000 bytes, rounded up to blocks
         del doubled
     assert ledger.peak == 4096
 

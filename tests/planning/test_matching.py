@@ -1,4 +1,4 @@
-"""The width that matches parameters, of models whose number of parameters is a formula, and of real ones."""
+"""Feed-forward width that matches parameter counts, for models with a known formula and for the real presets."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def affine(base: int, slope: int) -> Callable[[RunConfig], int]:
         (50_390, 8, 1, 400),
         (50_410, 8, 1, 408),
         (50_410, 1, 1, 404),
-        (50_700, 8, 3, 408),  # a multiple of 24
+        (50_700, 8, 3, 408),  # a multiple of 8 * 3
         (50_000, 64, 2, 384),
     ],
 )
@@ -68,7 +68,7 @@ def test_a_model_without_feed_forward() -> None:
 
 @pytest.mark.parametrize("size", ["110m_2k", "1p3b_100k"])
 def test_widths_of_the_presets(counter: Counter, size: str) -> None:
-    """They were found one by one, so that the layers have the parameters of the Transformer++ within 2 %."""
+    """The presets' widths were chosen by hand so that the layers match the Transformer++'s parameters within 2 %."""
     presets = EXAMPLES / "mixers" / size.partition("_")[0]
     whole = load_config(EXAMPLES / f"{size}.yaml", [str(presets / "attention.yaml")], load_all())
     target = counter(whole).parameters

@@ -1,4 +1,4 @@
-"""Whole steps as they are planned, beside the same as GPUs took them: memory and time."""
+"""Planned memory and time of whole steps, compared with GPU measurements."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Measured:
 
     Attributes:
         file: its name.
-        memory: by how much of it plans of memory may be off.
-        time: the same of a step's time; None: the code has become faster since.
-        gave_rates: whether rates of its parts were taken from it, so that these are to be found again.
-        gpu: that it was measured on.
+        memory: relative tolerance of planned memory.
+        time: relative tolerance of planned step time. None: not compared, because the code has become faster since.
+        gave_rates: whether rates of the step's parts were taken from this report. The plan must then reproduce them.
+        gpu: the GPU that it was measured on.
     """
 
     file: str
@@ -44,7 +44,7 @@ REPORTS = [
     Measured(file="100k_e5273c8", memory=0.015, time=0.05, gave_rates=True),
     Measured(file="2k_e5273c8", memory=0.005, time=0.05, gave_rates=True),
     Measured(file="2k_08a0f50", memory=0.005, time=0.05, gave_rates=True),
-    # Mixers in 8 bits among them, of which the feed-forward alone gave a rate.
+    # Contains mixers in 8 bits. Only the feed-forward's 8-bit rate was taken from a measurement.
     Measured(file="2k_ed2e6a3", memory=0.015, time=0.04),
     Measured(file="8k_beb3a07", memory=0.005, time=0.02),
     Measured(file="32k_beb3a07", memory=0.005, time=0.02),
@@ -67,7 +67,7 @@ REPORTS = [
     Measured(file="1m_four_gpus_d52b783", memory=0.05, time=0.04),
     Measured(file="dp4_6768b71", memory=0.015, time=0.07),
     Measured(file="dp4_2_6768b71", memory=0.015),
-    Measured(file="100k_four_gpus_6768b71", memory=0.005, time=None),  # ranks were late: see training.md
+    Measured(file="100k_four_gpus_6768b71", memory=0.005, time=None),  # late ranks: see training.md
     Measured(file="two_gpus_6768b71", memory=0.01, time=0.02),
     Measured(file="2k_5dfa910", memory=0.01, time=0.03),
     Measured(file="8k_5dfa910", memory=0.01, time=0.03),
@@ -95,15 +95,15 @@ REPORTS = [
     Measured(file="100k_two_gpus_6550355", memory=0.005),
     Measured(file="100k_two_h100_beb3a07", memory=0.015, gpu="h100"),
     Measured(file="100k_two_h100_1c4c8c8", memory=0.015, gpu="h100"),
-    Measured(file="100k_08a0f50", memory=0.03, time=None),  # before cuDNN's attention
-    Measured(file="100k_158fe53", memory=0.08, time=None),  # before SwiGLU was one kernel, which takes less memory, too
+    Measured(file="100k_08a0f50", memory=0.03, time=None),  # before attention used cuDNN
+    Measured(file="100k_158fe53", memory=0.08, time=None),  # before SwiGLU was one kernel, which saves memory
 ]
 TIME_APART = {
-    ("2k_08a0f50", "attention"),  # before cuDNN's attention
-    ("100k_cp4_more_6b7e96c", "approx_rounds4"),  # ranks were late: see training.md
-    ("100k_two_gpus_4f0b591", "hybrid_copies"),  # ranks that hand states on walked over their parts twice
+    ("2k_08a0f50", "attention"),  # before attention used cuDNN
+    ("100k_cp4_more_6b7e96c", "approx_rounds4"),  # late ranks: see training.md
+    ("100k_two_gpus_4f0b591", "hybrid_copies"),  # before: ranks that pass recurrent states scanned their shard twice
 }
-"""Rows whose memory alone is planned as it was measured."""
+"""Rows for which only the planned memory is compared, not the time."""
 ROWS = [
     pytest.param(report, row, id=f"{report.file}-{row['variant']}")
     for report in REPORTS
@@ -120,7 +120,7 @@ def test_a_step_takes_what_it_took_on_gpus(dry: Dry, report: Measured, row: dict
     assert memory.total == pytest.approx(measured["memory"]["allocated"], rel=report.memory)
     assert sum(memory.kinds.values()) == memory.total
     if report.time is None or (report.file, row["variant"]) in TIME_APART or "derived" not in row:
-        return  # the last: it ran out of time
+        return  # a row without "derived" ran out of time
     time = step_time(config, [found], GPUS[report.gpu], processes, per_node=8)
     assert time.seconds == pytest.approx(row["derived"]["s_per_step"], rel=report.time)
     if report.gave_rates:

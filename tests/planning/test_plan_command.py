@@ -1,4 +1,4 @@
-"""Command `selectron plan` as a user calls it."""
+"""The command `selectron plan`, called as by a user."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_what_queries_choose_is_not_planned(capsys: Any, option: list[str]) -> N
         "parallel.context_exchange: chunks: what queries choose cannot be planned, so what is fetched cannot; "
         "plan with parallel.context_exchange=heads\n"
     )
-    if option:  # there are other layouts
+    if option:  # other layouts exist
         assert code == 0
         assert f"`: {said}" in out
     else:
@@ -179,9 +179,9 @@ def test_a_search_puts_the_fastest_that_fits_first(capsys: Any, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("more", "transports"),
     [
-        (["model.pattern=gated_deltanet*2"], {"nccl parallel.context_exchange_rounds=1"}),  # states are handed on
+        (["model.pattern=gated_deltanet*2"], {"nccl parallel.context_exchange_rounds=1"}),  # passes recurrent states
         (
-            ["model.pattern=attention*2", "model.num_query_groups=2"],  # one for each rank: there is no second round
+            ["model.pattern=attention*2", "model.num_query_groups=2"],  # one group per rank: only one round is possible
             {"nccl parallel.context_exchange_rounds=1", "copy_engine parallel.context_exchange_rounds=1"},
         ),
         (
@@ -225,7 +225,7 @@ def test_a_batch_that_does_not_divide_is_planned_as_the_nearest_that_does(
 
 @pytest.mark.usefixtures("kept_process")
 def test_a_search_in_which_no_layout_shares_the_batch_out(capsys: Any) -> None:
-    """With one GPU per node, every GPU holds a replica of each layer."""
+    """With one GPU per node, every GPU holds a complete replica, so no layout divides the batch."""
     more = ["model.pattern=attention", "training.global_batch_size=3", "training.micro_batch_size=1"]
     code, out, _ = call(capsys, SMALL, *more, "--nodes", "2", "--gpus-per-node", "1", "--search")
     assert code == 0
@@ -233,7 +233,10 @@ def test_a_search_in_which_no_layout_shares_the_batch_out(capsys: Any) -> None:
 
 
 LAYOUTS_NEAR = {BIG: ((1, 4, 1), (1, 8, 1), (2, 2, 1)), SMALL: ((1, 1, 1), (1, 2, 1), (2, 1, 1), (1, 1, 2))}
-"""Tensor, context and pipeline: the example's, and those next to it; all candidates on 8 GPUs take a minute or more."""
+"""Tensor, context and pipeline sizes near those of the examples.
+
+A search over all candidates on 8 GPUs takes a minute or more.
+"""
 
 
 @pytest.mark.slow
@@ -267,8 +270,8 @@ def test_every_rank_of_128_gpus(capsys: Any) -> None:
     assert code == 0
     assert "on 128 x H200 (16 nodes of 8)" in out
     layer, norms = 4 * 2048**2 + 3 * 2048 * 5504, 2 * 2048
-    least = layer // 2 + norms  # a stage: over two tensor-parallel ranks, its norms on both
-    most = least + 50304 * 2048 // 2 + 2048  # the last stage: the output layer and a norm
+    least = layer // 2 + norms  # a stage over two tensor-parallel ranks: half the weights, all norms
+    most = least + 50304 * 2048 // 2 + 2048  # the last stage adds the output layer and the final norm
     whole = 4 * (layer + norms) + 2 * 50304 * 2048 + 2048
     assert f"Built on each of 128 ranks: {least:,} to {most:,} parameters; together one model of {whole:,}." in out
 

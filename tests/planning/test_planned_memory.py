@@ -1,4 +1,4 @@
-"""Permanent memory of a GPU, compared with hand counts, and plans that do not fit."""
+"""Persistent memory of a GPU, compared with hand counts, and plans that do not fit."""
 
 from __future__ import annotations
 

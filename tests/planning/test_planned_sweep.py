@@ -1,4 +1,4 @@
-"""Sweeps whose runs are derived from plans: runs, errors and output."""
+"""Sweeps whose runs are derived from plans: the runs, errors and output."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ match_parameters: {{axis: mixer, to: full, multiple_of: 4}}
 
 @pytest.fixture
 def base(tmp_path: Path, counter: Counter, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Folder of a configuration whose model is counted with 300 tokens, by a process that all tests here share."""
+    """Folder with a base configuration. Models are counted with 300 tokens by the shared process."""
     monkeypatch.setattr("megatron_ext.planning.sweep.Counter", lambda: nullcontext(counter))
     write_config(tmp_path, tmp_path / "data", tmp_path / "runs").rename(tmp_path / "base.yaml")
     return tmp_path
@@ -61,11 +61,11 @@ def test_runs_of_equal_compute_with_equal_parameters(base: Path, counter: Counte
     assert list(runs) == [f"{m}-training_flops{c}" for m in ("full", "delta", "mamba") for c in ("1e10", "3.5e10")]
     sizes = {}
     for name, run in runs.items():
-        flops_of_step = counter(run.config).flops_per_token * 4 * 64  # samples, tokens
+        flops_of_step = counter(run.config).flops_per_token * 4 * 64  # 4 samples of 64 tokens
         budget = float(name.partition("flops")[2])
         assert abs(run.config.training.steps * flops_of_step - budget) <= flops_of_step / 2
         sizes[name] = counter(run.config).parameters
-    assert runs["full-training_flops1e10"].config.model.ffn_hidden_size == 192  # 8/3 of 64, and up to a multiple of 64
+    assert runs["full-training_flops1e10"].config.model.ffn_hidden_size == 192  # 8/3 * 64, rounded up to 64 * n
     for name, size in sizes.items():
         target = sizes[f"full-{name.partition('-')[2]}"]
         assert size == pytest.approx(target, rel=0.01)
@@ -109,7 +109,7 @@ def test_steps_of_the_command_line_win_and_shares_are_of_them(base: Path) -> Non
     for more in ("training.steps=30", str(short)):
         for run in runs_of(base, text, more).values():
             assert (run.config.training.steps, run.config.optimizer.warmup_steps) == (30, 3)
-    (first, _) = runs_of(base, text, "plan.tokens=51200").values()  # and so does a plan's field
+    (first, _) = runs_of(base, text, "plan.tokens=51200").values()  # the command line also overrides fields of the plan
     assert (first.config.training.steps, first.config.optimizer.warmup_steps) == (200, 20)
 
 
@@ -212,7 +212,7 @@ def test_what_is_shown(base: Path, counter: Counter, capsys: pytest.CaptureFixtu
 
 @pytest.mark.slow
 def test_the_example(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With embeddings of 50,048 rows, as a tokenizer of that size would make them."""
+    """Embeddings have 50,048 rows, as with a tokenizer of that size."""
     data = prepared(tmp_path, documents=60)
     more = [f"data.path={data}", "model.vocab_size_multiple=50048"]
     assert main(["sweep", str(EXAMPLE), "--dry-run", "--nodes", "1", "--gpus-per-node", "8", *more]) == 0
@@ -226,7 +226,7 @@ def test_the_example(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert sizes[name] == pytest.approx(sizes[f"{size}-{budget}-full"], rel=0.01)
         assert int(tokens.replace(",", "")) == int(steps) * 64 * 2048
         of_fit.setdefault(f"{budget}-{mixer}", []).append(6 * sizes[name] * int(steps))
-    # `selectron fit` takes those for equal compute whose 6 x parameters x tokens differ by less than 1.12.
+    # `selectron fit` groups runs as equal compute if their 6 * parameters * tokens differ by a factor below 1.12.
     assert all(max(found) / min(found) < 1.12 for found in of_fit.values())
 
 

@@ -43,7 +43,10 @@ def planned(dry: Dry, overrides: list[str], world_size: int = 1, per_node: int =
 
 
 def test_a_run_that_no_rate_was_taken_from(dry: Dry) -> None:
-    """Fifty steps of Top-1 Chunk on real text: its mixer's rate is of another commit, the rest of another mixer."""
+    """Fifty steps of Top-1 Chunk on real text, from a run that contributed no rate.
+
+    The mixer's rate is from another commit, and the other rates are from runs with another mixer.
+    """
     steps = [json.loads(line) for line in (TRAINING / "approx_100k_e5273c8.jsonl").read_text().splitlines()]
     speed = median(step["tokens_per_second"] for step in steps[10:])
     overrides = [*ONE_GPU, "training.global_batch_size=1", "training.recompute=mlp", "mixers.top1_chunk.score=approx"]
@@ -72,10 +75,10 @@ def test_projections_gain_what_feed_forwards_do(dry: Dry, fp8: str) -> None:
     assert width is not None
     gained = in_16.parts[FEED_FORWARD] - in_8.parts[FEED_FORWARD]
     assert gained > 0
-    # Queries, keys, values and outputs are four matrices, a feed-forward is three.
+    # The projections of queries, keys, values and outputs are four matrices, a feed-forward has three.
     projections = gained * 4 * 2048 / (3 * width)
     assert in_16.parts[MIXER] - in_8.parts[MIXER] == pytest.approx(projections)
-    # Two micro-batches of four layers.
+    # Two micro-batches with four layers each.
     assert in_8.parts[HOST] - in_16.parts[HOST] == pytest.approx(2 * 4 * HOST_SECONDS_OF_LAYER[fp8])
     others = set(in_16.parts) - {MIXER, FEED_FORWARD, HOST}
     assert {part: in_8.parts[part] for part in others} == {part: in_16.parts[part] for part in others}
@@ -86,7 +89,7 @@ def test_gradients_go_over_the_network_where_nodes_are_several(dry: Dry) -> None
     within, between = (planned(dry, overrides, world_size=2, per_node=per_node) for per_node in (2, 1))
     config = configured(overrides, 2)
     parameters = dry(dry_runs.footprint, config, 2, 0).parameters
-    half = (4 + 2) * parameters / 2  # fp32 gradients and bf16 weights, and a ring of two sends half of each
+    half = (4 + 2) * parameters / 2  # fp32 gradients and bf16 weights: a ring of two ranks sends half of each
     (name,) = within.volumes
     assert within.volumes[name].within_node == half
     assert within.volumes[name].between_nodes == 0
@@ -103,9 +106,9 @@ def test_half_of_the_heads_that_copy_engines_exchange_in_rounds_hides(dry: Dry, 
         rounds: planned(dry, [*overrides, f"parallel.context_exchange_rounds={rounds}"], world_size=2)
         for rounds in (1, 2, 8)
     }
-    # Queries, keys, values and outputs, forward and backward, in bf16; half of a rank's go to the other.
+    # Queries, keys, values and outputs in bf16, forward and backward. Each rank sends half of its data to the other.
     size = 4 * 2 * (4 * 2048 * 2) * 51200 / 2
-    messages = 4 * 2 * 2  # of each layer, there and back, forward and backward
+    messages = 4 * 2 * 2  # per layer: two all-to-alls, forward and backward
     for rounds, one in found.items():
         assert one.volumes["all-to-all, 2 ranks"].within_node == size
         seconds = size / (EXCHANGE_REACHED[transport] * H200.nvlink)
@@ -125,8 +128,8 @@ def test_rounds_of_samples_hide_a_part_of_the_heads_and_cost_copies_of_hidden_st
     at_once, several = (
         planned(dry, [*overrides, f"parallel.context_exchange_rounds={n}"], world_size=2) for n in (1, 2)
     )
-    messages = 4 * 2 * 2  # of each layer, there and back, forward and backward
-    size = 4 * 2 * (4 * 2048 * 2) * 102400 / 2  # queries, keys, values and outputs in bf16; half go to the other
+    messages = 4 * 2 * 2  # per layer: two all-to-alls, forward and backward
+    size = 4 * 2 * (4 * 2048 * 2) * 102400 / 2  # queries, keys, values and outputs in bf16; half is sent
     whole = size / (EXCHANGE_REACHED[transport] * H200.nvlink) + 2 * messages * LATENCY
     shorter = at_once.parts[COMMUNICATION] - several.parts[COMMUNICATION]
     assert shorter == pytest.approx(hidden * whole - messages * LATENCY)
@@ -160,7 +163,7 @@ def test_what_is_mixed_faster_than_messages_travel_hides_no_more_than_that(dry: 
 def test_what_is_exchanged_is_copied_into_the_order_of_ranks(dry: Dry) -> None:
     overrides = [*ONE_GPU, *SMALL, "training.global_batch_size=1", "data.seq_length=4096"]
     alone = planned(dry, overrides)
-    tensors = 4 * 2 * 4 * (2 * 2048 * 2048)  # of all layers, there and back: bytes on a rank
+    tensors = 4 * 2 * 4 * (2 * 2048 * 2048)  # bytes on a rank for all layers, both directions
     for transport, copies in (("nccl", 1), ("copy_engine", 2)):
         two = planned(dry, [*overrides, "parallel.context=2", f"parallel.context_transport={transport}"], world_size=2)
         copied = 2 * copies * tensors / (BANDWIDTH_REACHED * H200.bandwidth)
@@ -172,10 +175,10 @@ def test_a_rank_that_hands_a_state_on_walks_over_values_as_wide_as_keys_besides(
     overrides = [*ONE_GPU, *SMALL, "model.pattern=gated_deltanet*4", "training.global_batch_size=1"]
     alone = planned(dry, overrides)
     two = planned(dry, [*overrides, "parallel.context=2", f"parallel.context_exchange={exchange}"], world_size=2)
-    # Queries, keys, values, gates and outputs, and beta and alpha of 16 heads; six operations a weight and token.
+    # Queries, keys, values, gates and outputs, and beta and alpha of 16 heads. Six operations per weight and token.
     projections = 4 * (5 * 2048 + 2 * 16) * 2048 * 6 * 2048 / rate_of(FEED_FORWARD, 2048, 2048).flops
     copied = 2 * (4 * 2 * 2 * (5 * 2048 + 2 * 16) * 1024) / (BANDWIDTH_REACHED * H200.bandwidth)
-    half = alone.parts[MIXER] / 2  # in one piece; eight heads walk more slowly each than sixteen
+    half = alone.parts[MIXER] / 2  # half the work as one piece; eight heads run less efficiently than sixteen
     more = {"states": half - projections / 2, "heads": half / filled("gated_deltanet", 8) - half + copied}
     assert two.parts[MIXER] == pytest.approx(half + more[exchange], rel=1e-3)
 
@@ -186,7 +189,7 @@ def test_a_rank_that_hands_a_state_on_walks_over_values_as_wide_as_keys_besides(
         ((), 1, 16),
         (("training.micro_batch_size=2",), 1, 32),
         (("parallel.tensor=4",), 4, 4),
-        (("parallel.context=4",), 4, 16),  # hands states on
+        (("parallel.context=4",), 4, 16),  # passes recurrent states
         (("parallel.context=4", "parallel.context_exchange=heads"), 4, 4),
         (("parallel.context=4", "parallel.context_exchange=heads", "parallel.context_exchange_rounds=2"), 4, 2),
         (("parallel.tensor=2", "parallel.context=2", "parallel.context_exchange=heads"), 4, 4),
@@ -205,7 +208,7 @@ def test_few_heads_at_a_time_do_not_fill_a_gpu(
 
 
 def test_heads_that_are_mixed_in_one_call_hide_nothing(dry: Dry) -> None:
-    """What a head of Mamba is given depends on the others."""
+    """Mamba mixes all heads in one call, so exchange rounds cannot overlap with computation."""
     overrides = [*ONE_GPU, *SMALL, "training.global_batch_size=1", "parallel.context=2", "model.pattern=mamba*4"]
     overrides.append("parallel.context_exchange=heads")
     one, several = (planned(dry, [*overrides, f"parallel.context_exchange_rounds={n}"], world_size=2) for n in (1, 8))
@@ -218,7 +221,7 @@ def test_heads_that_are_mixed_in_one_call_hide_nothing(dry: Dry) -> None:
 )
 def test_what_optimizers_send(dry: Dry, sharding: str, bytes_sent: int) -> None:
     overrides = [*ONE_GPU, *SMALL, "training.global_batch_size=6", f"optimizer.sharding={sharding}"]
-    found = planned(dry, overrides, world_size=2)  # three micro-batches a rank
+    found = planned(dry, overrides, world_size=2)  # three micro-batches per rank
     parameters = dry(dry_runs.footprint, configured(overrides, 2), 2, 0).parameters
     (volume,) = found.volumes.values()
     assert volume.within_node == bytes_sent * parameters / 2
@@ -230,7 +233,7 @@ def test_a_pipeline_has_a_bubble(dry: Dry) -> None:
     busy = sum(seconds for part, seconds in found.parts.items() if part not in (BUBBLE, OPTIMIZER, HOST))
     assert found.parts[BUBBLE] == pytest.approx(
         busy / 4, rel=0.02
-    )  # gradients of replicas aside, of which there are none
+    )  # without gradient reduction, as there is only one data-parallel replica of each stage
 
 
 def test_a_faster_gpu_is_faster_by_its_data_sheet(dry: Dry) -> None:
@@ -282,11 +285,11 @@ def test_what_few_heads_reach_is_of_the_most_that_were_measured() -> None:
     ]
     assert [filled("m", units, points) for units in (2, 4, 8, 16, 64)] == pytest.approx([0.25, 0.25, 0.625, 1, 1])
     assert filled("other", 1, points) == 1
-    assert rate_of("m", 64, 4096, points).flops == 7e12  # of as many as fill a GPU
+    assert rate_of("m", 64, 4096, points).flops == 7e12  # the rate at enough units to fill the GPU
 
 
 def test_all_rates_are_below_what_the_gpu_can_do_but_for_work_that_is_left_out() -> None:
-    """Top-1 Chunk's exact scores are counted in full, and mostly computed in 8 bits."""
+    """Top-1 Chunk's exact scores are counted at full precision but mostly computed in 8 bits."""
     above = {rate.part for rate in measured() if rate.flops > H200.peak_flops}
     assert above == {"top1_chunk exact"}
     assert replace(measured()[0], flops=1.0) != measured()[0]

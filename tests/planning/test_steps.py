@@ -1,4 +1,4 @@
-"""Steps of a budget."""
+"""Number of steps for a token or compute budget."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_ext.planning.steps import planned_steps
 from megatron_ext.utils.errors import UserError
 
 CONFIG = RunConfig(data=DataConfig(path="none", seq_length=100), training=TrainingConfig(global_batch_size=10))
-COUNTS = ModelCounts(parameters=50_000, flops_per_token=3e5)  # a step has 1,000 tokens and takes 3e8
+COUNTS = ModelCounts(parameters=50_000, flops_per_token=3e5)  # a step has 1,000 tokens and takes 3e8 FLOPs
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Memory saved by linears planned with Transformer Engine, compared with hand counts."""
+"""Memory that Transformer Engine's linear layers keep for the backward pass, compared with hand counts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Dry = Callable[..., Any]
 
 
 def kept(dry: Dry, *overrides: str, mixer: str = "attention", samples: int = 2) -> tuple[int, Any]:
-    """Bytes that the forward pass keeps of the first of three layers, and the whole footprint."""
+    """Return the bytes that the forward pass of one of three layers keeps, and the whole footprint."""
     size = [f"training.{field}_batch_size={samples}" for field in ("global", "micro")]
     small = [f"model.pattern={mixer}*3", f"data.seq_length={LENGTH}", "training.recompute=none"]
     found = dry(dry_runs.footprint, configured([*ONE_GPU, *small, *size, *overrides]))
@@ -32,7 +32,7 @@ def kept(dry: Dry, *overrides: str, mixer: str = "attention", samples: int = 2) 
 
 @pytest.mark.parametrize("mixer", ["attention", "top1_chunk"])
 def test_outputs_of_several_samples_are_copied_into_rows(dry: Dry, mixer: str) -> None:
-    """A mixer's outputs lie sample after sample, and the linear behind it takes them token after token."""
+    """The mixer's output is laid out sample by sample, but the following linear layer reads it token by token."""
     for samples, copies in ((1, 0), (2, 1)):
         theirs, _ = kept(dry, mixer=mixer, samples=samples)
         megatrons, _ = kept(dry, "run.backend=local", mixer=mixer, samples=samples)
@@ -43,27 +43,27 @@ def test_outputs_of_several_samples_are_copied_into_rows(dry: Dry, mixer: str) -
 def test_in_eight_bits(dry: Dry, fp8: str, bytes_each: float) -> None:
     in_16, _ = kept(dry)
     in_8, found = kept(dry, f"training.fp8={fp8}")
-    # What the norms give and the copy of the mixer's outputs; and SwiGLU's outputs.
+    # Outputs of the norms, the copy of the mixer's output, and SwiGLU's output.
     multiplied = 2 * LENGTH * (3 * HIDDEN + WIDTH)
     assert in_16 - in_8 == (2 - bytes_each) * multiplied
     weights = 3 * (4 * HIDDEN * HIDDEN + 3 * HIDDEN * WIDTH)
     assert found.linear_parameters == weights
     config = configured([*ONE_GPU, f"training.fp8={fp8}"])
     assert memory_of(config, found).kinds[IN_8_BITS] == 2 * weights
-    assert found.ledger.total < 2**24  # all is given back
+    assert found.ledger.total < 2**24  # everything is freed
 
 
 @pytest.mark.parametrize("recompute", ["mlp", "full"])
 def test_recomputed_in_eight_bits(dry: Dry, recompute: str) -> None:
-    """Of tensor-parallel ranks with a part of the sequence each, whose linears gather what they read."""
+    """Tensor-parallel ranks with sequence parallelism, whose linear layers gather their inputs."""
     layout = ["parallel.tensor=2", "parallel.sequence=true", "parallel.context=1", "training.global_batch_size=1"]
     more = ["model.pattern=attention*3", f"data.seq_length={LENGTH}", f"training.recompute={recompute}"]
     in_16, in_8 = (
         dry(dry_runs.footprint, configured([*layout, *more, f"training.fp8={fp8}"], world_size=2), 2).ledger
         for fp8 in ("none", "tensorwise")
     )
-    # What the norm gives takes half, and attention, which keeps its outputs in 16 bits, hands as many numbers to a
-    # linear that keeps them once more. What is computed again is not kept at all.
+    # The norm's output takes half the memory. Attention keeps its output in 16 bits, and the following linear layer
+    # keeps it once more in 8 bits. Recomputed tensors are not kept.
     kept_in_16, kept_in_8 = (
         sum(size for purpose, size in ledger.at_peak.items() if purpose.phase == FORWARD) for ledger in (in_16, in_8)
     )

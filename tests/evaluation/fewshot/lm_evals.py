@@ -1,4 +1,4 @@
-"""The seven tasks by lm-eval's own definitions, over rows of `questions.py`, and what it finds of its own model."""
+"""lm-eval's own definitions of the seven tasks over the rows of `questions.py`, and its results for its own model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DEFINITIONS = {
 
 
 def definitions(folder: Path, **changes: Any) -> Path:
-    """lm-eval's definitions with the rows of `columns` in place of the hub's."""
+    """Write lm-eval's task definitions with the rows in `columns` in place of the hub's."""
     there = folder / ("lm_eval" + "_".join(changes))
     there.mkdir(exist_ok=True)
     for task, path in DEFINITIONS.items():
@@ -64,5 +64,5 @@ def our_numbers(results: FewshotResults | None) -> dict[tuple[str, str, str], An
 
 
 def same(ours: dict[tuple[str, str, str], Any], theirs: dict[tuple[str, str, str], Any]) -> None:
-    """Equal in every digit; lm-eval prints four behind the point, and N/A for what it does not know."""
+    """Assert equality. lm-eval prints four decimals, and N/A for a missing value."""
     assert ours == {key: None if value == "N/A" else value for key, value in theirs.items()}

@@ -1,4 +1,4 @@
-"""Functions run by each rank in `test_exported_run.py`: train or evaluate in an existing process group."""
+"""Functions that each rank of `test_exported_run.py` runs: train or evaluate in an existing process group."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from megatron_ext.training.run import train
 
 
 def learn(rank: int, world_size: int, path: Path, overrides: list[str]) -> None:
-    """Train as `selectron train` does in each process that it starts."""
+    """Train as each process of `selectron train` does."""
     mixers = load_all()
     config = load_config(path, overrides, mixers)
     check(config, world_size, mixers)
-    with patch("torch.distributed.destroy_process_group"):  # the group is another's
+    with patch("torch.distributed.destroy_process_group"):  # The pool owns the process group.
         train(config, resume=False)
 
 
 def answer(
     rank: int, world_size: int, run: Path, step: int, options: FewshotOptions, overrides: list[str], output: Path
 ) -> None:
-    """Be tested as `selectron evaluate --suite fewshot` does in each process that it starts."""
+    """Evaluate as each process of `selectron evaluate --suite fewshot` does."""
     with patch("torch.distributed.destroy_process_group"):
         evaluate(run, {"fewshot": options}, step=step, overrides=overrides, output=output)

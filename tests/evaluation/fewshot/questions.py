@@ -1,4 +1,4 @@
-"""A few invented questions of seven test sets: in the forms their authors publish, and in those that lm-eval reads."""
+"""Invented questions for seven test sets, in the published format and in lm-eval's columns."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _winogrande(dice: random.Random, number: int) -> tuple[dict[str, Any], dict[
 
 
 def _boolq(dice: random.Random, number: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Passages of up to a few hundred tokens, more than the small model takes."""
+    """Make a question with a passage of up to a few hundred tokens, more than the small model can read."""
     title, answer = dice.choice(THINGS).capitalize(), dice.random() < 0.5
     passage = ". ".join(_said(dice) for _ in range(1 + 12 * (number % 3))) + "."
     question = f"is it so that {_said(dice)}"
@@ -65,7 +65,7 @@ def _boolq(dice: random.Random, number: int) -> tuple[dict[str, Any], dict[str, 
 
 
 def _hellaswag(dice: random.Random, number: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """With marks that lm-eval takes out of the text."""
+    """Make a row with markup that lm-eval removes from the text."""
     row = {
         "ind": number,
         "activity_label": f"Tidying up {number}",
@@ -110,13 +110,13 @@ SETS: dict[str, tuple[Making, dict[str, str]]] = {
         {"train": "hellaswag/hellaswag_train.jsonl", "validation": "hellaswag/hellaswag_val.jsonl"},
     ),
 }
-"""By task: how a row is made, and where its splits lie in the user's folder."""
+"""For each task, a function that makes a row, and the files of its splits in the user's folder."""
 
 
 def write_questions(published: Path, columns: Path, rows: int = 6) -> None:
-    """Write the same questions twice: files as published into one folder, and SPLIT.jsonl of lm-eval's columns by task.
+    """Write the same questions twice: files as published, and SPLIT.jsonl with lm-eval's columns by task.
 
-    The second is what the hub would give lm-eval.
+    The second form has the columns that lm-eval would read from the hub.
     """
     for task, (make, files) in SETS.items():
         dice = random.Random(task)

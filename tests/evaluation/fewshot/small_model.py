@@ -1,4 +1,4 @@
-"""A small model of transformers with random weights, as lm-eval's own model and as a plain `TextModel`."""
+"""A small transformers model with random weights, as lm-eval's own model and as a plain `TextModel`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_LENGTH = 128
 
 
 def small_tokenizer(text: Sequence[str]) -> Tokenizer:
-    """A byte-level BPE of a few hundred tokens."""
+    """Train a byte-level BPE tokenizer of a few hundred tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -29,7 +29,7 @@ def small_tokenizer(text: Sequence[str]) -> Tokenizer:
 
 
 def small_llama(vocab_size: int) -> LlamaForCausalLM:
-    """Two layers; a large spread of weights, so that it likes some tokens much better than others."""
+    """Build a Llama of two layers. The large spread of weights makes the tokens' probabilities differ."""
     torch.manual_seed(3)
     config = LlamaConfig(
         vocab_size=vocab_size,
@@ -47,7 +47,7 @@ def small_llama(vocab_size: int) -> LlamaForCausalLM:
 
 
 def lm_evals_own(model: LlamaForCausalLM, tokenizer: Tokenizer) -> Any:
-    """lm-eval's Hugging Face model, a text at a time."""
+    """Return lm-eval's Hugging Face model with a batch size of 1."""
     from lm_eval.models.huggingface import HFLM
 
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END)
@@ -55,7 +55,7 @@ def lm_evals_own(model: LlamaForCausalLM, tokenizer: Tokenizer) -> Any:
 
 
 class PlainModel:
-    """A `TextModel` as simple as can be: a text at a time, all of it again for each new token. Keeps what was asked."""
+    """Simplest possible `TextModel`: one text at a time, without a decode cache. It records its requests."""
 
     def __init__(self, model: LlamaForCausalLM, tokenizer: Tokenizer) -> None:
         self._model, self._tokenizer = model, tokenizer

@@ -1,4 +1,4 @@
-"""Few-shot results of a model that only scores and generates, compared with lm-eval's own Hugging Face model."""
+"""Few-shot results through a model that only scores and generates, compared with lm-eval's Hugging Face model."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ metric_list: [{metric: exact_match, aggregation: mean}]
 
 
 def texts() -> list[str]:
-    """From two words to several times what the model takes."""
+    """Return texts from two words to several times the model's maximum length."""
     dice = random.Random(5)
     words = ["kettle", "rolls", "naïve", "under", "the", "ladder,", "often"]
     return [" ".join(dice.choices(words, k=length)) for length in (2, 3, 8, 21, 60, 150, 400)]
@@ -57,7 +57,7 @@ def texts() -> list[str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`published`: files as their authors give them; `columns`: the same rows as from the hub; `own`: definitions."""
+    """Folder with test sets as published, the same rows in the hub's columns, and the user's own task definitions."""
     folder = tmp_path_factory.mktemp("fewshot")
     write_questions(folder / "published", folder / "columns")
     (folder / "own").mkdir()
@@ -70,7 +70,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def both(folder: Path) -> tuple[PlainModel, Any]:
-    """One model: as ours and as lm-eval's."""
+    """Return the same model as a `TextModel` and as lm-eval's Hugging Face model."""
     tokenizer = small_tokenizer([path.read_text() for path in sorted((folder / "columns").rglob("*.jsonl"))])
     model = small_llama(tokenizer.get_vocab_size())
     return PlainModel(model, tokenizer), lm_evals_own(model, tokenizer)
@@ -93,7 +93,7 @@ def test_seven_tasks_are_lm_evals_own(shots: int, both: tuple[PlainModel, Any], 
 
 
 def test_validation_rows_can_be_all_there_is(both: tuple[PlainModel, Any], folder: Path) -> None:
-    """Examples come from them, too, but never the question itself; another seed takes other examples."""
+    """Few-shot examples come from the evaluated split, but never include the question itself. The seed selects them."""
     model, own = both
     asked = {"num_fewshot": 2, "limit": 4}
     include = definitions(folder, training_split="null", test_split="validation", fewshot_split="validation")
@@ -110,7 +110,7 @@ def test_validation_rows_can_be_all_there_is(both: tuple[PlainModel, Any], folde
 
 
 def test_tasks_of_the_users_own(both: tuple[PlainModel, Any], folder: Path) -> None:
-    """Perplexities of texts longer than the model takes, of last words with a drawn standard error, and generation."""
+    """Perplexities of overlong texts and of last words (with a bootstrapped standard error), and generation."""
     model, own = both
     results = evaluate_fewshot(model, FewshotOptions(tasks=tuple(OWN_TASKS), include_path=folder / "own"))
     theirs = lm_evals_numbers(own, list(OWN_TASKS), folder / "own")
@@ -126,7 +126,7 @@ def requests(kind: str, arguments: list[tuple[Any, ...]]) -> list[Instance]:
     ("context", "continuation"),
     [
         ("the kettle", " rolls"),
-        ("the kettle ", "rolls"),  # the space belongs to what follows
+        ("the kettle ", "rolls"),  # the space moves to the continuation
         ("the kettle \n ", "rolls under"),
         ("", "the kettle"),
         ("", "k"),
@@ -149,7 +149,7 @@ def test_whole_texts_are_read_window_by_window(both: tuple[PlainModel, Any]) -> 
 
 
 def test_the_likeliest_tokens_are_known_as_such(both: tuple[PlainModel, Any]) -> None:
-    """What a model generates is what it likes best; with another token somewhere it is not."""
+    """A greedy continuation is reported as greedy. With any token replaced it is not."""
     model, own = both
     context = model.encode("the kettle rolls")
     (likeliest,) = model.generate([context], 6, lambda _: False)
@@ -165,7 +165,7 @@ def generation(until: Any, max_tokens: int) -> list[tuple[str, dict[str, Any]]]:
 
 
 def test_generated_texts_are_the_same(both: tuple[PlainModel, Any]) -> None:
-    """Prompts are cut to leave room."""
+    """Long prompts are truncated to leave room for the generated text."""
     model, own = both
     asked = requests("generate_until", generation([], 1) + generation("e", 100) + generation(["\n\n"], 12))
     assert SelectronLM(model).generate_until(asked) == own.generate_until(asked)
@@ -192,7 +192,10 @@ def test_the_only_token_that_may_be_drawn_is_that_of_lm_evals_model(both: tuple[
 
 @pytest.mark.parametrize("top_k", [None, 3])
 def test_tokens_are_drawn_as_often_as_by_lm_evals_model(top_k: int | None, both: tuple[PlainModel, Any]) -> None:
-    """The first token after a text, drawn 1,500 times by each: the same within four standard errors of a difference."""
+    """Draw the first token 1,500 times with each model.
+
+    The counts agree within four standard errors of the difference.
+    """
     model, own = both
     times, more = 1500, {"until": [], "max_gen_toks": 1, "do_sample": True, "temperature": 0.8}
     asked = requests("generate_until", [(texts()[1], more if top_k is None else more | {"top_k": top_k})] * times)
@@ -207,8 +210,8 @@ def test_tokens_are_drawn_as_often_as_by_lm_evals_model(top_k: int | None, both:
 
 def test_a_seed_draws_the_same_and_a_text_asked_twice_differently(both: tuple[PlainModel, Any]) -> None:
     model, _ = both
-    more = {"until": [], "max_gen_toks": 8, "temperature": 1.0}  # which draws, as nothing says that it does not
-    asked = requests("generate_until", [(texts()[2], more)] * 300)  # in two pieces
+    more = {"until": [], "max_gen_toks": 8, "temperature": 1.0}  # samples by default, because do_sample is not given
+    asked = requests("generate_until", [(texts()[2], more)] * 300)  # more than one batch
     first, again, other = (SelectronLM(model, seed).generate_until(asked, True) for seed in (1, 1, 2))
     assert first == again
     assert len(set(first)) > 290
@@ -216,7 +219,7 @@ def test_a_seed_draws_the_same_and_a_text_asked_twice_differently(both: tuple[Pl
 
 
 def test_texts_end_before_what_ends_them(both: tuple[PlainModel, Any]) -> None:
-    """Be that part of a token or of several; of two, before the first that comes."""
+    """A stop string may be part of a token or span several tokens. The earliest of several stop strings applies."""
     model, own = both
     free = SelectronLM(model).generate_until(requests("generate_until", generation([], 40)))
     asked, expected = [], []
@@ -229,7 +232,7 @@ def test_texts_end_before_what_ends_them(both: tuple[PlainModel, Any]) -> None:
 
 
 def test_the_end_of_a_document_ends_a_text(both: tuple[PlainModel, Any]) -> None:
-    """A model whose likeliest token is, sooner or later, the end."""
+    """The modified model sooner or later generates the end-of-document token."""
     model, own = both
     asked = requests("generate_until", [(text, {"until": [], "max_gen_toks": 30}) for text in texts()])
     free = SelectronLM(model).generate_until(asked)

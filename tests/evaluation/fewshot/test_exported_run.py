@@ -1,4 +1,4 @@
-"""Few-shot results of a run, compared with lm-eval's own Hugging Face model on the exported folder."""
+"""Few-shot results of a run, compared with lm-eval's own Hugging Face model of the exported folder."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ pytestmark = pytest.mark.slow
 LIMIT = 10
 STEPS = 2
 RUN = [
-    # Texts of the questions are of up to some hundred tokens: a few of them lose their beginning.
+    # Some questions are longer than the maximum length, so their beginnings are truncated.
     *("model.pattern=attention*2", "model.max_position_embeddings=256", "training.evaluate_every=0"),
-    # A large spread of initial weights and large steps: answers are told apart, and those of one step from another's.
+    # A large spread of initial weights and large steps make the answers differ, also between steps.
     *("model.init_std=0.3", "optimizer.lr=0.05", "optimizer.min_lr=0.05", "optimizer.warmup_steps=1"),
     *(f"training.steps={STEPS}", "training.checkpoint_every=1"),
 ]
@@ -39,7 +39,7 @@ Numbers = dict[tuple[str, str, str], Any]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`published` and `columns`: questions, see `write_questions`."""
+    """Folder with the questions in `published` and `columns`, as `write_questions` writes them."""
     folder = tmp_path_factory.mktemp("exported")
     write_questions(folder / "published", folder / "columns", rows=LIMIT + 2)
     return folder
@@ -47,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(folder: Path, pool: Any) -> Path:
-    """Its tokenizer has a template: where it is let, it puts a token in front of every text."""
+    """Folder of a run whose tokenizer has a template that can prepend a token to every text."""
     tokenizer = small_tokenizer(["karalo mitin pera nusto lovel"] * 20)
     tokenizer.post_processor = processors.TemplateProcessing(single=f"{END} $A", special_tokens=[(END, 0)])
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -58,20 +58,20 @@ def run(folder: Path, pool: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def theirs(folder: Path, run: Path) -> Numbers:
-    """Of lm-eval's own model, read from the exported folder as lm-eval reads any."""
+    """Results of lm-eval's own model, loaded from the exported folder."""
     with patch.dict(os.environ, environment(), clear=True):
         assert main(["convert", str(run), str(folder / "hf"), "--to", "hf"]) == 0
-    # Without what selecting a platform leaves for DeepSpeed in a process: lm-eval would look for other processes.
+    # Selecting a platform sets variables for DeepSpeed. They would make lm-eval look for other ranks.
     with patch.dict(os.environ, environment(), clear=True):
         own = HFLM(pretrained=str(folder / "hf"), device="cpu", batch_size=1)
     assert type(own.model).__name__ == "LlamaForCausalLM"
-    assert Tokenizer.from_file(str(run / "tokenizer.json")).encode("a").ids[0] == 0  # there was something to leave out
+    assert Tokenizer.from_file(str(run / "tokenizer.json")).encode("a").ids[0] == 0  # the template prepends a token
     assert own.tokenizer("a")["input_ids"] == own.tokenizer("a", add_special_tokens=False)["input_ids"]
     return lm_evals_numbers(own, list(DEFINITIONS), definitions(folder), limit=LIMIT)
 
 
 def numbers_of(output: Path) -> Numbers:
-    """What fewshot.json holds."""
+    """Read the metrics from fewshot.json."""
     numbers: Numbers = {}
     tasks = json.loads((output / "fewshot.json").read_text())["tasks"]
     for task, found in tasks.items():
@@ -109,7 +109,7 @@ def test_two_processes_find_the_same(
 
 
 def test_another_step_has_other_numbers(run: Path, folder: Path, theirs: Numbers, pool: Any, tmp_path: Path) -> None:
-    """Or those of any model would do."""
+    """Otherwise the results of any model would pass."""
     options = FewshotOptions(data=folder / "published", limit=LIMIT)
     pool.run(of_a_run.answer, 1, run, STEPS - 1, options, [], tmp_path / "out")
     earlier = numbers_of(tmp_path / "out")

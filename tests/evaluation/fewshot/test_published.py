@@ -37,7 +37,7 @@ def test_files_as_published_become_lm_evals_columns(task: str, split: str, folde
         ("arc_easy", "ARC-Easy-validation", {"id": "7", "question": "Why?", "choices": CHOICES, "answerKey": "B"}, {}),
         ("openbookqa", "main-validation", {"id": "7", "question_stem": "So", "choices": CHOICES, "answerKey": "A"}, {}),
         ("boolq", "val", {"question": "is it", "passage": "Tea -- It is.", "idx": 0, "label": True}, {"label": 1}),
-        # Cleaned up already:
+        # Preprocessed rows:
         ("hellaswag", "validation", HELLASWAG | {"ctx": "Then"}, {"label": "1", "ctx_a": "Then", "ctx_b": ""}),
     ],
 )
@@ -56,7 +56,7 @@ def test_a_copy_of_boolq_without_titles(tmp_path: Path) -> None:
 
 
 def test_text_that_was_cleaned_up_asks_the_same(tmp_path: Path) -> None:
-    """By lm-eval's own clean-up, which it goes through again."""
+    """lm-eval's preprocessing of preprocessed text changes nothing."""
     import datasets
     from lm_eval.tasks.hellaswag.utils import process_docs
 

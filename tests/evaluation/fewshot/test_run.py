@@ -1,4 +1,4 @@
-"""Few-shot suite as a command: output, files, errors, and untouched files."""
+"""The few-shot suite as a command: output, files, errors, and files that stay unchanged."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_every_rank_asks_the_same_and_the_first_one_speaks(
 
 @pytest.mark.slow
 def test_a_tag_is_its_tasks_and_a_name_that_is_none_is_answered_by_others(model: PlainModel, data: Path) -> None:
-    """Reads all of lm-eval's definitions, as for any task of lm-eval that is not local."""
+    """Reads all of lm-eval's definitions, as any lm-eval task without a local definition does."""
     results = evaluate_fewshot(model, FewshotOptions(tasks=("ai2_arc",), data=data, limit=2))
     assert results is not None
     assert [(task.name, set(task.sources)) for task in results.tasks] == [
@@ -249,7 +249,7 @@ def test_an_answer_longer_than_the_model_takes_is_told(model: PlainModel, tmp_pa
 
 
 def test_a_group_is_its_tasks_together(model: PlainModel, tmp_path: Path) -> None:
-    """lm-eval's mean over rows, of tasks of two and of one row."""
+    """The group's score is lm-eval's mean weighted by rows, for one task with two rows and one with a single row."""
     greedy = "generation_kwargs: {until: ['x'], max_gen_toks: 4}\nmetric_list: [{metric: acc}]\n"
     for name in ("full", "none"):
         own_task(tmp_path, name, f"{greedy}process_results: !function scored.{name}\n")

@@ -1,4 +1,4 @@
-"""Fake models that read the answer out of the prompt by rules for each task."""
+"""Fake models that extract the answer from the prompt by task-specific rules."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ END = 0
 
 
 class Letters:
-    """A `TextModel` whose tokens are pairs of letters; `answer` goes on with a prompt, `next_token` with tokens.
+    """A `TextModel` whose tokens are pairs of letters.
 
-    Keeps the prompts that it was given.
+    `answer` continues a prompt of text, `next_token` a sequence of tokens. The model records its prompts.
     """
 
     end_id = END
@@ -61,7 +61,7 @@ class Letters:
 
 
 def read(prompt: str) -> str:
-    """The right answer to a prompt of any task of text."""
+    """Return the right answer to a prompt of any text task."""
     if "pass key" in prompt:
         return " " + re.findall(r"The pass key is (\d+)\.", prompt)[0] + "."
     if "special magic" in prompt:
@@ -76,14 +76,14 @@ def read(prompt: str) -> str:
 
 
 def _needles(prompt: str) -> str:
-    (asked,) = re.findall(r".*for (.*?) mentioned in the provided text\?", prompt, re.DOTALL)  # the last one
+    (asked,) = re.findall(r".*for (.*?) mentioned in the provided text\?", prompt, re.DOTALL)  # the last match
     keys = re.split(r", and |, ", asked)
     found = [re.findall(rf"for {re.escape(key)} is: (\S+)\.(?:\s|$)", prompt) for key in keys]
     return " ".join(value for values in found for value in values)
 
 
 def _variables(prompt: str) -> str:
-    """An interpreter of the assignments after the example."""
+    """Interpret the assignments after the example."""
     *_, text = prompt.split("Memorize and track")
     value = re.findall(r"assigned the value (\d+) in the text", text)[0]
     variables: dict[str, str] = {}
@@ -93,7 +93,7 @@ def _variables(prompt: str) -> str:
 
 
 def after_the_last_one_like_it(context: Sequence[int]) -> int:
-    """What followed the last token where it stood before: right for associative recall and induction."""
+    """Return the token after the previous occurrence of the last token, as associative recall and induction require."""
     last = context[-1]
     for place in range(len(context) - 2, -1, -1):
         if context[place] == last:
@@ -102,7 +102,7 @@ def after_the_last_one_like_it(context: Sequence[int]) -> int:
 
 
 def next_copied(length: int) -> Callable[[Sequence[int]], int]:
-    """For selective copying of that length: the next of what is no blank before the mark."""
+    """Return the solution of selective copying at a length: the next non-blank token before the marker."""
 
     def copied(context: Sequence[int]) -> int:
         before = context[: length - 17]

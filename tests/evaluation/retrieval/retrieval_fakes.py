@@ -1,4 +1,7 @@
-"""Tokenizers of two grains, and models that find everything or nothing, without a line of the generators' code."""
+"""Tokenizers of two granularities, and models that find everything or nothing.
+
+Nothing here uses the code of the generators.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ END = 0
 
 
 class Characters:
-    """A token a character."""
+    """Tokenizer with one token per character."""
 
     def encode(self, text: str) -> list[int]:
         return [ord(character) for character in text]
@@ -23,7 +26,7 @@ class Characters:
 
 
 class Words:
-    """A token a word with the blanks before it, or a sign; numbers are given as words are first seen."""
+    """Tokenizer with one token per word, including the blank before it, or per sign. Ids are assigned at first use."""
 
     def __init__(self) -> None:
         self._ids: dict[str, int] = {"<end>": END}
@@ -43,7 +46,7 @@ class Words:
 
 
 class FakeModel:
-    """Answers a prompt as it is told to; foretells tokens by what followed the last one before."""
+    """Fake model that answers a prompt with a given function and predicts tokens by induction."""
 
     end_id = END
 
@@ -84,7 +87,10 @@ class FakeModel:
         return [sum(self.foretell(one.tokens[:at]) != [one.tokens[at]] for at in one.asked) for one in texts]
 
     def foretell(self, context: Sequence[int]) -> list[int]:
-        """Induction; where the last token is new and blanks abound, the next one of those copied."""
+        """Predict by induction, or, in a selective copying task, return the next token to copy.
+
+        Selective copying is recognised by a majority of blank tokens.
+        """
         blank, times = Counter(context).most_common(1)[0]
         if times > len(context) // 2:
             copied = [token for token in context if token != blank]
@@ -96,13 +102,16 @@ class FakeModel:
 
 
 def _before_mark(context: Sequence[int], blank: int) -> int:
-    """Where the last token to copy touches the mark, the mark is what stands once; what is due counts from there."""
+    """Return the next token to copy if no blank separates the last token to copy from the marker.
+
+    The marker is then the first of the last 16 tokens that does not occur earlier.
+    """
     first = next(at for at in range(len(context) - 16, len(context)) if context[at] not in context[:at])
     return [token for token in context[:first] if token != blank][len(context) - 1 - first]
 
 
 def read(prompt: str) -> str:
-    """The right answer of any prompt with text."""
+    """Return the right answer to any text prompt."""
     if "pass key" in prompt:
         return " " + re.findall(r"The pass key is (\d+)\.", prompt)[0] + ". And so on."
     if "special magic" in prompt:
@@ -117,7 +126,7 @@ def read(prompt: str) -> str:
 
 
 def resolve(prompt: str) -> list[str]:
-    """Variables that hold the value asked for, by an interpreter of the assignments in their order."""
+    """Return the variables that hold the requested value, by interpreting the assignments in order."""
     wanted = re.findall(r"assigned the value (\d+) in the text above", prompt)[-1]
     held: dict[str, str] = {}
     for name, source in re.findall(r"VAR (\w+) = (\d+|VAR \w+)", prompt):
@@ -126,15 +135,15 @@ def resolve(prompt: str) -> list[str]:
 
 
 def listed(prompt: str) -> list[str]:
-    """Words of the last numbered list that is asked about."""
+    """Return the words of the last numbered list in the prompt."""
     return re.findall(r"\d+\. (\S+)", prompt.split("appear most often.\n")[-1].split("\nQuestion")[0])
 
 
 def coded(prompt: str) -> list[str]:
-    """Coded words without the dots."""
+    """Return the coded words without the dots."""
     return [word for word in prompt.split("coded words. ")[1].split("\nQuestion")[0].split() if word != "..."]
 
 
 def guess(rng: random.Random) -> Callable[[str], str]:
-    """Answers that know nothing of the prompt."""
+    """Return a function whose answers do not depend on the prompt."""
     return lambda _: f" {rng.randint(10**6, 10**7 - 1)} {rng.getrandbits(128):x}."

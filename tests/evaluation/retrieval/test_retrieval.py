@@ -1,4 +1,4 @@
-"""Every task is solved by rules that read the prompt, and by nothing that does not."""
+"""Every task is solved by rules that read the prompt, and by nothing that ignores it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_tokens_are_foretold_from_those_before(task: Any) -> None:
 def test_prompts_fill_the_length_and_no_more(task: Any) -> None:
     room = {"passkey": 16}.get(task, 128)
     for record in run(Letters(read, after_the_last_one_like_it), tasks=[task], lengths=LENGTHS).records:
-        assert record.length - 300 < record.tokens + room <= record.length  # less than another piece of hay is free
+        assert record.length - 300 < record.tokens + room <= record.length  # no further piece of the haystack fits
 
 
 @pytest.mark.parametrize("depth", [0.0, 0.25, 1.0])
@@ -63,7 +63,7 @@ def test_the_needle_lies_at_its_depth(depth: float) -> None:
     model = Letters(read, after_the_last_one_like_it)
     results = run(model, tasks=["passkey", "niah_single_1"], lengths=[9000], depths=[depth], samples=3)
     for record, prompt in zip(results.records, model.prompts, strict=True):
-        body = prompt.split("\n", 1)[1].rsplit("\n", 1)[0]  # without task and question
+        body = prompt.split("\n", 1)[1].rsplit("\n", 1)[0]  # without the task's introduction and the question
         needle = "The pass key is" if record.task == "passkey" else "One of the special magic"
         assert body.index(needle) / len(body) == pytest.approx(depth, abs=0.02)
 
@@ -114,7 +114,7 @@ def test_what_does_not_fit_is_refused_or_said() -> None:
     model = Letters(read, after_the_last_one_like_it, max_length=4000)
     with pytest.raises(UserError, match=r"14000 does not fit for passkey: the model takes 4000 tokens at most"):
         run(model, tasks=["passkey"], lengths=LENGTHS)
-    assert model.prompts == []  # it was never asked
+    assert model.prompts == []  # the model was never called
     results = run(model, tasks=["passkey", "vt"], lengths=[100, 3500], unfit="skip")
     assert [(one.task, one.length) for one in results.skipped] == [("passkey", 100), ("vt", 100)]
     assert {record.length for record in results.records} == {3500}
@@ -137,7 +137,7 @@ def test_the_first_integer_counts(answer: str, score: float) -> None:
 
 
 def test_wilsons_interval() -> None:
-    """By the book (Wilson 1927), and where a normal interval would have no width."""
+    """Compare with Wilson (1927), also where a normal interval would have zero width."""
     assert wilson_interval(0.5, 10) == pytest.approx((0.2366, 0.7634), abs=1e-4)
     assert wilson_interval(1.0, 20) == pytest.approx((0.8389, 1.0), abs=1e-4)
 

@@ -1,4 +1,4 @@
-"""Haystacks from the user's files, and what is refused of them."""
+"""Haystacks from the user's files, and rejected files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole tests over models that find everything or nothing, and their files."""
+"""Complete suites over models that find everything or nothing, and the files they write."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_model_that_guesses_finds_nothing() -> None:
 
 def test_a_model_of_characters_is_tested_at_its_own_lengths() -> None:
     results = evaluate_retrieval(FakeModel(Characters(), read), _options(unfit="skip", samples=1))
-    # What a model may write is told in tokens: 30 characters are five names of five letters and the blanks.
+    # The limit of an answer counts tokens: 30 characters hold five names of five letters and the blanks.
     scores = {(one.task, one.length): one.score for one in results.by_length()}
     assert {(one.task, one.length) for one in results.skipped} == {("vt", 1024), ("cwe", 1024), ("cwe", 4096)}
     exact = {"passkey", "niah_single_1", "niah_multikey_3", "niah_multiquery", "vt", "fwe", "mqar", "selective_copying"}

@@ -1,4 +1,4 @@
-"""Every generator, read back by independent means."""
+"""Samples of every generator, checked by independent means."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NEEDLES = [name for name in TEXT_TASKS if name.startswith("niah")]
 
 @pytest.fixture(scope="module")
 def stories(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Text whose sentences can be told apart: the n-th says so."""
+    """Text with distinguishable sentences: the n-th sentence contains its number."""
     path = tmp_path_factory.mktemp("hay") / "stories.txt"
     path.write_text("".join(f"Sentence {number} is\nof  no account. " for number in range(5000)))
     return path
@@ -78,7 +78,7 @@ def test_samples_fill_128k_tokens(name: str) -> None:
 
 @pytest.mark.parametrize("name", TEXT_TASKS)
 def test_no_more_hay_would_fit(name: str) -> None:
-    """A search that tries every size from the smallest on ends at the same prompt."""
+    """A linear search over all haystack sizes ends at the same prompt."""
     task, material, place = TASKS[name], _material(), _place(name, 1500)  # type: ignore[index]
     assert isinstance(task, TextTask)
     draft, sample = task.draft(place, material.haystack), task.sample(place, material)
@@ -91,7 +91,7 @@ def test_no_more_hay_would_fit(name: str) -> None:
 
 @pytest.mark.parametrize("name", TASK_NAMES)
 def test_samples_are_their_places(name: str) -> None:
-    """Twice the same, whatever was made before; another index, seed or length is another sample."""
+    """A sample depends only on its place: index, seed and length. Samples generated earlier do not change it."""
     task, material, place = TASKS[name], _material(), _place(name, 2048)  # type: ignore[index]
     first = task.sample(place, material)
     others = [
@@ -201,7 +201,7 @@ def test_common_words_stand_as_often_as_said(length: int, repeats: tuple[int, in
 def test_frequent_words_fall_as_zipf_says(length: int) -> None:
     sample = _text("fwe", length)
     counts = Counter(coded(sample.text)).most_common()
-    dots = sample.text.count(" ...") - 1  # the question has dots, too, in quotes
+    dots = sample.text.count(" ...") - 1  # the question also quotes the dots
     assert [word for word, _ in counts[:3]] == list(sample.references)
     assert counts[2][1] > counts[3][1]
     assert all(abs(count - dots / rank**2) < 1 for rank, (_, count) in enumerate(counts, 2))
@@ -222,10 +222,10 @@ def test_recall_is_what_a_dictionary_says(length: int, index: int) -> None:
 
 
 def test_recalls_gaps_are_near_more_often_than_far() -> None:
-    """By the law of gaps half of the logarithm's range holds half of the queries."""
+    """Gaps are log-uniform, so half of the logarithmic range holds about half of the queries."""
     gaps = [(at - 33) // 2 + 1 for index in range(20) for at in _tokens("mqar", 8192, index=index).scored]
     near = sum(gap <= math.sqrt(4080) for gap in gaps) / len(gaps)
-    assert 0.4 < near < 0.85  # drawn without repetition, near ones run out
+    assert 0.4 < near < 0.85  # drawn without repetition, so short gaps run out
 
 
 @pytest.mark.parametrize("index", range(5))

@@ -1,4 +1,4 @@
-"""Scores of answers and intervals of means, against cases made by hand and published ones."""
+"""Scores of answers and confidence intervals of means, compared with handmade and published cases."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_ext.evaluation.retrieval.scoring import (
     ("answer", "references", "score"),
     [
         (" 1234567.", ["1234567"], 1.0),
-        ("It is 12345678", ["1234567"], 1.0),  # a part of the answer, as RULER has it
+        ("It is 12345678", ["1234567"], 1.0),  # a substring match counts, as in RULER
         ("ABCDE, fghij", ["abcde", "FGHIJ", "KLMNO", "PQRST"], 0.5),
         ("STRASSE", ["straße"], 1.0),
         ("", ["x"], 0.0),
@@ -43,7 +43,7 @@ def test_an_integer_is_over_with_what_is_none() -> None:
     [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718)],
 )
 def test_intervals_are_those_of_newcombe_1998(right: int, samples: int, low: float, high: float) -> None:
-    """Table I of Statistics in Medicine 17, 857-872, method 3."""
+    """Compare with table I, method 3 of Newcombe, Statistics in Medicine 17, 857-872."""
     assert wilson_interval(right / samples, samples) == pytest.approx((low, high), abs=5e-5)
 
 
