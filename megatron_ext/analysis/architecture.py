@@ -12,6 +12,7 @@ from typing import Any
 from megatron_ext.analysis.runs import Run
 from megatron_ext.config.effects import flat, makes_a_recipe
 from megatron_ext.config.pattern import parse_pattern
+from megatron_ext.mixers.core.settings import always_labelled, default_settings
 from megatron_ext.utils.errors import UserError
 
 BASELINE = "attention"
@@ -19,48 +20,13 @@ BASELINE = "attention"
 BLOCK = {"block": "transformer", "normalization": "rms_norm"}
 """Default block and normalization of a configuration that lacks these fields, written by an earlier version."""
 
-PLAIN: dict[str, dict[str, Any]] = {
-    "attention": {
-        "window": None,
-        "temperature": 1.0,
-        "random_keys": False,
-        "random_keys_seed": 0,
-        "position_encoding": "rope",
-    },
-    "top1_element": {"estimator": "straight_through", "position_encoding": "rope"},
-    "top1_chunk": {"score": "exact", "chunk_size": 128, "top_k": 1, "local": True, "position_encoding": "rope"},
-    "moba": {"block_size": 512, "top_k": 3, "position_encoding": "rope"},
-    "nsa": {"block_size": 64, "num_selected": 16, "window": 512, "position_encoding": "rope"},
-    "deltanet": {"conv_kernel_size": 4, "expand_v": 1, "output_gate": False},
-    "gated_deltanet": {"conv_kernel_size": 4, "expand_v": 1, "output_gate": True},
-    "linear_attention": {"feature_map": "elu", "expand_v": 1, "output_gate": False},
-    "based": {"feature_dim": 16},
-    "retnet": {"expand_v": 2, "output_gate": True},
-    "mamba": {"state_size": 16, "expand": 2, "conv_kernel_size": 4, "dt_rank": None},
-    "mamba2": {
-        "state_size": 128,
-        "expand": 2,
-        "conv_kernel_size": 4,
-        "convolution": True,
-        "decay": "data_dependent",
-        "group_norm": True,
-    },
-    "rwkv6": {"mix_rank": 32, "decay_rank": 64},
-    "rwkv7": {"decay_rank": None, "rate_rank": None, "gate_rank": None},
-    "gla": {"expand_v": 2, "output_gate": True, "decay_rank": 16, "decay_temperature": 16.0},
-}
-"""Reference settings of each mixer: the defaults of missing fields, which a label does not show. All fields of all
-mixers are listed, because a run of an earlier version that lacks a field had this value."""
-
 TEXT, CHANGED = "data.text", "run.changed"
 """Entries of a recipe that are not configuration fields: the training text, if runs differ in it, and configuration
 changes during a run."""
 
 _OUTSIDE = ("data.train_domains", "mixers.")
-"""Prefixes of fields that are compared differently: domains in `read_runs` and as text, mixers with `PLAIN`."""
-
-ALWAYS = ("score",)
-"""Settings that a label always shows: approximate and exact selection are different architectures in the study."""
+"""Prefixes of fields that are compared differently: domains in `read_runs` and as text, mixers with
+defaults for missing settings."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +40,7 @@ class Architecture:
 def group_runs(runs: Sequence[Run]) -> list[Architecture]:
     """Group runs by all settings that affect the result except the seed; the baseline comes first.
 
-    The baseline is `attention` with the reference settings, else the first architecture with only attention layers,
+    The baseline is `attention` with default settings, else the first architecture with only attention layers,
     else the architecture of the first run. Labels distinguish runs with equal mixers but other differences (width,
     learning rate, ...).
 
@@ -101,7 +67,7 @@ def group_runs(runs: Sequence[Run]) -> list[Architecture]:
 def mixer_label(run: Run) -> str:
     """Return a label of a run's mixers that does not depend on depth and width.
 
-    The label is the repeated part of the layer pattern, with the settings that differ from the reference settings.
+    The label is the repeated part of the layer pattern, with the settings that differ from the defaults.
     """
     layers = parse_pattern(run.pattern)
     period = next(n for n in range(1, len(layers) + 1) if layers[:n] * (len(layers) // n) == layers)
@@ -117,7 +83,7 @@ def recipe(run: Run) -> dict[str, Any]:
     run's version did not have gets its default value.
     """
     given = run.config.get("mixers") or {}
-    mixers = {name: PLAIN.get(name, {}) | (given.get(name) or {}) for name in mixer_names(run.pattern)}
+    mixers = {name: default_settings(name) | (given.get(name) or {}) for name in mixer_names(run.pattern)}
     fields = {
         field: value
         for field, value in flat(run.config).items()
@@ -208,10 +174,10 @@ def _settings(fields: Mapping[str, Any]) -> list[str]:
         mixer, _, field = rest.partition(".")
         if section != "mixers":
             continue
-        plain = PLAIN.get(mixer, {})
-        if field in ALWAYS:
+        defaults = default_settings(mixer)
+        if field in always_labelled(mixer):
             always.append(str(value))
-        elif field in plain and value != plain[field]:
+        elif field in defaults and value != defaults[field]:
             departures.append(_setting(key, value))
     return always + departures
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_ext.analysis.architecture import PLAIN, group_runs, mixer_label
+from megatron_ext.analysis.architecture import group_runs, mixer_label
 from megatron_ext.analysis.runs import ModelSize, Run, Texts
 from megatron_ext.utils.errors import UserError
 
@@ -38,6 +38,18 @@ def labels(*runs):
         ("top1_element,top1_element*3", {}, "top1_element"),
         ("gated_deltanet*4", {"attention": {"window": 9}}, "gated_deltanet"),
         ("(top1_chunk*3, attention)*4", {}, "(top1_chunk*3,attention)*4 (exact)"),
+        ("moba*4", {"moba": {"top_k": 6, "block_size": 1024}}, "moba (block_size 1024, top_k 6)"),
+        ("nsa*4", {"nsa": {"window": 64, "num_selected": 8}}, "nsa (num_selected 8, window 64)"),
+        ("deltanet*4", {"deltanet": {"output_gate": True, "expand_v": 2}}, "deltanet (expand_v 2, output_gate)"),
+        ("gated_deltanet*4", {"gated_deltanet": {"output_gate": False}}, "gated_deltanet (no output_gate)"),
+        ("linear_attention*4", {"linear_attention": {"feature_map": "relu"}}, "linear_attention (feature_map relu)"),
+        ("based*4", {"based": {"feature_dim": 32}}, "based (feature_dim 32)"),
+        ("retnet*4", {"retnet": {"expand_v": 1, "output_gate": False}}, "retnet (expand_v 1, no output_gate)"),
+        ("gla*4", {"gla": {"decay_temperature": 8.0, "decay_rank": 4}}, "gla (decay_rank 4, decay_temperature 8.0)"),
+        ("mamba*4", {"mamba": {"dt_rank": 7, "expand": 1}}, "mamba (expand 1, dt_rank 7)"),
+        ("mamba2*4", {"mamba2": {"decay": "none", "convolution": False}}, "mamba2 (no convolution, decay none)"),
+        ("rwkv6*4", {"rwkv6": {"mix_rank": 64, "decay_rank": 128}}, "rwkv6 (mix_rank 64, decay_rank 128)"),
+        ("rwkv7*4", {"rwkv7": {"rate_rank": 32, "gate_rank": None}}, "rwkv7 (rate_rank 32)"),
     ],
 )
 def test_label(pattern, mixers, label):
@@ -142,16 +154,17 @@ def test_same_settings_and_seed_twice():
     assert str(caught.value) == f"b: has the same settings and seed (1) as a; {hint}"
 
 
-def test_plain_settings_are_the_mixers_defaults():
-    """The table is written out so that a report needs no model code; here it is held to the mixers themselves.
-
-    It has every field: one that a run of an earlier version lacks is compared by its default.
-    """
+def test_every_registered_mixer_is_labelled_by_what_departs_from_its_defaults():
     pytest.importorskip("megatron.core")
     from megatron_ext.mixers.core.registry import load_all
 
     for name, mixer in load_all().items():
-        assert PLAIN.get(name, {}) == {one.name: one.default for one in fields(mixer.config_type)}, name
+        settings = {one.name: one.default for one in fields(mixer.config_type)}
+        (plain,) = labels(make_run(f"{name}*4"))
+        assert plain.partition(" ")[0] == name
+        assert len(group_runs([make_run(f"{name}*4"), make_run(f"{name}*4", {name: settings}, seed=2)])) == 1
+        for setting in settings:
+            assert labels(make_run(f"{name}*4", {name: {setting: "other"}})) != [plain], (name, setting)
 
 
 @pytest.mark.parametrize(

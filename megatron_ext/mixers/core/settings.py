@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from dataclasses import asdict
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
@@ -62,6 +63,9 @@ class Top1ChunkConfig:
         local: True if the query also attends to its own chunk, up to its own position.
         position_encoding: rotary or none.
     """
+
+    ALWAYS_LABELLED: ClassVar[tuple[str, ...]] = ("score",)
+    """Approximate and exact selection are different architectures in the study."""
 
     chunk_size: PowerOfTwo = 128
     top_k: Annotated[int, Field(ge=1, le=16)] = 1
@@ -268,3 +272,16 @@ SETTINGS: dict[str, type] = {
     "rwkv7": RWKV7Config,
 }
 """Settings class by mixer name. A mixer outside this package can pass its own class to `registry.register`."""
+
+
+def default_settings(mixer: str) -> dict[str, Any]:
+    """Return the default of every setting of a mixer; nothing for a mixer that is not in `SETTINGS`.
+
+    A run of an earlier version that lacks a setting had its default.
+    """
+    return asdict(SETTINGS[mixer]()) if mixer in SETTINGS else {}
+
+
+def always_labelled(mixer: str) -> tuple[str, ...]:
+    """Return the settings that the label of a run shows even at their defaults: `ALWAYS_LABELLED` of the class."""
+    return getattr(SETTINGS.get(mixer), "ALWAYS_LABELLED", ())
