@@ -1,4 +1,4 @@
-"""Compiled functions act as one kernel on meta tensors: they save and return exactly what the function does."""
+"""Compiled functions as one kernel on meta tensors: results, saved tensors and cached calls."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from kernels.meta.fused_call import as_one_kernel, one_kernel, within_one_kernel
 
 
 def swish(x: Tensor, gate: Tensor, factor: float) -> dict[str, Any]:
-    """Keeps several things between; returns tensors among others."""
+    """Save several intermediate tensors; return tensors and other values."""
     return {"product": (x.sigmoid() * gate.tanh() * (x * gate).exp() * factor, "told"), "positive": x > 0}
 
 
-def test_one_kernel_returns_what_the_function_does() -> None:
+def test_one_kernel_returns_the_structure_and_layout_of_the_function() -> None:
     x, gate = meta(4, 8), meta(4, 8)
     found = as_one_kernel(swish, x, gate, factor=2.0)
     product, told = found["product"]
@@ -34,26 +34,26 @@ def test_one_kernel_returns_what_the_function_does() -> None:
         assert given.grad.shape == (4, 8)
 
 
-def test_one_kernel_keeps_its_inputs_where_what_comes_between_is_more() -> None:
+def test_one_kernel_saves_its_inputs_if_they_are_smaller_than_intermediates() -> None:
     x, gate = meta(4, 8), meta(4, 8)
     assert kept_by(lambda: as_one_kernel(swish, x, gate, factor=2.0)) == [4 * 8 * 2] * 2
 
 
-def test_one_kernel_keeps_less_than_its_inputs_where_that_is_enough() -> None:
+def test_one_kernel_saves_less_than_its_inputs_if_that_suffices() -> None:
     x, angles = meta(64, 8), meta(8, requires_grad=False)
     assert kept_by(lambda: as_one_kernel(torch.mul, x, angles)) == [8 * 2]
 
 
-def test_one_kernel_says_that_it_is_one() -> None:
-    said: list[bool] = []
+def test_within_one_kernel_is_true_in_both_passes() -> None:
+    inside: list[bool] = []
 
     def function(x: Tensor) -> Tensor:
-        said.append(within_one_kernel())
+        inside.append(within_one_kernel())
         return x * 2
 
     x = meta(4)
     torch.autograd.backward(as_one_kernel(function, x), meta(4, requires_grad=False))
-    assert said == [True, True]
+    assert inside == [True, True]
     assert not within_one_kernel()
     with one_kernel(), one_kernel():
         assert within_one_kernel()
@@ -68,7 +68,7 @@ def counted(x: Tensor, factor: float) -> Tensor:
     return x * factor
 
 
-def test_what_is_known_by_its_forms_is_gone_through_once() -> None:
+def test_call_with_equal_arguments_runs_the_function_once() -> None:
     calls.clear()
     for _ in range(3):
         found = as_one_kernel(counted, meta(4, 8), 2.0)
@@ -81,39 +81,39 @@ def test_what_is_known_by_its_forms_is_gone_through_once() -> None:
     assert calls == [*once, torch.Size([4, 8]), torch.Size([8, 4]), torch.Size([4, 8])]
 
 
-def test_equal_numbers_of_two_kinds_are_two_forms() -> None:
+def test_equal_numbers_of_different_types_are_cached_apart() -> None:
     whole = meta(4, dtype=torch.int64, requires_grad=False)
     found = [as_one_kernel(counted, whole, factor).dtype for factor in (2, 2.0, True)]
     assert found == [torch.int64, torch.float32, torch.int64]
 
 
 def views(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-    """Parts of inputs, and two parts of one product."""
+    """Return views of the inputs, and two views of one product."""
     left, right = (x * y).chunk(2, -1)
     return x[1:], left, right.transpose(0, 1), y.flatten()
 
 
 def spread(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-    """The first's gradient is one number, seen everywhere; the second has none."""
+    """Return a sum, whose gradient is an expanded scalar, and outputs without a gradient."""
     return x.sum(), y.detach().exp(), (y > 0), x.float().cumsum(0).to(x.dtype)
 
 
 def gated(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-    """Needs what comes between for its backward pass."""
+    """Need intermediate tensors for the backward pass."""
     return (torch.cat([x.sigmoid() * y, y.tanh() * x], -1),)
 
 
 @pytest.mark.parametrize("function", [views, spread, gated])
-@pytest.mark.parametrize("are_of_one", [False, True])
-def test_what_is_known_is_made_as_if_gone_through(
-    function: Callable[..., tuple[Tensor, ...]], are_of_one: bool
+@pytest.mark.parametrize("share_storage", [False, True])
+def test_cached_call_returns_the_same_as_running_the_function(
+    function: Callable[..., tuple[Tensor, ...]], share_storage: bool
 ) -> None:
-    def through(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-        return function(x, y)
+    def not_cached(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        return function(x, y)  # the closure prevents caching
 
     def made(called: Callable[..., Any]) -> tuple[Any, ...]:
         whole = meta(6, 16)
-        inputs = [part.T for part in whole.chunk(2, -1)] if are_of_one else [meta(8, 6), meta(8, 6).detach()]
+        inputs = [part.T for part in whole.chunk(2, -1)] if share_storage else [meta(8, 6), meta(8, 6).detach()]
         results: list[Tensor] = []
 
         def call() -> list[Tensor]:
@@ -121,18 +121,18 @@ def test_what_is_known_is_made_as_if_gone_through(
             return results
 
         kept = kept_by(call)
-        wanted = [x for x in inputs if x.requires_grad]
-        learned = [x for x in results if x.requires_grad]
-        grads = torch.autograd.grad(learned, wanted, [x.detach().clone() for x in learned], allow_unused=True)
+        wrt = [x for x in inputs if x.requires_grad]
+        outputs = [x for x in results if x.requires_grad]
+        grads = torch.autograd.grad(outputs, wrt, [x.detach().clone() for x in outputs], allow_unused=True)
         shown = [*inputs, *results]
-        return kept, _lie(shown), [g is None for g in grads], _lie([g for g in grads if g is not None])
+        return kept, _layouts(shown), [g is None for g in grads], _layouts([g for g in grads if g is not None])
 
     assert function.__closure__ is None  # type: ignore[attr-defined]
-    assert made(through) == made(function) == made(function)
+    assert made(not_cached) == made(function) == made(function)
 
 
-def _lie(tensors: list[Tensor]) -> list[tuple[Any, ...]]:
-    """How tensors lie in memory, and which of them in one."""
+def _layouts(tensors: list[Tensor]) -> list[tuple[Any, ...]]:
+    """Return the layouts of tensors, with numbered storages."""
     numbers: dict[int, int] = {}
     for x in tensors:
         numbers.setdefault(x.untyped_storage()._cdata, len(numbers))
