@@ -1,8 +1,8 @@
-"""Compiles the kernels that calls of our ops launch, for a Hopper GPU, where there is none; prints their names.
+"""Compile the Triton kernels that calls of our ops launch for a Hopper GPU, without one, and print their names.
 
-A program of its own, as the tests' process interprets Triton. It runs the ops' real launches on CPU tensors with a
-driver that knows its target only; a launch compiles and ends there. What it finds: what the interpreter lets pass and
-the compiler does not, and kernels that want more shared memory than there is.
+A separate program, because the test process runs Triton in its interpreter. It makes the ops' real launches on CPU
+tensors, with a driver that only reports a target. A launch compiles the kernel and stops there. This finds errors that
+the interpreter accepts but the compiler does not, and kernels that need more shared memory than a block can have.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from kernels.top1_chunk.op import top1_chunk, top1_chunk_backward
 from kernels.top1_element.op import top1_element, top1_element_backward
 
 SHARED_MEMORY = 227 * 1024
-"""Bytes that one block can have on a H100 or H200."""
+"""Shared memory in bytes that one block can use on an H100 or H200."""
 
 WITHOUT_WGMMA = (
     *("solve_chunks", "scan_chunks", "scan_chunks_back"),
     *("sum_chunks", "read_chunks", "write_query_gradients", "write_key_value_gradients"),
 )
-"""Kernels whose tiles are too narrow for Hopper's own matrix instructions: see `kernels.gated_delta_rule`."""
+"""Kernels whose tiles are too narrow for Hopper's WGMMA instructions, as `kernels.gated_delta_rule` explains."""
 
 compiled: set[str] = set()
 
 
 class Target:
-    """A driver without a device."""
+    """Triton driver without a device."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
@@ -137,7 +137,7 @@ def losses(vocabulary: int, dtype: torch.dtype) -> None:
 
 def main() -> None:
     driver.set_active(Target())
-    choice.form_unsupported_reason = lambda *_: None  # not even that there is no GPU
+    choice.form_unsupported_reason = lambda *_: None  # pretend there is a supported GPU
     JITFunction.__getitem__ = GluonJITFunction.__getitem__ = compile_only
     chunk(1100, 128, 128, "approx")
     chunk(300, 16, 32, "exact_lse", top_k=2)
@@ -149,17 +149,17 @@ def main() -> None:
         use_hopper_kernels(hopper)
         for d, size in ((16, 32), (128, 512), (256, 128)):
             chunk(1100, d, size, "exact", backward=False)
-    chunk(2048, 128, 128, "approx", backward=False)  # as many chunks as the next: what counts them is compiled once
+    chunk(2048, 128, 128, "approx", backward=False)  # as many chunks as the next: shares its counting kernel
     chunk(1024, 64, 64, "approx", backward=False)
     for heads, d, num_earlier in ((1, 64, 15), (12, 128, 16), (16, 256, 2)):
         blocks(300, heads, d, num_earlier)
     blocks(1, 3, 20, 2, torch.float32)
     element(300, 128)
-    for tokens, size in ((300, 1), (301, 16), (300, 64)):  # whole tiles of channels: the latter two
+    for tokens, size in ((300, 1), (301, 16), (300, 64)):  # the latter two have whole tiles of channels
         scan(tokens, size)
     for key, value, decays, processors in (
         *((16, 24, False, 132), (64, 64, True, 0), (128, 256, True, 132)),
-        *((256, 64, True, 0), (256, 64, True, 132)),  # the widest keys, of which the most lies in shared memory
+        *((256, 64, True, 0), (256, 64, True, 132)),  # the widest keys, which need the most shared memory
     ):
         triton_launch_delta_rule.multiprocessors = lambda x, processors=processors: processors
         delta_rule(key, value, decays)

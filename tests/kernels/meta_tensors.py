@@ -1,4 +1,4 @@
-"""Tensors without memory, and what autograd keeps of calls with them."""
+"""Tensors on the meta device, and the tensors that autograd saves for calls with them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def meta(*shape: int, requires_grad: bool = True, dtype: torch.dtype = torch.bfl
 
 
 def kept_by(call: Callable[[], Any]) -> list[int]:
-    """Sizes of the tensors that autograd keeps of a call."""
+    """Return the sizes in bytes of the tensors that autograd saves for a call."""
     found: dict[int, int] = {}
 
     def note(x: Tensor) -> None:

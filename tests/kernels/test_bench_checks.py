@@ -1,4 +1,4 @@
-"""The benchmark's checks: right results pass and are timed, wrong ones are reported and never timed."""
+"""Checks in the benchmark of kernels: right results pass and are timed, wrong ones are reported and never timed."""
 
 import math
 import sys
@@ -62,7 +62,7 @@ def element_builder(estimator):
 
 
 def changed(build, change):
-    """A builder whose contestant's result (output, choices) goes through `change`."""
+    """Return a builder whose contestant's result (output, choices) is modified by `change`."""
 
     def changed_build(shape):
         contestant = build(shape)
@@ -96,7 +96,7 @@ def test_right_results_pass(name):
     assert (verdict.errors["output"] == 0) == (name in ("straight_through", "selected"))
     assert verdict.worst <= 1
     if name != "sdpa":
-        # Two checks: the sample (blocks of 16) and, with all rows, the gradients.
+        # Two checks: one of sampled rows (blocks of 16), and one of the gradients with all rows.
         rows = sum(end - start for start, end in checks.sample_blocks(SHAPE.length))
         assert verdict.choices >= (SHAPE.length + min(rows, 64)) * 2 * 4
         assert 0 < verdict.largest_share < 1
@@ -193,7 +193,7 @@ def test_a_wrong_gradient_stops_the_backward_only():
 
 
 def test_choices_within_rounding_pass_and_are_counted():
-    """Two chunks with the same keys: the later one is not the lowest, and no score tells them apart."""
+    """Two chunks have equal keys. The choice is the later one, but their scores cannot be distinguished."""
     q, k = (x.double() for x in draw(SHAPE)[:2])
     k[:, CHUNK : 2 * CHUNK] = k[:, :CHUNK]
     for score in ours.ROUNDING:
@@ -244,7 +244,7 @@ def test_memory_beyond_inputs_and_results():
 
 
 def test_plan_names_make_contestants():
-    """The names of a plan end in our public ops, here in their plain form."""
+    """Names in a plan resolve to our public ops, here in their plain form."""
     report = bench(
         plan(ops=("top1_chunk:approx", "top1_element:selected"), peers=("nsa",), passes=("forward",)),
         FakeMeter(), CPU, tell=lambda _: None,
@@ -262,7 +262,7 @@ def test_the_window_attends_as_its_reference():
 
 
 def plain_nsa(q, k, v, g_cmp=None, g_slc=None, block_indices=None, block_counts=None, block_size=64):
-    """fla's form of native sparse attention, in loops; the choice is not checked, so any will do."""
+    """fla's native sparse attention, written as loops. The block choice is not checked, so any choice will do."""
     batch, length, heads, dim = q.shape
     ratio = heads // k.shape[2]
     out = torch.zeros_like(q)

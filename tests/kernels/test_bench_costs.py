@@ -1,4 +1,4 @@
-"""Formulas of operations and bytes against counts over every query and key."""
+"""Formulas for operations and bytes, compared with counts over every query and key."""
 
 import pytest
 
@@ -29,7 +29,7 @@ def test_pairs(length):
 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_operations(length):
-    a_product = 2 * 8 * 4 * 3  # of one pair: multiply and add over the head dim, for all heads and rows
+    a_product = 2 * 8 * 4 * 3  # one pair: multiply and add over the head dim, for all heads and rows
     causal = count(length, lambda t, s: True)
     attention = costs.causal_attention(shape(length))
     assert attention == (2 * a_product * causal, 7 * a_product * causal)

@@ -1,4 +1,4 @@
-"""The benchmark's report, its options, and the command without a GPU."""
+"""Report of the benchmark of kernels, its options, and the command without a GPU."""
 
 import argparse
 import json
@@ -58,7 +58,7 @@ def test_the_table(canned):
     assert {len(line) for line in rows} == {len(header)}
     same, chunk, empty = ["16x128", "2048x50"], "top1_chunk:exact", [""] * 7
     failure = "failed: output off by 3.2e-01, limit 1e-02"
-    # 8e11 operations: 1 ms at the ceiling; 2e9 bytes: 0.5 ms.
+    # 8e11 operations take 1 ms at peak FLOPS, 2e9 bytes take 0.5 ms.
     assert rows == [
         [*same, "sdpa_cudnn", "forward", "2.00", "1.80 to 2.50", "400", "1000", "1.00", "50 %", "3.5 %", "1.00x"],
         [*same, chunk, "forward", "0.500", "0.450 to 0.625", "1600", "4000", "1.00", "200 %", "3.5 %", "4.00x"],
@@ -212,7 +212,7 @@ class FakeMeter:
 
 
 def test_the_command_runs_through(monkeypatch, tmp_path, capsys):
-    """All but the device and the clock is real."""
+    """Everything except the device and the timer is real."""
     monkeypatch.setattr(timing, "find_device", torch.device)
     monkeypatch.setattr(timing, "CudaMeter", FakeMeter)
     arguments = ["--device", "cpu", "--lengths", "70x1", "--heads", "2x8", "--peers", "nsa", "--chunk-size", "32"]

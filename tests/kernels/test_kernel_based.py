@@ -1,4 +1,4 @@
-"""Based: the plain form, and flash-linear-attention's, against a float64 sum over all pairs."""
+"""Based: our plain form and flash-linear-attention's kernel, compared with a float64 sum over all pairs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kernels.gated_linear_attention import gated_linear_attention
 
 
 def all_pairs(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Each weight by itself."""
+    """Compute the weight of each query-key pair explicitly."""
     scores = torch.einsum("bthf,bshf->bhts", q.double(), k.double()) / math.sqrt(q.shape[-1])
     weights = (1 + scores + scores**2 / 2).tril()
     return torch.einsum("bhts,bshe->bthe", weights / weights.sum(-1, keepdim=True), v.double())
@@ -75,7 +75,7 @@ def test_a_walk_may_begin_with_a_state() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU fla's kernel rounds what it multiplies")
 @pytest.mark.parametrize(("length", "width"), [(1, 16), (70, 5), (200, 16)])
 def test_flas_weights_and_normaliser_are_ours(length: int, width: int) -> None:
-    """Its kernel over pairs in Triton's interpreter, in fp32."""
+    """Compare with fla's `parallel_based` kernel in fp32, in Triton's interpreter."""
     ops = pytest.importorskip("fla.ops.based", reason="flash-linear-attention is not installed")
     results = []
     for form in (ops.parallel_based, based):

@@ -1,4 +1,4 @@
-"""Based's Triton kernels against the plain form in float64: on a GPU, or in Triton's interpreter."""
+"""Based's Triton kernels, compared with the plain form in float64: on a GPU, or in Triton's interpreter."""
 
 import pytest
 import torch
@@ -9,16 +9,16 @@ pytest.importorskip("triton")
 
 from kernels.based import based, triton_launch
 
-# In the interpreter masked lanes compute infinities and NaN with numpy, which says so.
+# In the interpreter, masked lanes compute infinities and NaN with numpy, which warns about them.
 pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning"), pytest.mark.usefixtures("poison", "small")]
 
-__all__ = ["poison"]  # a fixture: found by its name
+__all__ = ["poison"]  # imported as a fixture
 
 DTYPE = BF16 if ON_GPU else FP32
-"""On a GPU there is no form for fp32."""
+"""The kernels do not support fp32 on a GPU."""
 
 WIDTH, VALUE, LONG = (16, 64, 500) if ON_GPU else (3, 20, 40)
-"""In the interpreter the length is that of two chunks and three tiles, the last ones cut short: see `small`."""
+"""Feature width, value width and length. In the interpreter, the length spans two chunks and three tiles."""
 
 GPU_CASES = [
     (width, value, length)
@@ -30,7 +30,7 @@ CASES = [(5, 40, 1), (16, 20, 1), (5, 40, 16), (16, 20, 32), (16, 20, 40), (5, 4
 
 @pytest.fixture
 def small(monkeypatch):
-    """In the interpreter few tokens are several tiles and chunks."""
+    """Reduce chunk and tile sizes in the interpreter, so that short sequences span several of them."""
     if not ON_GPU:
         tune(monkeypatch, CHUNK=32, tile=16)
 
@@ -43,28 +43,28 @@ def tune(monkeypatch, tile=None, **more):
 
 
 def draw(length, width=WIDTH, value=VALUE, batch=2, heads=3 if ON_GPU else 2, dtype=DTYPE):
-    """Queries, keys, values and a gradient of the output."""
+    """Draw queries, keys, values and a gradient of the output."""
     gen = torch.Generator().manual_seed(length)
     sizes = (width, width, value, value)
     return [torch.randn(batch, length, heads, size, generator=gen).to(DEVICE, dtype) for size in sizes]
 
 
 def run(tensors, implementation):
-    """Give the output and the gradients of q, k and v."""
+    """Return the output and the gradients of q, k and v."""
     *inputs, dout = [x.detach().requires_grad_() for x in tensors]
     out = based(*inputs, implementation=implementation)
     return out, *torch.autograd.grad(out, inputs, dout)
 
 
 def check(tensors):
-    """Hold all results to the plain form's."""
+    """Compare the output and all gradients with the plain form."""
     expected = run([x.double() for x in tensors], "chunked")
     for name, x, a, b in zip(
         ["o", "q", "k", "v"], [tensors[2], *tensors[:3]], run(tensors, "triton"), expected, strict=True
     ):
         assert a.dtype == x.dtype, name
         assert a.shape == b.shape, name
-        # Of one token alone the gradients of q and k are zero, but for rounding.
+        # With a single token, the gradients of q and k are zero except for rounding.
         error = relative_rms(a, b, least=1e-12 if a.shape[1] > 1 else 0.1)
         assert error < TOLERANCE[x.dtype], f"{name}: {error:.1e}"
 
@@ -88,7 +88,7 @@ def test_16_bits(dtype):
 )
 def test_any_tuning(tuning, monkeypatch):
     tune(monkeypatch, **tuning)
-    check(draw(LONG if ON_GPU else 70, batch=FEW))  # several chunks of each size
+    check(draw(LONG if ON_GPU else 70, batch=FEW))  # several chunks for every chunk size
 
 
 @needs_gpu

@@ -1,4 +1,4 @@
-"""Stateful ops against the plain torch forms of flash-linear-attention, outputs and gradients, in fp32."""
+"""Stateful ops, compared with the plain torch forms of flash-linear-attention: outputs and gradients in fp32."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _inputs() -> dict[str, Tensor]:
 
 
 def _retention_decay(v: Tensor) -> Tensor:
-    """RetNet's: head h keeps 1 - 2^(-5-h)."""
+    """Return RetNet's log decays: head h decays by 1 - 2^(-5-h) per token."""
     return torch.log1p(-torch.exp2(-5.0 - torch.arange(HEADS))).expand(*v.shape[:2], -1)
 
 

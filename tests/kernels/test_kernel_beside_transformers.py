@@ -1,4 +1,4 @@
-"""transformers asks any importable `kernels` for its version; ours must not be taken for Hugging Face's."""
+"""transformers asks for the version of any importable `kernels`. Our package must not be taken for Hugging Face's."""
 
 import os
 import subprocess
@@ -13,8 +13,8 @@ import kernels
 
 ROOT = Path(kernels.__file__).resolve().parents[1]
 
-# The lowest version of Hugging Face's kernels that any transformers 5 takes (5.0.0). An installed selectron is asked
-# for its own version in its place, so from here on transformers would take ours for theirs.
+# The lowest version of Hugging Face's `kernels` that any transformers 5 (5.0.0) accepts. For an installed selectron,
+# transformers reads selectron's own version instead. From this version on, it would take our package for theirs.
 LOWEST_TAKEN = Version("0.9.0")
 
 PROBE = """
@@ -57,7 +57,7 @@ def test_transformers_imports_beside_an_installed_selectron(tmp_path):
     pytest.importorskip("transformers", minversion="5")
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     (tmp_path / "kernels").mkdir()
-    # No __version__ here: transformers has to find the version in the metadata.
+    # Without __version__, transformers must find the version in the metadata.
     (tmp_path / "kernels" / "__init__.py").touch()
     info = tmp_path / f"selectron-{version}.dist-info"
     info.mkdir()

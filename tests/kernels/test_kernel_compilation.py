@@ -1,4 +1,4 @@
-"""Every Triton kernel compiles for a Hopper GPU: the interpreter, where the other tests run, lets more pass."""
+"""Every Triton kernel compiles for a Hopper GPU. Triton's interpreter, which the other tests use, accepts more code."""
 
 import ast
 import os
@@ -15,7 +15,7 @@ ROOT = HERE.parents[1]
 
 
 def launched_kernels() -> set[str]:
-    """Triton functions that say what grid they are launched on."""
+    """Return the names of Triton functions whose docstrings state a launch grid."""
     return {
         node.name
         for path in (ROOT / "kernels").rglob("triton_*.py")
@@ -31,7 +31,7 @@ def test_every_kernel_compiles(tmp_path):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=540,  # below the time that a test has: another one may run beside it
+        timeout=540,  # below the time limit of a test, as another test may run concurrently
     )
     assert done.returncode == 0, done.stderr
     assert set(done.stdout.split()) == launched_kernels()

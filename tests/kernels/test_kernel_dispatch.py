@@ -1,4 +1,4 @@
-"""Dispatch between Triton and the reference, beyond the cases in the ops' own tests."""
+"""Dispatch between Triton and the reference, apart from the cases in the ops' own tests."""
 
 import logging
 

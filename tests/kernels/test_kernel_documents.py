@@ -1,4 +1,4 @@
-"""Packed documents: an op called document by document."""
+"""Packed documents: an op called once per document."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ BOUNDS = [0, 5, 5, 6, 21]
 
 
 def own_document(q, k, v, *, query_offset, factor):
-    """Give each query's position in its document, times a factor, and how many keys the document has."""
+    """Return each query's position in its document, times a factor, and the document's number of keys."""
     assert k.shape[1] == v.shape[1]
     position = torch.arange(query_offset, query_offset + q.shape[1])[None]
     return position * factor, torch.full_like(position, k.shape[1])

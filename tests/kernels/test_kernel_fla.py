@@ -1,4 +1,4 @@
-"""Stateful ops on flash-linear-attention's kernels: conditions of use, and values on a GPU."""
+"""Stateful ops that use flash-linear-attention's kernels: conditions of use, and values on a GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kernels.rwkv7 import rwkv7
 
 
 def fading(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-    """Of a head, the same for every token."""
+    """Gated linear attention with one constant decay per head."""
     g = torch.tensor([-0.03, -0.5, -1e-4], device=q.device)
     return gated_linear_attention(q, k, v, g, **options)
 
@@ -36,7 +36,7 @@ OPS: dict[str, tuple[Callable[..., Any], str]] = {
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Pretend to be on a Hopper GPU, with this Triton."""
+    """Pretend to run on a Hopper GPU with a given Triton version."""
 
     def pretend(triton: str) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
@@ -70,7 +70,7 @@ def test_obstacles_name_the_mend(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _inputs(length: int, key: int, value: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Random inputs of all ops [2, length, 3, ...], on the GPU."""
+    """Random inputs of all ops, [2, length, 3, ...], on the GPU."""
     gen = torch.Generator(device="cuda").manual_seed(length)
 
     def randn(*shape: int) -> Tensor:

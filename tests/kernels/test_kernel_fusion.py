@@ -1,4 +1,4 @@
-"""Fusion: code around the ops is compiled only on a GPU."""
+"""Fusion: the code around the ops is compiled only on a GPU."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_inside_another_compiled_function_it_is_not_compiled_again() -> None:
 
 @fusion.fused
 def products(x: Tensor, y: Tensor, z: Tensor, power: int) -> tuple[Tensor, ...]:
-    """Of transposed tensors: what is computed lies otherwise than they do."""
+    """Powers of transposed tensors. The results have another memory layout than the inputs."""
     return tuple((a.transpose(0, 1) ** power).contiguous() for a in (x, y, z))
 
 
@@ -70,7 +70,7 @@ def test_gradients_lie_as_the_tensors_do(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_gradient_is_joined_by_what_serves_the_shapes_it_was_cut_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU's gradients are computed in a thread of torch's own, which begins without what was said around the call."""
+    """On a GPU, torch computes gradients in its own thread, outside the context managers around the call."""
     seen: list[bool | None] = []
 
     def compiled(function: Callable[..., object], fullgraph: bool, dynamic: bool | None) -> Callable[..., object]:

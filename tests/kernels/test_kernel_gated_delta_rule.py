@@ -1,4 +1,4 @@
-"""The gated delta rule: both forms against a float64 loop in the paper's orientation, and finite differences."""
+"""Gated delta rule: both forms, compared with a float64 loop in the paper's orientation and with finite differences."""
 
 import numpy as np
 import pytest
@@ -67,7 +67,7 @@ def test_low_precision_is_close_and_keeps_its_dtype(form, dtype, forget):
     assert (out.dtype, last.dtype) == (dtype, torch.float32)
     tolerance = 1e-5 if dtype == torch.float32 else torch.finfo(dtype).eps
     torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
-    # The state is never rounded to 16 bits.
+    # The state stays in fp32, whatever the dtype of the inputs.
     torch.testing.assert_close(last.double(), expected_last, rtol=1e-5, atol=1e-5)
 
 

@@ -1,4 +1,4 @@
-"""The gated delta rule's Triton kernels against the plain form in float64: on a GPU, or in Triton's interpreter."""
+"""The gated delta rule's Triton kernels, compared with the plain form in float64: on a GPU, or in the interpreter."""
 
 import itertools
 
@@ -12,24 +12,24 @@ pytest.importorskip("triton")
 
 from kernels.gated_delta_rule import gated_delta_rule, triton_launch
 
-# In the interpreter masked lanes compute infinities and NaN with numpy, which says so.
+# In the interpreter, masked lanes compute infinities and NaN with numpy, which warns about them.
 pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning"), pytest.mark.usefixtures("poison")]
 
-__all__ = ["poison"]  # a fixture: found by its name
+__all__ = ["poison"]  # imported as a fixture
 
 NAMES = ["q", "k", "v", "g", "beta", "initial_state"]
 DTYPE = BF16 if ON_GPU else FP32
-"""On a GPU there is no form for fp32."""
+"""The kernels do not support fp32 on a GPU."""
 
 
 KEY, VALUE, HEADS = (64, 64, 3) if ON_GPU else (16, 24, 2)
 
 
 def draw(length, key=KEY, value=VALUE, batch=2, heads=HEADS, dtype=DTYPE, forget=0.6):
-    """All tensors of a call, in the order of NAMES, and gradients of the output and the last state.
+    """Draw all tensors of a call in the order of NAMES, and gradients of the output and of the final state.
 
     Args:
-        forget: how fast a head decays; None: not at all.
+        forget: factor of the log decays. None: no decay.
     """
     gen = torch.Generator().manual_seed(length)
 
@@ -44,7 +44,7 @@ def draw(length, key=KEY, value=VALUE, batch=2, heads=HEADS, dtype=DTYPE, forget
 
 
 def run(tensors, implementation, **options):
-    """Give the output, the last state and the gradients of the inputs that there are."""
+    """Return the output, the final state and the gradients of the inputs that are not None."""
     *inputs, dout, dlast = [None if x is None else x.detach().requires_grad_() for x in tensors]
     results = gated_delta_rule(
         *inputs[:5], initial_state=inputs[5], return_final_state=True, implementation=implementation, **options
@@ -53,11 +53,11 @@ def run(tensors, implementation, **options):
 
 
 def check(tensors, least=1e-12, times=1, **options):
-    """Hold all results to the plain form's.
+    """Compare the outputs and all gradients with the plain form.
 
     Args:
-        least: smallest size that errors are relative to.
-        times: tolerance, where 16 bits are magnified.
+        least: lower bound of the RMS that errors are relative to.
+        times: factor of the tolerance, for cases that magnify 16-bit rounding.
     """
     got = run(tensors, "triton", **options)
     expected = run([None if x is None else x.double() for x in tensors], "chunked", **options)
@@ -82,7 +82,7 @@ else:
 @pytest.mark.parametrize(("length", "key", "value", "forget", "alone"), CASES)
 def test_agrees_with_the_plain_form(length, key, value, forget, alone, monkeypatch):
     monkeypatch.setattr(triton_launch, "multiprocessors", lambda _: 10**9 if alone else 0)
-    # Of one token, beta and g have one number a head: their errors are relative to many together.
+    # With one token, beta and g have only one number per head. A large batch makes their relative RMS meaningful.
     check(draw(length, key, value, batch=2 if length > 1 else 100 if ON_GPU else 4, forget=forget))
 
 
@@ -111,7 +111,7 @@ def test_scale():
 
 @pytest.mark.parametrize("forget", [0.0, 1e-4, 50.0])
 def test_any_decay(forget):
-    # Of a state that is forgotten at once, g's gradient is next to nothing, the rest of what cancels.
+    # If the state decays at once, the gradient of g is close to zero: a difference of terms that cancel.
     check(draw(130, batch=FEW, forget=forget), least=0.1)
 
 
@@ -119,7 +119,7 @@ def test_keys_that_are_all_the_same():
     tensors = draw(130, batch=FEW, forget=None)
     tensors[1] = tensors[1][:, :1].expand_as(tensors[1])
     tensors[4] = torch.full_like(tensors[4], 0.99)
-    # An update is what is left of nearly equal values, which 16 bits round.
+    # Updates are differences of nearly equal values, which 16-bit rounding affects strongly.
     check(tensors, times=8 if ON_GPU else 1)
 
 

@@ -1,4 +1,4 @@
-"""Gated linear attention: both forms against a float64 sum over all pairs, and finite differences."""
+"""Gated linear attention: both forms, compared with a float64 sum over all pairs and with finite differences."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,10 @@ DECAYS = [None, "constant", "head", "feature"]
 
 
 def brute_force(q, k, v, g, scale=None, state=None):
-    """No state: o_t is the sum over s <= t of v_s times q_t . k_s, each feature faded by the decay in between."""
+    """Compute o_t without a state.
+
+    The output is the sum over s <= t of v_s times q_t . k_s, with each feature decayed from s to t.
+    """
     batch, length, heads, dk = q.shape
     scale = dk**-0.5 if scale is None else scale
     g = torch.zeros(1) if g is None else g
@@ -66,7 +69,7 @@ def test_low_precision_is_close_and_keeps_its_dtype(form, dtype, decay):
     assert (out.dtype, last.dtype) == (dtype, torch.float32)
     tolerance = 2e-5 if dtype == torch.float32 else torch.finfo(dtype).eps
     torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
-    # The state is never rounded to 16 bits.
+    # The state stays in fp32, whatever the dtype of the inputs.
     torch.testing.assert_close(last.double(), expected_last, rtol=2e-5, atol=2e-5)
 
 

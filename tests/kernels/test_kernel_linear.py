@@ -1,4 +1,4 @@
-"""The linear that sums in fp32: against float64, on this machine's device."""
+"""Linear layer with fp32 accumulation, compared with float64 on this machine's device."""
 
 from __future__ import annotations
 

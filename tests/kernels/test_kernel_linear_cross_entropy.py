@@ -1,4 +1,4 @@
-"""The output layer's cross entropy, in chunks and in Triton, against torch's on whole logits in float64.
+"""Cross entropy of the output layer, chunked and in Triton, compared with torch's on whole logits in float64.
 
 The kernels run on a GPU, or in Triton's interpreter.
 """
@@ -16,7 +16,7 @@ from triton_cases import BF16, DEVICE, FP16, FP32, TOLERANCE, needs_gpu, poison,
 from kernels.common.dispatch import HAS_TRITON
 from kernels.linear_cross_entropy import interface, linear_cross_entropy, op
 
-__all__ = ["poison"]  # a fixture: found by its name
+__all__ = ["poison"]  # imported as a fixture
 
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 pytestmark = pytest.mark.usefixtures("poison")
@@ -24,7 +24,7 @@ FORMS = ["chunked", pytest.param("triton", marks=needs_triton)]
 
 
 def draw(tokens: int, vocabulary: int, width: int = 24, dtype: torch.dtype = FP32) -> tuple[Tensor, ...]:
-    """Hidden states, weight, labels, and which losses are counted: all but about a fifth."""
+    """Draw hidden states, weight, labels, and a mask that counts about four fifths of the losses."""
     gen = torch.Generator().manual_seed(tokens)
     hidden = torch.randn(tokens, width, generator=gen)
     weight = torch.randn(vocabulary, width, generator=gen) / width**0.5
@@ -34,7 +34,7 @@ def draw(tokens: int, vocabulary: int, width: int = 24, dtype: torch.dtype = FP3
 
 
 def expected_of(tensors: tuple[Tensor, ...], factor: float) -> tuple[Tensor, ...]:
-    """Losses, and gradients of factor times the sum of the counted ones, by torch in float64."""
+    """Compute losses, and gradients of factor times the sum of the counted ones, with torch in float64."""
     hidden, weight, labels, counted = tensors
     inputs = [x.detach().double().requires_grad_() for x in (hidden, weight)]
     losses = F.cross_entropy(inputs[0] @ inputs[1].T, labels, reduction="none")
@@ -55,7 +55,7 @@ def test_losses_and_gradients(tokens: int, vocabulary: int, dtype: torch.dtype, 
     tensors = draw(tokens, vocabulary, dtype=dtype)
     found = found_of(tensors, 0.5, implementation=form, chunk_size=50)
     for got, want in zip(found, expected_of(tensors, 0.5), strict=True):
-        # Logits in 16 bits are off by as much as they are large, and so are losses.
+        # The rounding error of 16-bit logits is proportional to their magnitude, and so is the error of the losses.
         assert relative_rms(got, want) < TOLERANCE[dtype] * (1 if dtype == FP32 else 3)
     assert found[0].dtype == FP32
     assert [x.dtype for x in found[1:]] == [dtype, dtype]
@@ -92,7 +92,7 @@ PADDED.append(pytest.param("triton", marks=needs_triton, id="triton"))
 @pytest.mark.parametrize(("rows", "tokens"), [(64, 50), (64, 1), (4097, 4095), (8320, 4096), (30, 30)])
 def test_rows_that_are_no_tokens_get_no_probability_and_no_gradient(form: str, rows: int, tokens: int) -> None:
     hidden, weight, labels, counted = draw(24, rows)
-    weight[tokens:] *= 100  # most of the probability, if they got any
+    weight[tokens:] *= 100  # the padding rows would get most of the probability
     labels %= tokens
     if form == "reference":
         counted[:] = True
@@ -106,7 +106,10 @@ def test_rows_that_are_no_tokens_get_no_probability_and_no_gradient(form: str, r
 
 @pytest.mark.parametrize("form", FORMS)
 def test_ranks_of_tokens_of_both_and_of_padding_alone(form: str) -> None:
-    """100 tokens in 160 rows, 40 on each of four ranks: the third has some of both, the last no token."""
+    """100 tokens in 160 rows, with 40 rows on each of four ranks.
+
+    The third rank has tokens and padding, the last one only padding.
+    """
     rows = interface._rows(form)
     hidden, weight, labels, counted = draw(20, 160)
     labels %= 100
@@ -134,7 +137,7 @@ def test_large_logits_do_not_overflow(form: str) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_shapes_and_strides_of_a_batch(form: str) -> None:
-    """[t, b, h] seen as [b, t, h], as a model's hidden states are."""
+    """The model's hidden states are [t, b, h], passed as a view [b, t, h]."""
     hidden, weight, labels, _ = draw(12, 20)
     losses = linear_cross_entropy(hidden.view(6, 2, -1).transpose(0, 1), weight, labels.view(2, 6), implementation=form)
     expected = F.cross_entropy(hidden @ weight.T, labels.view(2, 6).T.flatten(), reduction="none")
@@ -149,7 +152,7 @@ def test_a_loss_that_is_not_counted_spoils_nothing(form: str) -> None:
     losses, dhidden, _ = found_of((hidden, weight, labels, counted), 1.0, implementation=form)
     assert losses[counted].isfinite().all()
     assert losses[~counted].isnan().all()
-    # Hidden states themselves are multiplied with zeros.
+    # Uncounted hidden states are multiplied by zero gradients, so they must be finite for the weight's gradient.
     assert (dhidden[~counted] == 0).all()
     hidden[~counted] = 0
     torch.testing.assert_close(dhidden, found_of((hidden, weight, labels, counted), 1.0)[1])
@@ -182,7 +185,7 @@ def test_nothing_counted_has_no_gradient() -> None:
 
 
 def test_a_gradient_that_is_not_a_number_stays_so() -> None:
-    """It is the step's judge that finds it, on all ranks."""
+    """The optimizer step detects it, on all ranks."""
     assert all(x.isnan().any() for x in found_of(draw(20, 30), float("nan"))[1:])
 
 

@@ -1,4 +1,4 @@
-"""Owner of the import name `kernels`, from metadata alone: before and after an install, shadowed or not."""
+"""Owner of the import name `kernels` by metadata alone: before and after an install, with and without shadowing."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ ROOT = Path(name_conflict.__file__).resolve().parents[1]
 
 
 def install(folder, name, *, record=(), top_level=None, package=False):
-    """Lay down what pip leaves behind: a dist-info folder and perhaps a package."""
+    """Write the files that pip leaves: a dist-info folder and optionally a package."""
     info = folder / f"{name or 'nameless'}-1.2.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\n" + (f"Name: {name}\n" if name else "") + "Version: 1.2\n")
@@ -106,7 +106,7 @@ def test_a_foreign_folder_without_a_distribution(tmp_path):
     done = run(["-S", ROOT / "kernels" / "name_conflict.py"], pythonpath=[tmp_path, ROOT], cwd=tmp_path)
     assert done.returncode == 2
     assert str(tmp_path / "kernels" / "__init__.py") in done.stderr
-    # A mere folder of that name, as tests/kernels is, wins over nothing.
+    # A plain folder of that name, such as tests/kernels, does not shadow the package.
     (tmp_path / "kernels" / "__init__.py").unlink()
     done = run(["-S", ROOT / "kernels" / "name_conflict.py"], pythonpath=[tmp_path], cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")

@@ -1,4 +1,4 @@
-"""Native Sparse Attention against loops written from its definition, whole and part by part."""
+"""Native Sparse Attention, compared with loops written from its definition, as a whole and branch by branch."""
 
 import math
 
@@ -25,7 +25,7 @@ def attend(q, keys, values, scale):
 
 
 def brute_force(q, k, v, gates, size, num_selected, window, scale=None, offset=0):
-    """Query by query and head by head, in float64; also the blocks taken, as sets."""
+    """Compute the output by query and head in float64. Also return the selected blocks as sets."""
     q, k, v, gates = (x.detach().double() for x in (q, k, v, gates))
     batch, length, heads, d = q.shape
     group = heads // k.shape[2]
@@ -75,13 +75,13 @@ def fixed_gates(q, gates):
 @pytest.mark.parametrize(
     ("length", "size", "num_selected", "window"),
     [
-        (17, 4, 3, 3),  # the last block cut short; nothing but the own block, the one before and block 0
+        (17, 4, 3, 3),  # a partial last block, and no selection beyond the own block, the previous one and block 0
         (13, 4, 1, 1),
-        (21, 4, 4, 40),  # a window longer than the sequence
+        (21, 4, 4, 40),  # window longer than the sequence
         (24, 4, 4, 5),
         (11, 1, 5, 4),
-        (9, 3, 16, 2),  # more than there are
-        (3, 4, 2, 2),  # no whole block at all
+        (9, 3, 16, 2),  # more blocks selected than exist
+        (3, 4, 2, 2),  # no complete block
     ],
 )
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2)])
@@ -109,7 +109,7 @@ def select(q, k, num_selected, size=4, offset=0):
 
 @pytest.mark.parametrize("hkv", [2, 1])
 def test_ties_go_to_the_lowest_block(hkv):
-    # Whole blocks repeat one of two others, in whole numbers: equal scores are equal to the bit.
+    # Every complete block repeats one of two blocks of integers, so equal scores are bit-identical.
     q, k, v, gates = inputs(tq=30, tk=30, hq=2, hkv=hkv)
     kinds = torch.randint(-2, 3, (2, 2, 4, hkv, 4), generator=torch.Generator().manual_seed(1)).double()
     k = kinds[:, [0, 1, 0, 1, 1, 0, 0, 1]].flatten(1, 2)[:, :30]
@@ -125,12 +125,12 @@ def test_equal_blocks_are_taken_in_order():
     taken = select(ones, ones, 4)[0, 0]
     rows = {t: taken[t].nonzero().flatten().tolist() for t in (0, 3, 4, 8, 15, 21)}
     assert rows == {0: [0], 3: [0], 4: [0, 1], 8: [0, 1, 2], 15: [0, 1, 2, 3], 21: [0, 1, 4, 5]}
-    # Fewer than the three that are always taken.
+    # Fewer than the three blocks that are always selected.
     assert torch.equal(select(ones, ones, 1), select(ones, ones, 3))
 
 
 def test_heads_of_a_group_choose_together():
-    # Each head alone prefers another of blocks 1 and 2; their sum is decided by the surer one.
+    # The heads prefer different blocks, 1 and 2. The summed probabilities follow the head with the larger margin.
     k = torch.zeros(1, 5, 1, 2, dtype=torch.float64)
     k[0, 1, 0, 0] = k[0, 2, 0, 1] = 1.0
     q = torch.tensor([[1.0, 0.0], [0.0, 5.0]], dtype=torch.float64).expand(1, 5, 2, 2)
@@ -167,7 +167,7 @@ def test_a_query_without_a_whole_block_has_no_compressed_output():
     out = native_sparse_attention(q, k, v, fixed_gates(q, COMPRESSED), block_size=4)
     assert torch.equal(out[:, :3], torch.zeros_like(out[:, :3]))
     assert bool((out[:, 3:] != 0).all())
-    with torch.autograd.set_detect_anomaly(True):  # no NaN on the way either
+    with torch.autograd.set_detect_anomaly(True):  # no NaN in intermediate gradients either
         (grad_q,) = torch.autograd.grad(out.sum(), q)
     assert torch.equal(grad_q[:, :3], torch.zeros_like(grad_q[:, :3]))
     assert bool(grad_q.isfinite().all())
@@ -175,7 +175,7 @@ def test_a_query_without_a_whole_block_has_no_compressed_output():
 
 @pytest.mark.parametrize(("length", "size"), [(11, 3), (4, 8)])
 def test_gradient_by_finite_differences(length, size):
-    # gradcheck moves inputs by 1e-6; random importances are much further apart, so the selection stays.
+    # gradcheck perturbs inputs by 1e-6. Random importances differ by much more, so the selection is unchanged.
     arguments = [x.requires_grad_() for x in inputs(tq=length - 2, tk=length, hq=2, hkv=1, d=3, dv=2, batch=1)]
 
     def op(q, k, v, gates):
@@ -204,7 +204,7 @@ def test_low_precision_is_close(dtype):
     arguments = inputs(dtype=dtype)
     out = native_sparse_attention(*arguments, block_size=4, num_selected=4, window=5)
     assert out.dtype == dtype
-    # The reference takes the same rounded inputs: what is left is the rounding of the output.
+    # The reference receives the same rounded inputs, so only the output's rounding remains.
     expected = native_sparse_attention(*(x.double() for x in arguments), block_size=4, num_selected=4, window=5)
     tolerance = 2e-6 if dtype == torch.float32 else torch.finfo(dtype).eps
     torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)

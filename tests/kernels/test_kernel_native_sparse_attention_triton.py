@@ -1,8 +1,8 @@
-"""Native Sparse Attention's Triton form against its reference in float64: on a GPU, or in Triton's interpreter.
+"""Native Sparse Attention's Triton form, compared with its reference in float64: on a GPU, or in Triton's interpreter.
 
-Queries and keys are whole numbers, so that means of blocks of 32 to 128 keys are exact whatever the dtype, and choices
-do not hang on rounding. FlexAttention has no gradient on a CPU: there the whole op takes plain torch for the compressed
-branch, and that branch is held against it by itself.
+Queries and keys are integers, so that means of blocks of 32 to 128 keys are exact in every dtype and choices do not
+depend on rounding. FlexAttention has no gradient on a CPU. There the whole op uses plain torch for the compressed
+branch, and a separate test compares FlexAttention with it.
 """
 
 import pytest
@@ -27,17 +27,17 @@ from kernels.native_sparse_attention.reference import block_means, compressed_pr
 from kernels.top1_chunk import triton_launch as triton_launch_chunk
 from kernels.top1_chunk.triton_launch_order import Order
 
-__all__ = ["poison"]  # a fixture: found by its name
+__all__ = ["poison"]  # imported as a fixture
 
 pytestmark = [
-    # In the interpreter masked lanes compute infinities and NaN with numpy, which says so.
+    # In the interpreter, masked lanes compute infinities and NaN with numpy, which warns about them.
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile"),
 ]
 
 
 def plain_compressed(q, k, v, *, block_size, scale, query_offset):
-    """As `attend_compressed`, from the reference's parts."""
+    """Compute `attend_compressed` from the reference's parts."""
     options = {"block_size": block_size, "scale": scale, "query_offset": query_offset}
     probabilities = compressed_probabilities(q, k, **options)
     t, n = torch.arange(q.shape[1], device=q.device)[:, None], torch.arange(k.shape[1], device=q.device)
@@ -47,7 +47,7 @@ def plain_compressed(q, k, v, *, block_size, scale, query_offset):
 
 
 def rows_by_choice(problem, chosen_gr):
-    """As `group` of Top-1 Chunk's launches, which has its own test, and whose sorts take the interpreter seconds."""
+    """Do what `group` of Top-1 Chunk does, which has its own test. Its sorts take seconds in the interpreter."""
     num_groups, rows = chosen_gr.shape
     bins = problem.slots + 1
     bin_gr = chosen_gr.where(chosen_gr >= 0, problem.slots) + bins * torch.arange(num_groups)[:, None]
@@ -57,7 +57,7 @@ def rows_by_choice(problem, chosen_gr):
 
 @pytest.fixture(autouse=True)
 def for_the_interpreter(monkeypatch):
-    """There: a branch with a gradient, segments so short that there are several, few programs."""
+    """In the interpreter, use a branch with a gradient, short segments, so that there are several, and few programs."""
     if not ON_GPU:
         monkeypatch.setattr(branches, "attend_compressed", plain_compressed)
         monkeypatch.setattr(selected, "MASKED_UP_TO", 0)
@@ -72,7 +72,7 @@ def draw_gates(q):
 
 
 def run(tensors, implementation, **options):
-    """Give the output and the gradients of q, k, v and the gates."""
+    """Return the output and the gradients of q, k, v and the gates."""
     *inputs, grad = tensors
     inputs = [x.detach().requires_grad_() for x in inputs]
     out = native_sparse_attention(*inputs, implementation=implementation, **options)
@@ -127,7 +127,7 @@ def test_two_runs_give_the_same_bits():
 
 
 def choice(q, k, size, num_selected, scale=1.0, offset=0):
-    """Blocks as the kernel chooses them, the own one with them, bool [b, hkv, tq, blocks]."""
+    """Return the blocks that the kernel selects, with the own block, as bool [b, hkv, tq, blocks]."""
     means = block_means(k, size).to(k.dtype)
     _, lse = plain_compressed(q, means, means, block_size=size, scale=scale, query_offset=offset)
     earlier = choose_blocks(q, means, lse, size, num_selected - 1, scale, offset)
@@ -155,7 +155,7 @@ def test_chooses_as_the_reference_but_for_rounding(heads, num_selected):
     taken = choice(q, k, size, num_selected, offset=offset)
     assert torch.equal(taken.sum(-1), expected.sum(-1))
     assert int((taken != expected).any(-1).sum()) <= 1e-3 * taken[..., 0].numel()
-    importance = torch.nn.functional.pad(of_heads.unflatten(1, (heads[1], -1)).sum(2), (0, 1))  # the one cut short
+    importance = torch.nn.functional.pad(of_heads.unflatten(1, (heads[1], -1)).sum(2), (0, 1))  # the partial last block
     missed = importance.masked_fill(~(expected & ~taken), -torch.inf).amax(-1)
     instead = importance.masked_fill(~(taken & ~expected), torch.inf).amin(-1)
     assert bool((missed - instead <= 1e-5).all())
@@ -264,7 +264,7 @@ def test_memory_grows_with_the_length():
         run([*inputs, draw_gates(inputs[0]), grad], "triton")
         return torch.cuda.max_memory_allocated()
 
-    peak(4096)  # what is compiled and kept
+    peak(4096)  # exclude one-time memory: compiled kernels and caches
     assert peak(32768) < 10 * peak(4096)
 
 

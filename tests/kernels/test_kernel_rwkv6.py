@@ -1,4 +1,4 @@
-"""RWKV-6's state update: both forms against the paper's sum over earlier tokens in float64, and finite differences."""
+"""RWKV-6's state update: both forms, compared with the paper's sum in float64 and with finite differences."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,10 @@ LENGTHS = [1, 2, 15, 16, 17, 50]
 
 
 def brute_force(r, k, v, g, u, scale=1.0, state=None):
-    """No state: o_t sums v_s over s < t, each feature faded by the decay strictly in between, and v_t by u."""
+    """Compute o_t without a state.
+
+    The output is the sum of v_s over s < t, with each feature decayed strictly between s and t, plus v_t weighted by u.
+    """
     r, k, v, g, u = (x.double().numpy() for x in (r, k, v, g, u))
     batch, length, heads, dk = r.shape
     out, last = np.zeros(v.shape), np.zeros((batch, heads, dk, v.shape[3]))
@@ -65,7 +68,7 @@ def test_scale_multiplies_the_output_and_leaves_the_state(form):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_token_is_read_before_its_own_decay(form):
-    # One feature: o_1 = r_1 (S_0 + u k_1 v_1) and S_1 = e^(g_1) S_0 + k_1 v_1, by hand.
+    # Hand count with one feature: o_1 = r_1 (S_0 + u k_1 v_1) and S_1 = e^(g_1) S_0 + k_1 v_1.
     r, k, v = (torch.full((1, 1, 1, 1), x) for x in (2.0, 3.0, 5.0))
     g, u, state = torch.full((1, 1, 1, 1), 0.5).log(), torch.full((1, 1), 7.0), torch.full((1, 1, 1, 1), 11.0)
     out, last = rwkv6(r, k, v, g, u, initial_state=state, return_final_state=True, implementation=form)
@@ -81,7 +84,7 @@ def test_low_precision_is_close_and_keeps_its_dtype(form, dtype):
     assert (out.dtype, last.dtype) == (dtype, torch.float32)
     tolerance = 2e-5 if dtype == torch.float32 else torch.finfo(dtype).eps
     torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
-    # The state is never rounded to 16 bits.
+    # The state stays in fp32, whatever the dtype of the inputs.
     torch.testing.assert_close(last.double(), expected_last, rtol=2e-5, atol=2e-5)
 
 

@@ -1,4 +1,4 @@
-"""RWKV-7's state update: both forms against a float64 loop in the paper's orientation, and finite differences."""
+"""RWKV-7's state update: both forms, compared with a float64 loop in the paper's orientation and finite differences."""
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ def brute_force(r, w, k, v, a, b, scale=1.0, state=None):
 
 
 def inputs(length, heads=3, dk=6, dv=5, dtype=torch.float64, forget=1.0, seed=0):
-    """Draw as the model does: a = -kappa_hat of length 1, b = kappa_hat * rate."""
+    """Draw inputs like the model's: a = -kappa_hat of length 1, b = kappa_hat * rate."""
     gen = torch.Generator().manual_seed(seed)
 
     def draw(size):
@@ -67,7 +67,7 @@ def test_a_and_b_need_not_be_parallel_and_scale_leaves_the_state(form):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_the_old_state_is_read_before_its_decay(form):
-    # One feature, by hand: S = e^w S_0 + b (a S_0) + k v and o = r S.
+    # Hand count with one feature: S = e^w S_0 + b (a S_0) + k v and o = r S.
     r, k, v, a, b, state = (torch.full((1, 1, 1, 1), x) for x in (2.0, 3.0, 5.0, -1.0, 0.25, 16.0))
     w = torch.full((1, 1, 1, 1), 0.5).log()
     out, last = rwkv7(r, w, k, v, a, b, initial_state=state, return_final_state=True, implementation=form)
@@ -84,7 +84,7 @@ def test_low_precision_is_close_and_keeps_its_dtype(form, dtype, forget):
     assert (out.dtype, last.dtype) == (dtype, torch.float32)
     tolerance = 2e-5 if dtype == torch.float32 else torch.finfo(dtype).eps
     torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
-    # The state is never rounded to 16 bits.
+    # The state stays in fp32, whatever the dtype of the inputs.
     torch.testing.assert_close(last.double(), expected_last, rtol=2e-5, atol=2e-5)
 
 

@@ -1,4 +1,4 @@
-"""The selective scan: both forms against a float64 loop over channels and tokens, and finite differences."""
+"""Selective scan: both forms, compared with a float64 loop over channels and tokens and with finite differences."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ BATCH, CHANNELS, SIZE = 2, 4, 3
 
 
 def brute_force(x, dt, A, B, C, D=None, state=None):
-    """Each channel by itself, in numpy."""
+    """Scan each channel separately with numpy."""
     batch, length, channels = x.shape
     x, dt, A, B, C = (y.detach().double().numpy() for y in (x, dt, A, B, C))
     if B.ndim == 3:
@@ -28,7 +28,7 @@ def brute_force(x, dt, A, B, C, D=None, state=None):
 
 
 def inputs(length, groups=None, dtype=torch.float64, step=1.0, batch=BATCH, channels=CHANNELS, size=SIZE, seed=0):
-    """x, dt, A, B, C; B and C without a dimension of groups for None."""
+    """Draw x, dt, A, B, C. With `groups=None`, B and C have no group dimension."""
     gen = torch.Generator().manual_seed(seed)
     inner = (length, size) if groups is None else (length, groups, size)
 
@@ -72,7 +72,7 @@ def test_low_precision_is_close_and_keeps_its_dtype(form, dtype):
     assert (y.dtype, last.dtype) == (dtype, torch.float32)
     tolerance = 1e-5 if dtype == torch.float32 else torch.finfo(dtype).eps
     torch.testing.assert_close(y.double(), expected, rtol=tolerance, atol=tolerance)
-    # The state is never rounded to 16 bits.
+    # The state stays in fp32, whatever the dtype of the inputs.
     torch.testing.assert_close(last.double(), expected_last, rtol=1e-5, atol=1e-5)
 
 
@@ -108,7 +108,7 @@ def test_both_forms_have_the_same_finite_gradient_in_fp32(groups, step):
     gradients = []
     for form in FORMS:
         arguments = [x.requires_grad_() for x in inputs(37, groups, torch.float32, step)]
-        # Steps of 0 or 1000 make states of 0 or of some 1000.
+        # Step sizes near 0 or 1000 give states near 0 or near 1000.
         y, last = selective_scan(*arguments, return_final_state=True, implementation=form)
         gradients.append(torch.autograd.grad(y.sin().sum() + last.cos().sum(), arguments))
     for name, a, b in zip(["x", "dt", "A", "B", "C"], *gradients, strict=True):
@@ -122,7 +122,7 @@ def test_a_decay_of_minus_fifty_a_token_forgets_and_stays_finite(form):
     x, _, _, B, C = inputs(37, dtype=torch.float32)
     dt, A = torch.full_like(x, 5.0).requires_grad_(), torch.full((CHANNELS, SIZE), -10.0).requires_grad_()
     y = selective_scan(x, dt, A, B, C, implementation=form)
-    # Nothing is left of the tokens before: each reads what it has written itself.
+    # Earlier tokens decay to nothing, so each token reads only its own update.
     torch.testing.assert_close(y, 5.0 * x * (B * C).sum(-1, keepdim=True), rtol=1e-5, atol=1e-5)
     for gradient in torch.autograd.grad(y.sum(), (dt, A)):
         assert gradient.isfinite().all()
@@ -146,7 +146,7 @@ def test_the_backward_pass_holds_the_arguments_and_one_state_a_chunk():
 def test_without_a_backward_pass_nothing_is_checkpointed(monkeypatch):
     x, dt, A, B, C = inputs(40)
     expected = selective_scan(x, dt, A, B, C, implementation="chunked")
-    monkeypatch.setattr(reference, "checkpoint", None)  # it imports torch's compiler
+    monkeypatch.setattr(reference, "checkpoint", None)  # importing checkpoint loads torch's compiler
     with torch.no_grad():
         found = selective_scan(x, dt, A, B, C, implementation="chunked")
     assert torch.equal(found, expected)

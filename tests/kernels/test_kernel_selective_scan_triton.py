@@ -1,4 +1,4 @@
-"""The selective scan's Triton kernels against the loop over tokens in float64: on a GPU, or in Triton's interpreter."""
+"""The selective scan's Triton kernels, compared with the float64 loop over tokens: on a GPU, or in the interpreter."""
 
 import logging
 
@@ -12,17 +12,17 @@ pytest.importorskip("triton")
 
 from kernels.selective_scan import selective_scan, triton_launch
 
-# In the interpreter masked lanes compute infinities and NaN with numpy, which says so.
+# In the interpreter, masked lanes compute infinities and NaN with numpy, which warns about them.
 pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning"), pytest.mark.usefixtures("poison")]
 
-__all__ = ["poison"]  # a fixture: found by its name
+__all__ = ["poison"]  # imported as a fixture
 
 NAMES = ["x", "dt", "A", "B", "C", "D", "initial_state"]
 
 
 @pytest.fixture(autouse=True)
 def short_chunks(monkeypatch):
-    """Short sequences, too, have several chunks of several spans, and several sums of dB."""
+    """Reduce sizes in the interpreter, so that short sequences have several chunks, spans and partial sums of dB."""
     if not ON_GPU:
         small = {"span": 4, "step": 2, "least_chunk": 8, "backward_numbers": 4, "parts": 2}
         monkeypatch.setattr(triton_launch, "TUNING", triton_launch.TUNING._replace(**small))
@@ -30,7 +30,7 @@ def short_chunks(monkeypatch):
 
 
 def draw(length, channels=12, size=4, groups=None, batch=1, dtype=FP32, step=1.0):
-    """All tensors of a call, in the order of NAMES, and gradients of the output and the last state."""
+    """Draw all tensors of a call in the order of NAMES, and gradients of the output and of the final state."""
     gen = torch.Generator().manual_seed(0)
 
     def normal(*shape):
@@ -45,7 +45,7 @@ def draw(length, channels=12, size=4, groups=None, batch=1, dtype=FP32, step=1.0
 
 
 def run(tensors, implementation, *, rest=True):
-    """Give the output, the last state and the gradients; without `rest` no skip and no first state."""
+    """Return the output, the final state and the gradients. Without `rest`, there is no skip and no initial state."""
     *tensors, dy, dlast = tensors
     inputs = [x.detach().requires_grad_() for x in (tensors if rest else tensors[:5])]
     options = dict(zip(["D", "initial_state"], inputs[5:], strict=False))
@@ -54,7 +54,7 @@ def run(tensors, implementation, *, rest=True):
 
 
 def check(tensors, **options):
-    """Hold all results to the loop's, and give them."""
+    """Compare all results with the loop's, and return them."""
     got = run(tensors, "triton", **options)
     expected = run([x.double() for x in tensors], "recurrent", **options)
     dtypes = [tensors[0].dtype, FP32, *(x.dtype for x in tensors)]
@@ -131,7 +131,7 @@ def test_only_the_last_state_is_used():
 def test_recompute_gives_the_same_gradients():
     tensors = [x.requires_grad_() for x in draw(18)[:5]]
 
-    def two_calls(*inputs):  # as context parallelism makes them: the state that one leaves is the other's first
+    def two_calls(*inputs):  # as with context parallelism: one call's final state is the next one's initial state
         _, state = selective_scan(*inputs, return_final_state=True, implementation="triton")
         return selective_scan(*inputs, initial_state=state, implementation="triton")
 
@@ -173,7 +173,7 @@ def test_more_elements_than_int32_counts():
     dt = torch.full((1, length, channels), 0.5, device=DEVICE)
     A = -torch.ones(channels, 4, device=DEVICE)
     B, C = (torch.randn(1, length, 4, device=DEVICE, dtype=BF16) for _ in range(2))
-    # What lies further back than twice the last tokens looked at has faded to nothing.
+    # Tokens further back than twice the compared range have decayed to nothing.
     ends = [z[:, -2 * size :].double().requires_grad_() for z in (x, dt, B, C)]
     tensors = [z.requires_grad_() for z in (x, dt, B, C)]
     results = []

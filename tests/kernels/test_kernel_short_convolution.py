@@ -1,4 +1,4 @@
-"""The short convolution: its plain form against torch's conv1d, its Triton kernels against the plain form in float64.
+"""Short convolution: the plain form compared with torch's conv1d, the Triton kernels with the plain form in float64.
 
 The kernels run on a GPU, or in Triton's interpreter.
 """
@@ -14,7 +14,7 @@ from triton_cases import BF16, DEVICE, FP16, FP32, ON_GPU, TOLERANCE, needs_gpu,
 from kernels.common.dispatch import HAS_TRITON
 from kernels.short_convolution import short_convolution
 
-__all__ = ["poison"]  # a fixture: found by its name
+__all__ = ["poison"]  # imported as a fixture
 
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 pytestmark = pytest.mark.usefixtures("poison")
@@ -24,7 +24,7 @@ HEADS = {"widths": [6, 6, 4], "unit_length": [True, True, False]}
 
 
 def draw(length, *, taps=4, batch=2, units=3, width=16, dtype=FP32):
-    """All tensors of a call, in the order of NAMES, x a view of wider rows."""
+    """Draw all tensors of a call in the order of NAMES. x is a view into wider rows."""
     gen = torch.Generator().manual_seed(0)
 
     def normal(*shape):
@@ -35,7 +35,7 @@ def draw(length, *, taps=4, batch=2, units=3, width=16, dtype=FP32):
 
 
 def run(tensors, implementation, dtype=FP32, **options):
-    """Give the parts, and the gradients of the tensors, for random gradients of the parts that `dtype` can hold."""
+    """Return the parts, and the gradients of the inputs for random upstream gradients rounded to `dtype`."""
     inputs = [y.detach().requires_grad_() for y in tensors]
     parts = short_convolution(*inputs, implementation=implementation, **options)
     gen = torch.Generator().manual_seed(1)
@@ -44,7 +44,7 @@ def run(tensors, implementation, dtype=FP32, **options):
 
 
 def check(tensors, **options):
-    """All parts and gradients are those of the plain form in float64, in the inputs' dtypes."""
+    """Compare parts and gradients with the plain form in float64, and check their dtypes."""
     parts, dtype = len(options["widths"]), tensors[0].dtype
     got = run(tensors, "triton", dtype, **options)
     expected = run([y.double() for y in tensors], "reference", dtype, **options)

@@ -1,4 +1,4 @@
-"""softmax_attention against loops written from its definition, and its gradient against finite differences."""
+"""`softmax_attention`, compared with loops written from its definition, and its gradient with finite differences."""
 
 import math
 
@@ -114,7 +114,7 @@ def test_a_part_of_the_queries_gives_that_part_of_the_result(implementation, cas
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 100])
 @pytest.mark.parametrize("hkv", [4, 2, 1])
 def test_a_window_of_few_queries_on_a_gpu(length, hkv, dtype, limit):
-    """A mask whose rows are of odd lengths, forward and backward."""
+    """A mask with rows of odd lengths, in the forward and backward pass."""
     drawn = [x.to("cuda", dtype) for x in inputs(length, length, hkv=hkv, d=16, dv=16)]
     upstream = torch.randn(2, length, 4, 16, device="cuda").to(dtype)
 
@@ -124,7 +124,7 @@ def test_a_window_of_few_queries_on_a_gpu(length, hkv, dtype, limit):
         return [out, *torch.autograd.grad(out, leaves, upstream.to(dtype))]
 
     for name, found, exact in zip("oqkv", run("sdpa", dtype), run("reference", torch.float64), strict=True):
-        # Of one query the gradient of a softmax is zero.
+        # With one query, the gradient of the softmax is zero.
         assert float((found - exact).detach().norm() / exact.detach().norm().clamp_min(0.1)) < limit, name
 
 
@@ -139,7 +139,7 @@ def test_autocast_does_not_lower_the_precision(implementation):
 def test_alibi_slopes_of_the_paper():
     assert alibi_slopes(8).tolist() == [2.0**-i for i in range(1, 9)]
     assert alibi_slopes(1).tolist() == [2.0**-8]
-    # The paper's code for 12 heads: those of 8, then the 1st, 3rd, 5th and 7th of 16.
+    # The ALiBi authors' code for 12 heads: the slopes of 8 heads, then the 1st, 3rd, 5th and 7th of 16.
     odd = [2.0 ** (-0.5 * i) for i in (1, 3, 5, 7)]
     assert alibi_slopes(12).tolist() == pytest.approx([2.0**-i for i in range(1, 9)] + odd)
 

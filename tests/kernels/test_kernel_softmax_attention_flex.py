@@ -1,4 +1,4 @@
-"""FlexAttention's form of softmax_attention: its mask against torch's own, its values against the reference."""
+"""FlexAttention form of `softmax_attention`: its mask compared with torch's, its values with the reference."""
 
 import pytest
 import torch

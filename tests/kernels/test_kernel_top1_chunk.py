@@ -1,4 +1,4 @@
-"""Top-1 Chunk against loops written from its definition, whole and part by part."""
+"""Top-1 Chunk, compared with loops written from its definition, as a whole and part by part."""
 
 import math
 
@@ -13,7 +13,7 @@ SCORES = ["approx", "exact", "exact_lse"]
 
 
 def brute_force(q, k, v, size, top_k=1, score="exact", local=True, scale=None, offset=0, choice=None):
-    """Attend query by query; `choice` fixes the chunks instead of scoring them."""
+    """Attend query by query. `choice` sets the chunks instead of scoring them."""
     q, k, v = (x.double().numpy() for x in (q, k, v))
     batch, tq, hq, d = q.shape
     group = hq // k.shape[2]
@@ -80,7 +80,7 @@ def test_matches_the_definition(score, top_k, local, heads, length, size):
 @pytest.mark.parametrize("top_k", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_ties_go_to_the_lowest_chunk(score, top_k, dtype):
-    # Whole numbers and chunks of 4: products and means are exact, so equal scores are equal to the bit.
+    # With integers and chunks of 4 keys, products and means are exact, so equal scores are bit-identical.
     q, k, v = inputs(d=2, dtype=dtype, ties=True)
     _, chosen = top1_chunk_attention(q, k, v, chunk_size=4, top_k=top_k, score=score, return_selection=True)
     _, expected = brute_force(q, k, v, 4, top_k=top_k, score=score)
@@ -99,7 +99,7 @@ def test_equal_chunks_are_taken_in_order(score):
 
 
 def test_exact_scores_are_not_rounded_to_bf16():
-    # The two chunks' best products differ by less than bf16 resolves.
+    # The best products of the two chunks differ by less than the precision of bf16.
     k = torch.tensor([[1.0, 0.0], [1.0, 2.0**-9], [0.0, 0.0]], dtype=torch.bfloat16).reshape(1, 3, 1, 2)
     q = torch.ones(1, 3, 1, 2, dtype=torch.bfloat16)
     _, chosen = top1_chunk_attention(q, k, k, chunk_size=1, return_selection=True)
@@ -107,7 +107,7 @@ def test_exact_scores_are_not_rounded_to_bf16():
 
 
 def test_a_scale_cannot_make_two_different_chunks_equal():
-    # Neighbours in fp32 just below 2: scaled to just above a power of two, every other pair falls together.
+    # Adjacent fp32 values just below 2. Scaled to just above a power of two, half of the pairs round to the same value.
     k = torch.tensor([2.0 - 2.0**-22, 2.0 - 2.0**-23, 0.0]).reshape(1, 3, 1, 1)
     scales = [1.0 + i / 100 for i in range(1, 50)]
     assert any(torch.equal(*(k * scale).flatten()[:2]) for scale in scales)
@@ -133,7 +133,7 @@ def test_a_part_of_the_queries_gives_that_part_of_the_result(score, local, offse
 def test_low_precision_is_close(score, dtype):
     q, k, v = inputs(dtype=dtype)
     out, chosen = top1_chunk_attention(q, k, v, chunk_size=8, score=score, return_selection=True)
-    # The choice of fp32 arithmetic is given: a near tie may fall the other way in float64.
+    # The chunks chosen in lower precision are given, as float64 may decide a near tie differently.
     expected, _ = brute_force(q, k, v, 8, choice=chosen)
     assert out.dtype == dtype
     tolerance = 2e-6 if dtype == torch.float32 else torch.finfo(dtype).eps
@@ -143,7 +143,7 @@ def test_low_precision_is_close(score, dtype):
 @pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("local", [True, False])
 def test_gradient_by_finite_differences(score, local):
-    # gradcheck moves inputs by 1e-6; random scores are much further apart, so the choice stays.
+    # gradcheck perturbs inputs by 1e-6. Random scores differ by much more, so the choice is unchanged.
     q, k, v = (x.requires_grad_() for x in inputs(tq=8, tk=11, d=3, dv=2))
 
     def op(q, k, v):

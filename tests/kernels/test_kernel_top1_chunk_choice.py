@@ -1,4 +1,4 @@
-"""A choice made apart from the attention, from means or from some keys at a time, against that made from all keys."""
+"""Choices made apart from the attention, from means or from some keys at a time, compared with all keys at once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from triton_cases import BF16, FP32, ON_GPU, draw, poison, sort_small_blocks
 
 from kernels.top1_chunk import Best, best_by_keys, best_by_mean, mean_keys, merge, top1_chunk_attention
 
-__all__ = ["poison"]  # a fixture: found by its name
+__all__ = ["poison"]  # imported as a fixture
 
 pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning"), pytest.mark.usefixtures("poison")]
 
@@ -34,7 +34,7 @@ def options(top_k: int, score: str) -> dict[str, object]:
 
 
 def choice_of_the_op(q, k, v, top_k, score):
-    """By the plain form, from the keys of the whole sequence, in float64."""
+    """Return the choice of the plain form, from all keys in float64."""
     q, k, v = (x.double() for x in (q, k, v))
     return top1_chunk_attention(q, k, v, return_selection=True, **options(top_k, score))[1]
 
@@ -78,7 +78,7 @@ def test_attention_to_a_given_choice_is_that_to_the_same_choice_made(form, dtype
     made = {"local": False, "implementation": form, **options(top_k, "exact")}
     out, chosen = top1_chunk_attention(*inputs, return_selection=True, **made)
     results.append((out, *torch.autograd.grad(out, inputs, grad)))
-    given = made | {"score": "approx"}  # which chooses otherwise
+    given = made | {"score": "approx"}  # this score alone would choose other chunks
     out, same = top1_chunk_attention(*inputs, selection=chosen, return_selection=True, **given)
     results.append((out, *torch.autograd.grad(out, inputs, grad)))
     assert torch.equal(same, chosen)
@@ -88,7 +88,7 @@ def test_attention_to_a_given_choice_is_that_to_the_same_choice_made(form, dtype
 
 @pytest.mark.parametrize("form", ["reference"])
 def test_equal_scores_are_told_apart_by_the_index_of_the_chunk(form):
-    """Also where all are -inf: a chunk whose products are -inf is one nevertheless."""
+    """Also if all scores are -inf: a chunk with products of -inf still counts as a candidate."""
 
     def best(chunks: list[int], scores: list[float]) -> Best:
         return Best(torch.tensor(scores)[None, None, None], torch.tensor(chunks)[None, None, None])

@@ -1,4 +1,4 @@
-"""Selection of the Hopper kernels by shape. On such a GPU the tests of the op check their numbers."""
+"""Selection of the Hopper kernels by shape. Tests of the op on a Hopper GPU check their values."""
 
 import pytest
 import torch
@@ -15,10 +15,10 @@ BOTH, CHOSEN, NONE = ["chosen", "local"], ["chosen"], []
     ("options", "expected"),
     [
         ({}, BOTH),
-        ({"t": 130}, CHOSEN),  # the own part of a short chunk would load what lies behind it
+        ({"t": 130}, CHOSEN),  # the kernel for the own chunk would load beyond a partial chunk
         ({"cu_seqlens": torch.tensor([0, 64, 128])}, CHOSEN),
         ({"local": False}, CHOSEN),
-        ({"top_k": 2}, NONE),  # its parts are kept in fp32
+        ({"top_k": 2}, NONE),  # several parts are kept in fp32
         ({"dtype": FP32}, NONE),
         ({"d": 32}, NONE),
         ({"chunk_size": 32}, NONE),

@@ -1,4 +1,4 @@
-"""Screening in int8 against the choice by all keys in the inputs' precision, bit for bit: on a GPU or interpreted."""
+"""Int8 screening, compared bit for bit with the choice by all keys in full precision: on a GPU or interpreted."""
 
 import functools
 
@@ -13,7 +13,7 @@ from kernels.top1_chunk.op import _problem
 from kernels.top1_chunk.triton_launch_screening import select_screened
 from kernels.top1_chunk.triton_problem import TILES
 
-# In the interpreter masked lanes compute infinities and NaN with numpy, which says so.
+# In the interpreter, masked lanes compute infinities and NaN with numpy, which warns about them.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 if ON_GPU:
@@ -31,7 +31,7 @@ def draw(t, heads, d, dtype, batch=1):
 
 
 def both(q, k, size, cu_seqlens=None):
-    """Give the choice by screening and the one by all keys."""
+    """Return the choice by screening and the choice by all keys."""
     problem = _problem(q, k, cu_seqlens, size, True, 1.0, 0)
     flat = [x.flatten(0, 1).contiguous() for x in (q, k)]
     screened, plain = (q.new_full((1, problem.num_groups, problem.rows), -7, dtype=torch.int32) for _ in range(2))
@@ -68,10 +68,10 @@ def test_packed_documents():
 def test_rows_with_more_candidates_than_places(monkeypatch, places, survivors):
     monkeypatch.setattr(triton_launch_screening, "CANDIDATES", places)
     monkeypatch.setattr(triton_launch_screening, "SURVIVORS", survivors)
-    # On a grid products are exact in whatever tile: equal keys tie, which those of any value do on a GPU only.
+    # On a grid, products are exact in any tile, so equal keys tie. For arbitrary values they do so only on a GPU.
     q, k = ((x * 4).round() / 4 for x in draw(180, (2, 1), 16, BF16))
-    k[:, 90:120] = k[:, 40:70]  # ties across chunks
-    q[:, 170:175] = 0  # every chunk ties, of which there are more than three
+    k[:, 90:120] = k[:, 40:70]  # ties between chunks
+    q[:, 170:175] = 0  # all chunks tie, and there are more than three
     screened, plain = both(q, k, 32, torch.tensor([0, 40, 180]))
     assert torch.equal(screened, plain)
 
@@ -129,7 +129,7 @@ def test_inputs_whose_squares_fp32_cannot_hold(of_q, of_k):
 
 def test_long_sequences_are_screened():
     problem = _problem(*draw(128 * 256, (1, 1), 16, BF16), None, 128, True, 1.0, 0)
-    # Shapes alone are looked at. 15 heads x 128 of 32,768 tokens are 2.06e12 operations.
+    # Only shapes matter here. 15 heads of 128 channels with 32,768 tokens are 2.06e12 operations.
     problem = problem._replace(num_heads=15, num_groups=15, head_dim=128)
     assert triton_launch_screening.screening_pays(problem, 1)
     assert not triton_launch_screening.screening_pays(problem.of_heads(14), 1)

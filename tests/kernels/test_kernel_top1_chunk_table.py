@@ -1,6 +1,6 @@
-"""The table of chunks is made once for all layers, and anew for other documents.
+"""Chunk table: made once for all layers, and again for other documents.
 
-What stands in it is tested beside the kernels that read it.
+The tests of the kernels that read the table check its contents.
 """
 
 import torch

@@ -1,7 +1,7 @@
-"""Top-1 Chunk's Triton kernels against its reference in float64: on a GPU, or in Triton's interpreter.
+"""Top-1 Chunk's Triton kernels, compared with its reference in float64: on a GPU, or in Triton's interpreter.
 
-Queries and keys are whole numbers or halves, so that products, and means of 32 to 128 keys, are exact whatever the
-dtype and the order of summation: choices, ties included, must then be the same to the last one.
+Queries and keys are integers or multiples of a half, so that products, and means of 32 to 128 keys, are exact in every
+dtype and order of summation. Choices, ties included, must then be identical.
 """
 
 import itertools
@@ -30,9 +30,9 @@ from kernels.top1_chunk.op import top1_chunk, top1_chunk_backward
 from kernels.top1_chunk.reference import chunk_scores
 from kernels.top1_chunk.triton_problem import Problem
 
-__all__ = ["poison"]  # a fixture: found by its name
+__all__ = ["poison"]  # imported as a fixture
 
-# In the interpreter masked lanes compute infinities and NaN with numpy, which says so.
+# In the interpreter, masked lanes compute infinities and NaN with numpy, which warns about them.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 SCORES = ["approx", "exact", "exact_lse"]
@@ -42,26 +42,26 @@ if ON_GPU:
     CASES = [(t, 64, 128, dtype) for t in LENGTHS for dtype in (BF16, FP32)]
     CASES += [(1000, d, 128, dtype) for d in (32, 80, 96, 128, 192, 256) for dtype in (BF16, FP16)]
     CASES += [(2100, d, size, BF16) for d in (64, 128, 256) for size in (32, 64, 256, 512)]
-    CASES += [(600, 128, 64, FP32), (600, 256, 256, FP32)]  # few: products without matrix units compile slowly
+    CASES += [(600, 128, 64, FP32), (600, 256, 256, FP32)]  # few, as products without tensor cores compile slowly
     CHOICES = list(itertools.product([2, 16], [True, False], SCORES))
     GROUPS = [(2, heads, s) for heads in ((4, 4), (4, 1), (8, 1), (16, 1), (16, 2)) for s in ("approx", "exact")]
 else:
     CASES = [(1, 16, 32, FP32), (70, 20, 32, FP32), (150, 16, 64, FP16), (100, 80, 32, BF16)]
-    # Own chunks do not ask how the others were chosen.
+    # The own chunk is independent of how the others are chosen.
     CHOICES = [(2, True, "approx"), (2, False, "exact"), (2, True, "exact_lse")]
     GROUPS = [(2, (4, 2), "exact"), (2, (3, 1), "approx"), (1, (3, 1), "exact")]
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    """In the interpreter: blocks so small that short inputs have several, and sorts that do not take seconds."""
+    """In the interpreter, use blocks so small that short inputs have several, and sorts that do not take seconds."""
     sort_small_blocks(monkeypatch)
     if not ON_GPU:
         monkeypatch.setattr(triton_launch, "backward_segment", lambda problem: 32)
 
 
 def run(tensors, implementation, **options):
-    """Give the output, the choice and the gradients of q, k and v."""
+    """Return the output, the choice and the gradients of q, k and v."""
     *inputs, grad = tensors
     inputs = [x.detach().requires_grad_() for x in inputs]
     out, chosen = top1_chunk_attention(*inputs, return_selection=True, implementation=implementation, **options)
@@ -69,7 +69,7 @@ def run(tensors, implementation, **options):
 
 
 def check(tensors, **options):
-    """Hold all results to the reference's, and give the choice and the gradients."""
+    """Compare all results with the reference, and return the choice and the gradients."""
     dtype = tensors[0].dtype
     out, chosen, gradients = run(tensors, "triton", **options)
     expected_out, expected_chosen, expected = run([x.double() for x in tensors], "reference", **options)
@@ -88,7 +88,7 @@ def check(tensors, **options):
 @pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize(("length", "d", "size", "dtype"), CASES)
 def test_agrees_with_the_reference(length, d, size, dtype, score):
-    # Whole numbers for the mean: its rounding to the inputs' dtype then changes nothing.
+    # Integers for the mean, so that rounding it to the inputs' dtype changes nothing.
     check(draw(length, d=d, dtype=dtype, step=1.0 if score == "approx" else 0.5), chunk_size=size, score=score)
 
 
@@ -139,7 +139,7 @@ def test_scale_zero_mixes_evenly(score):
     chosen, (dq, dk, _) = check(draw(100), chunk_size=32, score=score, scale=0.0)
     assert not dq.any()
     assert not dk.any()
-    if score == "exact_lse":  # all chunks are equal then
+    if score == "exact_lse":  # then all chunks tie
         assert chosen[0, :, 0, 0].tolist() == [-1] * 32 + [0] * 68
 
 
@@ -193,7 +193,7 @@ def test_a_query_that_is_not_a_number_spoils_no_other():
 
 def test_scores_of_minus_infinity_leave_no_nan():
     q, k, v, grad = draw(100, heads=(1, 1))
-    # Later queries' products with the first chunk, the only one that some can choose, are below fp32's range.
+    # Later queries' products with the first chunk are below fp32's range. It is the only candidate of some queries.
     q[..., 0], q[:, :32, :, 0], k[..., 0], k[:, :32, :, 0] = 3e20, 0.0, 0.0, -3e20
     out, chosen, gradients = run([q, k, v, grad], "triton", chunk_size=32)
     assert chosen[0, 32:64, 0, 0].tolist() == [0] * 32
@@ -251,7 +251,7 @@ def test_compiles_without_a_graph_break(bounds):
 
 @needs_gpu
 def test_more_elements_than_int32_counts():
-    # 2^31 elements of q are passed at token 131,072: compare the last tokens with those of a short input.
+    # q exceeds 2^31 elements at token 131,072. The last tokens are compared with those of a short input.
     if torch.cuda.mem_get_info()[0] < 60 << 30:
         pytest.skip("needs 60 GiB of free GPU memory")
     heads, length = 128, 135_000
@@ -300,7 +300,7 @@ def test_rows_are_grouped_by_their_choice():
     ]
     begin = 0
     for i, (end, wanted) in enumerate(zip(ends.tolist(), expected, strict=True)):
-        if i % (slots + 1) < slots:  # the order of those that chose none does not matter
+        if i % (slots + 1) < slots:  # the order of queries that chose no chunk does not matter
             assert order[begin:end].tolist() == wanted
         begin = end
     segments = triton_launch_order.cut(problem, grouped, 8, chosen.numel())

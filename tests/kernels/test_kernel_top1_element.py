@@ -1,4 +1,4 @@
-"""Top-1 Element against loops written from its definition; its gradients against the definition's, in numpy."""
+"""Top-1 Element, compared with loops written from its definition, and its gradients with the chain rule in numpy."""
 
 from itertools import pairwise
 
@@ -18,7 +18,7 @@ def brute_force_selection(q, k, offset=0):
         top = -np.inf
         for j in range(offset + i + 1):
             score = float(q[b, i, h] @ k[b, j, h // group])
-            if score > top:  # strictly: the first of equals stays
+            if score > top:  # strict, so that the first of equal scores wins
                 top, best[b, i, h] = score, j
     return torch.from_numpy(best)
 
@@ -32,7 +32,7 @@ def take(v, best, hq):
 
 
 def brute_force_gradients(q, k, v, d_out, estimator, scale, offset=0):
-    """The chain rule by hand, one query at a time."""
+    """Apply the chain rule explicitly, one query at a time."""
     best = brute_force_selection(q, k, offset).numpy()
     q, k, v, d_out = (x.double().numpy() for x in (q, k, v, d_out))
     group = q.shape[2] // k.shape[2]
@@ -47,7 +47,7 @@ def brute_force_gradients(q, k, v, d_out, estimator, scale, offset=0):
             d_s = p * (d_p - p @ d_p)
         else:
             d_s = (v[b, j_best, kv] @ d_out[b, i, h]) * (onehot - p)  # v_j* d(log p_j*)
-        dv[b, seen, kv] += np.outer(onehot, d_out[b, i, h])  # a^T do, a being onehot in value
+        dv[b, seen, kv] += np.outer(onehot, d_out[b, i, h])  # a^T do, where a equals onehot in value
         dq[b, i, h] += scale * d_s @ k[b, seen, kv]
         dk[b, seen, kv] += scale * np.outer(d_s, q[b, i, h])
     return [torch.from_numpy(x) for x in (dq, dk, dv)]
@@ -86,7 +86,7 @@ def test_ties_do_occur_and_go_to_the_lowest_index():
 
 
 def test_a_scale_cannot_make_two_different_products_equal():
-    # Neighbours in fp32 just below 2: scaled to just above a power of two, every other pair falls together.
+    # Adjacent fp32 values just below 2. Scaled to just above a power of two, half of the pairs round to the same value.
     k = torch.tensor([2.0 - 2.0**-22, 2.0 - 2.0**-23]).reshape(1, 2, 1, 1)
     scales = [1.0 + i / 100 for i in range(1, 50)]
     assert any(torch.equal(*(k * scale).flatten()) for scale in scales)
@@ -155,7 +155,7 @@ def test_packed_documents_are_the_documents_one_by_one(estimator, ties):
     documents = [rows_of_documents(x.detach()) for x in (q, k, v, d_out)]
     for i, (q_i, k_i, v_i, d_out_i) in enumerate(zip(*documents, strict=True)):
         expected = brute_force_selection(q_i, k_i)
-        assert torch.equal(rows_of_documents(best)[i], expected)  # counted from the document's start
+        assert torch.equal(rows_of_documents(best)[i], expected)  # relative to the document's start
         assert torch.equal(rows_of_documents(out)[i], take(v_i, expected, 4))
         alone, alone_best = top1_element_attention(q_i, k_i, v_i, estimator=estimator, return_selection=True)
         assert torch.equal(rows_of_documents(out)[i], alone)

@@ -1,7 +1,7 @@
-"""Top-1 Element's Triton kernels against its reference in float64: on a GPU, or in Triton's interpreter.
+"""Top-1 Element's Triton kernels, compared with its reference in float64: on a GPU, or in Triton's interpreter.
 
-Queries and keys lie on a coarse grid, so that products are exact in fp32 in any order of summation: choices, ties
-included, must then be the same to the last one.
+Queries and keys lie on a coarse grid, so that products are exact in fp32 in any order of summation. Choices, ties
+included, must then be identical.
 """
 
 import logging
@@ -17,10 +17,10 @@ from kernels.top1_element import top1_element_attention
 from kernels.top1_element.op import top1_element, top1_element_backward
 from kernels.top1_element.ranges import Shape, visible_ranges
 
-# In the interpreter masked lanes compute infinities and NaN with numpy, which says so.
+# In the interpreter, masked lanes compute infinities and NaN with numpy, which warns about them.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
-__all__ = ["poison"]  # a fixture: found by its name
+__all__ = ["poison"]  # imported as a fixture
 
 ESTIMATORS = ["straight_through", "selected"]
 
@@ -33,7 +33,7 @@ else:
 
 
 def run(tensors, implementation, **options):
-    """Give the output, the choice and the gradients of q, k and v."""
+    """Return the output, the choice and the gradients of q, k and v."""
     *inputs, grad = tensors
     inputs = [x.detach().requires_grad_() for x in inputs]
     out, best = top1_element_attention(*inputs, return_selection=True, implementation=implementation, **options)
@@ -110,7 +110,7 @@ def test_of_equals_in_several_tiles_the_first_wins(dtype):
 
 
 def test_a_scale_cannot_make_two_different_products_equal():
-    # Neighbours in fp32 just below 2: scaled to just above a power of two, every other pair falls together.
+    # Adjacent fp32 values just below 2. Scaled to just above a power of two, half of the pairs round to the same value.
     k = torch.zeros(1, 2, 1, 16, device=DEVICE)
     k[..., 0] = torch.tensor([[2.0 - 2.0**-22, 2.0 - 2.0**-23]]).T
     scales = [1.0 + i / 100 for i in range(1, 50, 7)]
@@ -123,7 +123,7 @@ def test_a_scale_cannot_make_two_different_products_equal():
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_scale_zero(estimator):
     check(draw(70), estimator=estimator, scale=0.0)
-    # The softmax is uniform, also where it begins in a later tile.
+    # The softmax is uniform, also for a document that begins in a later tile.
     q, k, v, _ = draw(70)
     bounds = torch.tensor([0, 40, 70])
     _, soft, lse, _ = top1_element(q, k, v, bounds, estimator, True, 0.0, 0)
@@ -222,7 +222,7 @@ def test_compiles_without_a_graph_break(bounds):
 
 @needs_gpu
 def test_more_elements_than_int32_counts():
-    # Packed, so that the reference can look at the last document alone.
+    # Packed, so that the reference can compute the last document alone.
     length, size = 2**19 + 100, 300
     if torch.cuda.mem_get_info()[0] < 60 * 2**30:
         pytest.skip("needs 60 GiB of GPU memory")

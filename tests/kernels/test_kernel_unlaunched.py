@@ -1,4 +1,4 @@
-"""Ops on meta tensors keep and return what their forms on a GPU do, and are as they were afterwards."""
+"""Ops on meta tensors save and return what their GPU forms do, and work as before afterwards."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_kernels_are_launched_again_afterwards() -> None:
     with unlaunched():
         shapes = triton_rows.statistics(meta(2, 4), torch.empty(2, dtype=torch.int64, device="meta"), 0, 4)
     assert shapes.is_meta
-    if not torch.cuda.is_available():  # Triton's interpreter
+    if not torch.cuda.is_available():  # runs in Triton's interpreter
         highest, total, own = triton_rows.statistics(logits, label, 0, 4)
         assert highest.tolist() == [0, 0]
         assert total.tolist() == [4, 4]

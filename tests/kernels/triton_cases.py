@@ -14,16 +14,16 @@ needs_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 FEW = 2 if ON_GPU else 1
-"""Samples, where what is tested is alike for each."""
+"""Batch size for tests whose samples are all alike."""
 
-# The interpreter cuts bf16 off instead of rounding it.
+# Triton's interpreter truncates to bf16 instead of rounding.
 TOLERANCE = {FP32: 1e-5, BF16: 5e-3 if ON_GPU else 1e-2, FP16: 1e-3}
 
 
 def draw(tq, tk=None, heads=(2, 1), d=16, dtype=FP32, batch=1, step=0.5, seed=0) -> list[Tensor]:
-    """Give q, k, v and a gradient of the output; q and k in multiples of `step`, v and the gradient of any value.
+    """Draw q, k, v and a gradient of the output. q and k are multiples of `step`.
 
-    On such a grid products are exact in fp32 in any order of summation.
+    On such a grid, products are exact in fp32 in any order of summation.
     """
     gen = torch.Generator().manual_seed(seed)
     tk = tk or tq
@@ -35,19 +35,19 @@ def draw(tq, tk=None, heads=(2, 1), d=16, dtype=FP32, batch=1, step=0.5, seed=0)
 
 @pytest.fixture
 def poison() -> Iterator[None]:
-    """Fill what torch.empty gives with NaN: what a kernel fails to write shows."""
+    """Make `torch.empty` return NaN, so that elements that a kernel fails to write are detected."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
 
 
 def sort_small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the interpreter, where sorts of large blocks take seconds."""
+    """Sort smaller blocks in the interpreter, where sorts of large blocks take seconds."""
     if not ON_GPU:
         monkeypatch.setattr("kernels.top1_chunk.triton_group.ORDER_BLOCK", 32)
 
 
 def relative_rms(got: Tensor, expected: Tensor, least: float = 0.1) -> float:
     error = (got.double() - expected).square().mean().sqrt()
-    # Where the gradient is zero, as that of a softmax over one key, rounding leaves a little.
+    # A gradient that should be zero, such as that of a softmax over one key, is nonzero due to rounding.
     return (error / expected.square().mean().sqrt().clamp(min=least)).item()
