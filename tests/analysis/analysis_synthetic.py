@@ -1,4 +1,4 @@
-"""Run folders whose curves are known in closed form."""
+"""Run folders whose curves have a closed form."""
 
 import json
 from collections.abc import Callable
@@ -13,10 +13,10 @@ TOKENS_A_STEP = 4096
 
 @dataclass
 class Synthetic:
-    """A run to be written: losses as functions of the step and of the noise-free training loss.
+    """A run to write: its losses are functions of the step and of the noise-free training loss.
 
-    `gap` is added to the test loss of every token; `hardness` is a document's own offset in nats a token, the same in
-    all runs that share `corpus_seed`; `wobble` is the standard deviation of what a document adds in this run alone.
+    `gap` is added to the test loss of every token. `hardness` is the standard deviation of a document's offset in nats
+    per token, which all runs with the same `corpus_seed` share. `wobble` is that of an offset in this run alone.
     """
 
     name: str = "attention"
@@ -79,7 +79,7 @@ def step_line(step, loss):
 
 
 def evaluation_lines(run: Synthetic):
-    """Test and validation losses on the noise-free curve, read through the same window as the training loss."""
+    """Yield test and validation losses on the noise-free curve, averaged over the same window as the training loss."""
     own = np.random.default_rng(1000 + run.seed + 17 * len(run.pattern))
     corpus = np.random.default_rng(run.corpus_seed)
     tokens = {name: corpus.integers(100, 1500, count) for name, count in run.documents.items()}

@@ -1,4 +1,7 @@
-"""Being here, this file lets the tests in folders below import `analysis_synthetic`. Pictures take most of a report."""
+"""Fixtures of the reports' tests, most of whose time goes into drawing pictures.
+
+This file also lets tests in subfolders import `analysis_synthetic`.
+"""
 
 from collections.abc import Callable, Iterator
 from io import BytesIO
@@ -30,18 +33,18 @@ def drawn_by(patch: pytest.MonkeyPatch, change: Callable[[Any], Callable[..., by
 
 @pytest.fixture
 def unpainted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each picture is a pixel: for tests of what stands beside pictures."""
+    """Replace every picture by one pixel, for tests of everything else in a report."""
     drawn_by(monkeypatch, lambda _: lambda *_: pixel())
 
 
 @pytest.fixture
 def painted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For dark paper and for phones, too, a picture is the one of its file."""
+    """Draw each picture once, and reuse it for dark mode and for phones."""
     drawn_by(monkeypatch, lambda draw: lambda *_: draw(LIGHT, False))
 
 
 def start_near_one_half() -> Iterator[None]:
-    """A law's exponents begin near those of most laws here: for tests that do not ask which starts lead to a law."""
+    """Start fits near the exponents of most laws here, for tests that do not depend on the starting points."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("alpha", "beta"):
             patch.setitem(law.STARTS, name, np.array([0.5]))

@@ -1,4 +1,4 @@
-"""Grouping of runs by architecture, and names of the groups."""
+"""Grouping of runs by architecture, and the groups' names."""
 
 from dataclasses import fields
 from pathlib import Path
@@ -105,7 +105,7 @@ def test_other_learning_rate_is_not_a_seed():
     ],
 )
 def test_all_that_changes_the_result_makes_another_recipe(one, other, found):
-    """A field counts unless it is known not to change the result, so a new one counts by itself."""
+    """Every field counts, unless it is known not to change the result. New fields therefore count by default."""
     names = labels(make_run("attention*4", **one), make_run("attention*4", seed=2, **other))
     assert names == [f"attention ({setting})" for setting in found]
 
@@ -120,7 +120,7 @@ def test_all_that_changes_the_result_makes_another_recipe(one, other, found):
         {"resilience": {"heartbeat_seconds": 1.0}},
         {"retrieval": {"lengths": [128]}},
         {"training": {"fp8": "none"}, "data": {"reset_attention": False, "seq_length": 2048}},  # today's defaults
-        {"text": "aaaaaaaaaa"},  # of the other, which is of an earlier version, nobody knows it
+        {"text": "aaaaaaaaaa"},  # the other run is of an earlier version, which did not record its text
     ],
 )
 def test_names_places_speed_and_what_is_measured_make_none(other):
@@ -183,7 +183,7 @@ def test_layers_of_any_number_have_one_label(pattern, mixers, label):
 
 
 def test_what_follows_from_the_width_is_not_said_again():
-    """Heads and the feed-forward grow with the model; where they do not, they are named."""
+    """Heads and feed-forward width scale with the model, and are only named where they do not."""
     small = {"hidden_size": 64, "head_dim": 16, "ffn_hidden_size": 192}
     large = {"hidden_size": 128, "head_dim": 32, "ffn_hidden_size": 384}
     runs = [

@@ -64,7 +64,7 @@ def test_pictures_are_drawn(folders, theme, stacked):
 
 
 def test_many_runs_have_the_colour_of_their_mixer(tmp_path):
-    """A shade each; the largest model has the colour itself, and the legend names mixers alone."""
+    """Each run has a shade of its mixer's colour, the largest model the colour itself. The legend names only mixers."""
     folders = []
     for mixer in ("attention", "mamba"):
         for index in range(MANY):

@@ -23,7 +23,7 @@ CHUNK = {"pattern": "top1_chunk*4"}
 
 
 def note(folder: Path, *decisions: tuple[int, str], **more: Any) -> None:
-    """As training writes decisions; a step that was skipped has no metrics."""
+    """Record decisions as training does. Skipped steps have no metrics."""
     with (folder / "decisions.jsonl").open("a") as file:
         for step, decision in decisions:
             line = f"<the gradient's norm> is not finite: {decision}"
@@ -96,7 +96,7 @@ def test_who_left_out_what(tmp_path: Path) -> None:
     plain, chunk = a_run(tmp_path), a_run(tmp_path, "chunk", **CHUNK)
     assert unlike_data(decided(plain, chunk)) == []
     note(chunk, (4, "again"))
-    assert unlike_data(decided(plain, chunk)) == []  # the same samples
+    assert unlike_data(decided(plain, chunk)) == []  # repeated steps use the same samples
     note(chunk, (4, "skip"), (5, "skip"))
     assert unlike_data(decided(plain, chunk)) == ["chunk left out the samples of 2 skipped steps (4, 5)"]
     note(plain, (4, "skip"), (5, "skip"))
@@ -109,7 +109,7 @@ def test_who_left_out_what(tmp_path: Path) -> None:
 
 
 def test_a_skipped_step_that_was_made_later_left_nothing_out(tmp_path: Path) -> None:
-    """The run was killed after it and went on from an earlier checkpoint, where the step went right."""
+    """The run was killed after the skipped step, resumed from an earlier checkpoint, and then completed that step."""
     plain, chunk = a_run(tmp_path), a_run(tmp_path, "chunk", **CHUNK)
     metrics = (chunk / "metrics.jsonl").read_bytes()
     note(chunk, (4, "skip"))
@@ -195,7 +195,7 @@ def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def of_many_decisions(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The page of a run that skipped 13 steps."""
+    """Report of a run that skipped 13 steps."""
     folder = tmp_path_factory.mktemp("many")
     plain, chunk = a_run(folder), a_run(folder, "chunk", **CHUNK)
     note(chunk, *((step, "skip") for step in range(21, 34)))

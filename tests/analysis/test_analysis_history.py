@@ -41,7 +41,7 @@ def test_jobs_and_their_starts(tmp_path):
     page = write_report([folder], tmp_path / "report").read_text()
     assert "finished (2026-01-01T02:00:00Z)" in page
     (folder / "launch" / "1" / "events.tsv").write_text("what is this\n")
-    page = write_report([folder], tmp_path / "report").read_text()  # which is about the runs' losses
+    page = write_report([folder], tmp_path / "report").read_text()  # the damage must not stop the report
     assert "finished (2026-01-01T02:00:00Z); 1 damaged lines in events.tsv" in page
 
 
@@ -62,7 +62,7 @@ def test_skipped_shards_are_named_until_they_are_whole_again(tmp_path):
     page = " ".join(write_report([folder], tmp_path / "report").read_text().split())
     assert "train/0.tar: is cut off; &lt;train/1.tar&gt;: sha256 differs" in page
     assert "1 234 of 2 000" in page
-    skip(folder, step=30)  # mended
+    skip(folder, step=30)  # one shard was repaired
     found = skipped(read_run(folder))
     assert [(one.record.step, one.until, len(one.record.shards)) for one in found] == [(0, 20, 1), (20, 30, 2)]
     assert "Skipped shards" in write_report([folder], tmp_path / "report").read_text()
@@ -81,7 +81,7 @@ def test_only_fields_that_differ_are_named(tmp_path):
     ]
     read = [read_run(write_run(tmp_path / run.name, run)) for run in runs]
     fields, values = differences(read)
-    assert set(fields) == {"model.pattern", "optimizer.betas", "model.tie"}  # what a mixer has and another has not: no
+    assert set(fields) == {"model.pattern", "optimizer.betas", "model.tie"}  # no fields that only one mixer has
     told = [{field: cell.text for field, cell in zip(fields, cells, strict=True)} for cells in values]
     assert [one["optimizer.betas"] for one in told] == ["0.9, 0.95", "0.9, 0.99", "0.9, 0.95"]
     assert [one["model.tie"] for one in told] == [NOTHING.text, NOTHING.text, "true"]

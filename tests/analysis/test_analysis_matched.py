@@ -1,4 +1,4 @@
-"""Comparison at matched loss: it recovers gaps built into synthetic runs, with intervals of nominal coverage."""
+"""Comparison at matched training loss: it recovers gaps of synthetic runs, with intervals of nominal coverage."""
 
 import csv
 import io
@@ -28,7 +28,7 @@ def comparison_of(tmp_path, *runs, **options):
 
 
 def test_recovers_a_constant_gap_at_every_level_and_domain(tmp_path):
-    """Test loss is affine in training loss, so linear interpolation is exact whatever the speeds."""
+    """Test loss is affine in training loss, so linear interpolation is exact at any training speed."""
     result = comparison_of(tmp_path, Synthetic(), Synthetic(**DELTA, gap=0.0375, speed=0.8))
     for domain in ("all", "code", "maths"):
         baseline, delta = result.select("test", domain)
@@ -39,7 +39,7 @@ def test_recovers_a_constant_gap_at_every_level_and_domain(tmp_path):
 
 
 def test_recovers_a_gap_that_grows(tmp_path):
-    """A gap of 0.1 * (6 - x): the slower the curve bends between evaluations, the nearer; here to 1e-3."""
+    """A gap of 0.1 * (6 - x). Interpolation between evaluations is accurate to 1e-3 if the curve bends slowly."""
 
     class Bent(Synthetic):
         def test_loss(self, training_loss):
@@ -111,10 +111,10 @@ def test_no_common_training_loss(tmp_path):
     result = comparison_of(tmp_path, Synthetic(), late)
     assert not result.is_matched
     assert result.levels == ()
-    assert {one.domain for one in result.select("test", "code")} == {"code"}  # what was evaluated is known
+    assert {one.domain for one in result.select("test", "code")} == {"code"}  # domains are known without a match
     for one in result.measured:
         assert one.loss.value.shape == one.gap.low.shape == (0,)
-    # Evaluated at steps 20, 40, ... 200, at the mean loss of the 20 steps before.
+    # Evaluated at steps 20, 40, ... 200. The training loss is the mean of the preceding 20 steps.
     plain = [float(np.mean(2.5 + 4.0 * np.exp(-np.arange(end - 19, end + 1) / 80.0))) for end in (20, 200)]
     said = unmatched(result)
     assert f"late was evaluated at training losses of {9 - 0.0105:.4f} to {9 - 0.1905:.4f}, " in said
@@ -131,7 +131,7 @@ def test_one_evaluation_is_one_level(tmp_path):
 
 @pytest.mark.parametrize("documents", [50, 400])
 def test_standard_error_is_that_of_a_mean_for_independent_documents(tmp_path, documents):
-    """The spread of a ratio against its textbook (delta-method) standard error."""
+    """Compare the bootstrap's standard error of a ratio with the textbook (delta method) one."""
     run = Synthetic(documents={"web": 5, "code": documents})
     delta = Synthetic(**DELTA, documents=run.documents, wobble=0.1)
     result = comparison_of(tmp_path, run, delta)
@@ -150,7 +150,7 @@ def test_standard_error_is_that_of_a_mean_for_independent_documents(tmp_path, do
 
 
 def test_as_many_documents_as_are_needed_tell_a_gap_from_none(tmp_path):
-    """What 300 documents say is needed, tried with that many others."""
+    """300 documents predict how many are needed. A run with that many documents confirms it."""
 
     def measured(name, documents):
         runs = [Synthetic(wobble=w, documents={"web": 5, "code": documents}, **d) for w, d in ((0, {}), (0.3, DELTA))]
@@ -166,7 +166,7 @@ def test_as_many_documents_as_are_needed_tell_a_gap_from_none(tmp_path):
 
 
 def test_documents_that_do_not_differ_do_not_say_how_many_are_needed(tmp_path):
-    """A domain's only document is all there is to draw from; no error at all would be one that no documents mend."""
+    """A single document allows no estimate. Its error of zero must not count as a precise result."""
     few = [Synthetic(documents={"web": 5, "code": 1}), Synthetic(documents={"web": 5, "code": 1}, **DELTA, gap=0.1)]
     result = comparison_of(tmp_path, *few)
     code = result.select("test", "code")[1]
@@ -178,7 +178,7 @@ def test_documents_that_do_not_differ_do_not_say_how_many_are_needed(tmp_path):
 
 
 def test_pairing_removes_what_is_hard_for_all(tmp_path):
-    """Documents differ by 0.5 nats, the two runs on one document by 0.02 only: the gap must be known far better."""
+    """Documents differ by 0.5 nats, but the runs differ by only 0.02 on a document, so pairing reduces the error."""
     result = comparison_of(tmp_path, Synthetic(), Synthetic(**DELTA, wobble=0.02))
     baseline, delta = result.select("test")
     unpaired = np.hypot(baseline.loss.error, delta.loss.error)[result.headline]
@@ -186,7 +186,7 @@ def test_pairing_removes_what_is_hard_for_all(tmp_path):
 
 
 def test_interval_holds_the_true_gap_as_often_as_it_says(tmp_path):
-    """With noise in the batches as well as in the documents; intervals over documents alone miss far too often."""
+    """Both batches and documents are noisy. Intervals that ignore the batches' noise cover the truth far too rarely."""
     held = held_by_documents = 0
     repeats = 60
     for repeat in range(repeats):
@@ -201,7 +201,7 @@ def test_interval_holds_the_true_gap_as_often_as_it_says(tmp_path):
 
 
 def test_batches_shared_by_runs_of_one_seed_cancel(tmp_path):
-    """Equal seeds at equal speed see the same batch noise at the same steps: it moves both alike."""
+    """Runs with equal seed and speed see the same batch noise at the same steps, so it cancels."""
     common = {"noise": 0.1, "steps": 100}
     same = comparison_of(tmp_path / "a", Synthetic(**common), Synthetic(**common | DELTA))
     other = comparison_of(tmp_path / "b", Synthetic(**common), Synthetic(**common | DELTA, seed=2))
@@ -238,7 +238,7 @@ def test_the_same_again_gives_the_same_numbers(tmp_path):
     ids=str,
 )
 def test_intervals_of_gaps_hold_the_truth_as_often_as_they_say(documents, batch_noise):
-    """A hundred pairs of runs on documents of unlike lengths; percentiles held it in 0.77 at five."""
+    """A hundred pairs of runs on documents of different lengths. Percentile intervals covered only 0.77 with five."""
     held = coverage_of_documents.gap_coverage(documents, batch_noise, 100)
     assert 0.89 <= held["all"] <= 1.0
     assert documents[0] < 3 or 0.89 <= held["first"] <= 1.0

@@ -1,4 +1,4 @@
-"""The report's files: a picture that decodes, a table that holds the numbers, a page that needs nothing else."""
+"""The report's files: a PNG that decodes, a table with the numbers, and a self-contained page."""
 
 import base64
 import csv
@@ -48,7 +48,7 @@ def page(written):
 
 
 class Page(HTMLParser):
-    """Every address an element of the page refers to, its text, and whether its elements close."""
+    """Parser that collects all addresses of a page and its text, and checks that elements are closed."""
 
     VOID = ("meta", "img", "br", "source", "link")
 
@@ -70,7 +70,7 @@ class Page(HTMLParser):
 
 
 def png_size(data):
-    """Width and height of a PNG whose chunks are whole and whose pixels inflate to as many bytes as they should."""
+    """Return width and height of a PNG after checking its chunks and the number of its pixels."""
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
     at, pixels = 8, b""
     while at < len(data):
@@ -166,7 +166,7 @@ def test_replaces_an_earlier_report_and_leaves_other_files(folders, tmp_path):
 
 
 def test_runs_without_a_common_training_loss(folders, tmp_path):
-    """The page has all but the comparison, and says which runs do not meet."""
+    """The page contains everything except the comparison, and names the runs without a common loss."""
 
     def above(step):
         return 9.0 - 0.001 * np.asarray(step)
@@ -239,7 +239,7 @@ def test_more_architectures_than_colours(tmp_path, theme):
 
 @pytest.mark.usefixtures("painted_once")
 def test_test_text_of_training_domains_stands_apart(folders, written, tmp_path):
-    """No other number of the report is moved by it: not of the losses out of domain, not of the validation text."""
+    """Test text of training domains changes no other number: neither the out-of-domain losses nor validation."""
     copies = [shutil.copytree(folder, tmp_path / folder.name) for folder in folders]
     for copy in copies:
         lines = [json.loads(line) for line in (copy / "evaluation.jsonl").open()]

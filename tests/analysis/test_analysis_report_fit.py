@@ -1,4 +1,4 @@
-"""Command `selectron report --fit`: report and scaling laws of a sweep, and the page in a browser."""
+"""The command `selectron report --fit`: report and scaling laws of a sweep, and the page in a browser."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ EVERY = 20
 
 
 def sweep(folder: Path, sizes: int = 4) -> Path:
-    """Two budgets of so many sizes, of each mixer; losses by its law at every step, and some noise in the test loss."""
+    """Write runs of two budgets and several sizes for each mixer.
+
+    Training losses follow the mixer's law at every step, and test losses have some noise.
+    """
     dice = np.random.default_rng(3)
     for mixer, truth in LAWS.items():
         for budget in (480, 960):
@@ -51,7 +54,7 @@ def sweep(folder: Path, sizes: int = 4) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def _quick() -> Iterator[None]:
-    """Few draws, and few starts of the fit: the laws are exact here."""
+    """Use few starting points for the fit, as the laws here are exact."""
     with pytest.MonkeyPatch.context() as patch:
         for name, start in (("alpha", 0.5), ("beta", 0.5)):
             patch.setitem(law.STARTS, name, np.array([start]))
@@ -147,7 +150,7 @@ def test_a_report_without_laws_takes_those_of_the_one_before_away(runs: Path, wr
 
 @pytest.mark.usefixtures("unpainted")
 def test_laws_that_no_report_wrote_stay(runs: Path, tmp_path: Path) -> None:
-    """`selectron fit` may have put them there, and a record does not reach out of the report's folder."""
+    """Keep files that `selectron fit` may have written, and ignore recorded paths outside the report's folder."""
     output = tmp_path / "report"
     (output / "scaling").mkdir(parents=True)
     for name in ("scaling/fit.json", "points.csv", "notes.txt"):
@@ -164,7 +167,7 @@ def test_laws_that_no_report_wrote_stay(runs: Path, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("unpainted")
 def test_a_sweep_without_a_common_training_loss_has_laws(runs: Path, tmp_path: Path) -> None:
-    # One run more, of a law far above the others'.
+    # One more run, from a law far above the others'.
     far = Synthetic(
         name="far",
         pattern="attention*4",
@@ -245,7 +248,7 @@ def test_a_click_on_a_column_sorts_by_number(written: Path, window: Browser) -> 
     assert window.run(COLUMN, 1) == sorted(before, key=float)
     window.press(button)
     assert window.run(COLUMN, 1) == sorted(before, key=float, reverse=True)
-    window.press("#matched ~ .wide table th:nth-child(3) button")  # gaps: signed, the baseline's counts as zero
+    window.press("#matched ~ .wide table th:nth-child(3) button")  # gaps are signed, and the baseline's counts as zero
     gaps = [cell.split()[0].replace("\u2212", "-") for cell in window.run(COLUMN, 2)]
     values = [0.0 if gap == "baseline" else float(gap) for gap in gaps]
     assert values == sorted(values)
@@ -258,7 +261,7 @@ def test_a_click_on_a_column_sorts_by_number(written: Path, window: Browser) -> 
 
 @in_a_browser
 def test_sorting_by_number_is_not_by_text(written: Path, window: Browser) -> None:
-    """Steps of 60 come before those of 120, which as text they do not."""
+    """Sort 60 before 120 as numbers, although not as text."""
     window.open(written / "index.html")
     window.press("#history ~ .wide table th:nth-child(2) button")
     script = "return [...document.querySelectorAll('#history ~ .wide table td:nth-child(2)')].map(d => d.innerText)"

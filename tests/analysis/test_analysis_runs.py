@@ -17,7 +17,7 @@ def folder(tmp_path):
 
 
 def edit_line(file, number, change):
-    """Replace line `number` (from 1) of a JSON-lines file by `change` of its record."""
+    """Replace line `number` (from 1) of a JSON Lines file by the result of `change` for its record."""
     lines = file.read_text().splitlines()
     record = json.loads(lines[number - 1])
     lines[number - 1] = change(record) if isinstance(change(dict(record)), str) else json.dumps(change(record))
@@ -70,7 +70,7 @@ def test_evaluation_beyond_the_metrics_is_ignored_with_a_warning(folder, capsys)
 
 
 def test_of_a_step_written_twice_the_later_line_counts(folder):
-    """A run killed after its last checkpoint and resumed from it writes the steps in between again."""
+    """A run that was killed and resumed from its last checkpoint records the steps after the checkpoint twice."""
     file = folder / "metrics.jsonl"
     again = json.loads(file.read_text().splitlines()[149]) | {"loss": 9.0}
     file.write_text(file.read_text() + json.dumps(again) + "\n")
@@ -87,7 +87,7 @@ def test_evaluation_before_training_is_left_out(folder):
 
 
 def test_pieces_of_a_document_are_one_document(folder):
-    """Otherwise a long document that was cut would count as several independent ones."""
+    """Otherwise the parts of a long document would count as independent documents."""
 
     def cut_first(record):
         for key in ("document_loss", "document_tokens"):

@@ -1,4 +1,4 @@
-"""Runs of a folder that cannot be compared are left out by name, and the others are compared."""
+"""Selection of runs: those that cannot be compared are excluded by name, the others are compared."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DELTA = {"name": "delta", "pattern": "gated_deltanet*4"}
 
 @pytest.fixture
 def sweep(tmp_path: Path) -> Path:
-    """Two runs that compare, and four that do not."""
+    """Folder with two comparable runs and four others."""
     folder = tmp_path / "runs"
     write_run(folder / "attention", Synthetic())
     write_run(folder / "delta", Synthetic(**DELTA, gap=0.1))

@@ -5,7 +5,7 @@ from megatron_ext.analysis.style import png
 
 
 def test_a_dollar_in_a_name_is_no_formula():
-    """Of a domain in a title, and of an architecture in a legend."""
+    """Dollar signs in a domain of a title and in an architecture of a legend are not parsed as formulas."""
     figure = Figure(figsize=(2, 2), dpi=40)
     FigureCanvasAgg(figure)
     ax = figure.add_subplot()

@@ -42,7 +42,7 @@ def a_loss(domain, split, loss, documents=1234, **more):
 
 
 def write_losses(folder, step, *losses, confidence=0.95):
-    """As `selectron evaluate` writes them."""
+    """Write domains.json as `selectron evaluate` does, and return its content."""
     inside = folder / "evaluation" / f"step_{step}"
     inside.mkdir(parents=True)
     about = {"run": "a", "step": step, "tokens": 9}
@@ -104,7 +104,7 @@ def test_a_run_without_tests_leaves_nothing(folders, tmp_path):
     write(folders[0], 20, "fewshot", fewshot(20, 0.5))
     write_report(folders, out)
     (folders[0] / "evaluation" / "step_20" / "fewshot.json").unlink()
-    page = write_report(folders, out).read_text()  # over the one before
+    page = write_report(folders, out).read_text()  # overwrites the previous report
     assert "Few-shot" not in page
     assert "Tested by domain" not in page
     assert "Retrieval" not in page
@@ -114,7 +114,7 @@ def test_a_run_without_tests_leaves_nothing(folders, tmp_path):
 
 @pytest.fixture
 def tested(folders):
-    """Of each run what its newest domains.json holds; one domain was read in part, and one has a single document."""
+    """Newest domains.json of each run. One domain was read partially, and one has a single document."""
     write_losses(folders[0], 20, a_loss("<web>", "validation", 9.5))
     plain = [
         a_loss("<web>", "validation", 3.25),
@@ -166,7 +166,7 @@ def test_losses_by_domain_are_those_of_the_file(folders, tested, tmp_path):
         ("<plain>", 100, 0.95),
         ("chunk", 60, 0.8),
     ]
-    assert all(one.pop("first_tokens") == 0 for file in tested for one in file["domains"])  # no column of the report
+    assert all(one.pop("first_tokens") == 0 for file in tested for one in file["domains"])  # not a column of the report
     assert [one["domains"] for one in told] == [file["domains"] for file in tested]
 
 
@@ -191,7 +191,7 @@ def test_losses_by_domain_in_a_browser(folders, tested, tmp_path):
         window.show(1280)
         window.press("#losses ~ .wide th:nth-child(6) button")
         bits = [row[5] for row in LOSSES if row[5] != "\u2013"]
-        assert [row[5] for row in window.run(TABLE)] == [*sorted(bits, key=float), "\u2013"]  # what is not known last
+        assert [row[5] for row in window.run(TABLE)] == [*sorted(bits, key=float), "\u2013"]  # unknown values come last
 
 
 def test_a_diverged_run_has_no_numbers(folders, tmp_path):

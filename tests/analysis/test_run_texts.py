@@ -1,4 +1,4 @@
-"""Summary at the top of a report for runs with different texts."""
+"""Warnings at the top of a report for runs with different texts."""
 
 from __future__ import annotations
 
@@ -63,15 +63,15 @@ def test_a_report_begins_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert line in page
     assert page.index(line) < page.index("At a training loss of")
     assert f"warning: {line}" in capsys.readouterr().err
-    assert "attention (text train 5)" in page  # and they are not averaged as seeds
+    assert "attention (text train 5)" in page  # and the runs are not averaged as seeds
     assert json.loads((tmp_path / "report" / "report.json").read_text())["files"]
 
 
 def test_a_run_whose_text_to_evaluate_on_was_changed_is_named(tmp_path: Path) -> None:
-    """Its documents are as many and as long as before, and others."""
+    """The new documents have the same number and lengths as the old ones."""
     path = write_run(tmp_path / "a", Synthetic(name="a")) / "evaluation.jsonl"
     records = [json.loads(line) for line in path.read_text().splitlines()]
-    assert read_run(tmp_path / "a").other_text_until == 0  # of an earlier version
+    assert read_run(tmp_path / "a").other_text_until == 0  # records of an earlier version have no digest
     steps = sorted({record["step"] for record in records})
     for record in records:
         record["data"] = "old" if record["step"] <= steps[2] else "new"
@@ -92,7 +92,7 @@ def test_domains_that_are_spelled_otherwise_are_the_same(tmp_path: Path) -> None
 
 
 def domains_changed(folder: Path, after: int, left: str, *, last: int | None = None) -> Path:
-    """A run that was evaluated on one domain more until a step; of its last evaluation so many lines are there."""
+    """Write a run that was evaluated on one more domain until step `after`. `last` truncates its records."""
     path = write_run(folder, Synthetic(name=folder.name)) / "evaluation.jsonl"
     records = [json.loads(line) for line in path.read_text().splitlines()]
     for record in records:

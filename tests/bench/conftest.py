@@ -11,7 +11,7 @@ from megatron_ext.config.schema import DataConfig, ModelConfig, RunConfig, Train
 
 
 class FakeMeter:
-    """Runs what it is to time, once."""
+    """Fake meter that calls the timed function once."""
 
     def __init__(self, *_: object) -> None:
         self.timed = 0
@@ -35,14 +35,14 @@ TINY = Size(hidden=32, heads=2, head_dim=16)
 
 @pytest.fixture
 def shape(monkeypatch: pytest.MonkeyPatch) -> LayerShape:
-    """A shape that a CPU can take, and its size by the name `tiny`."""
+    """A shape small enough for a CPU, whose size is registered as `tiny`."""
     monkeypatch.setitem(SIZES, "tiny", TINY)
     return LayerShape(size_name="tiny", size=TINY, length=70, batch=2)
 
 
 @pytest.fixture
 def small_run() -> RunConfig:
-    """A run that takes milliseconds a step; its data are not read."""
+    """Configuration of a run with steps of milliseconds, whose data is never read."""
     return derive(
         RunConfig(
             data=DataConfig(path="none", seq_length=16),

@@ -1,4 +1,4 @@
-"""The stand-in for flash-attn: where fla calls it, and on a GPU its values."""
+"""Replacement for flash-attn: its call sites in fla, and its values on a GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_fla_calls_it_where_flash_attn_is_missing(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(flash_attention, "find_spec", lambda _: None)
     for module, names in flash_attention.CALLERS.items():
         for name in names:
-            monkeypatch.setattr(import_module(module), name, None)  # that fla has the name, and to have it back
+            monkeypatch.setattr(import_module(module), name, None)  # asserts that fla has the name, and restores it
     assert stand_in_for_flash_attn()
     assert import_module("fla.layers.attn").flash_attn_func is flash_attn_func
     assert import_module("fla.ops.moba.parallel")._flash_attn_varlen_backward is not None
@@ -31,7 +31,7 @@ def test_flash_attn_itself_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-    """Causal attention of one sequence [t, h, d], to the last keys of a window."""
+    """Causal attention of one sequence [t, h, d], optionally within a sliding window."""
     t = torch.arange(len(q), device=q.device)
     distance = t[:, None] - t
     seen = (distance >= 0) & (distance < (window or len(q)))

@@ -1,4 +1,4 @@
-"""The benchmark of layers: right results are timed, wrong ones refused; ours are built, fla's have our settings."""
+"""Benchmark of layers: right results are timed, wrong ones rejected, and fla's layers have our settings."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def plan(shape: LayerShape, **changes: Any) -> LayerPlan:
 
 @pytest.fixture(autouse=True)
 def no_group_of_its_own(monkeypatch: pytest.MonkeyPatch, one_process: Any) -> None:
-    """The run makes its process group itself; here there is one already."""
+    """Reuse the test's process group, as the run would create its own."""
     monkeypatch.setattr("megatron_ext.bench.layers.run.groups_of_one_process", lambda _: nullcontext(one_process))
 
 
@@ -52,7 +52,7 @@ def test_every_mixer_is_checked_and_timed(meter: Any, shape: LayerShape) -> None
         assert row.agreement is not None
         assert row.agreement.failure is None
     attention = report.rows[0]
-    # Four square matrices; scores and weighted values of the 35.5 keys that a query sees on average, twice a head.
+    # Four square matrices. Scores and weighted values of 35.5 keys, the mean that a query sees, for two heads.
     assert attention.flops == 6 * 4 * 32**2 + 3 * (4 * 2 * 16 * 35.5)
     assert attention.measured is not None
     assert attention.measured.parameters == 4 * 32**2
@@ -84,7 +84,7 @@ def test_a_draw_that_magnifies_rounding_is_drawn_again(
 
 
 def wrong_outside_of_plain_forms(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
-    """Stand in for a fast form that errs: what GLA projects at the end is changed unless plain forms are asked for."""
+    """Change GLA's output unless the plain forms are requested, like a wrong fast form."""
     gla = load_all()["gla"].module
     right = gla.forward
 
@@ -174,7 +174,7 @@ def test_weights_are_those_of_training_and_of_the_seed(shape: LayerShape, one_pr
 
 
 def test_plain_forms_are_taken_and_left(shape: LayerShape, one_process: Any) -> None:
-    """Attention has a faster form on a CPU, too."""
+    """Attention has a faster form even on a CPU."""
     mixer = ours.build("attention", shape, CPU, one_process, 1)
     x = torch.zeros(5, 1, 32, dtype=torch.bfloat16)
     ((_, before),) = ours.choices(lambda: mixer(x))
@@ -190,7 +190,7 @@ WITHOUT_FLASH_ATTENTION = sorted(set(peers.LAYERS) - {"attention", "moba"})
 @pytest.mark.parametrize("name", WITHOUT_FLASH_ATTENTION)
 @pytest.mark.filterwarnings("ignore")
 def test_the_peer_has_the_settings_of_ours(name: str, one_process: Any) -> None:
-    """Alike in weights, but for the odd bias and norm: a width or a gate that differs would be far more."""
+    """Parameter counts differ at most by a bias or norm. A different width or gate would change them far more."""
     pytest.importorskip("fla")
     pytest.importorskip("transformers")
     small = LayerShape(size_name="small", size=SIZES["110m"]._replace(hidden=256, heads=4), length=64, batch=1)

@@ -1,4 +1,4 @@
-"""The report of the benchmark of layers, its options, and the command without a GPU."""
+"""Report of the benchmark of layers, its options, and the command without a GPU."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_the_table(canned: LayerReport) -> None:
     header, _, *rows = table(text)
     assert header == list(report.COLUMNS)
     small, long, empty = ["110m", "2048x16"], ["1p3b", "102400x1"], [""] * 5
-    # 32,768 tokens in 2 ms, of 2e7 operations each; 102,400 in 50 ms, of 4e7.
+    # 32,768 tokens of 2e7 operations each in 2 ms, and 102,400 tokens of 4e7 in 50 ms.
     assert rows == [
         [*small, "mamba", "ours", "triton", "2.00", "1.80 to 2.50", "16384000", "32.8 %", "1.50", "2.50x"],
         [*small, "mamba", "fla", "", "5.00", "4.50 to 6.25", "6553600", "", "1.50", ""],
@@ -202,7 +202,7 @@ def test_the_command_runs_through(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """All but the device and the clock is real; fla's kernels do not run on a CPU."""
+    """Everything except the device and the timer is real. fla's kernels do not run on a CPU."""
     monkeypatch.setattr(timing, "find_device", torch.device)
     monkeypatch.setattr(timing, "CudaMeter", lambda *_: meter)
     arguments = ["--device", "cpu", "--mixers", "gla,top1_chunk", "--shapes", "tiny:70x2", "--output"]

@@ -1,4 +1,4 @@
-"""The benchmark of loading: random data is prepared data, and the report follows from its numbers."""
+"""Benchmark of loading: random data is valid prepared data, and the report follows from the numbers."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def test_tokens_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     clock = iter(range(100))
     monkeypatch.setattr(run.time, "perf_counter", lambda: next(clock))
     monkeypatch.setattr(run.time, "process_time", iter((10.0, 12.0)).__next__)
-    # One batch to warm up; then the clock is read once a batch and stands at 3 s behind the third.
+    # One warm-up batch. Then the clock is read once per batch, and shows 3 s after the third one.
     assert run.read(run.Reading(tmp_path, 100, 2, 1, 2, 3.0)) == (600 / 3, 600 / 2)
-    assert read == [2, 3, 6, 7, 10, 11, 14, 15]  # the second of two ranks
+    assert read == [2, 3, 6, 7, 10, 11, 14, 15]  # for the second of two ranks
 
 
 def test_something_is_read_however_long_the_process_is_held_up(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_bare_reads_are_of_the_bytes_that_samples_span(tmp_path: Path, monkeypat
         return size
 
     monkeypatch.setattr(os, "preadv", noting)
-    for length, expected in ((300, 4 / 100), (3_000_000, 4 / 100 * 1000)):  # no more than a shard
+    for length, expected in ((300, 4 / 100), (3_000_000, 4 / 100 * 1000)):  # at most one shard
         monkeypatch.setattr(loader_turns.time, "process_time", iter((10.0, 10.1, 12.0, 14.0)).__next__)
         with loader_turns.bare_reads(tmp_path, manifest, length, most_open=2) as bare:
             assert len(os.listdir("/proc/self/fd")) == before + 2
@@ -91,7 +91,7 @@ def test_turns_read_the_samples_of_each_folder(tmp_path: Path, monkeypatch: pyte
 
     def turn(samples, reading, number):  # type: ignore[no-untyped-def]
         taken.append(reading.root)
-        assert len(samples._store._open) == roots[reading.root]  # before the first sample, too
+        assert len(samples._store._open) == roots[reading.root]  # also before the first sample
         return given(samples, reading, number)
 
     def batch(samples, indices, *rest):  # type: ignore[no-untyped-def]
@@ -111,7 +111,7 @@ def test_turns_read_the_samples_of_each_folder(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(os, "preadv", preadv)
     turns = loader_turns.measure_turns(roots, 100, 2, 1, 0.008)
     few, many = roots
-    assert taken == [few, many, many, few, few, many, many, few, few, many]  # the first round is not counted
+    assert taken == [few, many, many, few, few, many, many, few, few, many]  # the first round is a warm-up
     for root, one in zip(roots, turns, strict=True):
         assert (one.shards, one.length, one.ranks) == (roots[root], 100, 1)
         assert (len(one.sample_seconds), len(one.bare_seconds)) == (4, 4)
@@ -124,7 +124,7 @@ def test_stores_and_reads_alone_share_the_files_that_a_process_may_have(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_random_data(tmp_path, 8, 3000, seed=3)
-    monkeypatch.setattr(loader_turns, "open_shards", lambda: 4)  # of 32 files
+    monkeypatch.setattr(loader_turns, "open_shards", lambda: 4)  # with 32 files
     before = len(os.listdir("/proc/self/fd"))
     reading = run.Reading(tmp_path, 100, 2, 0, 1, 1.0)
     for folders, files in ((2, 4 * 2 + 2), (3, 4 * 2 + 1), (4, 3 * 2 + 1)):

@@ -1,4 +1,4 @@
-"""The benchmark of optimizers: each has its turn in every round, and its table follows from its numbers."""
+"""Benchmark of optimizers: each one runs in every round, and the table follows from the numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of preparing data: all contestants make the same tokens of the same texts, and the report follows."""
+"""Benchmark of data preparation: all contestants produce the same tokens, and the report follows from the numbers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_random_text_is_of_the_size_asked_for() -> None:
 
 
 def test_costs_are_those_of_all_processes() -> None:
-    """A grandchild that outlives its parent works and fills memory."""
+    """A grandchild that outlives its parent uses CPU time and memory."""
     work = "import time; x = b'1' * (300 << 20); end = time.process_time() + 0.3\nwhile time.process_time() < end: pass"
     parent = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {work!r}], start_new_session=True)"
     cost, _ = cost_of([sys.executable, "-c", parent], {})
@@ -78,7 +78,7 @@ def test_workers_of_the_bare_tokenizer_share_all_texts(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """With one floor and one worker: every run of another one is processes that import everything anew."""
+    """Use one floor and one worker, because every further run starts processes that import everything again."""
     monkeypatch.setattr(prepare, "FLOORS", prepare.FLOORS[1:])
     tokenizer = tmp_path / "tokenizer.json"
     train_tokenizer(random_texts(20_000, seed=2), 400).save(str(tokenizer))

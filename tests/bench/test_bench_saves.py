@@ -20,16 +20,16 @@ CPU = Platform(torch.device("cpu"), "gloo")
 
 def test_every_number_is_measured(one_process: Any, small_run: RunConfig, tmp_path: Path) -> None:
     found = Bench(small_run, 100, one_process, CPU, tmp_path).measure(steps=1, saves=2)
-    # fp32 parameters, the optimizer's main ones and two moments, with what torch.save puts around them.
+    # fp32 parameters, the optimizer's main parameters and two moments, plus the overhead of torch.save.
     assert 16 * found.parameters < found.size < 16 * found.parameters + 200_000
     assert len(found.saves) == 2
     for save in [found.first, *found.saves]:
-        assert len(save.steps) >= 2  # in one the files are written, in another they are made a checkpoint
+        assert len(save.steps) >= 2  # one step writes the files, another completes the checkpoint
         assert 0 < save.stall < save.whole_after
         assert save.whole_after > sum(save.steps)
     numbers = (found.step, found.at_once, found.floor_write, found.check, found.load, found.floor_read)
     assert all(seconds > 0 for seconds in numbers)
-    # The newest of each kind is there, and the plain files are as large as what they stand for.
+    # The newest checkpoint of each kind exists, and the plain files are as large as the checkpoint.
     (whole,) = (tmp_path / "at_once").glob("step_*")
     assert sum(file.stat().st_size for file in whole.iterdir()) == found.size
     assert len(list((tmp_path / "later").glob("step_*"))) == 1

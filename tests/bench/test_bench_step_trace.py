@@ -1,4 +1,4 @@
-"""Breakdown of a step's time: from a handmade GPU trace, and from steps with a known slow part."""
+"""Breakdown of a step's time: from a handwritten GPU trace, and from steps with a known slow part."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def flow(number: int, forward: float, backward: float, tid: int = AUTOGRAD) -> l
 GPU_STEP = [
     section("step", 0, 1000),
     section("data", 0, 50),
-    # The input's copy is in no range; then the mixer's product, by a Triton kernel in no operation, and a wait in it.
+    # The input's copy is in no range. The mixer's product is a Triton kernel outside of operators, with a wait.
     host("cpu_op", "aten::copy_", 55, 5),
     launch(56, 1, name="cudaMemcpyAsync"),
     launch(58, 2, name="cudaStreamSynchronize"),
@@ -72,14 +72,14 @@ GPU_STEP = [
     host("cpu_op", "aten::item", 150, 10),
     launch(151, 5, name="cudaStreamSynchronize"),
     {**launch(151.2, 5, name="cuStreamSynchronize"), "dur": 0.5},
-    # A norm's, of the range around the mixer's.
+    # A norm's kernel, in the range around the mixer's.
     launch(210, 6),
     kernel("rms_norm", 300, 20, 6),
-    # A collective beside the norm's kernel, and alone after it.
+    # A collective, partly concurrent with the norm's kernel.
     host("user_annotation", "nccl:all_reduce", 220, 5),
     launch(221, 7),
     kernel("ncclDevKernel_AllReduce_Sum_f32", 310, 60, 7, NCCL_STREAM),
-    # Backward, on autograd's thread: the mixer's product, and what gathers its weight's gradient.
+    # Backward pass in autograd's thread: the mixer's product and the accumulation of its weight's gradient.
     host("cpu_op", "autograd::engine::evaluate_function: MmBackward0", 400, 30, AUTOGRAD),
     host("cpu_op", "MmBackward0", 401, 20, AUTOGRAD),
     launch(405, 8, AUTOGRAD),
@@ -88,7 +88,7 @@ GPU_STEP = [
     host("cpu_op", "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad", 440, 20, AUTOGRAD),
     launch(445, 9, AUTOGRAD),
     kernel("add", 610, 40, 9),
-    # What has no launch in the trace is known by the operation that it belongs to.
+    # A kernel without a launch in the trace is assigned by its operator.
     kernel("gemm", 650, 10, 99, **{"External id": 5}),
     section("optimizer", 700, 50),
     launch(710, 10),
@@ -101,10 +101,10 @@ GPU_STEP = [
 def test_kernels_are_of_the_part_that_launched_them_or_its_forward() -> None:
     (found,) = break_down(GPU_STEP)
     expected = {
-        "data": 50 + 10,  # where the GPU idled, and the copy
+        "data": 50 + 10,  # idle GPU time and the copy
         "mixer": 100 + 50 + 200 + 40 + 10,
         "norms and residual": 20,
-        "communication": 50,  # 10 of its 60 beside the norm's kernel
+        "communication": 50,  # of 60, 10 overlap with the norm's kernel
         "optimizer": 150,
     }
     expected["GPU idle"] = 1000 - sum(expected.values())
@@ -155,7 +155,7 @@ def test_steps_are_apart_and_kernels_cut_at_their_ends() -> None:
 
 
 class Slow(torch.autograd.Function):
-    """Passes on what it is given, and takes its time: a known time in either pass."""
+    """Identity whose forward and backward pass take a known time."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -169,7 +169,7 @@ class Slow(torch.autograd.Function):
 
 
 def profiled(config: RunConfig, groups: Any, slow: str, monkeypatch: pytest.MonkeyPatch) -> Breakdown:
-    """The breakdown of a step of a model of one layer, a part of which is slow."""
+    """Return the breakdown of a step of a one-layer model, one part of which is slow."""
     run = TimedRun(config, 100, groups, CPU)
     (layer,) = run.trainer.optimizer.chunks[0].module.decoder.layers
     module = getattr(layer, slow)
@@ -181,7 +181,7 @@ def profiled(config: RunConfig, groups: Any, slow: str, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(module, "forward", slowly)
     (found,) = profile_steps(run, CPU, 1)
-    assert module.forward is slowly  # what named it is gone
+    assert module.forward is slowly  # the wrapper that names parts was removed
     assert "finish_step" not in vars(run.trainer.optimizer)
     return found
 
@@ -211,6 +211,6 @@ def test_the_model_is_as_it_was(one_process: Any, small_run: RunConfig) -> None:
     modules = [module for chunk in run.trainer.optimizer.chunks for module in chunk.modules()]
     with named_parts(run.trainer):
         named = [module for module in modules if "forward" in vars(module)]
-    # The model, its embedding, the block, its layer, and the layer's mixer and feed-forward.
+    # The model, its embedding, the transformer block, its layer, and the layer's mixer and feed-forward.
     assert len(named) == 6
     assert not any("forward" in vars(module) for module in modules)

@@ -1,4 +1,4 @@
-"""Command `selectron bench train`: variants train in separate processes or report errors, and tables follow."""
+"""The command `selectron bench train`: variants train in separate processes or report errors, and tables follow."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_all_is_measured(one_process: Any, small_run: RunConfig, tmp_path: Path)
     assert all(seconds > 0 for seconds in (*found.seconds, found.starting, found.building, found.first_step))
     assert found.losses[0] == pytest.approx(math.log(128), abs=0.5)  # of the padded vocabulary
     assert found.tokens == 2 * 16
-    # Two tables of 128 x 32, four projections, three matrices of the feed-forward, three norms.
+    # Two tables of 128 x 32, four projections, three feed-forward matrices, three norms.
     assert found.parameters["parameters"] == 2 * 128 * 32 + 4 * 32 * 32 + 3 * 32 * 64 + 3 * 32
     weights = 128 * 32 + 4 * 32 * 32 + 3 * 32 * 64
     assert found.flops_per_token > 6 * weights
@@ -207,7 +207,7 @@ def test_a_loss_that_is_not_finite_is_a_failure() -> None:
 
 
 def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """On two processes; one variant is refused, and the other goes on."""
+    """Two processes run two variants. One is rejected, the other still runs."""
     config, output = tmp_path / "tiny.yaml", tmp_path / "out"
     config.write_text(TINY)
     options = ["--processes", "2", "--steps", "1", "--warmup", "1", "--profile", "1", "--vocabulary", "100"]
@@ -233,7 +233,7 @@ def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
 def test_garbage_is_not_looked_for_in_what_a_rank_has_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     collecting: list[bool] = []
     monkeypatch.setattr(gc, "freeze", lambda: collecting.append(gc.isenabled()))
-    monkeypatch.setattr(gc_control, "_is_ours", False)  # so that it is again after this test
+    monkeypatch.setattr(gc_control, "_is_ours", False)  # restored after this test
     monkeypatch.setattr(train_rank, "do", lambda folder, *, only_machine: 0)
     monkeypatch.setattr(sys, "argv", ["selectron", "bench", "train-rank", "folder"])
     assert main() == 0
@@ -243,7 +243,7 @@ def test_garbage_is_not_looked_for_in_what_a_rank_has_imported(monkeypatch: pyte
 def test_what_fails_says_why_and_the_others_go_on(
     tmp_path: Path, small_run: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Processes that fail stand for any: one says of what, another is killed, a third is interrupted, with all."""
+    """Fake processes: one reports its error, one is killed, and one is interrupted, which ends the benchmark."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     ends = iter([("OutOfMemoryError: CUDA out of memory.", 1), (None, 137), (None, 130)])
     jobs: list[Job] = []

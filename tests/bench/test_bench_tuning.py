@@ -1,4 +1,4 @@
-"""Number of configurations over which Triton's kernels are autotuned."""
+"""Number of configurations that Triton's autotuner tries."""
 
 from __future__ import annotations
 

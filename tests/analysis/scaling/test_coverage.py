@@ -1,4 +1,4 @@
-"""Nominal coverage of the intervals of laws: a small part of what `tools/measure_coverage.py` measures."""
+"""Coverage of the laws' confidence intervals: a small part of what `tools/measure_coverage.py` measures."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 @pytest.mark.parametrize(("points", "noise"), [(6, 0.01), (9, 0.001), (16, 0.01)])
 def test_intervals_of_laws(points: int, noise: float) -> None:
-    """Forty experiments; a bootstrap over points held the truth in 0.72 to 0.80 of those with six points."""
+    """Forty experiments. With six points, a bootstrap's intervals covered the truth in only 0.72 to 0.80 of them."""
     for name, held in coverage_of_laws.law_coverage(points, noise, 40).items():
         assert 0.85 <= held <= 1.0, name
 

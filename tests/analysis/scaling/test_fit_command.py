@@ -1,4 +1,4 @@
-"""Command `selectron fit` as a user calls it."""
+"""The command `selectron fit`, called as by a user."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_one_law(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.usefixtures("unpainted")
 def test_the_published_points(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Besiroglu et al. 2024 find E 1.8169, alpha 0.3478 and beta 0.3659 without the five highest losses."""
+    """Besiroglu et al. 2024 report E 1.8169, alpha 0.3478 and beta 0.3659 without the five highest losses."""
     points = Path(__file__).with_name("chinchilla.csv")
     arguments = ["fit", str(points), "--drop-highest", "5", "--json"]
     assert main([*arguments, "--output", str(tmp_path / "fit")]) == 0
@@ -91,7 +91,7 @@ def test_the_published_points(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.usefixtures("few_starts")
 def test_the_surface_has_intervals(tmp_path: Path) -> None:
-    """Over the points and as far again, wider beyond them."""
+    """The surface spans the range of the points and extrapolates as far again, with wider intervals there."""
     points = without_mixer(write(tmp_path / "points.csv", {"attention": LAWS["attention"]}))
     dice, lines = np.random.default_rng(4), points.read_text().splitlines()
     for number, (n, d, loss) in enumerate((line.split(",") for line in lines[1:]), start=1):
@@ -147,7 +147,7 @@ def test_five_points_have_a_law_and_no_intervals(tmp_path: Path, capsys: pytest.
 
 @pytest.mark.usefixtures("few_starts", "unpainted")
 def test_ends_that_points_do_not_bound_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Six points with 2 % of noise: alpha may be anything above a value."""
+    """Six points with 2 % noise give alpha no upper bound."""
     law, dice = LAWS["attention"], np.random.default_rng(1)
     n, d = np.array([1e8, 1e8, 4e8, 1.6e9, 1.6e9, 6e9]), np.array([2e9, 6e10, 1e10, 4e9, 1.2e11, 3e10])
     losses = law.loss(n, d) * np.exp(0.02 * dice.normal(size=6))
@@ -170,7 +170,7 @@ def test_options_of_the_former_bootstrap_are_passed_over(tmp_path: Path, capsys:
 
 
 def with_test_loss(path: Path) -> Path:
-    """A power of training loss, a little higher for the second mixer, with some noise."""
+    """Add a test loss: a power of the training loss with some noise, slightly higher for the second mixer."""
     dice = np.random.default_rng(7)
     lines = path.read_text().splitlines()
     for number, line in enumerate(lines[1:], start=1):

@@ -1,4 +1,4 @@
-"""IsoFLOP parabolas against the law that the points were made with."""
+"""IsoFLOP parabolas, compared with the law that generated the points."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_ext.analysis.scaling.law import ScalingLaw
 from megatron_ext.analysis.scaling.points import Points
 
 LAW = ScalingLaw(1.7, 400.0, 400.0, 0.35, 0.35)
-"""Whose loss over the logarithm of size is the same on both sides of the lowest, so that a parabola finds that."""
+"""A law whose loss is symmetric in the logarithm of size around its minimum, so that a parabola finds the minimum."""
 
 FLOPS = np.geomspace(1e19, 1e21, 5)
 
@@ -69,7 +69,7 @@ def test_sizes_that_are_nearly_the_same_are_no_budget() -> None:
 
 @pytest.mark.parametrize("apart", [1.03, 1.06, 1.11])
 def test_budgets_a_little_apart_are_two(apart: float) -> None:
-    """They were one while they lay within 12 % of each other."""
+    """Budgets within 12 % of each other used to be merged."""
     compute = np.array([1e19, apart * 1e19])
     n = np.concatenate([LAW.best_params(c) * np.geomspace(1 / 3, 3, 6) for c in compute])
     d = np.repeat(compute, 6) / 6 / n
@@ -80,7 +80,7 @@ def test_budgets_a_little_apart_are_two(apart: float) -> None:
 
 
 def test_budgets_that_overlap_are_one_with_a_doubt() -> None:
-    """Two budgets 4 % apart whose tokens are rounded by up to 3 % either way: the same sizes at unlike compute."""
+    """Two budgets 4 % apart with the same sizes. Rounding tokens by up to 3 % makes their ranges of compute overlap."""
     dice, sizes = np.random.default_rng(1), LAW.best_params(1e19) * np.geomspace(1 / 3, 3, 6)
     n = np.tile(sizes, 2)
     d = np.repeat([1e19, 1.04e19], 6) / 6 / n * np.exp(dice.uniform(-0.03, 0.03, 12))
@@ -91,7 +91,7 @@ def test_budgets_that_overlap_are_one_with_a_doubt() -> None:
 
 
 def test_the_lowest_place_has_the_interval_that_its_slope_says() -> None:
-    """Fieller's interval, against the slope's t-test by another parametrisation of the parabola at each end."""
+    """Fieller's interval ends where a t-test of the slope, in another parametrisation of the parabola, has p = 0.05."""
     dice, some = np.random.default_rng(3), points(sizes=7)
     noisy = Points(some.params, some.tokens, some.losses * np.exp(0.002 * dice.normal(size=len(some))))
     for one in budgets(noisy):
@@ -99,7 +99,7 @@ def test_the_lowest_place_has_the_interval_that_its_slope_says() -> None:
         assert one.best_params is not None
         assert one.best_interval[0] < one.best_params < one.best_interval[1]
         for end in one.best_interval:
-            x = np.log(one.points.params / end)  # the coefficient of x is the slope at the end
+            x = np.log(one.points.params / end)  # the coefficient of x is the slope at the interval's end
             design = np.stack([np.ones_like(x), x, x**2], axis=1)
             solved, rest, *_ = np.linalg.lstsq(design, one.points.losses, rcond=None)
             error = np.sqrt(rest[0] / 4 * np.linalg.inv(design.T @ design)[1, 1])

@@ -23,8 +23,11 @@ from megatron_ext.analysis.scaling.points import Points, read_points
 from megatron_ext.utils.errors import UserError
 
 CHINCHILLA = Path(__file__).with_name("chinchilla.csv")
-"""245 points of figure 4 of Hoffmann et al. 2022: parameters, tokens (compute / 6 / parameters) and losses, to nine
-digits, as Besiroglu et al. 2024 have read them from the figure (github.com/epoch-research/analyzing-chinchilla)."""
+"""245 points of figure 4 of Hoffmann et al. 2022, as read by Besiroglu et al. 2024.
+
+Columns are parameters, tokens (compute / 6 / parameters) and losses, with nine digits
+(github.com/epoch-research/analyzing-chinchilla).
+"""
 
 KNOWN = ScalingLaw(1.7, 400.0, 1500.0, 0.34, 0.36)
 
@@ -37,7 +40,7 @@ def grid(law: ScalingLaw = KNOWN, noise: float = 0.0) -> Points:
 
 @pytest.fixture(scope="module")
 def chinchilla() -> Points:
-    """Without the five highest losses, which Besiroglu et al. leave out as outliers."""
+    """Points without the five highest losses, which Besiroglu et al. exclude as outliers."""
     points = read_points(CHINCHILLA)[""]
     assert len(points) == 245
     return points.take(np.argsort(points.losses)[:-5])
@@ -83,7 +86,7 @@ def test_outliers_do_not_bend_the_law() -> None:
 
 
 def test_the_published_points_give_the_published_law(of_chinchilla: Fit) -> None:
-    """Besiroglu et al.: 482, 2085, 1.8169, 0.3478 and 0.3659."""
+    """Besiroglu et al. report A 482, B 2085, E 1.8169, alpha 0.3478 and beta 0.3659."""
     law = of_chinchilla.law
     assert of_chinchilla.objective <= 0.0010183
     assert of_chinchilla.objective == pytest.approx(by_hand(law, of_chinchilla.points), rel=1e-9)
@@ -94,7 +97,7 @@ def test_the_published_points_give_the_published_law(of_chinchilla: Fit) -> None
 
 
 def test_no_way_down_is_left(of_chinchilla: Fit) -> None:
-    """From the law that was found, and from ten places about it."""
+    """The fit is a minimum: refits from ten nearby laws are not better."""
     dice = np.random.default_rng(3)
     for _ in range(10):
         near = ScalingLaw(*(np.array(astuple(of_chinchilla.law)) * np.exp(0.02 * dice.normal(size=5))))
@@ -104,7 +107,7 @@ def test_no_way_down_is_left(of_chinchilla: Fit) -> None:
 
 @pytest.mark.parametrize("gone", [{"E": 2e-13}, {"E": 0.0}, {"A": 1e-9}, {"B": 0.0}], ids=str)
 def test_a_term_that_had_vanished_comes_back(gone: dict[str, float]) -> None:
-    """As where the points of a law say nothing of E, and a draw of them does."""
+    """A bootstrap may start from a law without E, if the original points do not determine E but resampled ones do."""
     found = refit(grid(), replace(KNOWN, **gone))
     np.testing.assert_allclose(astuple(found), astuple(KNOWN), rtol=1e-3)
 
@@ -117,7 +120,7 @@ def test_the_best_size_is_where_the_loss_is_lowest() -> None:
 
 
 def of_plan(sizes: np.ndarray, step: int) -> Points:
-    """Runs of 20 tokens a parameter, rounded to whole steps, and losses by a law."""
+    """Points with 20 tokens per parameter, rounded to whole steps, and the losses of a law."""
     tokens = np.round(20 * sizes / step) * step
     return Points(sizes, tokens, KNOWN.loss(sizes, tokens))
 
@@ -135,7 +138,7 @@ def test_values_that_are_unlike() -> None:
         2,
         3,
     ]
-    # A chain is not one value, however short its links are.
+    # A chain of values counts as several, however close its neighbours are.
     assert number_unlike(1.03 ** np.arange(9)) == 5
 
 

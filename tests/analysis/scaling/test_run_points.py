@@ -17,12 +17,12 @@ from megatron_ext.utils.errors import UserError
 
 LAWS = {"attention": ScalingLaw(1.7, 4.0, 20.0, 0.34, 0.36), "mamba": ScalingLaw(1.8, 3.0, 25.0, 0.33, 0.35)}
 SIZES = {2: 2_000, 4: 9_000, 8: 41_000}
-"""Parameters by number of layers."""
+"""Parameters by number of layers, without embeddings."""
 VOCABULARY = 700
 
 
 def sweep(folder: Path, steps: tuple[int, ...] = (20, 60)) -> Path:
-    """Runs of three sizes, two lengths and two mixers, on their laws; embeddings count for nothing in them."""
+    """Write runs of three sizes, two lengths and two mixers, with losses from their laws that ignore embeddings."""
     for mixer, law in LAWS.items():
         for layers, params in SIZES.items():
             for length in steps:
@@ -90,7 +90,7 @@ def test_a_law_for_each_mixer_of_a_folder_of_runs(tmp_path: Path, capsys: pytest
         rows = list(csv.DictReader(file))
     assert len(rows) == 12
     assert {row["run"] for row in rows} == {str(path) for path in folder.iterdir()}
-    # What was written can be fitted again, and is not removed by that.
+    # The written points can be fitted again, without being deleted.
     again = ["fit", str(output / "points.csv"), "--output", str(output), "--json"]
     assert main(again) == 0
     assert json.loads(capsys.readouterr().out) == numbers
@@ -126,7 +126,7 @@ def test_runs_at_fault(tmp_path: Path) -> None:
 
 
 def cut(run: Path, steps: int) -> None:
-    """As a run that was killed leaves its folder."""
+    """Truncate the records of a run, as if it was killed."""
     for name in ("metrics.jsonl", "evaluation.jsonl"):
         lines = (run / name).read_text().splitlines(keepends=True)
         (run / name).write_text("".join(line for line in lines if json.loads(line)["step"] <= steps))
@@ -213,7 +213,10 @@ def test_bad_arguments(
 
 
 def test_runs_of_other_recipes_are_no_points_of_one_law(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Length, optimizer, mixture and text make other laws; size, steps, batch, rate and seed do not."""
+    """Runs with another sequence length, optimizer, data mixture or text are not fitted together.
+
+    Model size, steps, batch size, learning rate and seed may differ.
+    """
     size = {"parameters": 9, **EMBEDDINGS}
     text = {"train": "a" * 64, "evaluation": "t", "texts": []}
     changes: dict[str, dict] = {

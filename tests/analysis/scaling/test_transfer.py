@@ -1,4 +1,4 @@
-"""Test loss over training loss, against scipy's regression and against chance."""
+"""Test loss as a function of training loss, compared with scipy's regression and with chance."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_too_few_models_are_no_line() -> None:
 
 
 def test_one_curve_is_called_two_as_often_as_the_p_value_says() -> None:
-    """Of 400 pairs from one law a twentieth has a p-value below 0.05, and a half one below 0.5."""
+    """Of 400 pairs from the same law, a twentieth has a p-value below 0.05, and half have one below 0.5."""
     found = np.array([difference(made(2 * n), made(2 * n + 1)).p_value for n in range(400)])
     for level in (0.05, 0.5):
         error = np.sqrt(level * (1 - level) / 400)
@@ -57,7 +57,7 @@ def test_intervals_of_the_ratio_hold_it_as_often_as_they_say() -> None:
 
 
 def test_unequal_scatter_makes_neither_more_differences_nor_narrower_intervals() -> None:
-    """An F-test with one scatter for both said of a fifth of such pairs that they differ."""
+    """An F-test with a common variance would report a difference for a fifth of these pairs."""
     found = [difference(made(2 * n, models=4, noise=0.02), made(2 * n + 1, models=12)) for n in range(400)]
     assert np.mean([one.p_value < 0.05 for one in found]) < 0.11
     held = [one.interval[0] <= 1 <= one.interval[1] for one in found if one.interval is not None]
@@ -66,7 +66,7 @@ def test_unequal_scatter_makes_neither_more_differences_nor_narrower_intervals()
 
 
 def test_many_models_are_tested_as_by_one_regression() -> None:
-    """With 300 models of one scatter, the p-value is that of scipy's F distribution for two more constants."""
+    """With 300 models and equal variances, the p-value is that of the F distribution for two more constants."""
     one, other = made(3, models=300), made(4, models=300, factor=1.3 * 1.001)
     x, y = (np.concatenate([getattr(line, name) for line in (one, other)]) for name in ("log_train", "log_test"))
     is_other = np.repeat([0.0, 1.0], 300)
@@ -80,7 +80,7 @@ def test_many_models_are_tested_as_by_one_regression() -> None:
 
 @pytest.mark.parametrize("other", [{"factor": 1.3 * 1.06}, {"exponent": 0.6, "factor": 1.3 * 3**0.2}])
 def test_curves_that_differ(other: dict[str, float]) -> None:
-    """In height, or in slope alone: in the middle they then meet."""
+    """Curves that differ in height, or only in slope. The latter cross in the middle."""
     apart = difference(made(5), made(6, **other))
     assert apart.p_value < 1e-3
     assert apart.ratio is not None

@@ -1,4 +1,4 @@
-"""Intervals of a law's constants, and the back-test on the largest models."""
+"""Confidence intervals of a law's constants, and the back-test on the largest models."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ def sure(fitted: Fit) -> Uncertainty:
 
 
 def test_intervals_are_about_as_wide_as_other_noise_makes_the_constants(sure: Uncertainty) -> None:
-    """Sixteen experiments with noise of their own, against the interval of one."""
+    """Compare one experiment's interval with the spread of sixteen experiments with independent noise."""
     experiments = [refit(grid(2e-3, seed), LAW) for seed in range(16)]
     for name in ("E", "alpha", "beta"):
         low, high = sure.interval(name)
         spread = np.std([getattr(law, name) for law in experiments], ddof=1)
         assert 0.5 < (high - low) / (3.92 * spread) < 2.0, name
-        assert abs((low + high) / 2 - getattr(LAW, name)) < high - low, name  # twice what one in twenty is beyond
+        assert abs((low + high) / 2 - getattr(LAW, name)) < high - low, name  # twice the half-width of a 95 % interval
     assert sure.noise == pytest.approx(2e-3, rel=0.3)
 
 
 def smallest_rest(points: Points, name: str, value: float, near: ScalingLaw) -> float:
-    """Least sum of squares of log losses with one constant held, by an optimiser that knows nothing of grids."""
+    """Return the least sum of squared log-loss residuals with one constant fixed, by an independent optimizer."""
     names = ("E", "A", "B", "alpha", "beta")
     held = names.index(name)
     start = np.array([np.log(near.E), np.log(near.A), np.log(near.B), near.alpha, near.beta])
@@ -68,8 +68,8 @@ def smallest_rest(points: Points, name: str, value: float, near: ScalingLaw) -> 
 
 @pytest.mark.parametrize("name", ["E", "A", "B", "alpha", "beta"])
 def test_an_interval_ends_where_the_sum_of_squares_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An F-test with the constant held at the end of its interval has p = 0.05, by brute force."""
-    monkeypatch.setattr(robust, "BOUND", 100.0)  # least squares
+    """With the constant fixed at an end of its interval, an F-test has p = 0.05. Computed by brute force."""
+    monkeypatch.setattr(robust, "BOUND", 100.0)  # ordinary least squares
     monkeypatch.setattr(robust, "EXPECTED", 1.0)
     points = grid(2e-3)
     fitted = Fit(refit(points, LAW), 0.0, points)
@@ -102,7 +102,7 @@ def test_points_far_off_the_law_widen_intervals_little(sure: Uncertainty) -> Non
     far = uncertainty_of(Fit(refit(points, LAW), 0.0, points))
     for name in ("E", "alpha", "beta"):
         (low, high), (low_far, high_far) = sure.interval(name), far.interval(name)
-        assert high_far - low_far < 1.6 * (high - low)  # the scatter is seven times as large
+        assert high_far - low_far < 1.6 * (high - low)  # although the standard deviation is seven times as large
         assert abs((low_far + high_far) / 2 - getattr(LAW, name)) < high_far - low_far
 
 
@@ -126,14 +126,14 @@ def test_six_noisy_points_do_not_bound_all_constants() -> None:
     sure = uncertainty_of(Fit(refit(points, LAW), 0.0, points))
     assert sure.interval("alpha")[1] == np.inf
     assert sure.interval("A")[1] == np.inf
-    assert np.isfinite(sure.interval("E")).all()  # between 0 and the lowest losses
+    assert np.isfinite(sure.interval("E")).all()  # bounded by 0 and the lowest losses
 
 
 def test_the_largest_models_are_foretold_by_the_others() -> None:
     points = grid(0.0)
     tested = back_test(points)
     assert tested is not None
-    assert len(tested.held_out) == 6  # all of the largest size, though a tenth is four
+    assert len(tested.held_out) == 6  # all points of the largest size, although a tenth is four
     assert tested.held_out.params.min() == points.params.max()
     assert np.abs(tested.errors).max() < 1e-5
     points.losses[points.params == points.params.max()] *= 1.02
@@ -149,7 +149,7 @@ def test_too_few_models_for_a_back_test() -> None:
 
 @pytest.mark.parametrize(("alpha", "beta"), [(2.0, 60.0), (20.0, 2.0), (60.0, 2.0)])
 def test_a_fit_that_runs_away_leaves_a_law_of_numbers(alpha: float, beta: float) -> None:
-    """Six tiny models that no law fits: from here a fit makes an exponent so steep that its constant is infinite."""
+    """Six tiny models that no law fits. From these starts, a fit makes an exponent so steep that A or B overflows."""
     params = np.array([155968.0, 155968.0, 57504.0, 57504.0, 20560.0, 20560.0])
     losses = np.array([3.1424628496, 3.4766229391, 3.3771691912, 3.9906828403, 3.5197301507, 4.7476477623])
     points = Points(params, np.array([23040.0, 7680.0] * 3), losses)

@@ -1,4 +1,4 @@
-"""Constants that points do not tell, however small the noise: named, and without intervals."""
+"""Constants that the points do not determine, however small the noise: they are named and get no intervals."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def grid(sizes: int, lengths: int, *, law: ScalingLaw = LAW, jitter: float = 0.0
 
 @pytest.mark.parametrize("beta", [0.15, 0.73])
 def test_two_numbers_of_tokens_have_many_laws(beta: float) -> None:
-    """The same losses to the last digits: so says the warning."""
+    """Two laws fit the points equally well, up to rounding, as the warning states."""
     points = grid(3, 2)
     ends = LAW.B * TOKENS[:2] ** -LAW.beta
     b = (ends[0] - ends[1]) / (TOKENS[0] ** -beta - TOKENS[1] ** -beta)
