@@ -1,4 +1,4 @@
-"""A process that is killed right before one of its changes to a folder, chosen by number."""
+"""A process that is killed immediately before one of its changes to a folder. The change is chosen by number."""
 
 import ctypes
 import os
@@ -24,31 +24,33 @@ CHANGES = {
     "os.link": 2,
     "os.symlink": 2,
 }
-"""Audit events of calls that change folders, with the number of paths that they begin with. `os.replace` is a rename,
-`os.unlink` a removal; opening for writing is looked for by its flags."""
+"""Audit events of calls that change folders, with the number of leading path arguments.
+
+`os.replace` is a rename, `os.unlink` a removal. Opening for writing is recognised by its flags.
+"""
 
 KILLED, DONE = 9, 0
 
 
 def changes(root: Path, number: int | None, work: Callable[[], object]) -> tuple[int, int]:
-    """Run `work` in a process of its own, which ends without a word before the change of that number below `root`.
+    """Run `work` in a separate process that is killed immediately before change `number` below `root`.
 
-    The process is forked from a server that has no threads. A fork of the tests' own process would lack the threads of
-    libraries that earlier tests have used (the pool of `tokenizers`, say), and wait for them for ever.
+    The process is forked from a server without threads. A fork of the test process would lack the threads of libraries
+    that earlier tests used (the pool of `tokenizers`, for example), and would wait for them forever.
 
     Args:
-        root: changes elsewhere do not count.
-        number: of the change, from 0; None: the process is left alone.
-        work: what it does.
+        root: folder whose changes count.
+        number: number of the change, from 0. None: the process is not killed.
+        work: function to run.
 
     Returns:
-        How the process ended, KILLED or DONE (1 after an exception), and the number of changes that it came to.
+        The exit status of the process, KILLED or DONE (1 after an exception), and the number of changes before its end.
     """
     server, connection = _server()
     try:
         connection.send((str(root), number, work))
         return connection.recv()
-    except BaseException:  # the time limit of a test, say: nobody is left behind
+    except BaseException:  # for example, a test's time limit: leave no process behind
         server.kill()
         server.join()
         _server.cache_clear()
@@ -66,7 +68,7 @@ def _server() -> tuple[Any, Connection]:
 
 
 def _serve(connection: Connection) -> None:
-    with suppress(EOFError):  # the tests' process has ended
+    with suppress(EOFError):  # the test process has ended
         while True:
             connection.send(_fork(*connection.recv()))
 
@@ -93,7 +95,7 @@ def _fork(root: str, number: int | None, work: Callable[[], object]) -> tuple[in
 
 
 class _Watch:
-    """Counts the events of the process that it was made in; its children are not counted."""
+    """Audit hook that counts the events of its own process, but not those of child processes."""
 
     def __init__(self, root: str, number: int | None, pipe: int) -> None:
         self.root, self.number, self.pipe = root, number, pipe

@@ -1,4 +1,4 @@
-"""Documents for pipeline steps, and a way to run stages with datatrove's local executor."""
+"""Documents for pipeline steps, and functions that run stages."""
 
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ def document(text: str, name: str, split: str = "train", domain: str = "C4") -> 
 
 
 class Given(PipelineStep):
-    """A reader of documents that are there already: task r of w gets every w-th."""
+    """Reader of given documents. Task r of w reads every w-th document, from document r."""
 
     type = "READER"
     name = "given"
@@ -32,7 +32,7 @@ class Given(PipelineStep):
 
 
 class FailsOnce(PipelineStep):
-    """Dies in the middle of task 1 when it is first run."""
+    """Step that fails in the middle of task 1 when it first runs."""
 
     type = "READER"
     name = "fails once"
@@ -50,13 +50,13 @@ class FailsOnce(PipelineStep):
 
 
 def run(stages: Sequence[Stage], logs: Path, workers: int = 1) -> None:
-    """Run stages one after the other with datatrove's local executor."""
+    """Run stages in sequence with datatrove's local executor."""
     for stage in stages:
         LocalPipelineExecutor(stage.steps, stage.tasks, workers, logging_dir=str(logs / stage.name)).run()
 
 
 def run_here(stages: Sequence[Stage]) -> dict[str, dict[str, float]]:
-    """Run stages without an executor; gives the counts of the last step of each, over all tasks."""
+    """Run stages without an executor. Return the counts of each stage's last step, summed over all tasks."""
     found = {}
     for stage in stages:
         counts: Counter[str] = Counter()
@@ -71,7 +71,7 @@ def run_here(stages: Sequence[Stage]) -> dict[str, dict[str, float]]:
 
 
 def read(steps: Sequence[PipelineStep], tasks: int) -> list[Document]:
-    """What a pipeline gives, task after task."""
+    """Return the output of a pipeline, task by task."""
     found = []
     for rank in range(tasks):
         data = None

@@ -1,4 +1,4 @@
-"""Small raw corpora made on the spot."""
+"""Small generated raw corpora."""
 
 import json
 import random
@@ -23,7 +23,7 @@ def record(domain: str, content: str) -> str:
 
 
 def lines(domains: list[str], documents: int, tag: str = "") -> list[str]:
-    """Records of several domains, interleaved, no two with the same text."""
+    """Return interleaved records of several domains, all with different texts."""
     return [record(domain, text(f"{tag}{domain}{i}", 5 + i % 60)) for i in range(documents) for domain in domains]
 
 

@@ -1,4 +1,4 @@
-"""Every record of the input is accounted for in the manifest: it is kept, left out, skipped or not used."""
+"""The manifest accounts for every record of the input: it is kept, left out, skipped or unused."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ def unused(manifest: Manifest) -> dict[tuple[str, str], int]:
 
 
 def split_by_folders(root: Path) -> int:
-    """Records of every fate, in files of train, validation and test; their number."""
+    """Write train, validation and test files with records of every kind, and return the number of records."""
     leaked = text("leaked", 60)
     content = {
         "train/a": [*lines(["C4", "ArXiv", "Foo"], 5), record("C4", "\0\0"), "{", record("C4", f"{leaked} and more")],
@@ -75,7 +75,7 @@ def test_where_the_hash_splits_and_nothing_is_filtered(records, tmp_path, tokeni
     ("named", "first"), [(["C4"], "c4"), (["c4"], "C4"), (["RedPajamaC4"], "c4"), (None, "C4"), (None, "c4")]
 )
 def test_spellings_of_a_domain_are_one_domain(tmp_path, tokenizer_file, named, first):
-    """A name means every spelling, and the documents get one: folders of two might be one on some file systems."""
+    """A name selects all of its spellings, and documents get a single one. Some file systems ignore case."""
     other = "c4" if first == "C4" else "C4"
     content = [*lines([first], 12), *lines([other], 8), *lines(["ARXIV"], 4), *lines(["arxiv"], 3)]
     source = write_jsonl(tmp_path / "x.jsonl", content)

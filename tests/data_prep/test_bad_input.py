@@ -1,4 +1,4 @@
-"""One bad record in files of every form: a stop that names it, or a count by file and reason."""
+"""One bad record in files of every format: an error that names it, or a count by file and reason."""
 
 import gzip
 import io
@@ -54,7 +54,7 @@ CASES = [
     ("a.jsonl", with_bad(b'{"text": "\\ud800", "domain": "C4"}'), "a.jsonl:8: text is not valid Unicode", 60),
     ("a.parquet", table(), "a.parquet:8: no text", 59),
     ("a.tar", tar(), "a.tar:007: not JSON", 59),
-    # Cut off: what stands before is kept. Of a tar, a sample is whole when the next one has begun.
+    # Truncated files: earlier records are kept. In a tar, a sample is complete when the next one has begun.
     ("a.jsonl.gz", gzip.compress("\n".join([*GOOD, ""]).encode())[:-4], "a.jsonl.gz:61: compressed stream broken", 60),
     ("a.tar", tar(broken=None).rstrip(b"\0")[:-9], "a.tar: tar broken", 59),
 ]

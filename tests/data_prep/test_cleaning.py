@@ -10,7 +10,7 @@ from megatron_ext.utils.errors import UserError
 
 
 def cleaned(*texts: str, **options: object) -> tuple[list[str], dict[str, float]]:
-    """Texts that are left, and every count by reason."""
+    """Return the remaining texts, and all counts by reason."""
     step = Clean(CleaningOptions(**options))
     documents = [Document(text, f"a.jsonl:{i}") for i, text in enumerate(texts, 1)]
     left = [document.text for document in step.run(documents)]
@@ -44,7 +44,7 @@ def test_every_control_character_but_tab_and_newline_is_gone():
     assert len(controls) == 65
     (left,), counts = cleaned("x" + "".join(controls) + "y")
     assert {c for c in left if unicodedata.category(c) == "Cc"} == {"\t", "\n"}
-    # LF, CR, VT, FF and U+0085 stand for themselves as line ends: each is one.
+    # LF, CR, VT, FF and U+0085 are line ends: each becomes a newline.
     assert left == "x\t\n\n\n\n\ny"
     assert counts["removed_nul"] + counts["removed_controls"] == 65 - 6
 

@@ -31,7 +31,7 @@ def test_the_same_as_the_standard_library(form):
 
 @pytest.mark.parametrize("marks", ["\u0301\u0323", "\u0f73\u0f71", "\u0344\u0323", "\u0301"])
 def test_ten_times_the_marks_take_about_ten_times_as_long(marks):
-    """The standard library takes a hundred times as long for the first three."""
+    """The standard library needs a hundred times as long for the first three."""
 
     def seconds(length):
         text, best = "e\u0301" + marks * length, 1e9

@@ -1,4 +1,4 @@
-"""Digests of prepared text: equal for equal tokens wherever they lie, and for no others."""
+"""Digests of prepared text: equal for equal tokens in any location, and different for others."""
 
 import shutil
 from dataclasses import replace
@@ -26,7 +26,7 @@ def digest_of(one: Manifest, split="train", domains=None) -> str:
 
 def test_the_same_text_in_another_folder(tmp_path):
     one = manifest(shard(1))
-    for number, entry in enumerate(one.domains):  # no two shards are one file
+    for number, entry in enumerate(one.domains):  # shards with distinct files
         entry.shards[:] = [shard(1, file=f"{number}.tar", index=f"{number}.index.npy")]
     save_manifest(tmp_path, one)
     shutil.copytree(tmp_path, tmp_path / "elsewhere")

@@ -1,7 +1,7 @@
-"""`prepare` killed right before changes to its folder, and called again: the bytes are those of a call left alone.
+"""`prepare` killed before changes to its folder, and called again: the result equals that of an uninterrupted call.
 
-A change is a file opened for writing, renamed or removed, or a folder made or removed. Of the hundreds of a call, the
-suite kills before a few, spread over all; SELECTRON_EVERY_KILL=1 before each one.
+A change opens a file for writing, renames or removes a file, or makes or removes a folder. A call makes hundreds. The
+suite kills before a few of them, spread evenly. With SELECTRON_EVERY_KILL=1, it kills before each one.
 """
 
 import os
@@ -23,7 +23,7 @@ KILLS = 4
 
 
 class NoManager:
-    """What datatrove's executor asks of a manager process, which takes as long to start as all else takes."""
+    """Replacement for the manager process of datatrove's executor, whose start takes as long as all the rest."""
 
     Queue = queue.Queue
 

@@ -93,7 +93,7 @@ def test_verify_shard_names_the_file(tmp_path, which):
     content = bytearray(path.read_bytes())
     content[7] ^= 1
     path.write_bytes(content)
-    verify_shard(tmp_path, entry, "size")  # a flipped bit changes no size
+    verify_shard(tmp_path, entry, "size")  # a flipped bit does not change the size
     with pytest.raises(UserError, match=rf"{which}: sha256 differs: expected [0-9a-f]{{64}}, found [0-9a-f]{{64}}; "):
         verify_shard(tmp_path, entry, "sha256")
     path.write_bytes(content[:-1])

@@ -1,4 +1,4 @@
-"""Manifests as a stranger may write them: refused by name before anything that they name is touched."""
+"""Malicious manifests: rejected with the bad name before any file that they name is touched."""
 
 import copy
 import json

@@ -1,6 +1,6 @@
 """Memory of a worker is independent of its input: peaks of separate processes with small and large inputs.
 
-The larger input is ten times the smaller one. A record is random letters, so that nothing compresses away.
+The larger input is ten times the smaller one. Records are random letters, so that they barely compress.
 """
 
 import io
@@ -55,7 +55,7 @@ def write_records(folder: Path, number: int) -> None:
 
 
 def write_table(folder: Path, number: int) -> None:
-    """One row group."""
+    """Write a table with one row group."""
     table = pyarrow.table({"text": texts(number)})
     pyarrow.parquet.write_table(table, folder / "x.parquet", row_group_size=number, use_dictionary=False)
 
@@ -69,7 +69,7 @@ def write_tar(folder: Path, number: int) -> None:
 
 
 def write_chain(folder: Path, number: int) -> None:
-    """Training documents that hang together in a chain, in any order, as pairs of one signature each."""
+    """Write training documents connected in a chain, in random order, as pairs with one signature each."""
     generator = np.random.default_rng(0)
     chain = generator.permutation(number)
     pairs = np.stack([chain[:-1], chain[1:]], axis=1)[generator.permutation(number - 1)]
@@ -93,7 +93,7 @@ def peak(folder: Path, code: str = READ) -> tuple[int, str]:
     [(write_records, 200, 16 * MEBIBYTE), (write_table, 800, 120 * MEBIBYTE), (write_tar, 200, 16 * MEBIBYTE)],
 )
 def test_reading_ten_times_as_much_takes_no_more_memory(tmp_path, write, small, growth):
-    """Of 4 and 40 MB; of a table of 16 and 160, as it takes some 10 batches of 8 until Arrow's pool is full."""
+    """4 and 40 MB, or tables of 16 and 160 MB, because Arrow's pool only fills after about 10 batches of 8 MB."""
     found = {}
     for number in (small, 10 * small):
         folder = tmp_path / str(number)
@@ -118,7 +118,7 @@ def test_a_whole_preparation_of_ten_times_as_much_takes_no_more_memory(tmp_path,
 
 
 def test_choosing_among_ten_times_as_many_duplicates_takes_no_more_memory(tmp_path):
-    """Of 40,000 and 400,000, 10,000 rows at a time; 130 bytes for each would be 45 MiB more."""
+    """40,000 and 400,000 documents, with 10,000 rows at a time. 130 bytes per document would add 45 MiB."""
     found = {}
     for number in (40_000, 400_000):
         folder = tmp_path / str(number)
@@ -136,9 +136,9 @@ def test_a_line_of_200_megabytes_is_one_problem_and_never_in_memory(tmp_path):
             file.write("a b " * (MEBIBYTE // 4))
         file.write('"}\n{"text": "after"}\n')
     large, said = peak(tmp_path / "x.jsonl")
-    assert said.startswith("11 {")  # "before" and "after" are there
+    assert said.startswith("11 {")  # "before" and "after" are read
     assert "'too long'): 1" in said
-    assert large < 600 * MEBIBYTE  # half of it is what Python has imported
+    assert large < 600 * MEBIBYTE  # half of it is used by imports
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.zst", ".tar", ".txt", ".parquet"])
@@ -170,7 +170,7 @@ def test_too_long_a_line_is_counted_and_the_next_ones_are_read(tmp_path, monkeyp
     monkeypatch.setattr("data_prep.reading.records.LONGEST_RECORD", 100)
     monkeypatch.setattr("data_prep.reading.lines.LONGEST_RECORD", 100)
     monkeypatch.setattr("data_prep.reading.lines.BLOCK_BYTES", 7)
-    rows = ["x" * 10, "y" * 89, "z" * 88, "", "w" * 5000, "v"]  # with 12 more letters a line
+    rows = ["x" * 10, "y" * 89, "z" * 88, "", "w" * 5000, "v"]  # each line has 12 more characters
     (tmp_path / "x.jsonl").write_text("\n".join(json.dumps({"text": row}) for row in rows[:3] + rows[4:]))
     problems = Problems("skip")
     found = [(document.id, document.text) for document in open_files(tmp_path, FIELDS).documents(problems)]

@@ -1,4 +1,4 @@
-"""Complete pipeline of `selectron prepare`: domains, cleaning, duplicates, decontamination, splits."""
+"""The complete pipeline of `selectron prepare`: domains, cleaning, duplicates, decontamination, splits."""
 
 import json
 import random
@@ -38,7 +38,7 @@ TEST = [LEAKED, COPIED, NEAR, SHORT]
 
 @pytest.fixture
 def raw(tmp_path: Path) -> Path:
-    """Three files: copies stand on both sides of a file's end, and training copies before the test documents."""
+    """Three files. Copies lie in different files, and training copies precede the test documents."""
     content = [record("C4", text) for text in TRAIN]
     content += [record("C4", "one\r\ntwo\0 three\x07 e\u0301"), record("C4", "\0\0"), record("Law", "\0 unused")]
     content += [record("ArXiv", text) for text in TEST]
@@ -84,7 +84,7 @@ def test_every_filter_does_its_part_and_is_counted(raw, tmp_path, tokenizer_file
     expected = {("train", "empty"): 1, ("train", "exact duplicate"): 2, ("train", "near duplicate"): 1}
     assert left_out(manifest) == expected
     assert manifest.duplicates == 3
-    # The document of NUL alone was changed, too, before it was left out.
+    # The document of NUL alone counts as changed, too, before it is left out.
     assert [(entry.split, entry.reason, entry.documents) for entry in manifest.cleaned] == [
         *(("train", "controls", 1), ("train", "line_ends", 1), ("train", "nul", 2), ("train", "unicode", 1))
     ]
@@ -146,7 +146,7 @@ def test_nothing_asked_is_one_pass_and_changes_nothing(raw, tmp_path, tokenizer_
     prepared(raw, tmp_path / "kept", tokenizer_file, Filtering(duplicates="keep"))
     assert names[0] == "collect_test_ngrams"
     reports = [json.loads((tmp_path / name / "contamination.json").read_bytes()) for name in ("usual", "kept")]
-    assert [report["domains"][0]["contaminated"] for report in reports] == [2, 3]  # of one, and of a copy, is more left
+    assert [report["domains"][0]["contaminated"] for report in reports] == [2, 3]  # COPIED too, if its copy is kept
 
 
 def test_neither_interruptions_nor_workers_change_a_byte_nor_tasks_a_document(
@@ -172,7 +172,7 @@ def test_neither_interruptions_nor_workers_change_a_byte_nor_tasks_a_document(
                 prepared(raw, tmp_path / "out", tokenizer_file, filtering, tasks=3)
             except KeyboardInterrupt:
                 assert calls < 10
-    assert calls > 3  # each gets through three or four tasks, of fifteen in five passes
+    assert calls > 3  # each call completes three or four of fifteen tasks in five passes
     assert everything(tmp_path / "out") == everything(tmp_path / "whole")
 
     prepared(raw, tmp_path / "one", tokenizer_file, filtering, tasks=1)

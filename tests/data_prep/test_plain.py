@@ -1,4 +1,4 @@
-"""Records without domains, the commonest form: one domain, trained on; keys of other names; each fault's own words."""
+"""Records without domains, the most common format: a single domain, other keys, and an error for each fault."""
 
 import json
 
@@ -48,7 +48,7 @@ def test_the_input_is_one_domain(tmp_path, tokenizer_file, source, name):
 
 
 def test_other_inputs_without_domains(tmp_path, tokenizer_file):
-    """Text files in no sub-folder, Parquet, and files in folders of splits, where the test documents are in domain."""
+    """Text files without subfolders, Parquet files, and files in folders of splits, with in-domain test documents."""
     for number, one in enumerate(TEXTS):
         (tmp_path / "texts").mkdir(exist_ok=True)
         (tmp_path / "texts" / f"{number}.txt").write_text(one)

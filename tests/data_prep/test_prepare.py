@@ -25,11 +25,11 @@ from data_prep.tokenization.tokenizer import JsonTokenizer
 from megatron_ext.utils.errors import UserError
 
 ONE_PASS = Filtering(cleaning=None, duplicates="keep", overlap=None)
-"""One stage: for tests of what happens in it, or about all."""
+"""Options for a single stage, for tests of that stage or of stages in general."""
 
 
 def samples(root: Path, split: str, domain: str) -> list[dict]:
-    """Read back with nothing but webdataset's own reader and decoder."""
+    """Read documents back with only webdataset's reader and decoder."""
     files = sorted(str(path) for path in (root / split / domain).glob("*.tar"))
     return [item for file in files for item in webdataset.WebDataset(file, shardshuffle=False).decode()]
 
@@ -135,7 +135,7 @@ def test_equal_texts_are_kept_once_so_that_splits_and_domains_share_none(tmp_pat
     counts = {entry.split: entry.documents for entry in manifest.domains}
     assert manifest.duplicates == 31
     assert counts["train"] + counts["validation"] == 29
-    assert counts["test"] == 6  # the copy of a training document is a test document still
+    assert counts["test"] == 6  # the copy of a training document stays a test document
 
 
 def test_held_out_share(tmp_path, tokenizer_file):
@@ -230,7 +230,7 @@ def test_what_is_there_is_not_touched(records, tmp_path, tokenizer_file):
         prepare(options(records, tmp_path / "other", tokenizer_file))
     assert everything(out) == everything(foreign) == {"precious": b"mine"}
     (tmp_path / "empty").mkdir()
-    prepare(options(records, tmp_path / "empty", tokenizer_file))  # an empty folder holds nothing to lose
+    prepare(options(records, tmp_path / "empty", tokenizer_file))  # an empty folder may be replaced
 
 
 def test_full_disk_keeps_the_work(records, tmp_path, tokenizer_file, monkeypatch):

@@ -1,7 +1,7 @@
-"""A corpus of real text in SlimPajama's layout, prepared as it is by default, beside counts that are made here anew.
+"""A real corpus in SlimPajama's layout, prepared with the default options and compared with independent counts.
 
-`SELECTRON_CORPUS` names its folder: train, validation and test, each with `*.jsonl.zst` in it or below. Tokenizers in
-`tokenizers/*/tokenizer.json` and published test sets in `eval` are used where they are there.
+`SELECTRON_CORPUS` is its folder: train, validation and test, which contain `*.jsonl.zst` at any depth. Tokenizers in
+`tokenizers/*/tokenizer.json` and published test sets in `eval` are used if present.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ pytestmark = [
 
 @dataclass(frozen=True)
 class Given:
-    """A record of the corpus, its text as cleaning should leave it."""
+    """A record of the corpus, with its text as cleaning should leave it."""
 
     id: str
     folder: str
@@ -58,14 +58,14 @@ class Given:
 
     @property
     def split(self) -> str | None:
-        """The split that it belongs to; None: it is not used."""
+        """Split of the record. None: it is unused."""
         if self.domain in TRAIN_DOMAINS or (self.domain in TEST_DOMAINS and self.folder == "test"):
             return self.folder
         return None
 
     @property
     def grams(self) -> Iterator[tuple[str, ...]]:
-        """Every run of 13 words."""
+        """All runs of 13 words."""
         words = self.text.lower().translate(PUNCTUATION).split()
         return zip(*(words[start:] for start in range(WORDS)), strict=False)
 
@@ -77,7 +77,7 @@ def cleaned(text: str) -> str:
 
 @pytest.fixture(scope="module")
 def given() -> list[Given]:
-    """Every record, by nothing but zstandard and json."""
+    """All records, read with only zstandard and json."""
     found = []
     for folder in ("train", "validation", "test"):
         for path in sorted((CORPUS / folder).rglob("*.jsonl.zst")):
@@ -114,7 +114,7 @@ def manifest(root: Path) -> Manifest:
 
 @pytest.fixture(scope="module")
 def kept(given: list[Given]) -> list[Given]:
-    """What should be left: of equal texts one, in test rather than in validation, and there rather than in train."""
+    """Records that should remain: one of each set of equal texts, preferably from test, then validation, then train."""
     order = ["test", "validation", "train"]
     first: dict[str, Given] = {}
     for one in sorted((one for one in given if one.split), key=lambda one: order.index(one.folder)):
@@ -144,7 +144,7 @@ def test_every_record_is_accounted_for(given: list[Given], kept: list[Given], ma
 
 
 def test_domains_stand_where_they_should(given: list[Given], kept: list[Given], manifest: Manifest) -> None:
-    """Which one of equal texts of a split stays is by a hash, so a domain may have any of them."""
+    """A hash decides which of several equal texts in a split remains, so any of their domains may keep it."""
     read = Counter((one.split, one.domain) for one in given if one.split)
     left = read.total() - len(kept)
     found = {(entry.split, entry.domain): entry.documents for entry in manifest.domains}

@@ -1,4 +1,4 @@
-"""Folders that are made whole or not at all: killed before each change, and called again."""
+"""Folders that are published completely or not at all: killed before each change, and called again."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ def content(root: Path) -> dict[str, bytes | None]:
 
 
 def fill(output: Path, begun: dict = BEGUN, *, mistake: bool = False) -> None:
-    """What `prepare` does with a folder, in small: content first, a manifest last. It goes on with what is there."""
+    """Write a folder as `prepare` does: content first, manifest last. Continue from an earlier call's files."""
     if was_published(output, begun):
         return
     with unfinished_folder(output, begun) as partial:
@@ -57,7 +57,7 @@ def test_a_kill_before_any_change_is_gone_on_from(tmp_path, whole):
         output = root / "out"
         ended, _ = changes(root, number, lambda output=output: fill(output))
         assert ended == KILLED
-        if output.exists():  # it has its name: all is there, and no other call takes it for its own
+        if output.exists():  # published: the content is complete, and a call with other options rejects it
             assert content(output).items() >= whole.items()
             with pytest.raises(UserError, match=r"out: is already there and not empty; "):
                 fill(output, OTHER)
@@ -68,7 +68,7 @@ def test_a_kill_before_any_change_is_gone_on_from(tmp_path, whole):
 
 
 def test_a_second_kill_while_it_is_gone_on_from(tmp_path, whole):
-    """In steps of five and seven: every pair of places would be a thousand."""
+    """Steps of five and seven. All pairs of positions would be a thousand."""
     for first in list(all_changes(tmp_path))[::5]:
         second, ended = 0, KILLED
         while ended == KILLED:
@@ -83,7 +83,7 @@ def test_a_second_kill_while_it_is_gone_on_from(tmp_path, whole):
 
 
 def test_a_kill_while_a_mistaken_call_is_cleared_away(tmp_path, whole):
-    """The note of what was begun goes first: half of the rest is nothing to go on with, for any call."""
+    """The record of the call's options is removed first, so no call can resume from a half-removed folder."""
     number, ended = 0, KILLED
     while ended == KILLED:
         root = tmp_path / str(number)
@@ -103,7 +103,7 @@ def test_a_kill_while_a_mistaken_call_is_cleared_away(tmp_path, whole):
 
 @pytest.mark.parametrize("left", [[LOCK_NAME], []])
 def test_a_finished_folder_of_earlier_versions_is_never_cleared_away(tmp_path, whole, left):
-    """They removed the note, then the lock, and renamed it then."""
+    """Earlier versions removed the record of options, then the lock, and renamed the folder last."""
     fill(tmp_path / "out")
     (tmp_path / "out").rename(tmp_path / "out.partial")
     for name in left:

@@ -23,7 +23,7 @@ def words(number: int, seed: object) -> list[str]:
 
 
 def looked_for(documents: list[Document], folder: Path, tasks: tuple[int, int] = (1, 1), **options: Any) -> Any:
-    """Run all stages over these documents; gives the stages' object and the report."""
+    """Run all stages over documents, and return the decontamination and its report."""
     test, train = (Source([Given(documents)], number) for number in tasks)
     made = decontamination(test, train, str(folder), OverlapOptions(**options))
     run_here(made.stages)
@@ -69,7 +69,7 @@ def test_at_the_boundaries(tmp_path, test, train, short, hits):
 
 
 def corpus() -> list[Document]:
-    """Training documents, and test and validation ones of which some hold runs of training text."""
+    """Return training documents, and test and validation documents, some of which contain runs of training text."""
     generator = random.Random(11)
     train = [words(generator.randrange(5, 120), ("train", i)) for i in range(60)]
     train[40][10:40] = train[7][:30]
@@ -88,7 +88,7 @@ def corpus() -> list[Document]:
 
 
 def brute_force(documents: list[Document], splits: tuple[str, ...]) -> dict[str, dict[str, Any]]:
-    """What a look at sets of tuples of words says of each test document."""
+    """Compute the report of each test document with sets of word tuples."""
 
     def runs(given: Document) -> list[tuple[str, ...]]:
         plain = "".join(c for c in given.text.lower() if c not in string.punctuation).split()

@@ -23,7 +23,7 @@ def words(number: int, seed: object) -> list[str]:
 
 
 def changed(original: list[str], share: float, seed: object) -> list[str]:
-    """The same words with a share of them replaced by words that occur nowhere else."""
+    """Replace a share of the words by new words."""
     generator = random.Random(f"changed {seed}")
     copy = list(original)
     for place in generator.sample(range(len(copy)), round(share * len(copy))):
@@ -78,7 +78,7 @@ def test_case_punctuation_and_spaces_make_no_difference_to_near_duplicates_but_t
 
 
 def corpus() -> tuple[list[Document], set[str]]:
-    """Families of equal and of nearly equal documents in all splits, and those that have to stay in any case."""
+    """Return families of equal or nearly equal documents across splits, and the ids that must be kept in any case."""
     documents, stay = [], set()
     for family in range(24):
         text = words(150, family)
@@ -190,7 +190,7 @@ def test_accents_make_no_difference_to_near_duplicates(tmp_path):
 
 
 def test_exact_signatures_fit_what_datatrove_reads(tmp_path):
-    """datatrove leaves out, without a word, signatures whose first number is 2**61 - 1 or more."""
+    """datatrove silently ignores signatures whose first number is 2**61 - 1 or more."""
     step = ExactSignature(str(tmp_path), MinhashConfig(num_buckets=1, hashes_per_bucket=2))
     numbers = [step.get_signature(step.get_shingles(str(i)))[0] for i in range(1000)]
     assert len({tuple(pair) for pair in numbers}) == 1000

@@ -35,6 +35,6 @@ def test_the_folder_beside_is_empty_at_first_and_gone_at_last(tmp_path, url):
     (tmp_path / "results.scratch").mkdir()
     (tmp_path / "results.scratch" / "left").touch()
     with scratch_beside(folder) as scratch:
-        assert not [path for path in scratch.iterdir() if path.name != ".held"]  # which is the folder's own
+        assert not [path for path in scratch.iterdir() if path.name != ".held"]  # a file of the folder itself
         assert (scratch.parent == tmp_path) != url
     assert not scratch.exists()

@@ -1,4 +1,4 @@
-"""Signatures of a task of more documents than are sorted at a time: those that datatrove writes, to the byte."""
+"""Signatures of a task with more documents than are sorted at a time. They equal datatrove's byte for byte."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from data_prep.deduplication.signatures import BoundedSignature, ExactSignature,
 
 
 def _documents(number: int) -> list[Document]:
-    """Few texts, so that many signatures are the same; some too short to have one."""
+    """Return documents with few distinct texts, so that signatures repeat. Some are too short for a signature."""
     dice = random.Random(3)
     texts = [" ".join(dice.choices(["one", "two", "three", "four", "five"], k=dice.randint(1, 9))) for _ in range(11)]
     return [Document(text=dice.choice(texts), id=str(i)) for i in range(number)]

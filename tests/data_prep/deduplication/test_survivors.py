@@ -27,7 +27,10 @@ def test_the_key_orders_splits_first():
 
 
 def brute_force(keys: dict[Node, int], buckets: Buckets) -> list[Node]:
-    """Documents that go: of each split, components in memory of the documents of splits as protected or more."""
+    """Return the removed documents.
+
+    For each split, compute connected components among the documents of equally or more protected splits in memory.
+    """
     gone = []
     for level in range(3):
         parent = {node: node for node in keys}
@@ -46,7 +49,7 @@ def brute_force(keys: dict[Node, int], buckets: Buckets) -> list[Node]:
 
 
 def write(folder: Path, keys: dict[Node, int], buckets: Buckets, tasks: int) -> None:
-    """As datatrove writes them: within each bucket, a chain through each group in any order."""
+    """Write pairs as datatrove does: for each bucket, a chain through every group in any order."""
     for name in ("pairs", "keys"):
         (folder / name).mkdir(parents=True)
     for bucket, groups in enumerate(buckets):
@@ -58,7 +61,7 @@ def write(folder: Path, keys: dict[Node, int], buckets: Buckets, tasks: int) -> 
 
 
 def choose(folder: Path, tasks: int, block: int = ROWS_AT_A_TIME) -> tuple[list[Node], dict[str, float]]:
-    """What `ChooseSurvivors` wrote and counted."""
+    """Run `ChooseSurvivors`, and return the documents it removed and its counts."""
     step = ChooseSurvivors(*(str(folder / name) for name in ("pairs", "keys", "removed")), tasks, block)
     step.run()
     found = []
@@ -122,19 +125,19 @@ def clique(nodes: list[Node], _: random.Random) -> Buckets:
 
 
 def tight_groups(nodes: list[Node], _: random.Random) -> Buckets:
-    """The same groups of four in each of many buckets."""
+    """Groups of four that repeat in every bucket."""
     return [[nodes[i : i + 4] for i in range(0, len(nodes), 4)]] * 8
 
 
 def loose_groups(nodes: list[Node], generator: random.Random) -> Buckets:
-    """Pairs at random: nearly all hang together, in many ways."""
+    """Random pairs, which connect nearly all documents along many paths."""
     return [[generator.sample(nodes, 2) for _ in nodes] for _ in range(3)]
 
 
 @pytest.mark.parametrize("shape", [chain, ordered_chain, loop, star, clique, tight_groups, loose_groups])
 @pytest.mark.parametrize("block", [150, ROWS_AT_A_TIME])
 def test_whatever_hangs_together_how(tmp_path: Path, shape: Callable[[list[Node], random.Random], Buckets], block: int):
-    """Of 3,000 documents, with 150 of them in memory at a time, and with all."""
+    """3,000 documents, with 150 of them in memory at a time or with all."""
     generator = random.Random(shape.__name__)
     keys = some_keys([1000, 0, 2000], generator)
     nodes = generator.sample(list(keys), 2400)
@@ -163,7 +166,7 @@ def test_of_equal_keys_the_earlier_document_stays(tmp_path: Path, block: int):
 
 
 def test_other_numbers_of_tasks_choose_the_same(tmp_path: Path):
-    """Document i is document i // n of task i % n."""
+    """With n tasks, document i is document i // n of task i % n."""
     generator = random.Random(4)
     keys = some_keys([120], generator)
     buckets = some_groups(list(keys), generator)

@@ -1,4 +1,4 @@
-"""Members of tars and arrays in them, compared with those that webdataset and NumPy write."""
+"""Tar members and the arrays in them, compared with those that webdataset and NumPy write."""
 
 import io
 

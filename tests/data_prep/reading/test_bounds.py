@@ -1,4 +1,4 @@
-"""Small files that stand for much: memory is bounded while they are read."""
+"""Small files that expand to large content: memory stays bounded while they are read."""
 
 import tarfile
 import tracemalloc
@@ -21,7 +21,7 @@ MIB = 1 << 20
 
 
 def peak_of(path):
-    """Bytes that Python holds at most while a file is read, and the number of documents."""
+    """Return Python's peak memory in bytes while a file is read, and the number of documents."""
     tracemalloc.start()
     number = sum(1 for _ in open_files(path, Fields(default="Web")).documents(Problems("skip")))
     peak = tracemalloc.get_traced_memory()[1]
@@ -43,14 +43,14 @@ def test_members_of_a_tar_that_make_no_document(tmp_path):
             info = tarfile.TarInfo(f"a.m{number}")
             info.size = 16 * MIB
             file.write(info.tobuf())
-            file.seek(info.size, 1)  # a hole: zeros
+            file.seek(info.size, 1)  # a hole of zeros
         file.truncate(file.tell() + 1024)
     peak, number = peak_of(tmp_path)
     assert (number, peak < 24 * MIB) == (0, True), peak
 
 
 def arrow_peak(folder):
-    """Bytes that Arrow holds at most while a folder is read, and the texts."""
+    """Return Arrow's peak memory in bytes while a folder is read, and hashes of the texts."""
     before, most, texts = pyarrow.total_allocated_bytes(), 0, []
     for document in open_files(folder, Fields(default="Web")).documents(Problems("skip")):
         most = max(most, pyarrow.total_allocated_bytes() - before)
@@ -59,7 +59,7 @@ def arrow_peak(folder):
 
 
 def test_one_text_in_many_rows_of_a_table(tmp_path):
-    """The file holds it once, in a dictionary; a batch of rows has few copies."""
+    """The file stores the text once, in a dictionary. A batch of rows contains few copies of it."""
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a" * MIB] * 100}), tmp_path / "a.parquet")
     assert (tmp_path / "a.parquet").stat().st_size < MIB
     most, texts = arrow_peak(tmp_path)
@@ -79,7 +79,7 @@ def test_one_domain_in_many_rows_of_a_table(tmp_path, column):
 
 @pytest.mark.parametrize("dictionary", [True, False])
 def test_different_texts_of_a_row_group_are_not_kept(tmp_path, dictionary):
-    """A dictionary is left off where it grows too large, and the rest of the row group is plain."""
+    """Parquet drops a dictionary that grows too large, and stores the rest of the row group plainly."""
     texts = [f"{number:07} " * 16_000 for number in range(800)]
     table = pyarrow.table({"text": texts})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet", use_dictionary=dictionary, write_batch_size=8)
@@ -89,7 +89,7 @@ def test_different_texts_of_a_row_group_are_not_kept(tmp_path, dictionary):
 
 
 class ManyDomains:
-    """A corpus with a domain a document; counts how often a domain's name is compared."""
+    """Corpus with one domain per document. The test counts comparisons of domain names."""
 
     def documents(self, problems):
         return (Document(f"{number}", "x", f"site{number}", "a.jsonl") for number in range(20_000))

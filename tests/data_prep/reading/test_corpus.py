@@ -58,7 +58,7 @@ def test_parquet_rows_in_batches(tmp_path):
 
 @pytest.mark.parametrize("compression", ["none", "snappy", "gzip", "zstd"])
 def test_parquet_damaged_within_its_data(tmp_path, compression):
-    """The footer is whole; what stands in whole pages before is kept."""
+    """The footer is intact. Documents in intact earlier row groups are kept."""
     path = tmp_path / "a.parquet"
     table(path, [{"text": text(i, 400)} for i in range(30)], row_group_size=10, compression=compression)
     start = pyarrow.parquet.ParquetFile(path).metadata.row_group(1).column(0).data_page_offset
@@ -74,7 +74,7 @@ def test_parquet_damaged_within_its_data(tmp_path, compression):
 
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "input/output error"), PermissionError("not yours")])
 def test_what_the_disk_says_is_not_the_files_fault(tmp_path, monkeypatch, error):
-    """Nothing is passed over for it."""
+    """Disk errors are raised even if bad records are skipped."""
     path = tmp_path / "a.parquet"
     table(path, [{"text": text(i, 400)} for i in range(30)])
 
@@ -140,7 +140,7 @@ def test_tar_at_fault(tmp_path):
 
 
 def damaged(number):
-    """Content of a tar with one bit of a member's header turned over."""
+    """Return a function that flips one bit in the header of a tar member."""
     return lambda tar: tar[: 1024 * number + 3] + bytes([tar[1024 * number + 3] ^ 1]) + tar[1024 * number + 4 :]
 
 
@@ -148,7 +148,7 @@ def damaged(number):
     ("change", "whole", "said"),
     [
         (lambda tar: tar, 9, ""),
-        (lambda tar: tar[: 9 * 1024 + 512], 9, ""),  # one block of zeros, where two are usual
+        (lambda tar: tar[: 9 * 1024 + 512], 9, ""),  # one block of zeros instead of the usual two
         (damaged(6), 5, "after sample '4': bad checksum"),
         (lambda tar: tar[: 6 * 1024], 5, "after sample '4': it ends without a closing block of zeros"),
         (lambda tar: tar[: 6 * 1024 + 100], 5, "after sample '4': truncated header"),
@@ -156,7 +156,10 @@ def damaged(number):
     ],
 )
 def test_what_a_reader_of_tars_takes_for_the_end(tmp_path, change, whole, said):
-    """Nine samples, a block of header and one of content each; what stands behind a sample shows that it is whole."""
+    """Nine samples, each with a header block and a content block.
+
+    A sample counts as complete only if a valid block follows it.
+    """
     tar_of(tmp_path / "a.tar", [(f"{i}.txt", text(i, 10).encode()) for i in range(9)])
     content = (tmp_path / "a.tar").read_bytes()
     assert content[9 * 1024 :].count(0) == len(content) - 9 * 1024 < len(content)
@@ -171,7 +174,7 @@ def test_what_a_reader_of_tars_takes_for_the_end(tmp_path, change, whole, said):
 
 
 def test_members_that_belong_to_no_sample(tmp_path):
-    """A name without a suffix, or with nothing before it; WebDataset's own names are no members."""
+    """Names without a suffix or a key are counted. Members with WebDataset's reserved names are ignored."""
     names = ["README", "0.txt", ".hidden.txt", "in/1.txt", "in/plain", "__meta__/x"]
     tar_of(tmp_path / "a.tar", [(name, name.encode()) for name in names])
     documents, problems, _ = read(tmp_path, "skip", domain="Web")
@@ -185,7 +188,7 @@ def test_members_that_belong_to_no_sample(tmp_path):
 
 @pytest.fixture
 def tokens(tmp_path, tokenizer_file):
-    """Two documents of two sequences and of one, written by Megatron's own builder."""
+    """Folder with Megatron token files: one document of two sequences and one document of one."""
     encode = Tokenizer.from_file(str(tokenizer_file)).encode
     builder = IndexedDatasetBuilder(str(tmp_path / "Law_text_document.bin"), dtype=np.uint16)
     parts = [encode("first half, ").ids, [*encode("second half 東京").ids, 0]]
@@ -207,7 +210,7 @@ def test_token_files_become_text_again(tokens, tokenizer_file):
 
 
 def test_token_files_at_a_url(tokens, tokenizer_file, tmp_path, monkeypatch):
-    """They are copied here while they are read, and gone afterwards."""
+    """Files at a URL are copied to temporary files, which are removed after reading."""
     given = {"tokenizer": open_tokenizer(str(tokenizer_file))}
     (tmp_path / "copies").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "copies"))
@@ -273,7 +276,7 @@ def test_a_pair_at_a_url_leaves_nothing_when_its_reader_is_ended(tokens, tokeniz
     assert (len(first), after_kill) == (1, first)
     second, after_term = ended_by(signal.SIGTERM)
     assert (len(second), after_term) == (1, [])
-    assert second != first  # what the killed one had left was gone by then
+    assert second != first  # the leftovers of the killed process were removed
 
 
 def test_more_tokens_than_the_index_tells_of(tokens, tokenizer_file):
@@ -299,7 +302,8 @@ def test_token_files_at_fault(tokens, tokenizer_file, tmp_path):
         read(tokens, tokenizer=open_tokenizer(str(tokenizer_file)))
 
 
-# The index of `tokens`: 34 bytes, lengths of three sequences (int32), where they start, bounds of documents (int64).
+# Offsets in the index of `tokens`: a header of 34 bytes, lengths of three sequences (int32), their positions and the
+# document bounds (int64).
 LENGTHS, STARTS, BOUNDS = 34, 34 + 12, 34 + 12 + 24
 
 
@@ -316,7 +320,7 @@ LENGTHS, STARTS, BOUNDS = 34, 34 + 12, 34 + 12 + 24
     ],
 )
 def test_an_index_that_does_not_fit(tokens, tokenizer_file, at, number, said):
-    """What stands before the contradiction is kept; Megatron's own reader takes bytes of other documents, or fails."""
+    """Documents before the contradiction are kept. Megatron's own reader returns bytes of other documents, or fails."""
     index = tokens / "Law_text_document.idx"
     content = bytearray(index.read_bytes())
     struct.pack_into("<i" if at < STARTS else "<q", content, at, number)
@@ -332,7 +336,7 @@ def test_an_index_that_does_not_fit(tokens, tokenizer_file, at, number, said):
     assert len(documents) == (at in (LENGTHS + 8, STARTS + 16))
 
 
-@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")  # as Megatron's own dataset causes
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")  # as Megatron's own dataset
 def test_token_files_cut_off(tokens, tokenizer_file):
     binary, index = tokens / "Law_text_document.bin", tokens / "Law_text_document.idx"
     given = {"tokenizer": open_tokenizer(str(tokenizer_file))}
@@ -401,7 +405,7 @@ def names_of(source):
 
 
 def test_links_are_followed_in_the_order_of_names(tmp_path):
-    """Large corpora often lie as links to where their chunks were put."""
+    """Large corpora are often folders of links to the disks of their chunks."""
     for number in range(3):
         write_jsonl(tmp_path / f"disk{number}/deep/x.jsonl", [record("C4", text(number))])
     raw = tmp_path / "raw/train"
@@ -424,7 +428,7 @@ def test_links_in_a_circle_end(tmp_path):
     (tmp_path / "raw/a/up").symlink_to("..")
     (tmp_path / "raw/a/itself").symlink_to(".")
     (tmp_path / "raw/other").symlink_to(tmp_path / "other")
-    (tmp_path / "other/back").symlink_to(tmp_path / "raw/a")  # which is no folder that raw/other lies in
+    (tmp_path / "other/back").symlink_to(tmp_path / "raw/a")  # "raw/other" does not lie within this folder
     assert names_of(tmp_path / "raw") == ["a/x.jsonl:1", "other/back/x.jsonl:1", "other/y.jsonl:1"]
 
 
@@ -463,7 +467,7 @@ def test_a_folder_that_cannot_be_listed_is_not_passed_over(tmp_path, monkeypatch
 
 
 def test_urls_of_this_machine_are_its_paths(tmp_path, tokens, tokenizer_file):
-    """Links are followed there, and Megatron's files read, which are not behind other URLs."""
+    """file:// URLs support links and Megatron files, unlike other URLs."""
     (tmp_path / "raw").mkdir()
     (tmp_path / "raw/linked").symlink_to(tokens)
     given = {"tokenizer": open_tokenizer(str(tokenizer_file))}

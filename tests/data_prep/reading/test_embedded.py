@@ -90,7 +90,7 @@ def test_what_is_taken_from_a_library(small_library):
     code = {item.id: item.text for item in documents if item.domain == CODE}
     assert sorted(docs) == ["one", "pkg", "pkg.two"]
     assert docs["one"].startswith("one\n\nAbout one.py.")
-    assert [text.count("Shared text") for text in docs.values()] == [20, 0, 0]  # only where it is seen first
+    assert [text.count("Shared text") for text in docs.values()] == [20, 0, 0]  # only at its first occurrence
     assert sorted(code) == ["source/one", "source/pkg", "source/pkg.two"]
     assert not any("About" in text or "Shared" in text for text in code.values())
 

@@ -1,4 +1,4 @@
-"""Random damage and random records: readers count or read every record once, and raise nothing of their own."""
+"""Random damage and random records: readers read or count every record once, and raise no unexpected error."""
 
 import gzip
 import io
@@ -39,7 +39,7 @@ def folder(tmp_path_factory):
 
 
 def read(path: Path, **more: object) -> tuple[list[str], int]:
-    """Texts, and the number of records counted; all that is said of them can be written as JSON."""
+    """Return the texts and the number of counted problems, after checking that all output can be written as JSON."""
     problems = Problems("skip")
     documents = list(open_files(path, Fields(default="Web"), **more).documents(problems))
     said = [*problems.counts, *((document.id, document.text, document.domain) for document in documents)]
@@ -50,7 +50,7 @@ def read(path: Path, **more: object) -> tuple[list[str], int]:
 @QUICK
 @given(records=st.lists(RECORDS, max_size=8))
 def test_records_as_lines_and_members(folder, records):
-    lines = [json.dumps(one) for one in records]  # escapes of lone surrogates, NaN and Infinity among them
+    lines = [json.dumps(one) for one in records]  # including escaped lone surrogates, NaN and Infinity
     (folder / "a.jsonl").write_text("\n".join(lines))
     texts, counted = read(folder / "a.jsonl")
     assert len(texts) + counted == len(records)
@@ -86,7 +86,7 @@ def a_tar() -> bytes:
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as tar:
         for number in range(SAMPLES):
-            info = tarfile.TarInfo(f"{number}-{'é' * 60}.txt")  # a name in a header of its own
+            info = tarfile.TarInfo(f"{number}-{'é' * 60}.txt")  # a long name, which needs its own header
             info.size = 3
             tar.addfile(info, io.BytesIO(b"%03d" % number))
     return file.getvalue()
@@ -116,7 +116,7 @@ WHOLE = {
 @QUICK
 @given(data=st.data())
 def test_damage(folder, name, data):
-    """Bytes turned over, a piece cut out, the end cut off: no error of ours, no more documents than there were."""
+    """Changed bytes, a removed range or a truncated end cause no error, and no additional documents."""
     content = bytearray(WHOLE[name])
     for place, value in data.draw(
         st.lists(st.tuples(st.integers(0, len(content) - 1), st.integers(0, 255)), max_size=4)
@@ -126,7 +126,7 @@ def test_damage(folder, name, data):
     del content[start : start + data.draw(st.sampled_from([0, 1, 512, len(content)]))]
     (folder / name).write_bytes(content)
     texts, counted = read(folder / name)
-    assert len(texts) <= SAMPLES + 1  # a line end that was turned into another letter and one that came up
+    assert len(texts) <= SAMPLES + 1  # one line end may be lost and one may appear
     if bytes(content) == WHOLE[name]:
         assert (len(texts), counted) == (SAMPLES, 0)
 
@@ -139,7 +139,7 @@ def tokenizer():
 @QUICK
 @given(data=st.data())
 def test_damaged_token_files(folder, tokenizer, data):
-    """Three documents in Megatron's form, written here byte by byte."""
+    """Three documents in Megatron's format, written byte by byte."""
     tokens = np.array([5, 6, 0, 7, 0, 8, 9, 10], np.uint16)
     lengths, starts, bounds = (
         np.array([3, 2, 3], np.int32),

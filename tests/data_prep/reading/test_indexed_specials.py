@@ -1,4 +1,4 @@
-"""Special tokens in Megatron's files of others: known by their ids, at both ends and within, and counted."""
+"""Special tokens in other people's Megatron files: recognised by id at both ends and inside, and counted."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ END, BEGIN, PAD, ROLE = "<|endoftext|>", "<s>", "<pad>", "<|user|>"
 
 @pytest.fixture(scope="module")
 def source(tokenizer_file, tmp_path_factory):
-    """A tokenizer with four special tokens, one of them known by its template alone; words of it as ids."""
+    """Path and tokenizer with four special tokens, one of which only the tokenizer's template declares."""
     library = Tokenizer.from_file(str(tokenizer_file))
     library.add_special_tokens([PAD, ROLE])
     library.add_tokens([AddedToken(BEGIN, special=False)])

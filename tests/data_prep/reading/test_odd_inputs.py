@@ -1,4 +1,4 @@
-"""Inputs of odd but possible form: each record is read, or counted once, and nothing else is lost."""
+"""Unusual but valid inputs: each record is read or counted exactly once, and nothing else is lost."""
 
 import gzip
 import io
@@ -27,7 +27,7 @@ WEB = Fields(default="Web")
 
 
 def read(path, fields=WEB):
-    """Texts, and what was counted by reason."""
+    """Return the texts, and the counts by reason."""
     problems = Problems("skip")
     documents = list(open_files(path, fields).documents(problems))
     counts: Counter[str] = Counter()
@@ -36,7 +36,7 @@ def read(path, fields=WEB):
     return [document.text for document in documents], dict(counts)
 
 
-# Tars: 40 samples, of which number 20 has something odd in its place, or before it.
+# Tars with 40 samples. Something unusual replaces or precedes sample 20.
 
 
 def odd_tar(path, *odd, suffix="txt"):
@@ -100,7 +100,7 @@ def test_names_of_members_are_no_paths_and_may_be_no_text(tmp_path):
 
 
 def test_a_sparse_file_is_read_with_its_holes(tmp_path):
-    """GNU's old form: a map of two pieces in the header, zeros between them."""
+    """GNU's old format: a map of two parts in the header, with zeros between them."""
     info = tarfile.TarInfo("a.txt")
     info.type, info.size = tarfile.GNUTYPE_SPARSE, 1024
     header = bytearray(info.tobuf(tarfile.GNU_FORMAT))
@@ -131,7 +131,7 @@ def test_attributes_of_all_members_are_bounded(tmp_path, monkeypatch):
         assert read(tmp_path) == expected
 
 
-# Lines of JSON.
+# JSON Lines.
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ BROKEN = {"compressed stream broken": 1}
 
 def zstd_of_window(log):
     given = zstandard.ZstdCompressionParameters(window_log=log, compression_level=1)
-    stream = zstandard.ZstdCompressor(compression_params=given).compressobj()  # does not say how long the content is
+    stream = zstandard.ZstdCompressor(compression_params=given).compressobj()  # without the content size
     return stream.compress(LINES) + stream.flush()
 
 
@@ -227,7 +227,7 @@ def zstd_of_window(log):
         ("zst", zstd_of_window(27), ["a", "b"], {}),
         ("zst", zstd_of_window(28), [], BROKEN),
     ],
-    ids=range(16),  # a gzip header holds the time, and a name must be the same in each process
+    ids=range(16),  # numbers, as a gzip header contains the time and ids must be equal in all test processes
 )
 def test_compressed_streams(tmp_path, name, content, texts, count):
     (tmp_path / f"a.jsonl.{name}").write_bytes(content)
@@ -261,7 +261,7 @@ def strings(*values, kind=pyarrow.string):
         ([("text", pyarrow.array([1, 2]))], [], {"no text": 2}),
         ([("text", strings("a")), ("meta", strings("not a struct"))], ["a"], {}),
         ([("text", strings("a")), ("domain", pyarrow.nulls(1))], ["a"], {}),
-        # Beside the domain, a value that Python's types cannot hold.
+        # Besides the domain, a value that Python's types cannot represent.
         (
             [
                 ("text", strings("a")),
@@ -281,7 +281,7 @@ def test_columns(tmp_path, columns, texts, count):
     assert read(tmp_path) == (texts, count)
 
 
-# What stands in the place of a file.
+# Special files.
 
 
 def make_pipe(path):
@@ -295,13 +295,13 @@ def make_socket(path):
 
 @pytest.mark.parametrize(("make", "kind"), [(make_pipe, "a pipe"), (make_socket, "a socket")])
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path, monkeypatch, make, kind):
-    monkeypatch.chdir(tmp_path)  # names of sockets are short
+    monkeypatch.chdir(tmp_path)  # paths of sockets have a short maximum length
     make(tmp_path / "b.jsonl")
     (tmp_path / "a.jsonl").write_bytes(LINES)
     for source in (tmp_path, tmp_path / "b.jsonl"):
         with pytest.raises(UserError, match=rf"b\.jsonl: is {kind}; mend it or remove it"):
             open_files(source)
-    (tmp_path / "b.jsonl").rename(tmp_path / "notes")  # of no form that is read: counted, as a file would be
+    (tmp_path / "b.jsonl").rename(tmp_path / "notes")  # an unsupported format: counted as a file would be
     assert read(tmp_path) == (["a", "b"], {})
     assert open_files(tmp_path).provenance()["not_read"][0]["examples"] == ["notes"]
 
@@ -318,7 +318,7 @@ def test_a_folder_may_be_called_as_a_file(tmp_path):
 
 
 def test_names_that_are_no_text_reach_the_manifest_as_escapes(tmp_path, tokenizer_file):
-    """Of a file of records, of one that is not read, and the domain of a record; control characters too."""
+    """Undecodable bytes and control characters in names of read files and of ignored files are escaped."""
     raw = tmp_path / "raw"
     raw.mkdir()
     content = "".join(record("C4", text(number)) + "\n" for number in range(20)).encode()

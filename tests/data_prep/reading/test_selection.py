@@ -1,4 +1,4 @@
-"""Selection of the files of an input, and messages about the others."""
+"""Selection of the input's files, and messages about the others."""
 
 import re
 
@@ -137,7 +137,7 @@ def test_folders_of_splits_below_the_top_are_refused(tmp_path, tokenizer_file):
 
 
 def test_folders_called_so_are_no_splits_elsewhere(tmp_path):
-    """Those of text files are domains, and below a split's folder they may be anything."""
+    """Split names do not apply to text files, whose folders are domains, nor within the folder of a split."""
     files(tmp_path / "texts", "code/test/x.py", "code/train/y.py", content=text("x"))
     assert open_files(tmp_path / "texts").units == 2
     files(tmp_path / "split", "train/test/a.jsonl", "train/b.jsonl")

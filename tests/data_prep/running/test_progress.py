@@ -16,7 +16,7 @@ NOW = 1_000_000.0
 
 
 def board_of(path: Path, rows: list[tuple[int, int, float]]) -> Board:
-    """A board with the bytes, the tokens and the start of each task; a start of 0: it has not begun."""
+    """Write a board with bytes, tokens and start time of each task. A start of 0 means that the task is pending."""
     board = Board(path, len(rows))
     counts = [number for read, tokens, _ in rows for number in (read, tokens)]
     begun = [round(1000 * start) for _, _, start in rows]
@@ -26,7 +26,7 @@ def board_of(path: Path, rows: list[tuple[int, int, float]]) -> Board:
 
 def test_the_arithmetic_by_hand(tmp_path: Path) -> None:
     rows = [
-        (1000, 300, NOW - 500),  # has ended
+        (1000, 300, NOW - 500),  # finished
         (400, 100, NOW - 40),
         (600, 240, NOW - 20),
         (0, 0, 0),
@@ -40,7 +40,7 @@ def test_the_arithmetic_by_hand(tmp_path: Path) -> None:
 
 
 def test_what_is_not_known_is_not_said(tmp_path: Path) -> None:
-    nothing_yet = board_of(tmp_path / "board", [(0, 0, NOW + 3)])  # by the clock of another machine
+    nothing_yet = board_of(tmp_path / "board", [(0, 0, NOW + 3)])  # a start in the future, by another machine's clock
     assert nothing_yet.pace((), NOW) == Pace(0, 0, 1, 0.0, 0.0)
     assert nothing_yet.pace((), NOW).said(100) == "0 % of 100B read, 0.00B/s"
     assert Pace(50, 0, 1, 0.5, 0.0).said(7300) == "1 % of 7.30kB read, 0.50B/s, 4:01:40 left of this stage"

@@ -1,4 +1,4 @@
-"""Command `selectron prepare --executor ray` on a real local Ray, which each call starts for itself."""
+"""The command `selectron prepare --executor ray` on a real local Ray, which each call starts itself."""
 
 import os
 import re
@@ -15,11 +15,11 @@ from data_prep.stages import Filtering
 pytestmark = pytest.mark.slow
 
 ONE_PASS = ["--no-clean", "--duplicates", "keep", "--decontaminate", "off"]
-"""One stage: each takes seconds to begin on Ray, whatever there is to do."""
+"""Options for a single stage, because every stage takes seconds to start on Ray."""
 
 
 def call(source: Path, output: Path, tokenizer: Path) -> subprocess.CompletedProcess[str]:
-    """`selectron prepare` with the options of `prep_fakes.options`."""
+    """Run `selectron prepare` with the options of `prep_fakes.options`."""
     data = ["--input", str(source), "--output", str(output), "--tokenizer", str(tokenizer), "--tasks", "2"]
     domains = ["--train-domains", "C4,CommonCrawl", "--test-domains", "ArXiv"]
     sizes = ["--validation-fraction", "0.2", "--shard-tokens", "700"]

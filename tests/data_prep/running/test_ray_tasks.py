@@ -1,4 +1,4 @@
-"""Tasks for Ray, without Ray: the fake runner skips failed tasks, as datatrove's executor does."""
+"""Tasks for Ray, without Ray. The fake runner continues after failed tasks, as datatrove's executor does."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from megatron_ext.utils.errors import UserError
 
 ON_RAY = Execution(executor="ray", workers=2)
 NODE = {"Alive": True, "Resources": {"CPU": 1.0, "memory": 2.0 * 2**30}}
-"""One that a task fits on, in the form of ray.nodes(), Ray 2.60."""
+"""Node with room for one task, in the format of `ray.nodes()` (Ray 2.60)."""
 
 
 @pytest.fixture
 def begun(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The tasks that were begun, in their order."""
+    """List of the started tasks, in order."""
     ranks: list[int] = []
 
     def run(executor: RayPipelineExecutor) -> None:
         pipeline = executor.pipeline
         for rank in executor.get_incomplete_ranks():
             ranks.append(rank)
-            executor.pipeline = deepcopy(pipeline)  # a task of Ray's has its own, too
+            executor.pipeline = deepcopy(pipeline)  # a Ray task has its own copy, too
             with contextlib.suppress(Exception):
                 executor._run_for_rank(rank)
 

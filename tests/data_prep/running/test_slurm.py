@@ -1,4 +1,4 @@
-"""Jobs as Slurm would get them, from an `sbatch` that only notes its arguments; then their tasks, run here."""
+"""Slurm jobs as a fake `sbatch` records them, and their tasks run locally."""
 
 import json
 import re
@@ -107,7 +107,7 @@ def test_while_jobs_write_no_other_call_does(records, tmp_path, tokenizer_file, 
 
 
 def test_the_call_that_is_refused_says_where_the_jobs_are(records, tmp_path, tokenizer_file, slurm, monkeypatch):
-    """Behind each job the same call comes again, and once while a task that ended its reading is at work."""
+    """The same call is repeated after each job, and once while a task that has finished reading is still running."""
 
     def refusal() -> str:
         with pytest.raises(UserError) as caught:
@@ -183,7 +183,7 @@ def test_slurm_needs_a_partition_and_may_refuse(records, tmp_path, tokenizer_fil
 
 
 def test_names_that_a_shell_would_take_for_more(tmp_path, monkeypatch):
-    """The script is run: the pipeline's file comes to datatrove's program as it is called."""
+    """The script runs with a hostile path. datatrove's program must receive the pipeline file's name unchanged."""
     name = '-x it\'s "y" $(touch canary) `touch canary` ;touch canary; >canary #c 50%j ~ \u00e9 $HOME *'
     programs, work = tmp_path / name / "bin", tmp_path / "work"
     programs.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Command `selectron prepare --executor slurm` on a real Slurm of two nodes with one core each."""
+"""The command `selectron prepare --executor slurm` on a real Slurm cluster of two nodes with one core each."""
 
 import re
 import sys
@@ -24,7 +24,7 @@ def cluster(tmp_path_factory) -> Iterator[SlurmCluster]:
 
 
 def submit(cluster: SlurmCluster, source: Path, output: Path, tokenizer: Path, *more: str) -> str:
-    """What `selectron prepare` prints, with the options of `prep_fakes.options` and more."""
+    """Run `selectron prepare` with the options of `prep_fakes.options` and more, and return its output."""
     data = ["--input", str(source), "--output", str(output), "--tokenizer", str(tokenizer), "--tasks", "2"]
     domains = ["--train-domains", "C4,CommonCrawl", "--test-domains", "ArXiv"]
     sizes = ["--validation-fraction", "0.2", "--shard-tokens", "700"]
@@ -33,7 +33,7 @@ def submit(cluster: SlurmCluster, source: Path, output: Path, tokenizer: Path, *
 
 
 def jobs(cluster: SlurmCluster, wanted: str) -> list[list[str]]:
-    """Number, name and node of the jobs in a state; no node where it has not begun."""
+    """Return id, name and node of the jobs in a state. Pending jobs have no node."""
     listed = cluster.run("squeue", "--noheader", "--array", f"--states={wanted}", "--format=%i|%j|%N")
     return [line.split("|") for line in listed.splitlines()]
 
@@ -68,7 +68,7 @@ def test_a_failing_task_ends_the_chain_and_says_why(cluster, records, tmp_path, 
 
 
 def test_with_a_node_that_dies_the_bytes_are_those_of_one_machine(cluster, records, tmp_path, tokenizer_file):
-    """With one stage: every further one is a job that starts Python anew, and no node dies in it."""
+    """Use a single stage, because no node fails in the others and each of their jobs starts Python again."""
     one_pass = Filtering(cleaning=None, duplicates="keep", overlap=None)
     prepare(options(records, tmp_path / "local", tokenizer_file, tasks=2, filtering=one_pass))
     output = tmp_path / "out"
@@ -78,7 +78,7 @@ def test_with_a_node_that_dies_the_bytes_are_those_of_one_machine(cluster, recor
     cluster.kill_node("n2")
 
     def is_there() -> bool:
-        """Slurm holds a task that it begins again back for two minutes, or, after some deaths, begins it at once."""
+        """Return whether the output exists. Restart the requeued task, which Slurm may hold for two minutes."""
         if task in [job for job, _, _ in jobs(cluster, "pending")]:
             cluster.run("scontrol", "update", f"JobId={task}", "StartTime=now", check=False)
         return output.exists()

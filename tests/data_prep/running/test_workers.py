@@ -33,7 +33,7 @@ for step in pairs.steps:
 
 @pytest.fixture
 def limits() -> Iterator[tuple[int, int]]:
-    """Those of this process, which are afterwards what they were."""
+    """Limits on open files of this process, restored afterwards."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     yield before
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
@@ -60,7 +60,7 @@ def test_more_than_the_system_allows_is_refused(limits: tuple[int, int], monkeyp
 
 @pytest.mark.parametrize(("most", "fails"), [(400, False), (200, True)])
 def test_duplicates_of_more_tasks_than_files_may_be_open(tmp_path: Path, most: int, fails: bool) -> None:
-    """datatrove opens the signatures of all of them."""
+    """datatrove opens the signature files of all tasks."""
     command = [sys.executable, "-c", PAIRS_OF_MANY_TASKS, str(tmp_path), str(most)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode != 0) == fails
@@ -68,4 +68,4 @@ def test_duplicates_of_more_tasks_than_files_may_be_open(tmp_path: Path, most: i
         assert "UserError: --tasks: files of all 150 tasks" in done.stderr
     else:
         (pairs,) = (tmp_path / "pairs").iterdir()
-        assert pairs.stat().st_size == 75 * 4 * 4  # file and document of each of two, for every second task
+        assert pairs.stat().st_size == 75 * 4 * 4  # file and document of both members of a pair, for every second task

@@ -16,7 +16,7 @@ TEXTS = ["plain text", " two  spaces ", "naïve 東京 🦆", "<|endoftext|> ins
 
 @pytest.fixture
 def slow(tmp_path, tokenizer_file):
-    """vocab.json and merges.txt alone, as older models have them."""
+    """Folder with only vocab.json and merges.txt, as older models have."""
     folder = tmp_path / "slow"
     folder.mkdir()
     model = json.loads(tokenizer_file.read_bytes())["model"]
@@ -95,7 +95,7 @@ def test_folders_that_cannot_be_read(tmp_path, files, said):
 
 
 def test_prepared_with_a_folder(slow, records, tmp_path, tokenizer_file):
-    """The same shards as with the tokenizer.json that the files were taken from."""
+    """Shards equal those made with the tokenizer.json that the files come from."""
     manifest = prepare(options(records, tmp_path / "out", slow))
     other = prepare(options(records, tmp_path / "other", tokenizer_file))
     assert [entry.shards for entry in manifest.domains] == [entry.shards for entry in other.domains]

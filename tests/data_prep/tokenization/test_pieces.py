@@ -1,4 +1,4 @@
-"""Long texts in pieces: the same tokens as whole."""
+"""Long texts encoded in pieces: the tokens are the same as for the whole text."""
 
 import pytest
 from datatrove.data import Document

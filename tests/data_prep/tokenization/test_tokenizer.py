@@ -48,7 +48,7 @@ def test_any_text_comes_back_to_the_letter(trained, content):
     (tokens,) = tokens_of(trained, [content], 0)
     assert tokens.dtype == np.dtype("<u2")
     assert tokens[-1] == 0
-    assert 0 not in tokens[:-1]  # text cannot end a document
+    assert 0 not in tokens[:-1]  # text cannot contain the end-of-document token
     assert trained.decode(tokens[:-1].tolist()) == content
 
 
@@ -88,7 +88,7 @@ def test_a_word_of_text_cannot_end_documents(trained, word):
 
 @pytest.mark.parametrize("flags", [{}, {"lstrip": True, "rstrip": True}, {"normalized": True, "single_word": True}])
 def test_an_end_that_is_not_flagged_special_is_no_end_within_text(trained, tmp_path, flags):
-    """An added token, as of files that were written by hand; the file that is kept stays as it was."""
+    """An added token without the special flag, as in handwritten files. The kept file is not modified."""
     library = Tokenizer.from_str(trained.to_str())
     library.add_tokens([AddedToken("</s>", special=False, **flags)])
     path = tmp_path / "tokenizer.json"
@@ -107,7 +107,7 @@ def test_an_end_that_is_not_flagged_special_is_no_end_within_text(trained, tmp_p
 
 
 def test_a_document_in_which_the_model_itself_makes_the_end_is_refused_or_counted():
-    """A Unigram's own piece: no flag keeps the model from it."""
+    """A Unigram piece equal to the end token, which no flag can disable."""
     library = Tokenizer(models.Unigram([("<unk>", 0.0), ("</s>", -1.0), ("a", -2.0), ("b", -2.0), ("▁", -2.5)], 0))
     library.pre_tokenizer = pre_tokenizers.Metaspace()
     library.add_special_tokens(["</s>"])
@@ -172,7 +172,7 @@ def test_bytes_take_the_place_of_letters_without_a_token():
 
 
 def test_a_byte_level_vocabulary_without_a_byte():
-    letters = sorted(set(pre_tokenizers.ByteLevel.alphabet()) - {"©"})  # the letter that stands for byte 0xA9
+    letters = sorted(set(pre_tokenizers.ByteLevel.alphabet()) - {"©"})  # the character that represents byte 0xA9
     tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     assert [len(item) for item in tokens_of(tokenizer, ["aéb", "東京"], 0, "skip")] == [7]
@@ -205,7 +205,7 @@ def test_no_tokenizer_there(tmp_path, content):
 
 
 def test_a_word_without_an_end_is_cut_for_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library takes the square of a word's length: a document of ten megabytes without a space took hours."""
+    """Training time is quadratic in word length: a document of ten megabytes without a space took hours."""
     monkeypatch.setattr(tokenizer_module, "LONGEST_WORD", 4000)
     word, spaces = "ab" * 4500 + "c" * 3000, " " * 10_001
     seen = list(tokenizer_module._first_characters([f"one {word}{spaces}two", "no"], 1 << 20))

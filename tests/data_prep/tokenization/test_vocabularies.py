@@ -29,7 +29,7 @@ def rwkv_lines(tokens: list[bytes]) -> str:
 
 @pytest.fixture
 def rwkv(tmp_path):
-    """A vocabulary of the world form: all bytes, then pieces of the texts, some of them broken inside a character."""
+    """Write an RWKV world vocabulary: all bytes, then pieces of the texts, some of which split a character."""
     dice, joined = random.Random(0), "".join(TEXTS).encode()
     starts = [dice.randrange(len(joined)) for _ in range(400)]
     pieces = {joined[start : start + dice.randint(2, 9)] for start in starts} | {b"a" * 3, b"a" * 5}
@@ -65,7 +65,7 @@ def test_rwkv_takes_the_longest_token_at_each_place(rwkv):
         ("257 'ab' 3", ":257: is said to have 3 bytes and has 2; "),
         ("257 ab 2", ":257: is no line of an RWKV vocabulary; "),
         ("257 b'\\x' 1", ":257: has no Python literal "),
-        ("0 'ab' 2", ":257: has the id 0, which is taken; "),  # that of the end of documents
+        ("0 'ab' 2", ":257: has the id 0, which is taken; "),  # the id of the end-of-document token
         ("7 'ab' 2", ":257: has the id 7, which is taken; "),
         ("257 '' 0", ":257: has no bytes; "),
     ],
