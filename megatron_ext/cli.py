@@ -100,10 +100,10 @@ class _Verb:
 _EXIT_CODES = f"""
 
 exit codes:
-  0         done; of train: finished
-  {EXIT_USER_ERROR}         a mistake in what was given, said in one line
-  {EXIT_STOPPED}        train, launch --local, sweep --local, prepare: stopped as asked (SIGTERM, Ctrl-C),
-            can be resumed
+  0         success; for train: the run is finished
+  {EXIT_USER_ERROR}         user error, reported in one line
+  {EXIT_STOPPED}        train, launch --local, sweep --local, prepare: stopped on request
+            (SIGTERM, Ctrl-C), can be resumed
   {EXIT_INTERRUPTED}       interrupted
 """
 
@@ -112,17 +112,17 @@ def _dispatch(arguments: list[str]) -> int:
     top = Parser(
         prog="selectron",
         description="Pre-training for comparing sequence mixers.",
-        epilog="verbs:\n" + "\n".join(f"  {name:<10}{verb.help}" for name, verb in VERBS.items()) + _EXIT_CODES,
+        epilog="commands:\n" + "\n".join(f"  {name:<10}{verb.help}" for name, verb in VERBS.items()) + _EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    top.add_argument("--version", action="store_true", help="print the version and stop")
-    top.add_argument("verb", metavar="VERB", help="what to do, see below; `selectron VERB --help`")
+    top.add_argument("--version", action="store_true", help="print the version and exit")
+    top.add_argument("verb", metavar="COMMAND", help="command to run; `selectron COMMAND --help` lists its arguments")
     if arguments[:1] == ["--version"]:
         from megatron_ext.commands import version
 
         return version.run()
     if not arguments:
-        top.error(f"a verb is missing ({', '.join(VERBS)})")
+        top.error(f"a command is missing ({', '.join(VERBS)})")
     chosen = top.parse_args(arguments[:1]).verb
     verb = VERBS.get(chosen) or _no_such_verb(chosen)
     parser = Parser(prog=f"selectron {chosen}", description=verb.help, allow_abbrev=False)
@@ -133,28 +133,28 @@ def _dispatch(arguments: list[str]) -> int:
 def _no_such_verb(name: str) -> NoReturn:
     from megatron_ext.config.suggest import suggest
 
-    raise UserError(name, "no such verb", f"{suggest(name, VERBS)} (selectron --help)")
+    raise UserError(name, "no such command", f"{suggest(name, VERBS)} (selectron --help)")
 
 
 # --- train -----------------------------------------------------------------------------------------------------------
 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML file, see examples/")
-    override = "e.g. training.steps=200; or another YAML file, laid over the first"
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML file; see examples/")
+    override = "override of a field, e.g. training.steps=200, or a YAML file with overrides"
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=override)
 
 
 def _add_train(parser: argparse.ArgumentParser) -> None:
     _add_config(parser)
-    parser.add_argument("--processes", type=int, metavar="N", help="processes to start on this machine (default 1)")
+    parser.add_argument(
+        "--processes", type=int, metavar="N", help="number of processes to start on this machine (default 1)"
+    )
     add_resume(parser, "continue from the run's newest checkpoint")
     parser.add_argument("--from-step", type=int, metavar="N", help="continue from the checkpoint of this step")
-    trial = (
-        f"only N steps ({TRIAL_STEPS}) of this model and layout, in a folder of their own: how fast, how much memory"
-    )
+    trial = f"train only N steps (default {TRIAL_STEPS}) in a separate folder and report throughput and memory"
     parser.add_argument("--trial", type=int, nargs="?", const=TRIAL_STEPS, metavar="N", help=trial)
-    parser.add_argument("--print-config", action="store_true", help="print the resolved configuration and stop")
+    parser.add_argument("--print-config", action="store_true", help="print the resolved configuration and exit")
 
 
 def _train(args: argparse.Namespace, arguments: Sequence[str]) -> int:
@@ -184,7 +184,7 @@ def _trial(args: argparse.Namespace, whole: RunConfig, processes: int | None) ->
     from megatron_ext.config.trial import trial_config
 
     if args.resume or args.from_step is not None:
-        raise UserError("--trial", "a trial begins from initial weights", "leave --resume and --from-step out")
+        raise UserError("--trial", "a trial starts from initial weights", "omit --resume and --from-step")
     config = trial_config(whole, args.trial)
     _check(config, processes)
     return config
@@ -211,7 +211,7 @@ def _world_size(asked: int | None) -> int | None:
     there = int(os.environ.get("WORLD_SIZE", "1"))
     if asked is not None and asked != there:
         raise UserError(
-            "--processes", f"{asked}, and the launcher has started {there}", "leave it out; the launcher decides"
+            "--processes", f"{asked} differs from the {there} that the launcher has started", "omit the option"
         )
     return there
 
@@ -336,8 +336,8 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "runs", nargs="+", type=Path, metavar="RUN", help="run folders to compare, or folders of run folders"
     )
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder of the report")
-    parser.add_argument("--fit", action="store_true", help="fit scaling laws to the runs, too, as `selectron fit` does")
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="output folder of the report")
+    parser.add_argument("--fit", action="store_true", help="also fit scaling laws to the runs, as `selectron fit` does")
 
 
 def _report(args: argparse.Namespace, arguments: Sequence[str]) -> int:
@@ -465,23 +465,25 @@ def _doctor(args: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 VERBS = {
     "train": _Verb(help="train a model from a configuration", add_arguments=_add_train, run=_train),
-    "launch": _Verb(help="train as a job of Slurm, which goes on by itself", add_arguments=_add_launch, run=_launch),
-    "sweep": _Verb(help="launch many runs that differ in some fields", add_arguments=_add_sweep, run=_sweep),
-    "status": _Verb(help="say how runs stand", add_arguments=_of_status("add_status"), run=_of_status("status")),
-    "logs": _Verb(help="show what a run prints", add_arguments=_of_status("add_logs"), run=_of_status("logs")),
-    "cancel": _Verb(
-        help="end the jobs of launched runs", add_arguments=_of_status("add_runs"), run=_of_status("cancel")
+    "launch": _Verb(
+        help="train as a Slurm job that is requeued until the run is finished", add_arguments=_add_launch, run=_launch
     ),
-    "preflight": _Verb(help="look at a job's nodes before it trains", add_arguments=_add_preflight, run=_preflight),
-    "prepare": _Verb(help="turn documents into tokenised shards", add_arguments=_add_prepare, run=_prepare),
+    "sweep": _Verb(help="launch many runs that differ in some fields", add_arguments=_add_sweep, run=_sweep),
+    "status": _Verb(help="show the state of runs", add_arguments=_of_status("add_status"), run=_of_status("status")),
+    "logs": _Verb(help="show the output of a run", add_arguments=_of_status("add_logs"), run=_of_status("logs")),
+    "cancel": _Verb(
+        help="cancel the jobs of launched runs", add_arguments=_of_status("add_runs"), run=_of_status("cancel")
+    ),
+    "preflight": _Verb(help="check the nodes of a job before training", add_arguments=_add_preflight, run=_preflight),
+    "prepare": _Verb(help="tokenise documents into shards", add_arguments=_add_prepare, run=_prepare),
     "report": _Verb(help="compare runs at equal training loss", add_arguments=_add_report, run=_report),
     "fit": _Verb(help="fit a scaling law to runs of many sizes", add_arguments=_add_fit, run=_fit),
-    "generate": _Verb(help="let a trained model continue a text", add_arguments=_add_generate, run=_generate),
-    "evaluate": _Verb(help="put a trained model to tests", add_arguments=_add_evaluate, run=_evaluate),
-    "convert": _Verb(help="turn a checkpoint into another format", add_arguments=_add_convert, run=_convert),
-    "inspect": _Verb(help="say what a checkpoint is", add_arguments=_add_inspect, run=_inspect),
+    "generate": _Verb(help="continue a text with a trained model", add_arguments=_add_generate, run=_generate),
+    "evaluate": _Verb(help="evaluate a trained model", add_arguments=_add_evaluate, run=_evaluate),
+    "convert": _Verb(help="convert a checkpoint to another format", add_arguments=_add_convert, run=_convert),
+    "inspect": _Verb(help="describe a checkpoint", add_arguments=_add_inspect, run=_inspect),
     "plan": _Verb(
-        help="say what memory and time a configuration takes on GPUs, before there are any",
+        help="estimate memory and time of a configuration on GPUs, without using any",
         add_arguments=_add_plan,
         run=_plan,
     ),
@@ -490,7 +492,9 @@ VERBS = {
         add_arguments=_add_bench,
         run=_bench,
     ),
-    "doctor": _Verb(help="say what is installed and what would be used", add_arguments=_add_doctor, run=_doctor),
+    "doctor": _Verb(
+        help="show installed versions, the device and the kernels in use", add_arguments=_add_doctor, run=_doctor
+    ),
 }
 
 if __name__ == "__main__":

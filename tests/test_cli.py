@@ -177,9 +177,9 @@ def test_print_config_starts_nothing_and_can_be_read_back(
         (["train", QUICKSTART, "--form-step", "3"], "unrecognized arguments: --form-step 3; did you mean --from-step?"),
         (["train", "examples"], "examples: is a folder; give the path of a configuration, see examples/"),
         (["bench", "layer"], "argument SUBJECT: invalid choice: 'layer' (choose from"),
-        (["trian"], "trian: no such verb; did you mean train? (selectron --help)"),
-        (["xyz"], "xyz: no such verb; known: train, launch, sweep"),
-        ([], "a verb is missing (train, launch, sweep"),
+        (["trian"], "trian: no such command; did you mean train? (selectron --help)"),
+        (["xyz"], "xyz: no such command; known: train, launch, sweep"),
+        ([], "a command is missing (train, launch, sweep"),
         (["report"], "the following arguments are required:"),
         (["train"], "the following arguments are required: CONFIG; see `selectron train --help`"),
     ],
@@ -230,7 +230,7 @@ def test_processes_must_agree_with_the_launcher(
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert run("train", QUICKSTART, "--processes", "2") == 2
-    assert "--processes: 2, and the launcher has started 1" in capsys.readouterr().err
+    assert "--processes: 2 differs from the 1 that the launcher has started" in capsys.readouterr().err
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:

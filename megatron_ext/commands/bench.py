@@ -15,16 +15,16 @@ from megatron_ext.bench.train import options as train
 from megatron_ext.utils.errors import UserError
 
 SUBJECTS = {
-    "kernels": (kernels, "our attention ops and their peers"),
-    "layers": (layers, "one layer's mixer, ours and flash-linear-attention's"),
-    "train": (train, "full training steps of a configuration's variants: tokens/s, MFU, memory, parts of a step"),
+    "kernels": (kernels, "attention ops: ours and those of other libraries"),
+    "layers": (layers, "the mixer of one layer: ours and that of flash-linear-attention"),
+    "train": (train, "full training steps of variants of a configuration: tokens/s, MFU, memory, time of each part"),
     "checkpoints": (
         checkpoints,
-        "what a checkpoint costs training, and how fast it is saved and loaded",
+        "training time lost to a checkpoint, and the speed of saving and loading it",
     ),
-    "optimizers": (optimizers, "a training step under one optimizer and another, in turn in the same processes"),
-    "loader": (loader, "how fast batches of prepared data are read, and how soon a resumed run has its first"),
-    "prepare": (prepare, "how fast text becomes tokens, beside the bare tokenizer, datatrove and Megatron-LM"),
+    "optimizers": (optimizers, "training steps with different optimizers, alternating in the same processes"),
+    "loader": (loader, "read throughput of prepared data, and the time to the first batch after a resume"),
+    "prepare": (prepare, "tokenisation throughput, compared with the bare tokenizer, datatrove and Megatron-LM"),
 }
 
 

@@ -35,13 +35,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("destination", type=Path, metavar="DESTINATION", help="folder to write")
     add("--to", required=True, choices=FORMATS, help="format to write")
-    add("--dtype", choices=PRECISIONS, help="type of the numbers (default: as they are)")
-    check = "compare every tensor, and the logits of both models, before the folder appears (default: yes)"
-    add("--architecture", metavar="NAME", help="of --to hf (default: the first of other libraries' that fits, or ours)")
+    add("--dtype", choices=PRECISIONS, help="data type of the tensors (default: unchanged)")
+    check = "compare every tensor, and the logits of both models, before the destination appears (default: yes)"
+    add(
+        "--architecture",
+        metavar="NAME",
+        help="architecture for --to hf (default: the first matching one of another library, else ours)",
+    )
     add("--verify", action=argparse.BooleanOptionalAction, default=True, help=check)
-    add("--dry-run", action="store_true", help="say what would be written, and write nothing")
-    add("--overwrite", action="store_true", help="replace a model that is there")
-    size = f"of a safetensors file of --to hf, at most (default: {SHARD_SIZE:g})"
+    add("--dry-run", action="store_true", help="list the files without writing them")
+    add("--overwrite", action="store_true", help="replace an existing model")
+    size = f"maximum size of a safetensors file for --to hf (default: {SHARD_SIZE:g})"
     add("--shard-size", type=float, metavar="GB", help=size)
     add_source_options(parser)
 
@@ -83,11 +87,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _check_options(args: argparse.Namespace) -> None:
     if args.shard_size is not None and not 0 < args.shard_size < math.inf:
-        raise UserError("--shard-size", f"{args.shard_size:g} is no size above 0", "give gigabytes")
+        raise UserError("--shard-size", f"{args.shard_size:g} is not above 0", "give a size in GB")
     for name in ("architecture", "shard_size"):
         if args.to != "hf" and getattr(args, name) is not None:
             option = "--" + name.replace("_", "-")
-            raise UserError(option, f"{getattr(args, name)} says nothing to --to {args.to}", "leave it out")
+            raise UserError(option, f"{getattr(args, name)} has no effect with --to {args.to}", "omit the option")
 
 
 def _dtype(name: str | None) -> torch.dtype | None:
@@ -110,4 +114,4 @@ def _convert(source: Source, destination: Destination, wish: WriteOptions, args:
     if (remark := destination.remark(source, wish)) is not None:
         print(remark, file=sys.stderr)
     if source.tokenizer is None:
-        print("no tokenizer is there to be copied; --tokenizer FILE gives one", file=sys.stderr)
+        print("the source has no tokenizer to copy; add one with --tokenizer FILE", file=sys.stderr)

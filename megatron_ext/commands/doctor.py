@@ -31,7 +31,7 @@ def run() -> int:
         return 0
     from megatron_ext.commands.op_choices import implementations
 
-    print("\nWhat each mixer uses here, in bf16 and with its default settings:")
+    print("\nImplementation of each mixer op on this machine, in bf16 with default settings:")
     for name, choices in implementations(platform):
         for op, choice in choices:
             print(f"{name:<24}{op}: {choice.name} ({choice.reason})")

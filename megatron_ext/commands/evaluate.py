@@ -22,15 +22,23 @@ OF_THE_MACHINE = re.compile(
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     add = parser.add_argument
-    add("run", type=Path, metavar="RUN_OR_CHECKPOINT", help="folder of a run, or of one of its checkpoints")
-    fields = "a suite's, e.g. domains.sequences=64; or the run's, e.g. parallel.tensor=2 data.path=DIR"
+    add("run", type=Path, metavar="RUN_OR_CHECKPOINT", help="folder of a run or of one of its checkpoints")
+    fields = "field of a suite, e.g. domains.sequences=64, or of the run, e.g. parallel.tensor=2 data.path=DIR"
     add("overrides", nargs="*", metavar="key=value", help=fields)
     add(
-        "--suite", default="domains", metavar="NAMES", help=f"of {', '.join(SUITES)}; several with commas (%(default)s)"
+        "--suite",
+        default="domains",
+        metavar="NAMES",
+        help=f"suites, separated by commas: {', '.join(SUITES)} (default %(default)s)",
     )
     add("--step", type=int, metavar="N", help="step of the checkpoint (default: the newest)")
-    add("--output", type=Path, metavar="DIR", help="folder for the results (default: evaluation/step_N in the run's)")
-    add("--processes", type=int, metavar="N", help="processes to start on this machine (default 1)")
+    add(
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="folder for the results (default: evaluation/step_N in the run folder)",
+    )
+    add("--processes", type=int, metavar="N", help="number of processes to start on this machine (default 1)")
 
 
 def work(args: argparse.Namespace) -> Callable[[], None]:
@@ -67,7 +75,7 @@ def _checkpoint(path: Path, step: int | None) -> tuple[Path, int | None]:
     if found is None or path.parent.name != CHECKPOINTS:
         return path, step
     if step not in (None, found):
-        raise UserError("--step", f"{step}, and {path} is of another", "leave one of the two out")
+        raise UserError("--step", f"{step} is not the step of {path}", "omit --step, or give the run folder")
     return path.parent.parent, found
 
 
@@ -81,10 +89,12 @@ def _sorted(overrides: Sequence[str], suites: Sequence[str]) -> tuple[dict[str, 
         if section in own:
             own[section].append(rest)
         elif section in SUITES:
-            raise UserError(key, f"is of a suite that is not asked for: --suite {','.join(suites)}", "add it there")
+            raise UserError(
+                key, f"belongs to a suite that is not in --suite {','.join(suites)}", "add the suite to --suite"
+            )
         elif not OF_THE_MACHINE.fullmatch(key):
-            hint = "choose a layout (parallel.*), a device, a micro-batch or data, or a suite's own field"
-            raise UserError(key, "cannot be changed of a trained model", hint)
+            hint = "override the layout (parallel.*), the device, the micro-batch, the data or a field of a suite"
+            raise UserError(key, "cannot be changed for a trained model", hint)
         else:
             of_the_run.append(override)
     return own, of_the_run

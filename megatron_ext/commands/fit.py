@@ -22,13 +22,13 @@ FORMER = ("--bootstrap", "--seed")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     add = parser.add_argument
-    columns = "a CSV file with the columns params, tokens, loss, mixer where there are several, and test_loss if known"
+    columns = "a CSV file with the columns params, tokens and loss, and optionally mixer and test_loss"
     add("points", type=Path, nargs="+", metavar="RUN|CSV", help=f"run folders, folders of run folders, or {columns}")
-    add("--output", type=Path, required=True, metavar="DIR", help="folder for fit.json, fit.md and pictures")
-    add("--json", action="store_true", help="print the numbers as JSON, not as a table")
-    without = "count parameters of runs without embeddings and output layer"
+    add("--output", type=Path, required=True, metavar="DIR", help="folder for fit.json, fit.md and plots")
+    add("--json", action="store_true", help="print the results as JSON instead of a table")
+    without = "count the parameters of runs without embeddings and output layer"
     add("--without-embeddings", action="store_true", help=without)
-    highest = "leave out the N highest losses of each mixer (default %(default)s)"
+    highest = "drop the N highest losses of each mixer (default %(default)s)"
     add("--drop-highest", type=int, default=0, metavar="N", help=highest)
     for option in FORMER:  # accepted, because scripts may still pass them
         add(option, type=int, help=argparse.SUPPRESS)
@@ -71,7 +71,9 @@ def _read(paths: Sequence[Path], *, embeddings: bool) -> tuple[str, dict[str, Po
         runs = points_of_runs(paths, embeddings=embeddings)
         return ", ".join(map(str, paths)), by_mixer(runs), runs
     if len(paths) > 1:
-        raise UserError(str(files[0]), "stands beside other arguments", "give one CSV file alone, or run folders")
+        raise UserError(
+            str(files[0]), "cannot be combined with other arguments", "give a single CSV file, or only run folders"
+        )
     if not embeddings:
-        raise UserError("--without-embeddings", "says nothing of a CSV file", "give the number in its column params")
+        raise UserError("--without-embeddings", "has no effect on a CSV file", "give that number in its column params")
     return str(files[0]), read_points(files[0]), RunPoints()

@@ -25,12 +25,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="text to continue")
     prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="file with the text to continue, UTF-8")
-    add("--max-tokens", type=int, default=64, metavar="N", help="tokens to add, at most (default %(default)s)")
-    add("--temperature", type=float, default=1.0, metavar="T", help="divides the logits (default %(default)s)")
-    nucleus = "draw from the fewest likeliest tokens that sum up to P (default %(default)s: from all)"
+    add(
+        "--max-tokens",
+        type=int,
+        default=64,
+        metavar="N",
+        help="maximum number of tokens to generate (default %(default)s)",
+    )
+    add("--temperature", type=float, default=1.0, metavar="T", help="divisor of the logits (default %(default)s)")
+    nucleus = "sample from the most probable tokens whose probabilities sum to P (default %(default)s: from all)"
     add("--top-p", type=float, default=1.0, metavar="P", help=nucleus)
-    add("--greedy", action="store_true", help="take the likeliest token, draw nothing")
-    add("--seed", type=int, default=1, metavar="N", help="of the draws (default %(default)s)")
+    add("--greedy", action="store_true", help="take the most probable token instead of sampling")
+    add("--seed", type=int, default=1, metavar="N", help="seed of the sampling (default %(default)s)")
     add("--step", type=int, metavar="N", help="step of the checkpoint (default: the newest)")
 
 
@@ -53,12 +59,16 @@ def run(args: argparse.Namespace) -> int:
 
 def _check_options(args: argparse.Namespace) -> None:
     if not (args.temperature > 0 and math.isfinite(args.temperature)):
-        hint = "give a finite number above 0, or --greedy to draw nothing"
+        hint = "give a finite number above 0, or use --greedy"
         raise UserError("--temperature", f"{args.temperature} is not above 0 and finite", hint)
     if not 0 < args.top_p <= 1:
-        raise UserError("--top-p", f"{args.top_p} is not in (0, 1]", "give 1 to draw from all tokens, or less")
+        raise UserError("--top-p", f"{args.top_p} is not in (0, 1]", "give 1 to sample from all tokens, or less")
     if args.greedy and (args.temperature, args.top_p) != (1.0, 1.0):
-        raise UserError("--greedy", "draws nothing, and --temperature or --top-p is given", "leave one of them out")
+        raise UserError(
+            "--greedy",
+            "does not sample, so --temperature and --top-p have no effect",
+            "omit either --greedy or these options",
+        )
     if not 0 <= args.seed <= LARGEST_SEED:
         raise UserError("--seed", f"{args.seed} is not in 0 .. {LARGEST_SEED}", "give a number in that range")
     if args.max_tokens < 1:
@@ -121,10 +131,10 @@ def _check_length(trained: TrainedRun, prompt_tokens: int, max_tokens: int) -> N
     if trained.shape.learns_positions and prompt_tokens + max_tokens > table:
         raise UserError(
             "--max-tokens",
-            f"{max_tokens} after a prompt of {prompt_tokens} tokens is more than model.max_position_embeddings {table}",
-            "ask for fewer, or shorten the prompt",
+            f"{max_tokens} after a prompt of {prompt_tokens} tokens exceeds model.max_position_embeddings {table}",
+            "request fewer tokens, or shorten the prompt",
         )
     seen = trained.config.data.seq_length
     if prompt_tokens + max_tokens > seen:
-        told = f"a prompt of {prompt_tokens} tokens and up to {max_tokens} more, and the model was trained on {seen}"
-        print(f"selectron: warning: {told}: text beyond may be poor", file=sys.stderr, flush=True)
+        told = f"a prompt of {prompt_tokens} tokens and {max_tokens} more exceed the training sequence length {seen}"
+        print(f"selectron: warning: {told}; text beyond it may be poor", file=sys.stderr, flush=True)

@@ -30,9 +30,9 @@ _ARCHITECTURES = {"selectron": "Selectron", "megatron_core": "GPTModel", "deepsp
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `selectron inspect`."""
     parser.add_argument("path", type=Path, metavar="PATH", help="folder of a run, a checkpoint or a model")
-    parser.add_argument("--tensors", action="store_true", help="list every tensor with its shape and type")
+    parser.add_argument("--tensors", action="store_true", help="list every tensor with its shape and data type")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    shapes = "build the model as well, without numbers, and compare every tensor's shape with it (some seconds)"
+    shapes = "also build the model without weights and compare every tensor's shape with it (takes seconds)"
     parser.add_argument("--shapes", action="store_true", help=shapes)
     add_source_options(parser)
 
@@ -122,19 +122,19 @@ def _possible(source: Source) -> dict[str, str | None]:
 
 
 def _lines(facts: dict[str, Any]) -> list[str]:
-    progress = "not said" if facts["step"] is None else f"{facts['step']:,} ({facts['tokens']:,} tokens)"
-    shapes = "" if facts["shapes_compared"] else " (by name; --shapes compares their shapes, too)"
+    progress = "unknown" if facts["step"] is None else f"{facts['step']:,} ({facts['tokens']:,} tokens)"
+    shapes = "" if facts["shapes_compared"] else " (checked by name; --shapes also checks shapes)"
     rows: dict[str, str] = {
         "format": _FORMATS[facts["format"]],
         "architecture": facts["architecture"],
-        "files": f"whole, with the tensors of its configuration{shapes}",
+        "files": f"complete, with all tensors of the configuration{shapes}",
         "step": progress,
         "pattern": f"{facts['pattern']} ({facts['layers']} layers)",
         "hidden size": f"{facts['hidden_size']:,}",
         "vocabulary": f"{facts['vocab_size']:,}",
         "parameters": f"{facts['parameters']:,} ({facts['dtype']}, {facts['bytes'] / 1e6:,.1f} MB)",
-        "optimizer": "there" if facts["optimizer_state"] else "not there",
-        "tokenizer": facts["tokenizer"] or "not there",
+        "optimizer": "present" if facts["optimizer_state"] else "absent",
+        "tokenizer": facts["tokenizer"] or "absent",
     }
     rows |= {f"--to {name}": "possible" if reason is None else f"no: {reason}" for name, reason in facts["to"].items()}
     lines = [f"{name:<26}{value}" for name, value in rows.items()]

@@ -48,52 +48,54 @@ _OF_SLURM = ("nodes", "gpus_per_node", "processes_per_node", "cpus_per_task", "p
 def add_launch(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `selectron launch` other than the configuration."""
     add_where(parser)
-    how = parser.add_argument_group("how it goes on")
-    add_resume(how, "continue a run that is there")
-    how.add_argument("--dry-run", action="store_true", help="write the job's folder, show its script, submit nothing")
+    how = parser.add_argument_group("start")
+    add_resume(how, "continue an existing run")
+    how.add_argument(
+        "--dry-run", action="store_true", help="write the job's folder and print its script without submitting it"
+    )
 
 
 def add_sweep(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `selectron sweep`."""
     parser.add_argument(
-        "sweep", type=Path, metavar="SWEEP", help="YAML file with config, axes and runs, see the README"
+        "sweep", type=Path, metavar="SWEEP", help="YAML file with config, axes and runs; see the README"
     )
-    override = "of all runs, e.g. training.steps=200; or another YAML file, laid over their configuration"
+    override = "override for all runs, e.g. training.steps=200, or a YAML file with overrides"
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=override)
     add_where(parser)
-    at_once = "most runs at a time (with --local 1, else as many as Slurm gives)"
+    at_once = "maximum number of concurrent runs (default: 1 with --local, else no limit)"
     parser.add_argument("--parallel", type=int, metavar="N", help=at_once)
-    anew = "begin a run anew that was begun otherwise; what it was is kept; may be given again"
+    anew = "restart a run whose configuration or data has changed; its old folder is kept; may be repeated"
     parser.add_argument("--restart", action="append", default=[], metavar="RUN", help=anew)
-    parser.add_argument("--dry-run", action="store_true", help="check all runs and list them, start nothing")
+    parser.add_argument("--dry-run", action="store_true", help="check and list all runs without starting them")
 
 
 def add_where(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that describe a job, common to single runs and sweeps."""
-    where = parser.add_argument_group("where it runs")
-    where.add_argument("--nodes", type=int, metavar="N", help="nodes (default 1)")
-    where.add_argument("--gpus-per-node", type=int, metavar="N", help="GPUs of each node, a process for each")
-    where.add_argument("--processes-per-node", type=int, metavar="N", help="processes of each node, without GPUs")
-    cpus = "processors of each process, whose threads they run (the cluster's rule, most often 1)"
+    where = parser.add_argument_group("resources")
+    where.add_argument("--nodes", type=int, metavar="N", help="number of nodes (default 1)")
+    where.add_argument("--gpus-per-node", type=int, metavar="N", help="GPUs per node, with one process each")
+    where.add_argument("--processes-per-node", type=int, metavar="N", help="processes per node, without GPUs")
+    cpus = "CPUs and threads per process (default: the cluster's, usually 1)"
     where.add_argument("--cpus-per-task", type=int, metavar="N", help=cpus)
-    where.add_argument("--partition", help="of the cluster (its default one)")
-    where.add_argument("--time", help="limit: minutes, H:MM:SS or D-HH (the partition's)")
-    where.add_argument("--local", type=int, metavar="N", help="without Slurm: N processes of this machine")
-    where.add_argument("--job-name", help="as squeue shows it (run.name)")
-    option = "another option of sbatch that is not the job's own, e.g. --sbatch=--account=mine; may be given again"
+    where.add_argument("--partition", help="partition (default: that of the cluster)")
+    where.add_argument("--time", help="time limit: minutes, H:MM:SS or D-HH (default: that of the partition)")
+    where.add_argument("--local", type=int, metavar="N", help="train without Slurm, with N processes on this machine")
+    where.add_argument("--job-name", help="name of the job in squeue (default: run.name)")
+    option = "further sbatch option that the job does not set itself, e.g. --sbatch=--account=mine; may be repeated"
     where.add_argument("--sbatch", action="append", default=[], metavar="OPTION", help=option)
-    image = "image for enroot with pyxis, or a .sif file for Apptainer"
+    image = "container image for enroot with pyxis, or a .sif file for Apptainer"
     where.add_argument("--container", metavar="IMAGE", help=image)
-    mounts = "paths that the container sees beside this folder, separated by commas"
+    mounts = "paths to mount in addition to this folder and run.dir, separated by commas"
     where.add_argument("--container-mounts", metavar="PATHS", help=mounts)
-    python = "interpreter of the processes (this one; in a container python3)"
+    python = "Python interpreter of the processes (default: this one; in a container python3)"
     where.add_argument("--python", metavar="PATH", help=python)
-    before = "seconds before the time is up at which it writes a checkpoint and starts anew (180)"
+    before = "seconds before the time limit at which the job saves a checkpoint and is requeued (default 180)"
     where.add_argument("--save-before", type=int, default=180, metavar="SECONDS", help=before)
-    look = "train without a look at the nodes, see `selectron preflight`"
+    look = "skip the node check of `selectron preflight`"
     where.add_argument("--no-preflight", action="store_true", help=look)
     limits.add_limits(parser)
-    where.add_argument("--requeues", type=int, default=20, metavar="N", help="most times that it starts anew (20)")
+    where.add_argument("--requeues", type=int, default=20, metavar="N", help="maximum number of requeues (default 20)")
 
 
 def world_size(args: argparse.Namespace) -> int:
@@ -105,8 +107,8 @@ def world_size(args: argparse.Namespace) -> int:
     if args.local is not None:
         for option in _OF_SLURM:
             if getattr(args, option) is not None:
-                problem = f"{args.local}, beside --{option.replace('_', '-')}, which is for Slurm"
-                raise UserError("--local", problem, "leave one of them out")
+                problem = f"{args.local} cannot be combined with --{option.replace('_', '-')}, which applies to Slurm"
+                raise UserError("--local", problem, "omit one of them")
         if args.local < 1:
             raise UserError("--local", f"{args.local} is less than 1", "give 1 or more")
         return int(args.local)
@@ -160,13 +162,13 @@ def launch(args: argparse.Namespace, config: RunConfig, check_can_start: Callabl
     if args.dry_run:
         job = write_job(config, folder, resources, _python(args))
         sys.stdout.write(job.script.read_text())
-        print(f"written, and not submitted: {job.script}", file=sys.stderr)
+        print(f"written but not submitted: {job.script}", file=sys.stderr)
         return 0
     if args.local is not None:
         refuse_held(folder)
         lock = claim(folder)
         if lock is None:
-            raise UserError("run.name", f"{folder} is trained by another process", "wait for it, or end it with Ctrl-C")
+            raise UserError("run.name", f"another process trains {folder}", "wait for it, or stop it with Ctrl-C")
         job = write_job(config, folder, resources, _python(args))
         print(f"events: {job.folder}/events.tsv\n{_how_to_follow(job)}", file=sys.stderr, flush=True)
         return run_here(job, args.local, lock)
@@ -226,7 +228,7 @@ def sweep(args: argparse.Namespace, configs: Mapping[str, RunConfig], listing: S
     runs.restart(args.restart, _refuse_under_way)
     runs.note()
     if not runs.unfinished:
-        print(f"all {len(configs)} runs are finished: selectron report {folder} --output DIR compares them")
+        print(f"all {len(configs)} runs are finished; compare them with: selectron report {folder} --output DIR")
         return 0
     if args.local is not None:
         return runs.run(args.local, args.parallel or 1)
@@ -244,7 +246,7 @@ def _check_unchanged(args: argparse.Namespace, runs: Sweep) -> None:
     unknown = [name for name in runs.without_digests if name not in args.restart]
     if unknown:
         names = ", ".join(unknown[:3]) + (f" and {len(unknown) - 3} more" if len(unknown) > 3 else "")
-        print(f"selectron: warning: whether {names} had the same data is not known", file=sys.stderr)
+        print(f"selectron: warning: it is unknown whether the data of {names} has changed", file=sys.stderr)
     changed = [one for one in runs.changed if one.name not in args.restart]
     if not changed:
         return
@@ -262,7 +264,7 @@ def _refuse_under_way(folder: Path) -> None:
     """
     refuse_held(folder)
     if is_claimed(folder):
-        raise UserError("--restart", f"{folder} is trained by another process", "wait for it, or end it with Ctrl-C")
+        raise UserError("--restart", f"another process trains {folder}", "wait for it, or stop it with Ctrl-C")
     newest = jobs_of(folder)[-1:]
     # A job without number and events may have been submitted by a call that was killed before it wrote the number.
     if any(job.number is not None or not (job.folder / EVENTS).exists() for job in newest):
@@ -290,15 +292,15 @@ def check_paths(
     """
     resources.check_mounts()
     if resources.container is None and shutil.which(python) is None:
-        raise UserError("--python", f"there is no program {python}", "give an interpreter that has Selectron")
+        raise UserError("--python", f"there is no program {python}", "give an interpreter with Selectron installed")
     unseen = []
     for name, config in configs.items():
         for field, path, is_there, kind, hint in _begins_from(config, is_waiting=name in waiting):
             here = resources.here(path, Path(config.run.dir).absolute())
             if here is None:
-                unseen.append(f"{field}: {path} is below no mount of the container, so nobody looked for it")
+                unseen.append(f"{field}: {path} is not under a mount of the container and was not checked")
             elif not is_there(here):
-                found = path if here == Path(os.path.abspath(path)) else f"{path}, which is {here} on this machine"
+                found = path if here == Path(os.path.abspath(path)) else f"{path} ({here} on this machine)"
                 where = field if sweep is None else f"{sweep}: run {name}: {field}"
                 raise UserError(where, f"there is no {kind} {found}", hint)
     for line in dict.fromkeys(unseen):
@@ -311,7 +313,7 @@ def _begins_from(config: RunConfig, *, is_waiting: bool) -> Iterator[tuple[str, 
         yield "data.path", config.data.path, Path.is_dir, "folder", "prepare it with `selectron prepare`"
     own = Path(config.run.dir) / config.run.name / CHECKPOINTS  # if it exists, the run resumes from there instead
     if config.run.branch_from is not None and not is_waiting and not own.exists():
-        hint = "give one like runs/trunk/checkpoints/step_400"
+        hint = "give a path like runs/trunk/checkpoints/step_400"
         yield "run.branch_from", config.run.branch_from, is_checkpoint, "checkpoint", hint
 
 
@@ -327,7 +329,10 @@ def _check_cluster(args: argparse.Namespace, resources: Resources, options: Sequ
     except UserError as error:
         if not args.dry_run:
             raise
-        print(f"selectron: warning: no cluster was asked: {error.where}: {error.problem}", file=sys.stderr)
+        print(
+            f"selectron: warning: the request was not checked by a cluster: {error.where}: {error.problem}",
+            file=sys.stderr,
+        )
         return
     resources.check_cluster(partitions)
     slurm.check_options(options)
@@ -346,7 +351,7 @@ def _refuse_alive(folder: Path) -> None:
     state = own_state(newest)
     if newest is not None and state is not None and state.is_alive:
         problem = f"{folder} has job {newest.number} ({state.state.lower()})"
-        raise UserError("run.name", problem, f"`selectron cancel {folder}` ends it; or choose another run.name")
+        raise UserError("run.name", problem, f"cancel it with `selectron cancel {folder}`, or choose another run.name")
 
 
 def refuse_held(folder: Path) -> None:
@@ -363,7 +368,7 @@ def refuse_held(folder: Path) -> None:
         found = slurm.job_state(job)
         if found is None or not found.is_alive:  # it was killed before it released the lock
             return
-    signs = f"; its last sign is {state.quiet_seconds:.0f} s old"
+    signs = f"; its last sign of life is {state.quiet_seconds:.0f} s old"
     hint = lock_file.ending(state.holder)
-    holder = state.holder or "a process that does not say who it is"
+    holder = state.holder or "an unidentified process"
     raise UserError("run.name", f"{folder} is trained by {holder}{signs}", hint)

@@ -21,16 +21,28 @@ VOCABULARY = 50304
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options other than the configuration."""
     add = parser.add_argument
-    add("--nodes", type=int, default=1, metavar="N", help="there are (%(default)s)")
-    add("--gpus-per-node", type=int, default=8, metavar="M", help="a node (%(default)s)")
-    add("--gpu", default=MEASURED, metavar="KIND", help=f"{', '.join(GPUS)} (%(default)s)")
-    vocabulary = f"tokens of the model (those of the prepared data; {VOCABULARY} where there are none here)"
+    add("--nodes", type=int, default=1, metavar="N", help="number of nodes (default %(default)s)")
+    add("--gpus-per-node", type=int, default=8, metavar="M", help="GPUs per node (default %(default)s)")
+    add("--gpu", default=MEASURED, metavar="KIND", help=f"kind of GPU: {', '.join(GPUS)} (default %(default)s)")
+    vocabulary = f"vocabulary size (default: that of the prepared data, or {VOCABULARY} without data)"
     add("--vocabulary", type=int, metavar="N", help=vocabulary)
-    add("--tokens", type=float, metavar="N", help="to train on, e.g. 100e9 (those of training.steps)")
-    add("--price", type=float, metavar="P", help="of a GPU hour, in any currency: what the tokens cost")
-    add("--search", type=int, nargs="?", const=10, metavar="N", help="compare all layouts, and show the N best (10)")
-    add("--every-rank", action="store_true", help="build the part of the model that each rank has, and add them up")
-    add("--output", type=Path, metavar="DIR", help="also write the plan as plan.json and plan.md there")
+    add("--tokens", type=float, metavar="N", help="training tokens, e.g. 100e9 (default: those of training.steps)")
+    add(
+        "--price",
+        type=float,
+        metavar="P",
+        help="price of a GPU hour, in any currency, to compute the cost of the tokens",
+    )
+    add(
+        "--search",
+        type=int,
+        nargs="?",
+        const=10,
+        metavar="N",
+        help="compare all layouts and show the N best (default 10)",
+    )
+    add("--every-rank", action="store_true", help="build the model shard of every rank and report their parameters")
+    add("--output", type=Path, metavar="DIR", help="folder to which plan.json and plan.md are also written")
 
 
 def run(
@@ -96,25 +108,27 @@ def _check(args: argparse.Namespace) -> None:
     for name in ("tokens", "price"):
         value = getattr(args, name)
         if value is not None and not 0 < value < float("inf"):
-            raise UserError(f"--{name}", f"{value} is no amount", "give a number above 0")
+            raise UserError(f"--{name}", f"{value} is not a finite number above 0", "give one")
     gpu_of(args.gpu)
     if args.search is not None and args.every_rank:
-        raise UserError("--every-rank", "with --search there are many layouts", "choose one of them first")
+        raise UserError(
+            "--every-rank", "cannot be combined with --search, which has many layouts", "choose a layout first"
+        )
     if args.output is not None and args.output.exists() and not args.output.is_dir():
-        raise UserError("--output", f"{args.output} is no folder", "name another one")
+        raise UserError("--output", f"{args.output} is not a folder", "give another path")
 
 
 def _vocabulary(args: argparse.Namespace, path: str, cache_dir: str | None) -> tuple[int, str]:
     """Return the vocabulary size and a description of its origin."""
     if args.vocabulary is not None:
-        return args.vocabulary, f"{args.vocabulary:,} tokens, as told"
+        return args.vocabulary, f"{args.vocabulary:,} tokens (--vocabulary)"
     from megatron_ext.planning.vocabulary import vocab_size
 
     try:
         size = vocab_size(path, cache_dir)
     except UserError:
-        return VOCABULARY, f"{VOCABULARY:,} tokens, as there are no prepared data in {path} (--vocabulary)"
-    return size, f"{size:,} tokens, those of {path}"
+        return VOCABULARY, f"{VOCABULARY:,} tokens, because {path} has no prepared data (set it with --vocabulary)"
+    return size, f"{size:,} tokens, from {path}"
 
 
 def _tell(line: str) -> None:

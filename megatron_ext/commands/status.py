@@ -33,15 +33,17 @@ def add_runs(parser: argparse.ArgumentParser) -> None:
 def add_logs(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `selectron logs`."""
     parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
-    parser.add_argument("--follow", action="store_true", help="go on showing what is written")
-    parser.add_argument("--lines", type=int, default=50, metavar="N", help="as many from the end (50)")
+    parser.add_argument("--follow", action="store_true", help="keep printing new output")
+    parser.add_argument("--lines", type=int, default=50, metavar="N", help="number of lines from the end (default 50)")
 
 
 def add_status(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `selectron status`."""
     add_runs(parser)
-    parser.add_argument("--ranks", action="store_true", help="how far each rank is, and which keep the others waiting")
-    parser.add_argument("--json", action="store_true", help="print it for programs")
+    parser.add_argument(
+        "--ranks", action="store_true", help="also show the progress of each rank and which ranks delay the others"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def status(args: argparse.Namespace) -> int:
@@ -77,10 +79,10 @@ def logs(args: argparse.Namespace) -> int:
     if hand is not None:
         return _show_hands_output(args, hand)
     if job is None:
-        raise UserError(str(args.run), "is no run that was begun", "give run.dir/run.name of one")
+        raise UserError(str(args.run), "is not a run that has started", "give run.dir/run.name of a run")
     if not job.log.is_file():
         problem = (
-            f"job {job.number} has printed nothing yet" if job.number else "its output went to where it was started"
+            f"job {job.number} has printed nothing yet" if job.number else "its output was printed where it was started"
         )
         raise UserError(str(args.run), problem, f"see `selectron status {args.run}`")
     _warn_of_copy(job)
@@ -96,7 +98,7 @@ def _warn_of_copy(job: Job) -> None:
     except UserError:  # the log can still be printed
         return
     if state is not None and state.is_alive and is_of_another(job, state):
-        said = f"job {job.number} runs {printable(str(state.script))}; this log is a copy and ends where it was copied"
+        said = f"job {job.number} belongs to {printable(str(state.script))}; this log is a copy that no longer grows"
         print(f"selectron: {job.run}: {said}", file=sys.stderr, flush=True)
 
 
@@ -106,14 +108,14 @@ def _show_hands_output(args: argparse.Namespace, hand: ManualStart) -> int:
     Raises:
         UserError: its output is in no file.
     """
-    said = f"was begun by hand ({hand.said})"
+    said = f"was started by hand ({hand.said})"
     if not hand.output or not Path(hand.output).is_file():
-        where = f"{hand.output}, which is not there" if hand.output else "where it was begun, and is not kept"
-        problem = f"{said}: what it prints went to {where}"
+        lost = f"output file {hand.output} does not exist" if hand.output else "output was not saved"
+        problem = f"{said}, and its {lost}"
         raise UserError(
-            str(args.run), problem, f"see {args.run}/{METRICS}, or call `selectron launch --local` next time"
+            str(args.run), problem, f"see {args.run}/{METRICS}, or start it with `selectron launch --local` next time"
         )
-    print(f"selectron: {args.run} {said}; it prints to {printable(hand.output)}", file=sys.stderr, flush=True)
+    print(f"selectron: {args.run} {said}; its output goes to {printable(hand.output)}", file=sys.stderr, flush=True)
     return _tail(args, Path(hand.output))
 
 
@@ -146,7 +148,7 @@ def cancel(args: argparse.Namespace) -> int:
             job = newest_job(folder)
             hand = _manual_start(folder, job)
             if hand is not None and hand.is_running:
-                raise UserError(str(folder), f"was begun by hand: {hand.said}", "end it there (Ctrl-C)")
+                raise UserError(str(folder), f"was started by hand: {hand.said}", "stop it there with Ctrl-C")
             if job is None or _has_ended_here(job):
                 continue
             if job.number is None:
@@ -156,14 +158,14 @@ def cancel(args: argparse.Namespace) -> int:
         except UserError as error:  # continue with the other runs
             errors.append(error)
     if others:
-        errors.append(UserError(", ".join(others), "no job of Slurm's", "end it where it was started (Ctrl-C)"))
+        errors.append(UserError(", ".join(others), "not a Slurm job", "stop it where it was started with Ctrl-C"))
     for found in errors[:-1]:
         print(f"selectron: error: {found}", file=sys.stderr)
     if errors:
         raise errors[-1]
     if not cancelled:
-        which = f"{folders[0]} has no job" if len(folders) == 1 else f"none of {len(folders)} runs has a job"
-        print(f"nothing is cancelled: {which} that waits or runs")
+        which = f"{folders[0]} has no" if len(folders) == 1 else f"none of the {len(folders)} runs has a"
+        print(f"nothing was cancelled: {which} waiting or running job")
     return 0
 
 
@@ -178,7 +180,7 @@ def _is_cancelled(job: Job, number: str) -> bool:
         return False
     check_own(job, state)
     slurm.cancel(number)
-    print(f"{job.run.name}: job {number} is cancelled", flush=True)
+    print(f"{job.run.name}: job {number} was cancelled", flush=True)
     return True
 
 

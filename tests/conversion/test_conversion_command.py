@@ -216,9 +216,12 @@ def test_an_older_record_says_what_to_give(
         ([], "the following arguments are required: --to"),
         (["--to", "deepspeed-universal", "--dtype", "bf16"], "--dtype: bfloat16 is for the numbers of a model, and "),
         (["--to", "megatron", "--dtype", "fp16"], "--dtype: float16 is no precision of a run; give one of bf16, fp32"),
-        (["--to", "hf", "--shard-size", "0"], "--shard-size: 0 is no size above 0; "),
-        (["--to", "hf", "--shard-size", "inf"], "--shard-size: inf is no size above 0; "),
-        (["--to", "megatron", "--shard-size", "2"], "--shard-size: 2.0 says nothing to --to megatron; leave it out"),
+        (["--to", "hf", "--shard-size", "0"], "--shard-size: 0 is not above 0; "),
+        (["--to", "hf", "--shard-size", "inf"], "--shard-size: inf is not above 0; "),
+        (
+            ["--to", "megatron", "--shard-size", "2"],
+            "--shard-size: 2.0 has no effect with --to megatron; omit the option",
+        ),
         (["--to", "megatron", "--architecture", "LlamaForCausalLM"], "--architecture: LlamaForCausalLM says nothing"),
         (
             ["--to", "hf", "--architecture", "MambaForCausalLM"],

@@ -149,7 +149,8 @@ def test_shapes_are_compared_where_asked(
     run = changed(written_run(tmp_path / "run", model("attention")), model__ffn_hidden_size=48)
     assert main(["inspect", str(run)]) == 0
     assert (
-        "files                     whole, with the tensors of its configuration (by name; " in capsys.readouterr().out
+        "files                     complete, with all tensors of the configuration (checked by name; "
+        in capsys.readouterr().out
     )
     assert main(["inspect", str(run), "--shapes"]) == 2
     assert "mlp.linear_fc1.weight is [128, 32], its configuration makes it [96, 32]" in capsys.readouterr().err

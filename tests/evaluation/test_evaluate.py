@@ -134,8 +134,11 @@ def test_all_suites_are_checked_before_the_first_is_computed(
         (["domains.confidence=2"], "domains.confidence: 2 is out of range; give a value less than 1"),
         (["domains.confidence=0"], "domains.confidence: 0 is out of range; give a value greater than 0"),
         (["domains.sequences"], "domains.sequences: is not an override; write it like domains.sequences=..."),
-        (["fewshot.limit=3"], "fewshot.limit: is of a suite that is not asked for: --suite domains; add it there"),
-        (["model.hidden_size=8"], "model.hidden_size: cannot be changed of a trained model; "),
+        (
+            ["fewshot.limit=3"],
+            "fewshot.limit: belongs to a suite that is not in --suite domains; add the suite to --suite",
+        ),
+        (["model.hidden_size=8"], "model.hidden_size: cannot be changed for a trained model; "),
         (["--processes", "0"], "--processes: 0 is less than 1; give 1 or more"),
     ],
 )
@@ -150,7 +153,9 @@ def test_mistakes_are_one_line(
 def test_a_checkpoint_of_another_step(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints" / "step_7"
     assert main(["evaluate", str(folder), "--step", "8"]) == 2
-    assert capsys.readouterr().err.endswith(f"--step: 8, and {folder} is of another; leave one of the two out\n")
+    assert capsys.readouterr().err.endswith(
+        f"--step: 8 is not the step of {folder}; omit --step, or give the run folder\n"
+    )
 
 
 def _refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

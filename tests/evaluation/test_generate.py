@@ -83,7 +83,7 @@ def test_a_seed_gives_the_same_text(capsys: pytest.CaptureFixture[str], run: Pat
         (["--prompt-file", "{run}/latin"], "--prompt-file: {run}/latin is not UTF-8; "),
         (
             ["--prompt", "a", "--temperature", "0"],
-            "--temperature: 0.0 is not above 0 and finite; give a finite number above 0, or --greedy",
+            "--temperature: 0.0 is not above 0 and finite; give a finite number above 0, or use --greedy",
         ),
         (["--prompt", "a", "--temperature", "nan"], "--temperature: nan is not above 0 and finite; "),
         (["--prompt", "a", "--top-p", "0"], "--top-p: 0.0 is not in (0, 1]; "),
@@ -91,12 +91,12 @@ def test_a_seed_gives_the_same_text(capsys: pytest.CaptureFixture[str], run: Pat
         (["--prompt", "a", "--seed", "-1"], "--seed: -1 is not in 0 .. "),
         (
             ["--prompt", "a", "--greedy", "--top-p", "0.5"],
-            "--greedy: draws nothing, and --temperature or --top-p is given; ",
+            "--greedy: does not sample, so --temperature and --top-p have no effect; ",
         ),
         (["--prompt", "a", "--max-tokens", "0"], "--max-tokens: 0 is less than 1; "),
         (
             ["--prompt", "a", "--max-tokens", "64"],
-            "--max-tokens: 64 after a prompt of 1 tokens is more than model.max_position_embeddings 64; ",
+            "--max-tokens: 64 after a prompt of 1 tokens exceeds model.max_position_embeddings 64; ",
         ),
         (
             ["--prompt", "a", "--max-tokens", "9", "--step", "7"],

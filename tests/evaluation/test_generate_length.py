@@ -25,7 +25,7 @@ def test_text_beyond_the_trained_length_is_warned_of(
     _check_length(trained, 4, 60)
     assert capsys.readouterr().err == ""
     _check_length(trained, 5, 60)
-    told = "a prompt of 5 tokens and up to 60 more, and the model was trained on 64: text beyond may be poor"
+    told = "a prompt of 5 tokens and 60 more exceed the training sequence length 64; text beyond it may be poor"
     assert capsys.readouterr().err == f"selectron: warning: {told}\n"
 
 

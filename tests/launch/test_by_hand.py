@@ -50,7 +50,7 @@ def test_a_run_that_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     row = [cell.strip() for cell in capsys.readouterr().out.splitlines()[2].split("|")[1:-1]]
     assert row[:6] == ["a", "by hand", f"running (process {ME.pid} on {ME.host})", "", "20 of 50", "2.2500"]
     assert main(["cancel", str(tmp_path)]) == 2
-    line = f"{tmp_path}/a: was begun by hand: running (process {ME.pid} on {ME.host}); end it there (Ctrl-C)\n"
+    line = f"{tmp_path}/a: was started by hand: running (process {ME.pid} on {ME.host}); stop it there with Ctrl-C\n"
     assert capsys.readouterr().err == f"selectron: error: {line}"
 
 
@@ -128,17 +128,17 @@ def test_logs_show_the_file_that_it_prints_to(
     monkeypatch.setattr(status_command.os, "execvp", lambda _, words: shown.append(words[-1]))
     held(trained(tmp_path / "a"))
     main(["logs", str(tmp_path / "a")])
-    said = f"selectron: {tmp_path}/a was begun by hand (running ({ME})); it prints to {log}\n"
+    said = f"selectron: {tmp_path}/a was started by hand (running ({ME})); its output goes to {log}\n"
     assert (shown, capsys.readouterr().err) == ([str(log)], said)
     log.unlink()
     assert main(["logs", str(tmp_path / "a")]) == 2
-    assert f"what it prints went to {log}, which is not there" in capsys.readouterr().err
+    assert f"its output file {log} does not exist" in capsys.readouterr().err
 
 
 def test_logs_say_that_nothing_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     held(trained(tmp_path / "a")).release()
     assert main(["logs", str(tmp_path / "a")]) == 2
-    said = f"{tmp_path}/a: was begun by hand (ended): what it prints went to where it was begun, and is not kept; see "
+    said = f"{tmp_path}/a: was started by hand (ended), and its output was not saved; see "
     assert said in capsys.readouterr().err
 
 
@@ -170,6 +170,6 @@ def test_a_cancel_of_nothing_says_so(
     for name in "ab":
         job_of(tmp_path / name, "7", "begun on n1", "finished")
     assert main(["cancel", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == "nothing is cancelled: none of 2 runs has a job that waits or runs\n"
+    assert capsys.readouterr().out == "nothing was cancelled: none of the 2 runs has a waiting or running job\n"
     assert main(["cancel", str(tmp_path / "a")]) == 0
-    assert capsys.readouterr().out == f"nothing is cancelled: {tmp_path}/a has no job that waits or runs\n"
+    assert capsys.readouterr().out == f"nothing was cancelled: {tmp_path}/a has no waiting or running job\n"

@@ -68,7 +68,7 @@ def test_an_unchanged_sweep_says_that_it_is_finished(
 ) -> None:
     assert sweep() == 0
     said = capsys.readouterr()
-    assert said.out == f"all 2 runs are finished: selectron report {runs} --output DIR compares them\n"
+    assert said.out == f"all 2 runs are finished; compare them with: selectron report {runs} --output DIR\n"
     assert said.err == ""
     assert number_of_jobs(runs) == [1, 1]
 
@@ -236,7 +236,9 @@ def test_older_sweeps_are_compared_by_their_configuration(
         with path.open("w") as file:
             YAML().dump(tree, file)
     assert sweep() == 0
-    assert capsys.readouterr().err == ("selectron: warning: whether seed1, seed2 had the same data is not known\n")
+    assert capsys.readouterr().err == (
+        "selectron: warning: it is unknown whether the data of seed1, seed2 has changed\n"
+    )
     assert sweep(steps=20) == 2
     assert "seed1 (training.steps is 20, was 10)" in capsys.readouterr().err
 

@@ -116,7 +116,7 @@ def test_status_and_logs_say_that_it_is_a_copy(
     monkeypatch.setattr(status_command, "_tail", lambda *_: 0)
     monkeypatch.setattr(shutil, "which", lambda name: name)
     main(["logs", str(copy)])
-    said = f"selectron: {copy}: job 7 runs {script}; this log is a copy and ends where it was copied\n"
+    said = f"selectron: {copy}: job 7 belongs to {script}; this log is a copy that no longer grows\n"
     assert capsys.readouterr().err == said
     main(["logs", str(tmp_path / "run")])
     assert capsys.readouterr().err == ""

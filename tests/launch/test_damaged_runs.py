@@ -182,7 +182,7 @@ def test_a_damaged_file_is_named_and_the_other_runs_stand(
     monkeypatch.setattr(status_command.os, "execvp", lambda _, words: shown.append(words[-1]))
     code = main(["cancel", str(sweep)])
     said = capsys.readouterr()
-    assert {"a: job 7 is cancelled", "c: job 7 is cancelled"} <= set(said.out.splitlines())
+    assert {"a: job 7 was cancelled", "c: job 7 was cancelled"} <= set(said.out.splitlines())
     assert code in (0, 2)
     assert all(line.startswith("selectron: ") for line in said.err.splitlines())
     code = main(["logs", str(sweep / "b")])

@@ -126,7 +126,7 @@ def test_a_run_that_a_process_trains_is_not_launched(tmp_path: Path, fake: FakeS
     lock = take(folder / FOLDER, str(folder))
     with pytest.raises(UserError) as error:
         command.launch(args, config_of(tmp_path), lambda: None)
-    assert str(error.value).startswith(f"run.name: {folder} is trained by {lock.holder}; its last sign is ")
+    assert str(error.value).startswith(f"run.name: {folder} is trained by {lock.holder}; its last sign of life is ")
     assert jobs_of(folder) == []
 
 

@@ -58,14 +58,14 @@ MOUNTS_MEND = "give paths of this machine, PATH or PATH:PATH_IN_CONTAINER, separ
             ["run.branch_from=/nowhere/checkpoints/step_4"],
             True,
             "run.branch_from: there is no checkpoint /nowhere/checkpoints/step_4; "
-            "give one like runs/trunk/checkpoints/step_400",
+            "give a path like runs/trunk/checkpoints/step_400",
         ),
-        (["run.branch_from=/tmp"], True, "run.branch_from: there is no checkpoint /tmp; give one like "),
-        (["run.branch_from=/"], True, "run.branch_from: there is no checkpoint /; give one like "),
+        (["run.branch_from=/tmp"], True, "run.branch_from: there is no checkpoint /tmp; give a path like "),
+        (["run.branch_from=/"], True, "run.branch_from: there is no checkpoint /; give a path like "),
         (
             ["--python", "/nowhere/python"],
             False,
-            "--python: there is no program /nowhere/python; give an interpreter that has Selectron",
+            "--python: there is no program /nowhere/python; give an interpreter with Selectron installed",
         ),
         (["--python", "pyhton3"], False, "--python: there is no program pyhton3; "),
         (
@@ -98,12 +98,12 @@ def test_a_path_that_a_mount_leads_to_from_a_container(
     inside = ["--container", "registry/image:1", "--container-mounts", f"{folder}:/in"]
     named = f"{folder}/sizes.yaml: run seed1: " if verb == "sweep" else ""
     assert refusal(folder, capsys, verb, *inside, "data.path=/in/none") == (
-        f"{named}data.path: there is no folder /in/none, which is {folder}/none on this machine; "
+        f"{named}data.path: there is no folder /in/none ({folder}/none on this machine); "
         "prepare it with `selectron prepare`\n"
     )
     for path, warning in (
         ("/in/data", ""),
-        ("/image", "data.path: /image is below no mount of the container, so nobody looked for it"),
+        ("/image", "data.path: /image is not under a mount of the container and was not checked"),
     ):
         assert called(folder, verb, *inside, f"data.path={path}", "--dry-run") == 0
         warnings = [line for line in capsys.readouterr().err.splitlines() if "data.path" in line]
@@ -222,17 +222,18 @@ def test_a_sweep_whose_files_name_no_job_can_have(folder: Path, capsys: pytest.C
 @BOTH
 def test_a_dry_run_says_that_no_cluster_was_asked(folder: Path, capsys: pytest.CaptureFixture[str], verb: str) -> None:
     assert called(folder, verb, "--dry-run") == 0
-    warning = "selectron: warning: no cluster was asked: selectron launch: there is no sbatch on this machine"
+    unchecked = "selectron: warning: the request was not checked by a cluster:"
+    warning = f"{unchecked} selectron launch: there is no sbatch on this machine"
     assert warning in capsys.readouterr().err.splitlines()
     install(folder, "sbatch", "exit 1")
     install(folder, "sinfo", "echo 'sinfo: error: no controller' >&2; exit 1")
     assert called(folder, verb, "--dry-run") == 0
-    warning = "selectron: warning: no cluster was asked: sinfo: refused: error: no controller"
+    warning = "selectron: warning: the request was not checked by a cluster: sinfo: refused: error: no controller"
     assert warning in capsys.readouterr().err.splitlines()
     assert called(folder, verb, "--dry-run", "--local", "1") == 0
     assert "cluster" not in capsys.readouterr().err
 
 
 def test_processors_are_slurms_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    line = "--local: 1, beside --cpus-per-task, which is for Slurm; leave one of them out\n"
+    line = "--local: 1 cannot be combined with --cpus-per-task, which applies to Slurm; omit one of them\n"
     assert refusal(folder, capsys, "launch", "--local", "1", "--cpus-per-task", "2") == line

@@ -124,7 +124,7 @@ def test_a_job_that_is_cancelled_does_not_start_anew(cluster: SlurmCluster, conf
     wait_for_step(folder, 3)
     with pytest.raises(RuntimeError, match=r"run.name: \S*cancelled has job \d+ \(running\); `selectron cancel"):
         cluster.run(*LAUNCH, str(config), *fields, "--resume")
-    assert cluster.run(*CLI, "cancel", str(folder)) == f"cancelled: job {number(folder)} is cancelled\n"
+    assert cluster.run(*CLI, "cancel", str(folder)) == f"cancelled: job {number(folder)} was cancelled\n"
     wait_for(folder, lambda: state(cluster, folder) == "CANCELLED")
     assert "starts anew" not in happened(folder)
 

@@ -124,10 +124,10 @@ def test_what_has_ended_on_this_machine_does_not_keep_jobs_from_being_cancelled(
     monkeypatch.setattr(slurm, "job_state", states.get)
     monkeypatch.setattr(slurm, "cancel", cancelled.append)
     assert main(["cancel", str(tmp_path)]) == 0
-    assert (cancelled, capsys.readouterr()) == (["7"], ("c: job 7 is cancelled\n", ""))
+    assert (cancelled, capsys.readouterr()) == (["7"], ("c: job 7 was cancelled\n", ""))
     lock = claim(tmp_path / "b")
     assert lock is not None
     assert main(["cancel", str(tmp_path)]) == 2  # Slurm's jobs are cancelled first
     os.close(lock)
-    hint = f"selectron: error: {tmp_path}/b: no job of Slurm's; end it where it was started (Ctrl-C)\n"
-    assert (cancelled, capsys.readouterr()) == (["7", "7"], ("c: job 7 is cancelled\n", hint))
+    hint = f"selectron: error: {tmp_path}/b: not a Slurm job; stop it where it was started with Ctrl-C\n"
+    assert (cancelled, capsys.readouterr()) == (["7", "7"], ("c: job 7 was cancelled\n", hint))

@@ -80,4 +80,4 @@ def test_a_sweep_of_which_runs_were_stopped(
 def test_the_codes_are_in_the_help() -> None:
     command = [sys.executable, "-m", "megatron_ext.cli", "--help"]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert "75        train, launch --local, sweep --local, prepare: stopped as asked" in said
+    assert "75        train, launch --local, sweep --local, prepare: stopped on request" in said

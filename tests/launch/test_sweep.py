@@ -226,8 +226,8 @@ def test_a_run_that_another_process_trains_is_not_launched(base: Path, capsys: p
         assert main(["launch", str(base), "--local", "1", "run.name=held"]) == 2
     finally:
         os.close(held)
-    hint = "wait for it, or end it with Ctrl-C"
-    assert capsys.readouterr().err == f"selectron: error: run.name: {folder} is trained by another process; {hint}\n"
+    hint = "wait for it, or stop it with Ctrl-C"
+    assert capsys.readouterr().err == f"selectron: error: run.name: another process trains {folder}; {hint}\n"
     assert jobs_of(folder) == []
 
 

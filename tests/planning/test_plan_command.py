@@ -34,10 +34,13 @@ def call(capsys: Any, *arguments: str) -> tuple[int, str, str]:
         (["--nodes", "0"], "--nodes: 0 is less than 1: give 1 or more"),
         (["--gpus-per-node", "-1"], "--gpus-per-node: -1 is less than 1: give 1 or more"),
         (["--gpu", "h300"], "--gpu: 'h300' is not known: give one of a100, h100, h200, b200"),
-        (["--price", "-2"], "--price: -2.0 is no amount: give a number above 0"),
-        (["--tokens", "nan"], "--tokens: nan is no amount: give a number above 0"),
-        (["--search", "--every-rank"], "--every-rank: with --search there are many layouts: choose one of them first"),
-        (["--output", SMALL], f"--output: {SMALL} is no folder: name another one"),
+        (["--price", "-2"], "--price: -2.0 is not a finite number above 0: give one"),
+        (["--tokens", "nan"], "--tokens: nan is not a finite number above 0: give one"),
+        (
+            ["--search", "--every-rank"],
+            "--every-rank: cannot be combined with --search, which has many layouts: choose a layout first",
+        ),
+        (["--output", SMALL], f"--output: {SMALL} is not a folder: give another path"),
     ],
 )
 def test_options_that_cannot_be(capsys: Any, arguments: list[str], said: str) -> None:
@@ -107,7 +110,7 @@ def test_a_plan_is_printed_and_written(capsys: Any, tmp_path: Path) -> None:
     code, out, err = call(capsys, SMALL, "model.pattern=top1_chunk*2", *options, "--output", str(tmp_path / "plan"))
     assert (code, err) == (0, "")
     assert "# 110m_2k on 2 x H200\n" in out
-    assert "Vocabulary: 50,304 tokens, as told." in out
+    assert "Vocabulary: 50,304 tokens (--vocabulary)." in out
     assert "**Fits**" in out
     found = json.loads((tmp_path / "plan" / "plan.json").read_text())
     assert (tmp_path / "plan" / "plan.md").read_text() in out

@@ -101,4 +101,4 @@ def test_a_run_in_the_place_of_a_trial_is_not_replaced(tmp_path: Path, data: Pat
 @pytest.mark.parametrize("option", ["--resume", "--from-step=2"])
 def test_a_trial_does_not_go_on(tmp_path: Path, data: Path, capfd: Any, option: str) -> None:
     assert call(write_config(tmp_path, data, tmp_path), "--trial", option) == 2
-    assert "--trial: a trial begins from initial weights; leave --resume and --from-step out" in capfd.readouterr().err
+    assert "--trial: a trial starts from initial weights; omit --resume and --from-step" in capfd.readouterr().err

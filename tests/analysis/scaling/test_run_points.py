@@ -195,9 +195,12 @@ def test_too_few_finished_runs_are_refused(tmp_path: Path, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["a.csv", "run"], "a.csv: stands beside other arguments; give one CSV file alone, or run folders"),
-        (["a.csv", "b.csv"], "a.csv: stands beside other arguments; "),
-        (["a.csv", "--without-embeddings"], "--without-embeddings: says nothing of a CSV file; give the number in"),
+        (
+            ["a.csv", "run"],
+            "a.csv: cannot be combined with other arguments; give a single CSV file, or only run folders",
+        ),
+        (["a.csv", "b.csv"], "a.csv: cannot be combined with other arguments; "),
+        (["a.csv", "--without-embeddings"], "--without-embeddings: has no effect on a CSV file; give that number in"),
         (["absent.csv"], "absent.csv: cannot be read (No such file or directory); give a CSV file"),
         (["absent"], "absent/config.yaml: is missing; give the folder of a run: "),
     ],
