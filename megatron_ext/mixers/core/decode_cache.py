@@ -58,7 +58,7 @@ class DecodeCache(SequenceHistory):
         return rows
 
     def scan(self, name: str, scan: Scan, v_bthe: Tensor, key_dim: int) -> Tensor:
-        """Implement `SequenceHistory.walk`."""
+        """Implement `SequenceHistory.scan`."""
         out, self._states[name] = scan(v_bthe, self._states.get(name))
         return out
 

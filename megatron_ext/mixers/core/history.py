@@ -83,7 +83,7 @@ class EmptyHistory(SequenceHistory):
         return x_tbnw
 
     def scan(self, name: str, scan: Scan, v_bthe: Tensor, key_dim: int) -> Tensor:
-        """Implement `SequenceHistory.walk`."""
+        """Implement `SequenceHistory.scan`."""
         return scan(v_bthe, None)[0]
 
     def scan_diagonal(self, name: str, scan: DiagonalScan, kept: Tensor) -> Tensor:
@@ -118,7 +118,7 @@ class ContextParallelHistory(SequenceHistory):
         return gather_sequence(x_tbnw, self._group)[: (self._group.rank() + 1) * len(x_tbnw)]
 
     def scan(self, name: str, scan: Scan, v_bthe: Tensor, key_dim: int) -> Tensor:
-        """Implement `SequenceHistory.walk`."""
+        """Implement `SequenceHistory.scan`."""
         return context_parallel_scan(scan, v_bthe, key_dim, self._group)
 
     def scan_diagonal(self, name: str, scan: DiagonalScan, kept: Tensor) -> Tensor:
