@@ -17,6 +17,7 @@ from pydantic.dataclasses import dataclass as checked
 from megatron_ext import cli
 from megatron_ext.config.load import load_config
 from megatron_ext.config.schema import STRICT
+from megatron_ext.config.traits import MixerTraits
 from megatron_ext.utils.errors import UserError
 
 ROOT = Path(__file__).parents[1]
@@ -30,17 +31,8 @@ class FakeConfig:
     score: str = "exact"
 
 
-@dataclass(frozen=True)
-class FakeMixer:
-    config_type: type = FakeConfig
-    supports_kv_gather: bool = True
-    supports_state_passing: bool = False
-    chunk_field: str | None = None
-    head_groups_are_query_groups: bool = False
-    supports_document_masking: bool = True
-
-
-MIXERS = {name: FakeMixer() for name in ("attention", "top1_chunk")}
+TRAITS = MixerTraits(supports_kv_gather=True, supports_document_masking=True)
+MIXERS = {name: types.SimpleNamespace(config_type=FakeConfig, traits=TRAITS) for name in ("attention", "top1_chunk")}
 
 
 @dataclass

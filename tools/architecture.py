@@ -45,7 +45,7 @@ ONLY: dict[str, set[str]] = {
     "analysis": {"utils", "run_folder", "config", "mixers.core.settings"},
     "data": {"utils", "config", "parallel", "platform", "data_prep"},
     "optim": {"utils", "config", "parallel", "platform"},
-    "mixers": {"utils", "config.schema", "kernels", "parallel", "platform"},
+    "mixers": {"utils", "config.schema", "config.traits", "kernels", "parallel", "platform"},
     "checkpoint": {"utils", "config.schema", "run_folder", "parallel", "platform", "optim"},
 }
 """Packages that import less than all lower floors: they stay usable without the rest, or fast to import."""

@@ -191,8 +191,8 @@ def read_fields(overrides: Sequence[str], kind: type, prefix: str) -> Tree:
 def known_keys(mixer_configs: Mixers) -> list[str]:
     """Return the dotted names of all fields, including those of the registered mixers."""
     keys = [f"{section}.{name}" for section, kind in sections(RunConfig).items() for name in field_names(kind)]
-    for mixer, traits in mixer_configs.items():
-        keys += [f"mixers.{mixer}.{name}" for name in field_names(traits.config_type)]
+    for mixer, entry in mixer_configs.items():
+        keys += [f"mixers.{mixer}.{name}" for name in field_names(entry.config_type)]
     return keys
 
 

@@ -1,71 +1,70 @@
-"""Properties of mixers that the configuration needs. The mixer registry provides them, so config imports no mixer."""
+"""Traits of mixers. Each mixer declares its own; config, planning and model read them without importing a mixer."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 
-class MixerTraits(Protocol):
-    """Properties of a registered mixer that are needed to read and check a configuration.
+@dataclass(frozen=True, kw_only=True)
+class MixerTraits:
+    """Capabilities and requirements of a mixer, identical for all settings of it.
 
     Attributes:
-        config_type: a pydantic dataclass made with `schema.STRICT`, with the fields of `mixers.<name>`.
-        supports_kv_gather: True: under context parallelism the mixer can all-gather keys and values if its heads
-            are not a multiple of the context-parallel size. False: its heads must be a multiple.
-        supports_state_passing: True: the mixer can instead send recurrent states from each part of the sequence to the
-            next.
-        chunk_field: field of `config_type` with the size of the selected chunks that the mixer can fetch instead. None:
-            it fetches no chunks.
-        head_groups_are_query_groups: True: ranks exchange whole query groups. False: heads.
-        supports_document_masking: True: the mixer can isolate the documents of a packed sample.
+        supports_kv_gather: True if context-parallel ranks may all-gather keys and values where the head groups are not
+            a multiple of their number.
+        supports_state_passing: True if context-parallel ranks may keep the sequence sharded and pass recurrent states
+            to the next.
+        chunk_field: field of the mixer's settings with the size of the selected chunks that context-parallel ranks
+            fetch from each other. None: it fetches no chunks.
+        head_groups_are_query_groups: True if a head group is a query group, False if it is a head.
+        needs_all_head_groups: True if one call of `Mixer.mix` must contain all head groups, because their features
+            depend on each other.
+        supports_document_masking: True if only `Mixer.mix` accesses earlier positions, so that one call per document
+            isolates the documents of a packed sample.
+        shifts_tokens: True if the mixer itself combines each token's hidden state with the previous token's; see
+            `rwkv7_block`.
     """
+
+    supports_kv_gather: bool = False
+    supports_state_passing: bool = False
+    chunk_field: str | None = None
+    head_groups_are_query_groups: bool = False
+    needs_all_head_groups: bool = False
+    supports_document_masking: bool = False
+    shifts_tokens: bool = False
+
+
+class RegisteredMixer(Protocol):
+    """Part of a `MixerEntry` of the mixer registry that the configuration reads."""
 
     @property
     def config_type(self) -> type:
-        """Dataclass of the mixer's fields."""
+        """Pydantic dataclass made with `schema.STRICT`, with the fields of `mixers.<name>`."""
         ...
 
     @property
-    def supports_kv_gather(self) -> bool:
-        """Support for all-gathering keys and values over the context-parallel ranks."""
-        ...
-
-    @property
-    def supports_state_passing(self) -> bool:
-        """Support for sending recurrent states along the context-parallel ranks."""
-        ...
-
-    @property
-    def chunk_field(self) -> str | None:
-        """Field with the size of the chunks that can be fetched."""
-        ...
-
-    @property
-    def head_groups_are_query_groups(self) -> bool:
-        """True if the unit of exchange is a query group."""
-        ...
-
-    @property
-    def supports_document_masking(self) -> bool:
-        """Support for isolating the documents of a packed sample."""
+    def traits(self) -> MixerTraits:
+        """Traits of the mixer."""
         ...
 
 
-Mixers = Mapping[str, MixerTraits]
+Mixers = Mapping[str, RegisteredMixer]
 """Mixers by their name in `model.pattern`."""
 
 
-def fetched_chunk_size(mixer: MixerTraits, fields: Mapping[str, Any]) -> int | None:
+def fetched_chunk_size(mixer: RegisteredMixer, fields: Mapping[str, Any]) -> int | None:
     """Return the tokens of a chunk that a mixer can fetch from another rank, or None if it fetches none.
 
     The rank that holds a chunk must hold it whole.
 
     Args:
-        mixer: traits of the mixer.
+        mixer: the mixer.
         fields: the mixer's own configuration, `mixers.<name>`.
     """
-    if mixer.chunk_field is None:
+    field = mixer.traits.chunk_field
+    if field is None:
         return None
-    size: int = getattr(mixer.config_type(**fields), mixer.chunk_field)
+    size: int = getattr(mixer.config_type(**fields), field)
     return size

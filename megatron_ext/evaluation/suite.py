@@ -95,10 +95,10 @@ class EvalContext:
 
 def _multiple(config: RunConfig) -> int:
     """Return the multiple to pad sequence lengths to, so that the layout can split them."""
-    parallel, traits = config.parallel, load_all()
+    parallel, known = config.parallel, load_all()
     ranks = parallel.context * (parallel.tensor if sequence_parallel(config) else 1)
     mixers = {name: config.mixers.get(name, {}) for name in parse_pattern(config.model.pattern)}
-    sizes = [fetched_chunk_size(traits[name], fields) or 1 for name, fields in mixers.items()]
+    sizes = [fetched_chunk_size(known[name], fields) or 1 for name, fields in mixers.items()]
     return math.lcm(MULTIPLE, ranks, *(parallel.context * size for size in sizes if parallel.context > 1))
 
 

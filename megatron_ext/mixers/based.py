@@ -14,6 +14,7 @@ from torch import Tensor
 from kernels.based import based, by_features, num_features
 from kernels.common.fusion import cut, fused
 from kernels.gated_linear_attention import gated_linear_attention
+from megatron_ext.config.traits import MixerTraits
 from megatron_ext.mixers.core.base import Mixer, MixInput, StateShape, batch_first
 from megatron_ext.mixers.core.history import BEGINNING
 from megatron_ext.mixers.core.registry import register
@@ -29,8 +30,7 @@ class Based(Mixer):
     Rows of the input projection, per head: [query | key | value].
     """
 
-    supports_state_passing: ClassVar[bool] = True
-    supports_document_masking: ClassVar[bool] = True
+    traits: ClassVar[MixerTraits] = MixerTraits(supports_state_passing=True, supports_document_masking=True)
     mixer_config: BasedConfig
 
     def num_head_groups(self) -> int:

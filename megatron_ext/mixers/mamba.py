@@ -15,6 +15,7 @@ from kernels.common.fusion import cut, fused
 from kernels.common.linear import linear_to_fp32
 from kernels.selective_scan import selective_scan
 from kernels.short_convolution import short_convolution
+from megatron_ext.config.traits import MixerTraits
 from megatron_ext.mixers.core.base import Mixer, MixInput, batch_first
 from megatron_ext.mixers.core.convolution import previous_rows
 from megatron_ext.mixers.core.decay import inverse_softplus_step
@@ -34,9 +35,9 @@ class Mamba(Mixer):
     Suffixes: u head, w channel of a head, n state, r output of a token's projection: dt_rank + 2 * state_size.
     """
 
-    supports_state_passing: ClassVar[bool] = True
-    needs_all_head_groups: ClassVar[bool] = True
-    supports_document_masking: ClassVar[bool] = True
+    traits: ClassVar[MixerTraits] = MixerTraits(
+        supports_state_passing=True, needs_all_head_groups=True, supports_document_masking=True
+    )
     mixer_config: MambaConfig
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

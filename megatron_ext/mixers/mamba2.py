@@ -10,6 +10,7 @@ from torch import Tensor
 from kernels.common.fusion import cut, fused
 from kernels.gated_linear_attention import gated_linear_attention
 from kernels.short_convolution import short_convolution
+from megatron_ext.config.traits import MixerTraits
 from megatron_ext.mixers.core.base import Mixer, MixInput, StateShape, batch_first
 from megatron_ext.mixers.core.convolution import previous_rows
 from megatron_ext.mixers.core.decay import inverse_softplus_step, log_uniform_decay
@@ -29,9 +30,9 @@ class Mamba2(Mixer):
     Suffixes: u group, h head of a group, d value dim, n state dim, w width of a group's features.
     """
 
-    supports_state_passing: ClassVar[bool] = True
-    supports_document_masking: ClassVar[bool] = True
-    head_groups_are_query_groups: ClassVar[bool] = True
+    traits: ClassVar[MixerTraits] = MixerTraits(
+        supports_state_passing=True, head_groups_are_query_groups=True, supports_document_masking=True
+    )
     mixer_config: Mamba2Config
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
+from megatron_ext.config.traits import MixerTraits
 from megatron_ext.mixers.core.registry import register
 from megatron_ext.mixers.core.settings import MoBAConfig, Top1ChunkConfig
 from megatron_ext.mixers.top1_chunk import Top1Chunk
@@ -16,7 +18,7 @@ class MoBA(Top1Chunk):
     Equals Top-1 Chunk with the `approx` score and the query's own chunk, in one softmax.
     """
 
-    chunk_field: ClassVar[str] = "block_size"
+    traits: ClassVar[MixerTraits] = replace(Top1Chunk.traits, chunk_field="block_size")
 
     mixer_config: MoBAConfig
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from kernels.top1_chunk import top1_chunk_attention
+from megatron_ext.config.traits import MixerTraits
 from megatron_ext.mixers.core.base import MixInput, batch_first
 from megatron_ext.mixers.core.chunk_fetch import choose_over_ranks, fetch_chosen
 from megatron_ext.mixers.core.key_value import KeyValueMixer
@@ -19,7 +21,7 @@ from megatron_ext.utils.errors import UserError
 class Top1Chunk(KeyValueMixer):
     """Top-1 Chunk attention with grouped queries."""
 
-    chunk_field: ClassVar[str] = "chunk_size"
+    traits: ClassVar[MixerTraits] = replace(KeyValueMixer.traits, chunk_field="chunk_size")
 
     @property
     def selection(self) -> Top1ChunkConfig:

@@ -80,7 +80,7 @@ class RWKV7Layer(BlockLayer):
     ) -> None:
         super().__init__(config, submodules, layer_number, pg_collection=pg_collection, **more)
         left = layers_left(self.layer_number, config.num_layers)
-        if not self.self_attention.shifts_tokens:
+        if not self.self_attention.traits.shifts_tokens:
             # The initial value of RWKV-7's keys and values.
             self.input_layernorm = ShiftedNorm(config, self.input_layernorm, ramp(0.7 * left), pg_collection)
         self.pre_mlp_layernorm = ShiftedNorm(config, self.pre_mlp_layernorm, ramp(left**4), pg_collection)

@@ -145,7 +145,7 @@ def _layers(shape: ModelShape, chunks: Sequence[nn.Module], config: RunConfig) -
 
 
 def _summary_scans(mixer: Mixer) -> float:
-    return mixer.summary_scans() if mixer.cp_size > 1 and mixer.supports_state_passing else 0.0
+    return mixer.summary_scans() if mixer.cp_size > 1 and mixer.traits.supports_state_passing else 0.0
 
 
 def _loss_flops(shape: ModelShape, chunks: Sequence[nn.Module]) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,6 +11,7 @@ from pydantic.dataclasses import dataclass as checked
 
 from megatron_ext.config.load import load_config, resolve
 from megatron_ext.config.schema import STRICT, RunConfig
+from megatron_ext.config.traits import MixerTraits
 from megatron_ext.config.validate import validate
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -38,24 +39,24 @@ class StatefulConfig:
     conv_size: PositiveInt = 4
 
 
+GATHERING = MixerTraits(supports_kv_gather=True, supports_document_masking=True)
+
+
 @dataclass(frozen=True)
 class FakeMixer:
     config_type: type
-    supports_kv_gather: bool = True
-    supports_state_passing: bool = False
-    chunk_field: str | None = None
-    head_groups_are_query_groups: bool = False
-    supports_document_masking: bool = True
+    traits: MixerTraits = GATHERING
 
 
 MIXERS = {
     "attention": FakeMixer(AttentionConfig),
-    "top1_chunk": FakeMixer(Top1ChunkConfig, chunk_field="chunk_size"),
+    "top1_chunk": FakeMixer(Top1ChunkConfig, replace(GATHERING, chunk_field="chunk_size")),
     "top1_element": FakeMixer(Top1ElementConfig),
-    "gated_deltanet": FakeMixer(StatefulConfig, supports_kv_gather=False),
-    "rwkv6": FakeMixer(StatefulConfig, supports_document_masking=False),
+    "gated_deltanet": FakeMixer(StatefulConfig, MixerTraits(supports_document_masking=True)),
+    "rwkv6": FakeMixer(StatefulConfig, MixerTraits(supports_kv_gather=True)),
     "retnet": FakeMixer(
-        StatefulConfig, supports_kv_gather=False, supports_state_passing=True, head_groups_are_query_groups=True
+        StatefulConfig,
+        MixerTraits(supports_state_passing=True, head_groups_are_query_groups=True, supports_document_masking=True),
     ),
 }
 

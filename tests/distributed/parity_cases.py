@@ -118,8 +118,8 @@ def compared() -> Iterator[tuple[str, str]]:
     for name, model in MODELS.items():
         mixers = [load_all()[mixer] for mixer in parse_pattern(model.pattern)]
         have_choice = {
-            "cp2_states": any(mixer.supports_state_passing for mixer in mixers),
-            "cp2_chunks": any(mixer.chunk_field is not None for mixer in mixers),
+            "cp2_states": any(mixer.traits.supports_state_passing for mixer in mixers),
+            "cp2_chunks": any(mixer.traits.chunk_field is not None for mixer in mixers),
         }
         layouts = model.layouts or tuple(LAYOUTS)
         yield from ((name, layout) for layout in layouts if have_choice.get(layout, True))

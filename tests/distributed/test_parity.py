@@ -79,11 +79,11 @@ def _exchanges(model: Model, parallel: dict[str, Any]) -> set[str]:
     groups_divide = model.model.get("num_query_groups", 4) // parallel.get("tensor", 1) % parallel["context"] == 0
     names, chosen = set(), parallel["context_exchange"]
     for mixer in parse_pattern(model.pattern):
-        entry = load_all()[mixer]
-        divides = groups_divide or not entry.head_groups_are_query_groups
-        if entry.chunk_field is not None and (chosen == "chunks" or (not divides and chosen != "heads")):
+        traits = load_all()[mixer].traits
+        divides = groups_divide or not traits.head_groups_are_query_groups
+        if traits.chunk_field is not None and (chosen == "chunks" or (not divides and chosen != "heads")):
             names.add("fetch_blocks")
-        elif entry.supports_state_passing and (chosen != "heads" or not divides):
+        elif traits.supports_state_passing and (chosen != "heads" or not divides):
             # With `auto`, which compares bytes, states are smaller than heads in these models.
             names.add("diagonal_state_before" if mixer == "mamba" else "context_parallel_scan")
         else:
@@ -173,7 +173,7 @@ def test_samples_are_exchanged_in_rounds_and_their_heads_in_more(pool: WorkerPoo
 GATHERING = [
     name
     for name, model in MODELS.items()
-    if all(load_all()[mixer].supports_kv_gather for mixer in parse_pattern(model.pattern))
+    if all(load_all()[mixer].traits.supports_kv_gather for mixer in parse_pattern(model.pattern))
 ]
 
 

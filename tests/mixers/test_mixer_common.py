@@ -195,7 +195,7 @@ class _Widths(ContextParallelHistory):
 
 
 @pytest.mark.parametrize(
-    ("name", "fields"), [(name, fields) for name, fields in VARIANTS if load_all()[name].supports_state_passing]
+    ("name", "fields"), [(name, fields) for name, fields in VARIANTS if load_all()[name].traits.supports_state_passing]
 )
 def test_walks_that_a_summary_takes(
     make_mixer: MakeMixer, hidden_states: Tensor, one_process: Any, name: str, fields: dict[str, Any]

@@ -24,9 +24,8 @@ CASES = [
     ("gated_deltanet", {"conv_kernel_size": 1}),
 ]
 
-CONSTANT = [
-    (name, fields) for name, fields in VARIANTS if load_all()[name].supports_state_passing or fields == {"window": 3}
-]
+HAS_STATE = {name for name, entry in load_all().items() if entry.traits.supports_state_passing}
+CONSTANT = [(name, fields) for name, fields in VARIANTS if name in HAS_STATE or fields == {"window": 3}]
 """Mixers whose decode cache does not grow: those with a state, and attention over a window."""
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_ext.mixers.core import documents
 from megatron_ext.mixers.core.registry import load_all
 
-APART = sorted(name for name, entry in load_all().items() if entry.supports_document_masking)
+APART = sorted(name for name, entry in load_all().items() if entry.traits.supports_document_masking)
 FIELDS: dict[str, dict[str, Any]] = {
     "top1_chunk": {"chunk_size": 2},
     "moba": {"block_size": 2, "top_k": 2},

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_ext.config.traits import MixerTraits
 from megatron_ext.mixers.core.base import MixInput
 from megatron_ext.mixers.core.decode_cache import DecodeCache
 from megatron_ext.mixers.core.registry import MIXERS, load_all
@@ -27,7 +28,7 @@ def entry():
 def test_the_readmes_mixer_is_whole(entry):
     assert entry.name == "moving_average"
     assert not entry.module.__abstractmethods__
-    assert not entry.supports_kv_gather
+    assert entry.traits == MixerTraits()
 
 
 def test_the_readmes_mixer_computes_a_moving_average(entry):
@@ -42,7 +43,7 @@ def test_the_readmes_mixer_computes_a_moving_average(entry):
 def test_the_readmes_mixer_decodes(entry):
     x = torch.randn(7, 2, 3, 4)
     mixer, memory = SimpleNamespace(mixer_config=entry.config_type()), DecodeCache()
-    pieces = [entry.module.mix(mixer, piece, MixInput(0, 3, past=memory)) for piece in x.split([3, 1, 2, 1])]
+    pieces = [entry.module.mix(mixer, piece, MixInput(0, 3, history=memory)) for piece in x.split([3, 1, 2, 1])]
     torch.testing.assert_close(torch.cat(pieces), entry.module.mix(mixer, x, MixInput(0, 3)))
 
 

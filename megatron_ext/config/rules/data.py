@@ -62,7 +62,9 @@ def reset_positions_are_read(f: Facts) -> Broken:
 def layers_keep_documents_apart(f: Facts) -> Broken:
     """One layer that mixes documents defeats the others. Token shifts ignore document boundaries."""
     shifting = [
-        f"{name} in layer {i}" for i, name in enumerate(f.layers, 1) if not f.mixers[name].supports_document_masking
+        f"{name} in layer {i}"
+        for i, name in enumerate(f.layers, 1)
+        if not f.mixers[name].traits.supports_document_masking
     ]
     if f.config.model.block == "rwkv7":
         shifting.append("model.block rwkv7")

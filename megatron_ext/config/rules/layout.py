@@ -160,12 +160,12 @@ def heads_divide_by_context(f: Facts) -> Broken:
     """A mixer that neither gathers keys and values nor sends states uses an all-to-all, which needs whole heads."""
     p = f.config.parallel
     for name in dict.fromkeys(f.layers):
-        mixer = f.mixers[name]
-        field, units = _heads(f.config.model, mixer)
-        local, hands_on = units // p.tensor, mixer.supports_state_passing and p.context_exchange != "heads"
-        if local % p.context == 0 or mixer.supports_kv_gather or hands_on:
+        traits = f.mixers[name].traits
+        field, units = _heads(f.config.model, traits)
+        local, hands_on = units // p.tensor, traits.supports_state_passing and p.context_exchange != "heads"
+        if local % p.context == 0 or traits.supports_kv_gather or hands_on:
             continue
-        more = ", or set parallel.context_exchange=auto" if mixer.supports_state_passing else ""
+        more = ", or set parallel.context_exchange=auto" if traits.supports_state_passing else ""
         return (
             f"{name} splits its heads, and {field} {units} / tensor {p.tensor} = {local} heads "
             f"do not divide by context {p.context}",
@@ -182,9 +182,9 @@ def heads_divide_by_rounds(f: Facts) -> Broken:
     if p.context == 1:
         return None
     for name in dict.fromkeys(f.layers):
-        mixer = f.mixers[name]
-        field, units = _heads(f.config.model, mixer)
-        own = "states" if mixer.supports_state_passing else "chunks" if mixer.chunk_field else None
+        traits = f.mixers[name].traits
+        field, units = _heads(f.config.model, traits)
+        own = "states" if traits.supports_state_passing else "chunks" if traits.chunk_field else None
         local = units // p.tensor
         if local % p.context or p.context_exchange == own:
             continue  # this mixer exchanges no heads
@@ -198,9 +198,9 @@ def heads_divide_by_rounds(f: Facts) -> Broken:
     return None
 
 
-def _heads(model: ModelConfig, mixer: MixerTraits) -> tuple[str, int]:
+def _heads(model: ModelConfig, traits: MixerTraits) -> tuple[str, int]:
     """Return the field with the number of heads, or query groups, that ranks exchange, and that number."""
-    field = "num_query_groups" if mixer.head_groups_are_query_groups else "num_attention_heads"
+    field = "num_query_groups" if traits.head_groups_are_query_groups else "num_attention_heads"
     return field, getattr(model, field) or model.num_attention_heads
 
 
@@ -216,7 +216,7 @@ def fetched_chunks_lie_on_one_rank(f: Facts) -> Broken:
         if size is not None and seq_length // p.context % size:
             return (
                 f"chunks, and data.seq_length {seq_length} / context {p.context} = {seq_length // p.context} does not "
-                f"divide by mixers.{name}.{mixer.chunk_field} {size}",
+                f"divide by mixers.{name}.{mixer.traits.chunk_field} {size}",
                 f"give a seq_length that is a multiple of {p.context * size}, or set parallel.context_exchange=auto",
             )
     return None

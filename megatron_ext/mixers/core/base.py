@@ -26,6 +26,7 @@ from megatron.core.transformer.utils import (
 )
 from torch import Tensor
 
+from megatron_ext.config.traits import MixerTraits
 from megatron_ext.mixers.core.decode_cache import HistoryModule
 from megatron_ext.mixers.core.documents import mix_by_document
 from megatron_ext.mixers.core.history import BEGINNING, SequenceHistory
@@ -107,26 +108,8 @@ class Mixer(HistoryModule, ABC):
         cp_comm_type: Megatron's choice of exchange for its own attention; not used.
     """
 
-    supports_kv_gather: ClassVar[bool] = False
-    """True if context parallelism may all-gather keys and values if its size does not divide the head groups."""
-
-    supports_state_passing: ClassVar[bool] = False
-    """True if context parallelism may keep the sequence sharded and pass recurrent states between ranks."""
-
-    chunk_field: ClassVar[str | None] = None
-    """Field of the mixer's settings with the size of the chunks that context-parallel ranks fetch from each other."""
-
-    head_groups_are_query_groups: ClassVar[bool] = False
-    """True if a head group is a query group, False if it is a head."""
-
-    needs_all_head_groups: ClassVar[bool] = False
-    """True if one call of `mix` must contain all head groups, because their features depend on each other."""
-
-    supports_document_masking: ClassVar[bool] = False
-    """True if only `mix` accesses earlier positions, so that one call per document separates packed documents."""
-
-    shifts_tokens: ClassVar[bool] = False
-    """True if the mixer itself combines each token's hidden state with the previous token's; see `rwkv7_block`."""
+    traits: ClassVar[MixerTraits] = MixerTraits()
+    """Traits of the class. A subclass replaces them."""
 
     def __init__(
         self,
@@ -252,7 +235,8 @@ class Mixer(HistoryModule, ABC):
         # During decoding every rank processes whole sequences.
         cp, head_groups = 1 if self.memory is not None else self.cp_size, self.num_head_groups_per_rank
         x_tbuw, *more = features_tbuw
-        assert cp == 1 or self.supports_state_passing or self.supports_kv_gather, "the rules refuse this layout"
+        stays_sharded = self.traits.supports_state_passing or self.traits.supports_kv_gather
+        assert cp == 1 or stays_sharded, "the rules refuse this layout"
         first_position = self.cp_rank * len(x_tbuw) if self.memory is None else self.memory.advance(len(x_tbuw))
         part = MixInput(self.tp_rank * head_groups, head_groups, first_position, self.history, shared_tbw, tuple(more))
         return self.mix(x_tbuw, part)
@@ -300,7 +284,7 @@ class Mixer(HistoryModule, ABC):
             num_samples: samples of the micro-batch.
         """
         of_samples = gcd(self.config.context_exchange_rounds, num_samples)
-        of_head_groups = 1 if self.needs_all_head_groups else self.config.context_exchange_rounds // of_samples
+        of_head_groups = 1 if self.traits.needs_all_head_groups else self.config.context_exchange_rounds // of_samples
         return Rounds(of_samples, of_head_groups)
 
     def exchanges_heads(self, num_positions: int) -> bool:
@@ -315,7 +299,7 @@ class Mixer(HistoryModule, ABC):
         in_parts = self.bytes_in_parts(num_positions)
         if in_parts is None or chosen == "heads":
             return True
-        own = "states" if self.supports_state_passing else "chunks"
+        own = "states" if self.traits.supports_state_passing else "chunks"
         heads = num_positions * (self.head_group_width() + self.output_width()) * self.config.params_dtype.itemsize / cp
         return chosen != own and heads <= in_parts
 
@@ -330,7 +314,7 @@ class Mixer(HistoryModule, ABC):
         Returns:
             None if the only way is to gather all keys and values, or if there is no way.
         """
-        return self.summary_size() * torch.float32.itemsize if self.supports_state_passing else None
+        return self.summary_size() * torch.float32.itemsize if self.traits.supports_state_passing else None
 
     def state_shape(self) -> StateShape:
         """Return the shape of a head group's states that `states.context_parallel_scan` passes between ranks."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from kernels.common.fusion import cut
+from megatron_ext.config.traits import MixerTraits
 from megatron_ext.mixers.core.base import Mixer, MixInput, batch_first
 from megatron_ext.mixers.core.rotary import rotated_heads, rotation
 from megatron_ext.parallel.exchange import gather_sequence
@@ -33,9 +34,9 @@ class KeyValueMixer(Mixer):
     Rows of the input projection, per group: [queries | key | value]. A subclass implements `attend`.
     """
 
-    supports_kv_gather: ClassVar[bool] = True
-    head_groups_are_query_groups: ClassVar[bool] = True
-    supports_document_masking: ClassVar[bool] = True
+    traits: ClassVar[MixerTraits] = MixerTraits(
+        supports_kv_gather=True, head_groups_are_query_groups=True, supports_document_masking=True
+    )
 
     moves_queries: ClassVar[bool] = True
     """True if ranks that gather keys and values may exchange queries to balance the causal load (`zigzag`)."""

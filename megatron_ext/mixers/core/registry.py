@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import megatron_ext.mixers
+from megatron_ext.config.traits import MixerTraits
 from megatron_ext.mixers.core.base import Mixer
 from megatron_ext.mixers.core.settings import SETTINGS
 
@@ -27,29 +28,9 @@ class MixerEntry:
     config_type: type
 
     @property
-    def supports_kv_gather(self) -> bool:
-        """True if context parallelism also works when the group size does not divide the number of head groups."""
-        return self.module.supports_kv_gather
-
-    @property
-    def supports_state_passing(self) -> bool:
-        """True if context parallelism can pass recurrent states between ranks."""
-        return self.module.supports_state_passing
-
-    @property
-    def chunk_field(self) -> str | None:
-        """Field with the size of the chunks that context-parallel ranks can fetch; None if the mixer fetches none."""
-        return self.module.chunk_field
-
-    @property
-    def head_groups_are_query_groups(self) -> bool:
-        """True if a head group is a query group."""
-        return self.module.head_groups_are_query_groups
-
-    @property
-    def supports_document_masking(self) -> bool:
-        """True if packed documents can be mixed separately."""
-        return self.module.supports_document_masking
+    def traits(self) -> MixerTraits:
+        """Traits of the class."""
+        return self.module.traits
 
 
 MIXERS: dict[str, MixerEntry] = {}

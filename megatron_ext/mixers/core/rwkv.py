@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
+from megatron_ext.config.traits import MixerTraits
 from megatron_ext.mixers.core.base import Mixer, MixInput, StateShape, batch_first
 from megatron_ext.mixers.core.token_shift import layers_left
 from megatron_ext.parallel.exchange import copy_to_group
@@ -27,8 +28,7 @@ class RWKVMixer(Mixer):
     Suffixes: h hidden, u head, d channel of a head, r rank of a low-rank projection, i index of the input.
     """
 
-    supports_state_passing: ClassVar[bool] = True
-    shifts_tokens: ClassVar[bool] = True
+    traits: ClassVar[MixerTraits] = MixerTraits(supports_state_passing=True, shifts_tokens=True)
 
     num_features: ClassVar[int]
     """Number of vectors of head_dim that a head has per token."""

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.common.fusion import fused
+from megatron_ext.config.traits import MixerTraits
 from megatron_ext.mixers.core.base import Mixer, MixInput, StateShape, batch_first
 from megatron_ext.parallel.parameters import new_parameter, ones
 
@@ -48,8 +49,7 @@ class StatefulMixer(Mixer):
     configuration has `output_gate`. Features that a subclass adds follow. The configuration also has `expand_v`.
     """
 
-    supports_state_passing: ClassVar[bool] = True
-    supports_document_masking: ClassVar[bool] = True
+    traits: ClassVar[MixerTraits] = MixerTraits(supports_state_passing=True, supports_document_masking=True)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
