@@ -147,9 +147,7 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
 
 def _add_train(parser: argparse.ArgumentParser) -> None:
     _add_config(parser)
-    parser.add_argument(
-        "--processes", type=int, metavar="N", help="number of processes to start on this machine (default 1)"
-    )
+    parser.add_argument("--processes", type=int, metavar="N", help="processes to start on this machine (default 1)")
     add_resume(parser, "continue from the run's newest checkpoint")
     parser.add_argument("--from-step", type=int, metavar="N", help="continue from the checkpoint of this step")
     trial = f"train only N steps (default {TRIAL_STEPS}) in a separate folder and report throughput and memory"

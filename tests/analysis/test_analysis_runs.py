@@ -103,7 +103,7 @@ def test_pieces_of_a_document_are_one_document(folder):
 
 
 @pytest.mark.parametrize(
-    ("name", "mend"),
+    ("name", "hint"),
     [
         ("config.yaml", "give the folder of a run: it holds config.yaml, metrics.jsonl and evaluation.jsonl"),
         ("metrics.jsonl", "give the folder of a run"),

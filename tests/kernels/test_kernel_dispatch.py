@@ -10,7 +10,7 @@ from kernels.common.dispatch import Choice, choose, choose_triton_or_reference, 
 Q = torch.zeros(1, 1, 1, 1)
 
 
-@pytest.mark.parametrize("obstacle", [None, "it rains: wait"])
+@pytest.mark.parametrize("unsupported_reason", [None, "it rains: wait"])
 def test_on_a_cpu_auto_means_the_reference(unsupported_reason, caplog):
     caplog.set_level(logging.DEBUG, logger="kernels.common.dispatch")
     assert choose_triton_or_reference("walk", "auto", Q, unsupported_reason).name == "reference"

@@ -46,7 +46,7 @@ def test_the_nearest_width(target: int, multiple: int, tensor: int, width: int) 
 
 
 @pytest.mark.parametrize(
-    ("target", "found", "away", "mend"),
+    ("target", "found", "away", "hint"),
     [
         (10_500, "10,800 parameters, with model.ffn_hidden_size=8,", "2.86%", "make the mixer smaller"),
         (11_950, "11,600 parameters, with model.ffn_hidden_size=16,", "2.93%", SMALLER),

@@ -166,7 +166,7 @@ def test_lines(tmp_path, content, texts, count):
 
 
 @pytest.mark.parametrize(
-    ("content", "detail", "mend"),
+    ("content", "detail", "hint"),
     [
         (b'{"content": "a", "id": 1}', "no `text` among its keys: content, id", "name the key of the text with --text"),
         (b'{"text": ["a"]}', "`text` is a list", "repair it"),

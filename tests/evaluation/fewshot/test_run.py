@@ -192,7 +192,7 @@ def test_a_task_that_runs_code_runs_with_leave(model: PlainModel, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("code", "said", "mend"),
+    ("code", "said", "hint"),
     [
         ("import no_such_package\n", "a package is missing (own): No module named 'no_such_package'", "install it"),
         ("int('x')\n", "ValueError in the task's definition (own): invalid literal", "mend the task"),
