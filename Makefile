@@ -8,10 +8,10 @@ INSTALLED_DEV := .venv/.installed-dev
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo clean-demo test quick lint types format clean
+.PHONY: help install demo clean-demo test test-exhaustive quick lint types format clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(INSTALLED_DEV) ## make .venv and install selectron in it, with the tools of the tests
 
@@ -33,6 +33,10 @@ test: $(INSTALLED_DEV) ## lint, types and all tests
 	@$(MAKE) --no-print-directory lint
 	@$(MAKE) --no-print-directory types
 	$(PYTEST) --durations=15 --numprocesses 2 --dist worksteal
+
+test-exhaustive: $(INSTALLED_DEV) ## every mixer by itself under every layout
+	SELECTRON_TEST_EXHAUSTIVE=1 $(PYTEST) --durations=15 --numprocesses 2 --dist worksteal \
+		tests/distributed/test_parity.py
 
 quick: $(INSTALLED_DEV) ## the tests without the slow ones
 	$(PYTEST) -m "not slow" --durations=5

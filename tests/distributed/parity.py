@@ -43,7 +43,9 @@ from megatron_ext.training import run
 from megatron_ext.training.build import build_trainer
 from megatron_ext.training.trainer import Trainer
 
-VOCABULARY, LENGTH, STEPS, SEED = 117, 32, 5, 1234  # padded to 128 rows, on the last tensor-parallel rank
+VOCABULARY, LENGTH, SEED = 117, 32, 1234  # padded to 128 rows, on the last tensor-parallel rank
+# The second step starts from updated parameters, and the third from moments of two gradients. More steps repeat these.
+STEPS = 3
 CLIP = 0.5  # below the first gradient norm of every model, so that steps are clipped
 
 # Dimension that tensor parallelism splits, by suffix of the weight's name. All other weights are replicated.

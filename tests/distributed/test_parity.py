@@ -1,4 +1,6 @@
-"""Parity of every mixer and layout with one process: losses, gradient norms and parameters over five steps.
+"""Parity of every mixer and layout with one process: losses, gradient norms and parameters over a few steps.
+
+Several mixers share a model: see `parity_covering.py`. `make test-exhaustive` compares each by itself, too.
 
 Runs are in fp32, and the reference never recomputes activations. In principle, rounding differences between layouts
 could change a Top-1 choice. With the seed in parity.py no two scores are that close.
@@ -6,13 +8,15 @@ could change a Top-1 choice. With the seed in parity.py no two scores are that c
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict
 from typing import Any
 
 import parity
 import pytest
 from parity import Outcome
-from parity_cases import LAYOUTS, MODELS, TWO, Model, chunks, compared, deep_enough
+from parity_cases import LAYOUTS, MODELS, Model, chunks
+from parity_covering import Case, chosen, exchanges, full_product
 from pool import WorkerPool
 
 from megatron_ext.config.pattern import parse_pattern
@@ -25,13 +29,6 @@ LOSS, NORM, PARAMETER = 2e-6, 1e-6, 2e-5
 BF16 = 2e-3, 5e-3, 1e-2
 BF16_NORMS = {"linear_attention": 3e-2}
 
-
-# Cases of a quick run. The rest of the cross product is marked slow.
-QUICK = {"tp2_cp2": {"attention", "hybrid"}, "tp2_pp2_sp": {"top1_chunk_exact", "gated_deltanet"}}
-QUICK |= {layout: {"hybrid"} for layout in LAYOUTS if layout not in QUICK}
-
-# Models compared with and without recomputation under every layout. Other models use it on two processes, not on four.
-BOTH = {"hybrid"}
 
 _references: dict[str, Outcome] = {}
 
@@ -73,51 +70,20 @@ def _check(outcome: Outcome, reference: Outcome, loss: float = LOSS, norm: float
     assert far == {}
 
 
-def _exchanges(model: Model, parallel: dict[str, Any]) -> set[str]:
-    """Exchanges that a model's mixers must use under a layout with context parallelism."""
-    # Four heads are divisible by every context-parallel size here. The groups of some models under tp2_cp2 are not.
-    groups_divide = model.model.get("num_query_groups", 4) // parallel.get("tensor", 1) % parallel["context"] == 0
-    names, chosen = set(), parallel["context_exchange"]
-    for mixer in parse_pattern(model.pattern):
-        traits = load_all()[mixer].traits
-        divides = groups_divide or not traits.head_groups_are_query_groups
-        if traits.chunk_field is not None and (chosen == "chunks" or (not divides and chosen != "heads")):
-            names.add("fetch_blocks")
-        elif traits.supports_state_passing and (chosen != "heads" or not divides):
-            # With `auto`, which compares bytes, states are smaller than heads in these models.
-            names.add("diagonal_state_before" if mixer == "mamba" else "context_parallel_scan")
-        else:
-            names.add("sequence_to_heads" if divides else "gather_sequence")
-    return names
-
-
-def _is_quick(model: str, layout: str, recompute: str) -> bool:
-    return recompute == "full" and model in QUICK[layout]
-
-
 def _cases() -> list[Any]:
     return [
-        pytest.param(
-            model,
-            layout,
-            recompute,
-            id=f"{model}-{layout}-{recompute}",
-            marks=() if _is_quick(model, layout, recompute) else pytest.mark.slow,
-        )
-        for model, layout in compared()
-        for recompute in ("none", "full")
-        if model in BOTH or recompute == ("full" if layout in TWO else "none") or _is_quick(model, layout, recompute)
+        pytest.param(case, id=case.id, marks=() if case.models == ("hybrid",) else pytest.mark.slow)
+        for case in dict.fromkeys([*chosen(), *(full_product() if "SELECTRON_TEST_EXHAUSTIVE" in os.environ else ())])
     ]
 
 
-@pytest.mark.parametrize(("model", "layout", "recompute"), _cases())
-def test_a_layout_gives_the_numbers_of_one_process(pool: WorkerPool, model: str, layout: str, recompute: str) -> None:
-    world_size, parallel = LAYOUTS[layout]
-    of = deep_enough(MODELS[model], parallel)
-    outcome = _train(pool, of, world_size, parallel, recompute=recompute)
-    _check(outcome, _reference(pool, of))
+@pytest.mark.parametrize("case", _cases())
+def test_a_layout_gives_the_numbers_of_one_process(pool: WorkerPool, case: Case) -> None:
+    world_size, parallel = LAYOUTS[case.layout]
+    outcome = _train(pool, case.model, world_size, parallel, recompute=case.recompute, sharding=case.sharding)
+    _check(outcome, _reference(pool, case.model))
     if parallel.get("context", 1) > 1:
-        assert set(outcome.exchanges) - {"heads_to_sequence", "to_zigzag"} == _exchanges(of, parallel)
+        assert set(outcome.exchanges) - {"heads_to_sequence", "to_zigzag"} == exchanges(case.model, parallel)
 
 
 # The feed-forwards of the second block read the previous token, which context parallelism may place on another rank.
@@ -224,13 +190,6 @@ def test_groups_that_do_not_divide_by_the_context_fetch_chunks_where_they_can(
 @pytest.mark.parametrize("sharding", ["none", "megatron"])
 def test_gradients_of_data_parallel_ranks_are_summed_with_or_without_sharding(pool: WorkerPool, sharding: str) -> None:
     _check(_train(pool, MODELS["hybrid"], 2, {}, sharding=sharding), _reference(pool, MODELS["hybrid"]))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["tp2_pp2_sp", "tp2_cp2"])
-def test_unsharded_optimizer_under_model_parallelism(pool: WorkerPool, layout: str) -> None:
-    world_size, parallel = LAYOUTS[layout]
-    _check(_train(pool, MODELS["hybrid"], world_size, parallel, sharding="none"), _reference(pool, MODELS["hybrid"]))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,55 @@
+"""Cases chosen for `test_parity.py` against the full product."""
+
+from __future__ import annotations
+
+from parity_cases import LAYOUTS, MODELS, compared
+from parity_covering import Case, chosen, exchanges, full_product
+
+from megatron_ext.config.pattern import parse_pattern
+
+FIELDS = ("layout", "recompute", "sharding")
+
+
+def trained(case: Case) -> set[str]:
+    """Models with all of whose mixers, their settings and other fields a case trains, under the same exchanges."""
+    parallel, whole = LAYOUTS[case.layout][1], case.model
+    return {
+        name
+        for name, model in MODELS.items()
+        if {*parse_pattern(model.pattern)} <= {*parse_pattern(whole.pattern)}
+        and all(
+            model.mixers.get(mixer) == whole.mixers.get(mixer) and model.model == whole.model
+            for mixer in parse_pattern(model.pattern)
+        )
+        and exchanges(model, parallel) == exchanges(whole, parallel)
+    }
+
+
+def test_every_pair_of_the_full_product_is_chosen() -> None:
+    product, cases = full_product(), chosen()
+    for field in FIELDS:
+        wanted = {(case.models[0], getattr(case, field)) for case in product}
+        assert wanted <= {(name, getattr(case, field)) for case in cases for name in trained(case)}
+        for other in FIELDS:
+            wanted = {(getattr(case, field), getattr(case, other)) for case in product}
+            assert wanted <= {(getattr(case, field), getattr(case, other)) for case in cases}
+    assert {(case.models[0], case.layout) for case in product} == {*compared()}
+    assert len(cases) < len(product) / 2
+
+
+def test_a_mixer_that_shares_a_model_is_on_each_pipeline_stage() -> None:
+    places: dict[str, set[int]] = {}
+    for case in chosen():
+        parallel = LAYOUTS[case.layout][1]
+        stages = parallel.get("pipeline", 1)
+        pieces, mixers = stages * parallel.get("virtual_pipeline", 1), parse_pattern(case.model.pattern)
+        for layer, mixer in enumerate(mixers if stages > 1 else ()):
+            places.setdefault(mixer, set()).add(layer * pieces // len(mixers) % stages)
+    assert set(map(frozenset, places.values())) == {frozenset({0, 1})}
+    assert places.keys() == {mixer for model in MODELS.values() for mixer in parse_pattern(model.pattern)}
+
+
+def test_cases_have_different_names_and_are_chosen_alike_each_time() -> None:
+    names = [case.id for case in [*chosen(), *full_product()]]
+    assert names == [case.id for case in [*chosen(), *full_product()]]
+    assert len({*names[: len(chosen())]}) == len(chosen())
