@@ -87,7 +87,7 @@ def test_evaluation_before_training_is_left_out(folder):
 
 
 def test_pieces_of_a_document_are_one_document(folder):
-    """Otherwise the parts of a long document would count as independent documents."""
+    """Parts of a document are merged, because they are not independent of each other."""
 
     def cut_first(record):
         for key in ("document_loss", "document_tokens"):

@@ -243,7 +243,7 @@ def test_garbage_is_not_looked_for_in_what_a_rank_has_imported(monkeypatch: pyte
 def test_what_fails_says_why_and_the_others_go_on(
     tmp_path: Path, small_run: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fake processes: one reports its error, one is killed, and one is interrupted, which ends the benchmark."""
+    """Fake processes: one reports its error, one is killed, and the interruption of one ends the benchmark."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     ends = iter([("OutOfMemoryError: CUDA out of memory.", 1), (None, 137), (None, 130)])
     jobs: list[Job] = []

@@ -1,4 +1,4 @@
-"""User's run: trained by two processes, converted to Hugging Face with its tokenizer, and back to a run."""
+"""A run that two processes trained, converted to Hugging Face with its tokenizer, and back to a run."""
 
 from __future__ import annotations
 

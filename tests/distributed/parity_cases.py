@@ -142,7 +142,7 @@ COLUMNS = {
 
 
 def table() -> str:
-    """Markdown table of the layouts under which each mixer is compared. Only models of a single mixer count."""
+    """Markdown table of the layouts under which each mixer is compared. It includes only models of a single mixer."""
     held = {(MODELS[model].pattern.partition("*")[0], layout) for model, layout in compared()}
     rows = [
         [f"`{mixer}`", *("yes" if (mixer, layout) in held else "" for layout in COLUMNS)]

@@ -35,7 +35,7 @@ def test_heads_to_sequence(pool: WorkerPool, world_size: int, dtype: torch.dtype
 
 
 def test_messages_of_a_round_travel_while_another_is_mixed(pool: WorkerPool) -> None:
-    """Only one of three rounds' messages is waited for without overlapping work, per direction. So too in backward."""
+    """Messages of all but one of three rounds overlap with work, in each direction and in the backward pass."""
     to_heads = ["send"] * 3
     mixing = ["wait", "mix 0", "send", "wait", "mix 1", "send", "wait", "mix 2", "send"]
     forward = [*to_heads, *mixing, *["wait"] * 3]
@@ -45,7 +45,7 @@ def test_messages_of_a_round_travel_while_another_is_mixed(pool: WorkerPool) -> 
 
 
 def test_messages_of_a_sample_travel_while_another_is_projected_or_mixed(pool: WorkerPool) -> None:
-    """Each message is sent before other computation and waited for after it, per direction. So too in backward."""
+    """Each message overlaps with other computation, in each direction and in the backward pass."""
     to_heads = ["in", "send"] * 2
     forward = [*to_heads, *["wait", "mix", "send"] * 2, *["wait", "out"] * 2]
     backward = [{"in": "out", "out": "in"}.get(what, what) for what in forward]

@@ -249,7 +249,7 @@ def test_layouts_in_bf16_are_as_close_as_its_rounding_lets_them(pool: WorkerPool
 
 
 def test_one_process_is_plain_autograd_over_the_whole_batch(pool: WorkerPool) -> None:
-    """Reference itself: micro-batches with different token counts weight each token equally, not each micro-batch."""
+    """The reference weights each token equally, not each micro-batch, although token counts differ."""
     config = parity.run_config(MODELS["hybrid"].pattern, MODELS["hybrid"].mixers, {}, {})
     loss, norm = pool.run(parity.plain_first_step, 1, config)[0]
     reference = _reference(pool, MODELS["hybrid"])
@@ -260,5 +260,5 @@ def test_one_process_is_plain_autograd_over_the_whole_batch(pool: WorkerPool) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", [{"tensor": 2}, {"context": 2}, {"pipeline": 2}], ids=str)
 def test_data_parallelism_beside_model_parallelism(pool: WorkerPool, parallel: dict[str, Any]) -> None:
-    """With four processes the distributed optimizer shards parameters that model parallelism has split already."""
+    """Distributed optimizer over parameters that model parallelism has split already, on four processes."""
     _check(_train(pool, MODELS["hybrid"], 4, parallel), _reference(pool, MODELS["hybrid"]))

@@ -87,7 +87,7 @@ def ask(
 def foretell(
     rank: int, world_size: int, parallel: dict[str, Any], texts: list[TeacherForcedQuery], prompts: list[list[int]]
 ) -> tuple[list[int], int, list[list[int]], int]:
-    """Return the mispredicted tokens of each text, continuations of 9 tokens, and the forward passes that each took."""
+    """Return each text's number of mispredicted tokens, continuations of 9 tokens, and the forward passes of both."""
     chunks, groups, platform = _chunks(parallel, "fp32", False)
     model = ParallelTextModel(
         chunks, Numbers(), groups, platform, max_length=LENGTH, micro_batch_size=3, multiple=8 * world_size

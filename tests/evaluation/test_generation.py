@@ -46,7 +46,7 @@ def test_the_nucleus_is_the_fewest_tokens_that_reach_top_p(top_p: float, nucleus
 
 
 def test_the_nucleus_is_taken_after_the_temperature() -> None:
-    """At temperature 0.5 the likeliest token has probability 0.16 / 0.285 = 0.56."""
+    """The likeliest token has probability 0.16 / 0.285 = 0.56 at temperature 0.5."""
     assert _shares(_sampler(0.5, 0.5, seed=3), PROBABILITIES.log(), 100)[1] == 1.0
     assert _shares(_sampler(1.0, 0.5, seed=3), PROBABILITIES.log(), 100)[1] < 1.0
 

@@ -70,7 +70,7 @@ def test_gradients_lie_as_the_tensors_do(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_gradient_is_joined_by_what_serves_the_shapes_it_was_cut_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU, torch computes gradients in its own thread, outside the context managers around the call."""
+    """Gradients on a GPU are computed in torch's own thread, outside the context managers around the call."""
     seen: list[bool | None] = []
 
     def compiled(function: Callable[..., object], fullgraph: bool, dynamic: bool | None) -> Callable[..., object]:

@@ -57,7 +57,7 @@ def rows_by_choice(problem, chosen_gr):
 
 @pytest.fixture(autouse=True)
 def for_the_interpreter(monkeypatch):
-    """In the interpreter, use a branch with a gradient, short segments, so that there are several, and few programs."""
+    """Use a branch with a gradient, short (so several) segments and few programs in the interpreter."""
     if not ON_GPU:
         monkeypatch.setattr(branches, "attend_compressed", plain_compressed)
         monkeypatch.setattr(selected, "MASKED_UP_TO", 0)

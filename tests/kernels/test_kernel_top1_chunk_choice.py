@@ -88,7 +88,7 @@ def test_attention_to_a_given_choice_is_that_to_the_same_choice_made(form, dtype
 
 @pytest.mark.parametrize("form", ["reference"])
 def test_equal_scores_are_told_apart_by_the_index_of_the_chunk(form):
-    """Also if all scores are -inf: a chunk with products of -inf still counts as a candidate."""
+    """Chunks whose scores are all -inf tie, too: they still count as candidates."""
 
     def best(chunks: list[int], scores: list[float]) -> Best:
         return Best(torch.tensor(scores)[None, None, None], torch.tensor(chunks)[None, None, None])

@@ -54,7 +54,7 @@ else:
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    """In the interpreter, use blocks so small that short inputs have several, and sorts that do not take seconds."""
+    """Use small blocks in the interpreter, so that short inputs have several and sorts do not take seconds."""
     sort_small_blocks(monkeypatch)
     if not ON_GPU:
         monkeypatch.setattr(triton_launch, "backward_segment", lambda problem: 32)

@@ -14,7 +14,7 @@ needs_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 FEW = 2 if ON_GPU else 1
-"""Batch size for tests whose samples are all alike."""
+"""Batch size for tests that treat all samples alike."""
 
 # Triton's interpreter truncates to bf16 instead of rounding.
 TOLERANCE = {FP32: 1e-5, BF16: 5e-3 if ON_GPU else 1e-2, FP16: 1e-3}

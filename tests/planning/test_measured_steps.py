@@ -101,7 +101,7 @@ REPORTS = [
 TIME_APART = {
     ("2k_08a0f50", "attention"),  # before attention used cuDNN
     ("100k_cp4_more_6b7e96c", "approx_rounds4"),  # late ranks: see training.md
-    ("100k_two_gpus_4f0b591", "hybrid_copies"),  # before: ranks that pass recurrent states scanned their shard twice
+    ("100k_two_gpus_4f0b591", "hybrid_copies"),  # ranks that pass recurrent states used to scan their shard twice
 }
 """Rows for which only the planned memory is compared, not the time."""
 ROWS = [

@@ -228,7 +228,7 @@ def test_a_batch_that_does_not_divide_is_planned_as_the_nearest_that_does(
 
 @pytest.mark.usefixtures("kept_process")
 def test_a_search_in_which_no_layout_shares_the_batch_out(capsys: Any) -> None:
-    """With one GPU per node, every GPU holds a complete replica, so no layout divides the batch."""
+    """Every GPU holds a complete replica if nodes have one GPU, so no layout divides the batch."""
     more = ["model.pattern=attention", "training.global_batch_size=3", "training.micro_batch_size=1"]
     code, out, _ = call(capsys, SMALL, *more, "--nodes", "2", "--gpus-per-node", "1", "--search")
     assert code == 0

@@ -40,7 +40,7 @@ def test_too_few_models_are_no_line() -> None:
 
 
 def test_one_curve_is_called_two_as_often_as_the_p_value_says() -> None:
-    """Of 400 pairs from the same law, a twentieth has a p-value below 0.05, and half have one below 0.5."""
+    """Draw 400 pairs from one law: a twentieth has a p-value below 0.05, and half have one below 0.5."""
     found = np.array([difference(made(2 * n), made(2 * n + 1)).p_value for n in range(400)])
     for level in (0.05, 0.5):
         error = np.sqrt(level * (1 - level) / 400)
@@ -66,7 +66,7 @@ def test_unequal_scatter_makes_neither_more_differences_nor_narrower_intervals()
 
 
 def test_many_models_are_tested_as_by_one_regression() -> None:
-    """With 300 models and equal variances, the p-value is that of the F distribution for two more constants."""
+    """The p-value of 300 models with equal variances is that of the F distribution for two more constants."""
     one, other = made(3, models=300), made(4, models=300, factor=1.3 * 1.001)
     x, y = (np.concatenate([getattr(line, name) for line in (one, other)]) for name in ("log_train", "log_test"))
     is_other = np.repeat([0.0, 1.0], 300)

@@ -68,7 +68,7 @@ def smallest_rest(points: Points, name: str, value: float, near: ScalingLaw) -> 
 
 @pytest.mark.parametrize("name", ["E", "A", "B", "alpha", "beta"])
 def test_an_interval_ends_where_the_sum_of_squares_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the constant fixed at an end of its interval, an F-test has p = 0.05. Computed by brute force."""
+    """F-test by brute force: with the constant fixed at an end of its interval, p = 0.05."""
     monkeypatch.setattr(robust, "BOUND", 100.0)  # ordinary least squares
     monkeypatch.setattr(robust, "EXPECTED", 1.0)
     points = grid(2e-3)

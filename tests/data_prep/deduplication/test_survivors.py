@@ -29,7 +29,7 @@ def test_the_key_orders_splits_first():
 def brute_force(keys: dict[Node, int], buckets: Buckets) -> list[Node]:
     """Return the removed documents.
 
-    For each split, compute connected components among the documents of equally or more protected splits in memory.
+    For each split, connected components are computed in memory, over documents of equally or more protected splits.
     """
     gone = []
     for level in range(3):
@@ -166,7 +166,7 @@ def test_of_equal_keys_the_earlier_document_stays(tmp_path: Path, block: int):
 
 
 def test_other_numbers_of_tasks_choose_the_same(tmp_path: Path):
-    """With n tasks, document i is document i // n of task i % n."""
+    """Document i is document i // n of task i % n for n tasks."""
     generator = random.Random(4)
     keys = some_keys([120], generator)
     buckets = some_groups(list(keys), generator)

@@ -107,7 +107,7 @@ def test_while_jobs_write_no_other_call_does(records, tmp_path, tokenizer_file, 
 
 
 def test_the_call_that_is_refused_says_where_the_jobs_are(records, tmp_path, tokenizer_file, slurm, monkeypatch):
-    """The same call is repeated after each job, and once while a task that has finished reading is still running."""
+    """Repeat the call after each job, and once while a task that has finished reading is still running."""
 
     def refusal() -> str:
         with pytest.raises(UserError) as caught:

@@ -109,7 +109,7 @@ def test_two_processes_find_the_same(
 
 
 def test_another_step_has_other_numbers(run: Path, folder: Path, theirs: Numbers, pool: Any, tmp_path: Path) -> None:
-    """Otherwise the results of any model would pass."""
+    """Compare with an earlier step, because the results of any model might pass."""
     options = FewshotOptions(data=folder / "published", limit=LIMIT)
     pool.run(of_a_run.answer, 1, run, STEPS - 1, options, [], tmp_path / "out")
     earlier = numbers_of(tmp_path / "out")
