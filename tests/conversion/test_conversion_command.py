@@ -222,7 +222,7 @@ def test_an_older_record_says_what_to_give(
             ["--to", "megatron", "--shard-size", "2"],
             "--shard-size: 2.0 has no effect with --to megatron; omit the option",
         ),
-        (["--to", "megatron", "--architecture", "LlamaForCausalLM"], "--architecture: LlamaForCausalLM says nothing"),
+        (["--to", "megatron", "--architecture", "LlamaForCausalLM"], "--architecture: LlamaForCausalLM has no effect"),
         (
             ["--to", "hf", "--architecture", "MambaForCausalLM"],
             "--architecture: MambaForCausalLM cannot hold the model",

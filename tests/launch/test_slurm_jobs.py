@@ -122,7 +122,7 @@ def test_a_job_that_is_cancelled_does_not_start_anew(cluster: SlurmCluster, conf
     fields = [*FIELDS, "training.steps=100000", "run.name=cancelled"]
     cluster.run(*LAUNCH, str(config), *fields)
     wait_for_step(folder, 3)
-    with pytest.raises(RuntimeError, match=r"run.name: \S*cancelled has job \d+ \(running\); `selectron cancel"):
+    with pytest.raises(RuntimeError, match=r"run.name: \S*cancelled has job \d+ \(running\); cancel it with"):
         cluster.run(*LAUNCH, str(config), *fields, "--resume")
     assert cluster.run(*CLI, "cancel", str(folder)) == f"cancelled: job {number(folder)} was cancelled\n"
     wait_for(folder, lambda: state(cluster, folder) == "CANCELLED")
