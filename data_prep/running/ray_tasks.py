@@ -84,7 +84,7 @@ class RayExecutor(RayPipelineExecutor):
 
 def _note_of(error: Exception) -> dict[str, str]:
     if isinstance(error, UserError):
-        return {"where": error.where, "problem": error.problem, "mend": error.hint}
+        return {"where": error.where, "problem": error.problem, "hint": error.hint}
     return {"traceback": "".join(traceback.format_exception(error))}
 
 
