@@ -31,5 +31,5 @@ def test_text_beyond_the_trained_length_is_warned_of(
 
 def test_positions_that_there_are_no_rows_for_are_refused() -> None:
     _check_length(_trained(learns_positions=False), 5, 96)
-    with pytest.raises(UserError, match="96 after a prompt of 5 tokens is more than"):
+    with pytest.raises(UserError, match="96 after a prompt of 5 tokens exceeds"):
         _check_length(_trained(learns_positions=True), 5, 96)
