@@ -95,7 +95,8 @@ def planted(source: str, fault: PlantedFault) -> str:
 def run_tests(copy: Path, tests: str) -> int | None:
     """Run tests in the copy until the first failure and return pytest's exit code; None: they did not end in time."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *shlex.split(tests)]
-    environment = os.environ | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
+    own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment = own | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
     try:
         return subprocess.run(command, cwd=copy, env=environment, capture_output=True, timeout=LIMIT).returncode
     except subprocess.TimeoutExpired:
