@@ -25,8 +25,8 @@ TEXT, CHANGED = "data.text", "run.changed"
 changes during a run."""
 
 _OUTSIDE = ("data.train_domains", "mixers.")
-"""Prefixes of fields that are compared differently: domains in `read_runs` and as text, mixers with
-defaults for missing settings."""
+"""Prefixes of fields that are compared differently: domains in `read_runs` and as text, mixers with defaults
+for missing settings."""
 
 
 @dataclass(frozen=True)
