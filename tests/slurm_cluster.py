@@ -172,13 +172,17 @@ class SlurmCluster:
         Raises:
             RuntimeError: the command fails.
         """
-        pid = self.holder.pid
-        inside = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0]
-        enter = ["nsenter", "-t", inside, "-m", "-n", "-u", "-i", "-p", f"--wdns={Path.cwd()}", "--"]
-        done = subprocess.run([*enter, *command], env=self.environment, capture_output=True, text=True, check=False)
+        done = self.call(*command)
         if check and done.returncode:
             raise RuntimeError(f"{command} ended with {done.returncode}: {done.stderr}")
         return done.stdout
+
+    def call(self, *command: str) -> subprocess.CompletedProcess[str]:
+        """Run a command on the login host, which may fail."""
+        pid = self.holder.pid
+        inside = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0]
+        enter = ["nsenter", "-t", inside, "-m", "-n", "-u", "-i", "-p", f"--wdns={Path.cwd()}", "--"]
+        return subprocess.run([*enter, *command], env=self.environment, capture_output=True, text=True, check=False)
 
     def on_node(self, name: str, *command: str) -> str:
         """Run a command on a node and return its output.
@@ -207,9 +211,12 @@ class SlurmCluster:
         """Restore the link of a node."""
         self.run("ip", "link", "set", f"v{name}", "master", "br0")
 
-    def restart_controller(self) -> None:
-        """Kill slurmctld as in a crash, and start it again from its saved state."""
-        self.run("kill", "-KILL", (self.folder / "slurmctld.pid").read_text().strip())
+    def restart_controller(self, signal: str = "KILL") -> None:
+        """End slurmctld by a signal, by default as in a crash, and start it again from its saved state."""
+        pid = (self.folder / "slurmctld.pid").read_text().strip()
+        self.run("kill", f"-{signal}", pid)
+        # Nobody waits for the process: once it has ended, it has an empty command line.
+        self.run("sh", "-c", f"while grep -q . /proc/{pid}/cmdline 2>/dev/null; do sleep 0.05; done")
         self.run("slurmctld")
 
     def stop(self) -> None:
@@ -242,11 +249,14 @@ def serve(folder: Path, nodes: int) -> None:
 
 
 def _start_node(folder: Path, number: int) -> None:
-    """Start slurmd in its own namespaces, connected to the bridge of the login host by a veth pair."""
+    """Start slurmd in its own namespaces, connected to the bridge of the login host by a veth pair.
+
+    The hardware address is fixed, because the other nodes remember it for half a minute.
+    """
     name = f"n{number}"
     script = f"""set -e
         ip link set lo up
-        ip link add eth0 type veth peer name v{name} netns 1
+        ip link add eth0 address 02:00:0a:4d:00:{number:02x} type veth peer name v{name} netns 1
         ip addr add 10.77.0.{number}/24 dev eth0
         ip link set eth0 up
         nsenter -t 1 -n ip link set v{name} master br0 up

@@ -19,7 +19,7 @@ FOREVER = 3600
 
 
 def nan_once(*arguments: Any, **keywords: Any) -> Trainer:
-    """Build a trainer in which rank 1 has a NaN gradient at its ninth call of `train_step`."""
+    """Build a trainer in which, before any requeue, rank 1 has a NaN gradient at its fifth call of `train_step`."""
     trainer = build_trainer(*arguments, **keywords)
     count, train_step = 0, trainer.train_step
 
@@ -29,43 +29,39 @@ def nan_once(*arguments: Any, **keywords: Any) -> Trainer:
         return train_step(*arguments)
 
     def broken(gradient: Any) -> Any:
-        return gradient * math.nan if os.environ["RANK"] == "1" and count == 9 else gradient
+        is_due = os.environ["RANK"] == "1" and count == 5 and not restarts()
+        return gradient * math.nan if is_due else gradient
 
     next(iter(trainer.optimizer.chunks[0].parameters())).register_hook(broken)
     trainer.train_step = counted  # type: ignore[method-assign]
     return trainer
 
 
-def slow_start(*arguments: Any, **keywords: Any) -> Trainer:
-    """Build a trainer whose steps take a second until the job is requeued."""
+def late(*arguments: Any, **keywords: Any) -> Trainer:
+    """Build a trainer that is late from its ninth step on, until the job is requeued for the second time.
+
+    At the first start of the job these steps take a second each. At the second, the ninth hangs until SIGKILL.
+    """
     trainer = build_trainer(*arguments, **keywords)
-    train_step = trainer.train_step
+    count, train_step = 0, trainer.train_step
 
     def slow(*arguments: Any) -> StepResult:
-        time.sleep(0 if os.environ.get("SLURM_RESTART_COUNT") else SECONDS)
+        nonlocal count
+        count += 1
+        if count >= 9 and restarts() < 2:
+            time.sleep((SECONDS, FOREVER)[restarts()])  # sleep continues after a signal handler returns
         return train_step(*arguments)
 
     trainer.train_step = slow  # type: ignore[method-assign]
     return trainer
 
 
-def stuck_once(*arguments: Any, **keywords: Any) -> Trainer:
-    """Build a trainer whose ninth step hangs until SIGKILL, until the job is requeued."""
-    trainer = build_trainer(*arguments, **keywords)
-    count, train_step = 0, trainer.train_step
-
-    def stuck(*arguments: Any) -> StepResult:
-        nonlocal count
-        count += 1
-        if count == 9 and not os.environ.get("SLURM_RESTART_COUNT"):
-            time.sleep(FOREVER)  # sleep continues after a signal handler returns
-        return train_step(*arguments)
-
-    trainer.train_step = stuck  # type: ignore[method-assign]
-    return trainer
+def restarts() -> int:
+    """Return how often Slurm has requeued the job."""
+    return int(os.environ.get("SLURM_RESTART_COUNT", 0))
 
 
-FAULTS = {build.__name__: build for build in (nan_once, slow_start, stuck_once)}
+FAULTS = {build.__name__: build for build in (nan_once, late)}
 
 
 def program(folder: Path, fault: str) -> Path:

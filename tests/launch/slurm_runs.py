@@ -2,24 +2,46 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from datetime import datetime
 from pathlib import Path
+from unittest.mock import patch
 
 from launching import records
 from slurm_cluster import SlurmCluster
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
+from megatron_ext.cli import main
+from megatron_ext.launch import slurm
 from megatron_ext.launch.job import jobs_of
 from megatron_ext.launch.status import events_of
 
 STEPS = 60
+RELEASE_SECONDS = 2
 FIELDS = [f"training.steps={STEPS}", "training.evaluate_every=0", "training.micro_batch_size=1"]
 CLI = (sys.executable, "-m", "megatron_ext.cli")
-LAUNCH = (*CLI, "launch", "--no-preflight")
+LAUNCH = ("launch", "--no-preflight")
+
+
+def call(cluster: SlurmCluster, *arguments: str) -> str:
+    """Run a command of Selectron in this process, with Slurm's commands on the cluster. Return its standard output.
+
+    Raises:
+        RuntimeError: the command fails.
+    """
+    out, errors = io.StringIO(), io.StringIO()
+    asked = patch.object(slurm, "_called", lambda command: cluster.call(*command))
+    with asked, contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
+        code = main(arguments)
+    if code:
+        raise RuntimeError(f"{arguments} ended with {code}: {errors.getvalue()}")
+    return out.getvalue()
 
 
 def launched(
@@ -35,7 +57,7 @@ def launched(
 ) -> Path:
     """Launch a run as a user does. Return its folder, in `runs` beside the configuration by default."""
     where = ["--nodes", str(nodes), "--processes-per-node", str(processes_per_node), *options]
-    printed = cluster.run(*LAUNCH, str(config), *FIELDS, *fields, f"run.name={name}", *where)
+    printed = cluster.run(*CLI, *LAUNCH, str(config), *FIELDS, *fields, f"run.name={name}", *where)
     folder = (runs or config.parent / "runs") / name
     (job,) = jobs_of(folder)
     assert f"job:    {job.number}\n" in printed
@@ -72,17 +94,22 @@ def released(cluster: SlurmCluster, folder: Path) -> bool:
 
 
 def release(cluster: SlurmCluster, job: str) -> bool:
-    """If Slurm holds a job, set its start time to three seconds from now, wait, and return True.
+    """If Slurm holds a job, set its start time to two seconds from now, wait, and return True.
 
     Slurm holds a requeued job for two minutes. Some delay is necessary: if the job starts within the second of its
     requeue, a node mistakes it for the job that just ended.
     """
-    held = cluster.run("squeue", "--noheader", f"--jobs={job}", "--format=%T %r", check=False)
-    if held.strip() != "PENDING BeginTime":
+    held = cluster.run("squeue", "--noheader", f"--jobs={job}", "--format=%T %r %S", check=False).split()
+    if held[:2] != ["PENDING", "BeginTime"] or not is_far(held[2]):
         return False
-    cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now+3", check=False)  # the job may start just now
-    time.sleep(3)
+    cluster.run("scontrol", "update", f"JobId={job}", f"StartTime=now+{RELEASE_SECONDS}", check=False)
+    time.sleep(RELEASE_SECONDS)
     return True
+
+
+def is_far(start: str) -> bool:
+    """Return True if a start time is later than that of a released job, which Slurm may start a little late."""
+    return start == "N/A" or datetime.fromisoformat(start).timestamp() > time.time() + RELEASE_SECONDS
 
 
 def finished(cluster: SlurmCluster, folder: Path) -> Path:

@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 import shutil
-import signal
-from collections.abc import Iterator
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from drills import (
-    DRILLS,
+    ENDED,
     HANG_SECONDS,
-    WATCH,
+    HANGING,
+    LIMITED,
+    Course,
     Drill,
+    Series,
     cluster_for_drills,
     fill_disk,
-    lengthen,
     perform,
     small_disk,
 )
-from launching import curve, records, write_config
-from sabotaged import program
-from slurm_cluster import SlurmCluster, missing
-from slurm_runs import STEPS, finished, happened, launched, number, state, wait_for, wait_for_step
+from launching import ROOT, curve, records, write_config
+from slurm_cluster import PATH, SlurmCluster, missing
+from slurm_runs import CLI, FIELDS, STEPS, finished, first_steps, happened, launched, number, release
 
 from megatron_ext.launch.job import jobs_of
 from megatron_ext.launch.status import events_of
+from megatron_ext.run_folder.launch_events import read_events
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing() or "never")]
 
@@ -39,9 +43,8 @@ def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory, disk: Path) -> Iterator[SlurmCluster]:
-    started = cluster_for_drills(tmp_path_factory.mktemp("slurm") / "cluster")
-    yield started
-    started.stop()
+    with cluster_for_drills(tmp_path_factory.mktemp("slurm") / "cluster") as started:
+        yield started
 
 
 @pytest.fixture(scope="module")
@@ -56,27 +59,38 @@ def undisturbed(cluster: SlurmCluster, config: Path) -> Path:
     return finished(cluster, launched(cluster, config, "undisturbed", processes_per_node=1))
 
 
-@pytest.mark.parametrize("drill", DRILLS, ids=[drill.name for drill in DRILLS])
-def test_a_drill_leaves_no_trace(cluster: SlurmCluster, config: Path, undisturbed: Path, drill: Drill) -> None:
-    course = perform(cluster, config, drill)
-    assert curve(course.folder) == curve(undisturbed)
-    assert len(curve(course.folder)) == STEPS
-    assert all(event.time for event in events_of(jobs_of(course.folder)[-1]))
-    begun = [event for event in happened(course.folder) if event == "begun on n1,n2"]
-    assert len(begun) == (2 if drill.is_outage else 1), happened(course.folder)
-    if drill.is_outage:  # only the steps since the newest checkpoint are lost
-        assert course.newest is not None
-        assert course.first == course.newest + 1 - drill.goes_back
-    log = jobs_of(course.folder)[-1].log.read_text()
-    if drill.fields == WATCH:
-        assert_noticed_by_the_watch(log)
+def test_a_finished_run(cluster: SlurmCluster, undisturbed: Path) -> None:
+    (last,) = cluster.run(*CLI, "logs", str(undisturbed), "--lines", "1").splitlines()
+    assert last.endswith(f"finished: {STEPS} steps, {STEPS * 256:,} tokens, in {undisturbed}")
+    row = [cell.strip() for cell in cluster.run(*CLI, "status", str(undisturbed)).splitlines()[2].split("|")]
+    assert row[1:6] == ["undisturbed", number(undisturbed), "completed", "1", f"{STEPS} of {STEPS}"]
+
+
+def disturbed(place: Path, config: Path, series: Series, undisturbed: Path) -> tuple[Path, list[Course]]:
+    """Perform a series of drills on a cluster of its own, and check that they leave no trace."""
+    with cluster_for_drills(place / series.name, series.slurmd_seconds) as cluster:
+        folder, courses = perform(cluster, config, series)
+    assert curve(folder) == curve(undisturbed)
+    assert len(curve(folder)) == STEPS
+    assert all(event.time for event in events_of(jobs_of(folder)[-1]))
+    outages = [(d, course) for d, course in zip(series.drills, courses, strict=True) if d.is_outage]
+    begun = [event for event in happened(folder) if event == "begun on n1,n2"]
+    assert len(begun) == len(outages) + 1, happened(folder)
+    # Only the steps since the newest checkpoint are lost.
+    kept = [(course.newest or 0) - drill.goes_back for drill, course in outages]
+    assert all(course.newest for _, course in outages)
+    assert first_steps(folder) == [1, *(step + 1 for step in kept)]
+    for drill, course in outages:
+        assert_noticed(drill, course)
+    return folder, courses
+
+
+def assert_noticed(drill: Drill, course: Course) -> None:
+    assert course.events[: len(drill.expected)] == list(drill.expected), (drill.name, course.events)
+    if "run.hang_timeout" in drill.noticed_by:
+        assert_noticed_by_the_watch(course.log)
     if "corrupted" in drill.name:
-        assert "is damaged" in log
-    if drill.since:
-        expected = ["begun on n1,n2", "asked to stop by USR1", "asked to stop by TERM", "its time is up", "starts anew"]
-        assert happened(course.folder)[: len(expected)] == expected
-    if drill.sabotage == "nan_once":
-        assert [record["decision"] for record in records(course.folder, "decisions.jsonl")] == ["again", "again"]
+        assert "is damaged" in course.log
 
 
 def assert_noticed_by_the_watch(log: str) -> None:
@@ -87,49 +101,62 @@ def assert_noticed_by_the_watch(log: str) -> None:
     assert "DUE TO NODE FAILURE" not in log[:stack]
 
 
-def test_the_time_limit(cluster: SlurmCluster, config: Path, undisturbed: Path) -> None:
-    """Slurm itself sends USR1 within a minute. The next start has enough time."""
-    slow = ["--time", "1", "--save-before", "20", "--python", str(program(config.parent, "slow_start"))]
-    folder = launched(cluster, config, "time-limit", processes_per_node=1, options=slow)
-    wait_for(folder, lambda: "asked to stop by USR1" in happened(folder))
-    lengthen(cluster, folder)
-    finished(cluster, folder)
-    first, asked, ended, *then = happened(folder)
-    assert (first, asked) == ("begun on n1,n2", "asked to stop by USR1")
-    # Slurm may warn as early as 12 s after the start. On a busy machine the ranks have no handler yet, and the warning
-    # kills them. If it kills one first, srun ends the others by TERM. srun's exit code is the largest of theirs.
-    assert ended in [f"ended with exit code {code}" for code in (75, 128 + signal.SIGUSR1, 128 + signal.SIGTERM)]
-    assert then == ["starts anew", "begun on n1,n2", "finished"]
-    assert curve(folder) == curve(undisturbed)
+def test_drills_leave_no_trace(tmp_path: Path, config: Path, undisturbed: Path) -> None:
+    """Perform two series at the same time: the second one mostly waits for Slurm's check of time limits."""
+    with ThreadPoolExecutor() as pool:
+        tasks = [pool.submit(disturbed, tmp_path, config, series, undisturbed) for series in (ENDED, LIMITED)]
+    (folder, _), _ = (task.result() for task in tasks)
+    assert [record["decision"] for record in records(folder, "decisions.jsonl")] == ["again", "again"]
 
 
-def test_a_scancel_after_the_warning_ends_the_job(cluster: SlurmCluster, config: Path) -> None:
-    """scancel sends the same signal as a time limit, here to a run that ends only by SIGKILL."""
-    stuck = ["--time", "10", "--python", str(program(config.parent, "stuck_once"))]
-    folder = launched(cluster, config, "cancelled", processes_per_node=1, options=stuck)
-    wait_for_step(folder, 8)
-    cluster.run("scancel", "--batch", "--signal=USR1", number(folder))
-    wait_for(folder, lambda: "asked to stop by USR1" in happened(folder))
-    cluster.run("scancel", number(folder))
-    wait_for(folder, lambda: state(cluster, folder) == "CANCELLED")
-    events = happened(folder)
-    assert "asked to stop by TERM" in events
-    assert not {"its time is up", "starts anew"} & set(events)
+def test_hanging_ranks_leave_no_trace(tmp_path: Path, config: Path, undisturbed: Path) -> None:
+    """Perform a series by itself: a busy machine may take too long for the watchdog."""
+    disturbed(tmp_path, config, HANGING, undisturbed)
 
 
-@pytest.mark.parametrize("asynchronous", ["true", "false"])
 def test_a_disk_that_is_full_during_a_checkpoint(
-    cluster: SlurmCluster, data: Path, disk: Path, tmp_path: Path, undisturbed: Path, asynchronous: str
+    cluster: SlurmCluster, data: Path, disk: Path, tmp_path: Path, undisturbed: Path
 ) -> None:
     """The job ends with a one-line error, and the run resumes when there is space."""
-    config = write_config(tmp_path, data, disk)
-    fields = [f"training.async_checkpoints={asynchronous}"]
-    course = fill_disk(cluster, config, disk, f"full-{asynchronous}", fields)
-    refused = events_of(jobs_of(course.folder)[0])[-1].what
-    # While a background checkpoint fills the disk, writing a step's record may fail first.
-    assert "cannot be saved" in refused or (asynchronous == "true" and "cannot be written" in refused)
-    assert "make room and start again with --resume" in refused
-    assert course.newest is not None
-    assert course.first == course.newest + 1
-    assert curve(course.folder) == curve(undisturbed)
-    shutil.rmtree(course.folder)  # the disk is small
+    folder, courses = fill_disk(cluster, write_config(tmp_path, data, disk), disk, ["true", "false"])
+    for course, is_asynchronous in zip(courses, [True, False], strict=True):
+        refused = course.events[-1]
+        # While a background checkpoint fills the disk, writing a step's record may fail first.
+        assert "cannot be saved" in refused or (is_asynchronous and "cannot be written" in refused)
+        assert "make room and start again with --resume" in refused
+        assert course.newest
+    assert first_steps(folder) == [1, *((course.newest or 0) + 1 for course in courses)]
+    assert curve(folder) == curve(undisturbed)
+    shutil.rmtree(folder)  # the disk is small
+
+
+def test_the_template_by_hand(
+    cluster: SlurmCluster, config: Path, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Run `sbatch slurm/train.sbatch` unmodified, with Selectron on the nodes and a signal before the time limit."""
+    (tmp_path / "python3").symlink_to(sys.executable)
+    monkeypatch.chdir(tmp_path)  # folder of events and log
+    # A link to the interpreter of a virtual environment does not find the environment by itself.
+    packages = [path for path in sys.path if path.endswith("site-packages")]
+    found = [f"PATH={tmp_path}:{PATH}", f"PYTHONPATH={':'.join([str(ROOT), *packages])}"]
+    options = ["--parsable", "--nodes=2", "--ntasks-per-node=1", str(ROOT / "slurm" / "train.sbatch"), str(config)]
+    job = cluster.run("env", *found, "sbatch", *options, *FIELDS, "run.name=by_hand").strip()
+    folder = config.parent / "runs" / "by_hand"
+
+    def notes() -> list[str]:
+        return [event.what for event in read_events(tmp_path)]
+
+    def is_past(condition: Callable[[], object]) -> None:
+        end = time.monotonic() + 300
+        while not condition():
+            assert time.monotonic() < end, (notes(), (tmp_path / f"selectron-{job}.log").read_text())
+            time.sleep(0.1)
+
+    is_past(lambda: len(records(folder)) >= 5)
+    cluster.run("scancel", "--batch", "--signal=USR1", job)
+    is_past(lambda: release(cluster, job))
+    is_past(lambda: notes()[-1:] == ["finished"])
+    begun, asked, ended, *again = notes()
+    assert [begun, asked, *again] == ["begun on n1,n2", "asked to stop by USR1", "starts anew", begun, "finished"]
+    assert ended == "ended with exit code 75"  # stopped; srun itself does not report this code
+    assert curve(folder) == curve(undisturbed)

@@ -9,19 +9,19 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from corpora import prepared
 from launching import write_config
 from slurm_cluster import SlurmCluster, missing
-from slurm_runs import release
+from slurm_runs import call, release
 
 from megatron_ext.launch.job import Job, jobs_of
 from megatron_ext.launch.status import events_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing() or "never")]
 
-CLI = (sys.executable, "-m", "megatron_ext.cli")
 PROGRAM = """#!/bin/sh
 [ "$3" != preflight ] || exec {python} "$@"
 echo "trained on $SLURMD_NODENAME"
@@ -46,11 +46,11 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_config(folder, prepared(folder), folder / "runs")
 
 
-def launched(cluster: SlurmCluster, config: Path, name: str, *options: str, environment: str = "A=b") -> Job:
+def launched(cluster: SlurmCluster, config: Path, name: str, *options: str, temporary: str = "/tmp") -> Job:
     """Launch a run with one process per node."""
     program = ["--python", str(config.parent / "program")]
-    command = [*CLI, "launch", str(config), f"run.name={name}", *program, *ANY_SPEED, *options]
-    cluster.run("env", environment, *command)
+    with patch.dict(cluster.environment, TMPDIR=temporary):
+        call(cluster, "launch", str(config), f"run.name={name}", *program, *ANY_SPEED, *options)
     (job,) = jobs_of(config.parent / "runs" / name)
     return job
 
@@ -77,7 +77,7 @@ def left(job: Job, start: int = 0) -> dict[str, Any]:
 def test_a_node_whose_disk_is_full_is_left_out(cluster: SlurmCluster, config: Path, tmp_path: Path) -> None:
     cluster.on_node("n2", "mount", "-t", "tmpfs", "-o", "size=4m", "none", str(tmp_path))
     try:
-        job = launched(cluster, config, "full", "--nodes", "2", "--min-tmp", "50MB", environment=f"TMPDIR={tmp_path}")
+        job = launched(cluster, config, "full", "--nodes", "2", "--min-tmp", "50MB", temporary=str(tmp_path))
         events = wait_for(cluster, job, lambda notes: notes[-1:] == ["finished"])
     finally:
         cluster.on_node("n2", "umount", str(tmp_path))

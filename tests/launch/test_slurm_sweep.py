@@ -15,7 +15,7 @@ import pytest
 from corpora import prepared
 from launching import records, write_config
 from slurm_cluster import SlurmCluster, missing
-from slurm_runs import CLI, happened, ranks_of, state, wait_for, wait_for_step
+from slurm_runs import call, happened, ranks_of, state, wait_for, wait_for_step
 
 from megatron_ext.cli import main
 from megatron_ext.launch.job import jobs_of
@@ -25,13 +25,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missi
 
 SWEEP = """
 config: config.yaml
-fields: {training.micro_batch_size: 4, training.evaluate_every: 2, training.checkpoint_every: 6, optimizer.lr: 3e-3}
+fields:
+  model.pattern: top1_chunk*2
+  training.micro_batch_size: 4
+  training.evaluate_every: 10
+  training.checkpoint_every: 6
+  optimizer.lr: 3e-3
 axes:
-  mixer:
-    full: {model.pattern: "attention*2"}
-    chunk: {model.pattern: "top1_chunk*2"}
   size: {small: {model.hidden_size: 16}, middle: {model.hidden_size: 32}, large: {model.hidden_size: 64}}
-  tokens: {short: {training.steps: 30}, long: {training.steps: 90}}
+  tokens: {short: {training.steps: 20}, long: {training.steps: 60}}
 """
 
 
@@ -42,51 +44,50 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
     started.stop()
 
 
-def test_twelve_runs(cluster: SlurmCluster, tmp_path: Path) -> None:
+def test_six_runs(cluster: SlurmCluster, tmp_path: Path) -> None:
     config = write_config(tmp_path, prepared(tmp_path), tmp_path / "runs")
     sweep, folder = tmp_path / "sizes.yaml", tmp_path / "runs" / "sizes"
     sweep.write_text(SWEEP)
-    command = [*CLI, "sweep", str(sweep), "--processes-per-node", "1", "--time", "10", "--no-preflight"]
-    assert len(cluster.run(*command).splitlines()) == 13
+    command = ["sweep", str(sweep), "--processes-per-node", "1", "--time", "10", "--no-preflight"]
+    assert len(call(cluster, *command).splitlines()) == 7
     runs = [folder / name for name in json.loads((folder / "sweep.json").read_text())["runs"]]
     assert config.exists()
-    assert len(runs) == 12
+    assert len(runs) == 6
 
     # In the middle, kill a rank, and then cancel all unfinished runs.
-    wait_for(runs[0], lambda: sum(map(is_finished, runs)) >= 3)
+    wait_for(runs[0], lambda: sum(map(is_finished, runs)) >= 2)
     going = next(run for run in runs if run.name.endswith("long") and not records(run))
     wait_for_step(going, 24)  # training continues while checkpoints are written
     os.kill(ranks_of(going)[0], signal.SIGKILL)
     wait_for(going, lambda: "starts anew" in happened(going))
     # Slurm loses a cancel that arrives while it requeues the job.
     wait_for(going, lambda: state(cluster, going) == "PENDING")
-    cluster.run(*CLI, "cancel", str(folder))
+    call(cluster, "cancel", str(folder))
     before = [run for run in runs if is_finished(run)]
-    assert 3 <= len(before) < 12
+    assert 2 <= len(before) < 6
     time.sleep(3)  # cancelled jobs may still write a checkpoint
 
-    printed = cluster.run(*command)
+    printed = call(cluster, *command)
     assert all(f"{run.name}: job" not in printed for run in before)
     for run in runs:
         wait_for(run, lambda run=run: is_finished(run), seconds=300)
     assert [len(jobs_of(run)) for run in before] == [1] * len(before)
     # The killed run resumed from a checkpoint, and has each step once.
-    first = int(re.search(r"(\d+)/90", jobs_of(going)[-1].log.read_text())[1])
-    assert 6 <= first < 90
-    assert [record["step"] for record in records(going)] == list(range(1, 91))
+    first = int(re.search(r"(\d+)/60", jobs_of(going)[-1].log.read_text())[1])
+    assert 6 <= first < 60
+    assert [record["step"] for record in records(going)] == list(range(1, 61))
 
     assert main(["report", str(folder), "--fit", "--output", str(tmp_path / "report")]) == 0
     page = (tmp_path / "report" / "index.html").read_text()
     assert all(run.name in page for run in runs)
     with (tmp_path / "report" / "scaling" / "points.csv").open() as file:
         points = list(csv.DictReader(file))
-    assert len(points) == 12
+    assert len(points) == 6
     assert len({point["params"] for point in points}) == 3
-    assert {int(point["tokens"]) for point in points} == {30 * 256, 90 * 256}
+    assert {int(point["tokens"]) for point in points} == {20 * 256, 60 * 256}
     fit = json.loads((tmp_path / "report" / "scaling" / "fit.json").read_text())
-    assert len(fit["mixers"]) == 2
-    for law in fit["mixers"].values():  # two token counts
-        assert law["untold"] == ["E", "B", "beta"]
-        assert [law["intervals"][name] for name in law["untold"]] == [None] * 3
-        assert None not in (law["intervals"]["A"], law["intervals"]["alpha"])
+    (law,) = fit["mixers"].values()
+    assert law["untold"] == ["E", "B", "beta"]  # two token counts
+    assert [law["intervals"][name] for name in law["untold"]] == [None] * 3
+    assert None not in (law["intervals"]["A"], law["intervals"]["alpha"])
     assert "two numbers of tokens: E, B and beta cannot be told apart" in page
