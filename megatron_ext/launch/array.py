@@ -21,10 +21,10 @@ from megatron_ext.utils.untrusted_paths import path_within
 FOLDER = Path(LAUNCH) / "arrays"
 _ARRAY, _JOBS = "array.sbatch", "jobs.json"
 _BODY = f"""
-# A task is the job of one run: it becomes that job's own script, which starts the task anew.
+# A task is the job of one run: it executes the script of that job, which also requeues the task.
 job=${{jobs[$SLURM_ARRAY_TASK_ID]}}
 number=${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID
-[ -e "$job/{NUMBER}" ] || echo "$number" >"$job/{NUMBER}" # whoever submitted it was stopped before it could
+[ -e "$job/{NUMBER}" ] || echo "$number" >"$job/{NUMBER}" # the submitting process was stopped before writing it
 exec bash "$job/{SCRIPT}" >>"$job/job-$number.log" 2>&1
 """
 

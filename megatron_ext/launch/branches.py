@@ -40,7 +40,9 @@ def trunks_of(folder: Path, configs: Mapping[str, RunConfig]) -> dict[str, str]:
         if not checkpoint.exists():
             where = f"run {name}: run.branch_from"
             if step is None:
-                raise UserError(where, f"{checkpoint} is no checkpoint of a run", f"give one like {run}/{_EXAMPLE}")
+                raise UserError(
+                    where, f"{checkpoint} is not a checkpoint of a run", f"give a path like {run}/{_EXAMPLE}"
+                )
             _check_kept(where, run.name, configs[run.name].training, step)
         trunks[name] = run.name
     try:
@@ -48,7 +50,7 @@ def trunks_of(folder: Path, configs: Mapping[str, RunConfig]) -> dict[str, str]:
     except CycleError as error:
         circle = ", ".join(error.args[1][1:])
         problem = f"these runs wait for each other: {circle}"
-        raise UserError("run.branch_from", problem, "let one of them begin anew") from None
+        raise UserError("run.branch_from", problem, "remove run.branch_from from one of them") from None
     return trunks
 
 
@@ -71,10 +73,12 @@ def _check_kept(where: str, trunk: str, training: TrainingConfig, step: int) -> 
     """Reject a checkpoint that a trunk does not write, or may remove before it ends."""
     every, last = training.checkpoint_every, training.steps
     if step != last and (not every or step % every or step > last):
-        rhythm = f"every {every} steps" if every else "none"
-        problem = f"{trunk} writes checkpoints ({rhythm}, and one at its end, {last}), none of step {step}"
-        raise UserError(where, problem, "choose one of them, or set its training.checkpoint_every")
+        rhythm = f"every {every} steps and" if every else "only"
+        problem = f"{trunk} writes no checkpoint at step {step}, but {rhythm} at its last step {last}"
+        raise UserError(where, problem, "choose one of these steps, or set its training.checkpoint_every")
     kept = training.keep_every and step % training.keep_every == 0
     if step != last and training.keep_checkpoints and not kept:
-        problem = f"{trunk} keeps its newest {training.keep_checkpoints} checkpoints, not the one of step {step}"
-        raise UserError(where, problem, f"set training.keep_every={step} of {trunk}")
+        problem = (
+            f"{trunk} keeps only its newest {training.keep_checkpoints} checkpoints, which may not include step {step}"
+        )
+        raise UserError(where, problem, f"set training.keep_every={step} for {trunk}")

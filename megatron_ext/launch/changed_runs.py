@@ -200,9 +200,9 @@ def refusal(sweep: Path, changed: Sequence[Changed]) -> UserError:
     """Return the error that names changed runs and the user's options."""
     more = f" and {len(changed) - _MOST_RUNS} more" if len(changed) > _MOST_RUNS else ""
     named = "; ".join(map(str, changed[:_MOST_RUNS]))
-    problem = f"{len(changed)} of its runs were begun otherwise than it says now: {named}{more}"
+    problem = f"{len(changed)} of its runs were started with other settings or data: {named}{more}"
     options = " ".join(f"--restart {one.name}" for one in changed)
-    hint = f"give them new names, or begin them anew with {options} (their folders of today are kept aside)"
+    hint = f"give them new names, or restart them with {options} (their old folders are kept)"
     return UserError(str(sweep), problem, hint)
 
 
@@ -222,7 +222,7 @@ def check_restarts(restarts: Sequence[str], configs: Mapping[str, RunConfig], tr
             raise UserError("--restart", f"there is no run {name}", f"choose from: {', '.join(configs)}")
     for name, trunk in trunks.items():
         if trunk in restarts and name not in restarts:
-            raise UserError("--restart", f"{name} begins from a checkpoint of {trunk}", f"add --restart {name}")
+            raise UserError("--restart", f"{name} branches from a checkpoint of {trunk}", f"add --restart {name}")
 
 
 def set_aside(folder: Path, name: str) -> Path | None:

@@ -35,7 +35,7 @@ PRIVATE = "private.yaml"
 """File with the data's address if that contains credentials, which config.yaml omits; readable by its owner only."""
 
 _NUMBER = re.compile(r"[0-9]{1,12}(_[0-9]{1,12})?")
-_NUMBER_HINT = "write the job's number into it (see squeue), or remove it if the job has ended"
+_NUMBER_HINT = "write the job number of squeue into it, or remove it if the job has ended"
 _CLAIM_TRIES, _CLAIM_SECONDS = 5, 0.05
 _BEGIN, _END = "# >>> job\n", "# <<< job\n"
 
@@ -63,7 +63,7 @@ class Job:
         except OSError as error:
             raise UserError(str(path), f"cannot be read ({os_reason(error)})", _NUMBER_HINT) from error
         if number is not None and not _NUMBER.fullmatch(number):
-            raise UserError(str(path), f"{number[:40]!r} is no number of a job of Slurm's", _NUMBER_HINT)
+            raise UserError(str(path), f"{number[:40]!r} is not a Slurm job number", _NUMBER_HINT)
         return number  # validated, as it becomes a command argument and part of a file name
 
     @property
@@ -226,7 +226,7 @@ def submitting(*run_folders: Path) -> Iterator[None]:
     Raises:
         UserError: another call launches one of the runs, or a folder cannot be written.
     """
-    hint = "wait until that call is done, then see `selectron status`"
+    hint = "wait until that call ends, then check `selectron status`"
     with ExitStack() as taken:
         locks = []
         for folder in run_folders:
@@ -280,10 +280,10 @@ def sbatch_options(resources: Resources, folder: Path, log: str) -> list[str]:
     for where, path in (("run.dir", folder), ("the working folder", Path.cwd())):
         check_text(where, str(path))
         if "\\" in str(path):
-            raise UserError(where, f"{path} holds a backslash, which Slurm drops", "choose a path without")
+            raise UserError(where, f"{path} contains a backslash, which Slurm drops", "choose a path without one")
     if ":" in str(folder):
-        problem = f"{folder} holds a colon, with which PYTHONPATH is written: the copy of the code would not be found"
-        raise UserError("run.dir", problem, "choose a path without")
+        problem = f"{folder} contains a colon, which separates the entries of PYTHONPATH"
+        raise UserError("run.dir", problem, "choose a path without one")
     return [
         f"--job-name={resources.job_name}",
         # In a file name Slurm treats % as the start of a pattern.
@@ -306,8 +306,8 @@ def _container(resources: Resources, runs: Path) -> tuple[list[str], list[str]]:
     seen, here = resources.mounts_in(runs), Path.cwd()
     for where, path in (("run.dir", runs), ("the working folder", here)):
         if {",", ":"}.intersection(str(path)):
-            problem = f"{path} holds a comma or a colon, with which lists of mounts are written"
-            raise UserError(where, problem, "choose a path without, or leave --container out")
+            problem = f"{path} contains a comma or a colon, which separate the container's mounts"
+            raise UserError(where, problem, "choose a path without them, or omit --container")
     # An image has its own working folder, but run.dir and data.path are usually relative to the current one.
     if resources.container.endswith(".sif"):
         return [], ["apptainer", "exec", "--nv", f"--pwd={here}", f"--bind={','.join(seen)}", resources.container]

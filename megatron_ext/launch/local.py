@@ -254,14 +254,14 @@ def _conclude(group: _Group, folder: Path) -> tuple[int, bool]:
 
 def _show_crash(group: _Group, rank: int, code: int) -> bool:
     """Print how the first rank failed, and return True if its log contains more."""
-    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    how = f"was terminated by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     print(f"selectron: rank {rank} of {group.size} {how}", file=sys.stderr)
     if rank == 0:
         return False  # its output was already printed
     log = group.log_of(rank)
     for line in log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]:
         print(f"[rank {rank}] {line}", file=sys.stderr)
-    print(f"selectron: the whole output of rank {rank}: {log}", file=sys.stderr)
+    print(f"selectron: full output of rank {rank}: {log}", file=sys.stderr)
     return True
 
 

@@ -61,5 +61,5 @@ def check_own(job: Job, state: JobState) -> None:
         UserError: it belongs to another folder.
     """
     if is_of_another(job, state):
-        problem = f"job {job.number} runs {state.script}, which is not this folder's: it was copied or moved"
-        raise UserError(str(job.run), problem, f"cancel that run, or call `scancel {job.number}` if you mean that job")
+        problem = f"job {job.number} belongs to {state.script}, not to this folder, which was copied or moved"
+        raise UserError(str(job.run), problem, f"cancel that run, or use `scancel {job.number}` to cancel that job")

@@ -13,7 +13,7 @@ from megatron_ext.utils.errors import UserError
 from megatron_ext.utils.markdown import table
 from megatron_ext.utils.printable import printable
 
-COLUMNS = ("rank", "host", "process", "step", "passes", "got further", "last sign")
+COLUMNS = ("rank", "host", "process", "step", "passes", "last progress", "last heartbeat")
 
 
 def ranks_table(folder: Path) -> list[str]:
@@ -28,10 +28,12 @@ def ranks_table(folder: Path) -> list[str]:
     token = lock.holder.token if lock is not None and lock.holder is not None else ""
     others = [sign for sign in found if sign.start and token and sign.start != token]
     found = [sign for sign in found if sign not in others]
-    of_others = [f"rank {one.rank} on {one.host} (process {one.pid}) is of another start of the run" for one in others]
+    of_others = [
+        f"rank {one.rank} on {one.host} (process {one.pid}) belongs to another start of the run" for one in others
+    ]
     if not found and not damaged and not others:
-        problem = "has no heartbeats: no rank has begun to train, or resilience.heartbeat_seconds is 0"
-        raise UserError(str(folder), problem, "wait for its first steps, or leave out --ranks")
+        problem = "has no heartbeats: no rank has started training, or resilience.heartbeat_seconds is 0"
+        raise UserError(str(folder), problem, "wait for its first steps, or omit --ranks")
     rows = [
         [
             str(sign.rank),

@@ -70,20 +70,22 @@ class Resources:
             if value is not None and value < 1:
                 raise UserError(option, f"{value} is less than 1", "give 1 or more")
         if self.gpus_per_node and self.processes_per_node:
-            problem = f"{self.processes_per_node}, beside --gpus-per-node, which has a process for each GPU"
-            raise UserError("--processes-per-node", problem, "leave one of them out")
-        if not _NAME.fullmatch(self.job_name):
-            hint = "give letters, digits, '.', '_' and '-'"
-            raise UserError("--job-name", f"{self.job_name!r} is no name that files can have", hint)
-        if self.time is not None and self.time_seconds() <= self.save_before:
             problem = (
-                f"{self.time} is no longer than the {self.save_before} s before it at which a checkpoint is written"
+                f"{self.processes_per_node} cannot be combined with --gpus-per-node, which starts a process per GPU"
             )
-            raise UserError("--time", problem, "give more time, or a smaller --save-before")
+            raise UserError("--processes-per-node", problem, "omit one of them")
+        if not _NAME.fullmatch(self.job_name):
+            hint = "use letters, digits, '.', '_' and '-'"
+            raise UserError("--job-name", f"{self.job_name!r} is not a valid file name", hint)
+        if self.time is not None and self.time_seconds() <= self.save_before:
+            problem = f"{self.time} is not longer than --save-before, {self.save_before} s"
+            raise UserError("--time", problem, "increase it, or reduce --save-before")
         check_options(self.more)
         if self.container is not None and looks_like_path(self.container) and not Path(self.container).is_file():
             raise UserError(
-                "--container", f"there is no file {self.container}", "give an image file, or a registry's name"
+                "--container",
+                f"there is no file {self.container}",
+                "give an image file or the name of an image in a registry",
             )
 
     def check_mounts(self) -> None:
@@ -95,7 +97,7 @@ class Resources:
         for mount in self.mounts:
             path = mount.split(":")[0]
             if not path or not Path(path).exists():
-                hint = "give paths of this machine, PATH or PATH:PATH_IN_CONTAINER, separated by commas"
+                hint = "give existing paths, PATH or PATH:PATH_IN_CONTAINER, separated by commas"
                 raise UserError("--container-mounts", f"there is no {path or 'path before a comma'}", hint)
 
     def mounts_in(self, runs: Path) -> list[str]:
@@ -134,7 +136,7 @@ class Resources:
             return seconds(self.time)
         except ValueError:
             hint = "give minutes, H:MM:SS or D-HH:MM:SS"
-            raise UserError("--time", f"{self.time!r} is no time that Slurm reads", hint) from None
+            raise UserError("--time", f"{self.time!r} is not in a time format of Slurm", hint) from None
 
     def check_cluster(self, partitions: Mapping[str, Partition]) -> None:
         """Check the request against the partitions of this cluster.
@@ -148,24 +150,26 @@ class Resources:
             self._check_nodes(chosen, there)
         limit = chosen.time_limit
         if self.time is not None and limit != UNLIMITED and self.time_seconds() > seconds(limit):
-            raise UserError("--time", f"{self.time}, and {there} a limit of {limit}", f"give {limit} or less")
+            raise UserError("--time", f"{self.time} is too long: {there} a limit of {limit}", f"give {limit} or less")
 
     def _check_nodes(self, chosen: Partition, there: str) -> None:
         if self.nodes > chosen.nodes:
-            raise UserError("--nodes", f"{self.nodes}, and {there} {chosen.nodes}", f"give {chosen.nodes} or fewer")
+            raise UserError(
+                "--nodes", f"{self.nodes} is too many: {there} {chosen.nodes} nodes", f"give {chosen.nodes} or fewer"
+            )
         if self.gpus_per_node and self.gpus_per_node > chosen.gpus_per_node:
             hint = (
                 f"give {chosen.gpus_per_node} or fewer" if chosen.gpus_per_node else "give --processes-per-node instead"
             )
-            problem = f"{self.gpus_per_node}, and {there} {chosen.gpus_per_node} GPUs a node"
+            problem = f"{self.gpus_per_node} is too many: {there} {chosen.gpus_per_node} GPUs per node"
             raise UserError("--gpus-per-node", problem, hint)
         if not self.gpus_per_node and self.tasks_per_node > chosen.tasks_per_node:
-            problem = f"{self.tasks_per_node}, and {there} {chosen.tasks_per_node} processors a node"
+            problem = f"{self.tasks_per_node} is too many: {there} {chosen.tasks_per_node} CPUs per node"
             raise UserError("--processes-per-node", problem, f"give {chosen.tasks_per_node} or fewer")
         most = chosen.tasks_per_node // self.tasks_per_node
         if self.cpus_per_task and self.cpus_per_task > most:
-            processes = f"for each of {self.tasks_per_node} processes" if self.tasks_per_node > 1 else "for a process"
-            problem = f"{self.cpus_per_task} {processes}, and {there} {chosen.tasks_per_node} processors a node"
+            processes = f"for each of {self.tasks_per_node} processes" if self.tasks_per_node > 1 else "for one process"
+            problem = f"{self.cpus_per_task} {processes} is too many: {there} {chosen.tasks_per_node} CPUs per node"
             raise UserError("--cpus-per-task", problem, f"give {most} or fewer" if most else "give fewer processes")
 
     def _partition(self, partitions: Mapping[str, Partition]) -> Partition:
@@ -173,10 +177,10 @@ class Resources:
         if self.partition is None:
             default = [one for one in partitions.values() if one.is_default]
             if not default:
-                raise UserError("--partition", "the cluster has no default one", f"choose from {names}")
+                raise UserError("--partition", "the cluster has no default partition", f"choose from {names}")
             return default[0]
         if self.partition not in partitions:
-            raise UserError("--partition", f"there is no {self.partition}", f"choose from {names}")
+            raise UserError("--partition", f"there is no partition {self.partition}", f"choose from {names}")
         return partitions[self.partition]
 
     def sbatch_options(self) -> list[str]:

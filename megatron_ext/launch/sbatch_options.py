@@ -11,21 +11,21 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from megatron_ext.utils.errors import UserError
 
-_LOG = "the job's log is RUN/launch/N/job-NUMBER.log, which `selectron logs` shows", "leave it out"
-_REQUEUE = "the job starts anew by itself", "use --requeues (0: it does not)"
-_NODES = "processes are counted by it", "use --nodes"
-_TASKS = "there is a process for each GPU, or as many as --processes-per-node says", "use those two"
-_GPUS = "there is a process for each GPU", "use --gpus-per-node"
-_ENVIRONMENT = "the job's processes need the environment that the script sets", "set variables in the calling shell"
-_NO_JOB = "sbatch then submits no job", "use `selectron launch --dry-run` for a look"
+_LOG = "the job's log is RUN/launch/N/job-NUMBER.log, which `selectron logs` shows", "omit it"
+_REQUEUE = "the job requeues itself", "use --requeues (0: never)"
+_NODES = "the number of processes depends on it", "use --nodes"
+_TASKS = "the job starts a process per GPU, or --processes-per-node", "use --gpus-per-node or --processes-per-node"
+_GPUS = "the job starts a process per GPU", "use --gpus-per-node"
+_ENVIRONMENT = "the job's processes need the environment that the script sets", "set the variables in the calling shell"
+_NO_JOB = "sbatch would not submit a job", "use `selectron launch --dry-run`"
 
 REFUSED: Mapping[str, tuple[str, str]] = {
-    "array": ("the tasks would train one run at a time in each other's way", "use `selectron sweep`"),
-    "chdir": ("the job starts where it is submitted: relative paths are of that folder", "call it in another folder"),
-    "clusters": ("status, cancel and restarts ask this cluster alone", "call it on a login node of the other one"),
-    "container": ("it is for images of another kind", "use --container"),
-    "cpus-per-gpu": ("processors are counted for each process", "use --cpus-per-task"),
-    "cpus-per-task": ("threads are counted by it", "use --cpus-per-task without --sbatch"),
+    "array": ("all tasks would train the same run", "use `selectron sweep`"),
+    "chdir": ("relative paths refer to the folder of the submission", "launch from another folder"),
+    "clusters": ("status, cancel and requeues use only this cluster", "launch on a login node of the other cluster"),
+    "container": ("it expects another kind of image", "use --container"),
+    "cpus-per-gpu": ("CPUs are requested per process", "use --cpus-per-task"),
+    "cpus-per-task": ("the number of threads depends on it", "use --cpus-per-task without --sbatch"),
     "error": _LOG,
     "export": _ENVIRONMENT,
     "export-file": _ENVIRONMENT,
@@ -34,9 +34,9 @@ REFUSED: Mapping[str, tuple[str, str]] = {
     "gpus-per-socket": _GPUS,
     "gpus-per-task": _GPUS,
     "help": _NO_JOB,
-    "input": ("the job's script reads nothing", "leave it out"),
-    "job-name": ("names of files are made of it", "use --job-name"),
-    "no-kill": ("the run would wait for a node that is gone", "leave it out"),
+    "input": ("the job's script reads no input", "omit it"),
+    "job-name": ("file names contain it", "use --job-name"),
+    "no-kill": ("the run would wait for the lost node", "omit it"),
     "no-requeue": _REQUEUE,
     "nodes": _NODES,
     "ntasks": _TASKS,
@@ -46,15 +46,15 @@ REFUSED: Mapping[str, tuple[str, str]] = {
     "ntasks-per-socket": _TASKS,
     "open-mode": _LOG,
     "output": _LOG,
-    "partition": ("its nodes and limits are looked at first", "use --partition"),
+    "partition": ("its nodes and limits are checked first", "use --partition"),
     "requeue": _REQUEUE,
-    "signal": ("the job writes its checkpoint at this signal", "use --save-before"),
+    "signal": ("the job saves its checkpoint at this signal", "use --save-before"),
     "test-only": _NO_JOB,
-    "time": ("checkpoints are written before it is up", "use --time"),
+    "time": ("checkpoints are saved before this limit", "use --time"),
     "usage": _NO_JOB,
     "version": _NO_JOB,
-    "wait": ("the call would stay until the job ends", "use `selectron logs RUN --follow`"),
-    "wrap": ("the job's script trains the run", "leave it out"),
+    "wait": ("the call would block until the job ends", "use `selectron logs RUN --follow`"),
+    "wrap": ("the job has a script already", "omit it"),
 }
 
 _SHORT = {
@@ -124,13 +124,13 @@ def check_options(options: Iterable[str]) -> None:
         except ValueError:
             words = []
         if not words or not words[0].startswith("-") or words[0].strip("-") == "" or "\n" in given:
-            raise UserError("--sbatch", f"{given!r} is no option of sbatch", "give one like --sbatch=--account=mine")
+            raise UserError("--sbatch", f"{given!r} is not an sbatch option", "give one like --sbatch=--account=mine")
         for name in (name for word in words if word.startswith("-") for name in _names(word)):
             if name in REFUSED:
                 reason, hint = REFUSED[name]
-                raise UserError("--sbatch", f"{given} sets {name}, and {reason}", hint)
+                raise UserError("--sbatch", f"{given} sets {name}, but {reason}", hint)
         if any(word.startswith("--gres=") and "gpu" in word for word in words) or "gpu" in _value(words, "--gres"):
-            raise UserError("--sbatch", f"{given} sets GPUs, and {_GPUS[0]}", _GPUS[1])
+            raise UserError("--sbatch", f"{given} sets GPUs, but {_GPUS[0]}", _GPUS[1])
 
 
 def check_variables(environment: Mapping[str, str], given: Iterable[str]) -> None:
@@ -146,11 +146,11 @@ def check_variables(environment: Mapping[str, str], given: Iterable[str]) -> Non
     for variable, name in VARIABLES.items():
         if variable in environment:
             reason, hint = REFUSED[name]
-            raise UserError(variable, f"is set, and sbatch reads it as --{name}: {reason}", f"unset it; {hint}")
+            raise UserError(variable, f"is set, which sbatch treats as --{name}, but {reason}", f"unset it; {hint}")
     for variable, option in OVERRIDING.items():
         if variable in environment and option in given:
-            problem = f"is set to {environment[variable]!r}, and counts more for sbatch than {option}"
-            raise UserError(variable, problem, f"unset it, or leave {option} out")
+            problem = f"is set to {environment[variable]!r}, which overrides {option} in sbatch"
+            raise UserError(variable, problem, f"unset it, or omit {option}")
 
 
 def _names(word: str) -> Iterator[str]:

@@ -47,7 +47,7 @@ def check_installed() -> None:
     if shutil.which("sbatch") is None:
         problem = "there is no sbatch on this machine"
         raise UserError(
-            "selectron launch", problem, "call it on a login node, or give --local N to start N processes here"
+            "selectron launch", problem, "run it on a login node, or use --local N to start N processes here"
         )
 
 
@@ -190,10 +190,10 @@ def _called(command: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
         return subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError:
         raise UserError(
-            command[0], "is not installed on this machine", "call it on a login node of the cluster"
+            command[0], "is not installed on this machine", "run it on a login node of the cluster"
         ) from None
 
 
 def _refusal(command: tuple[str, ...], errors: str) -> UserError:
     said = [line.split(": ", 1)[-1].strip() for line in errors.splitlines() if "error" in line]
-    return UserError(command[0], f"refused: {'; '.join(said) or errors.strip()}", "mend what it names and call again")
+    return UserError(command[0], f"refused: {'; '.join(said) or errors.strip()}", "correct this and try again")

@@ -93,8 +93,8 @@ def run_folders(given: Sequence[Path]) -> Iterator[Path]:
     for folder in given:
         inside = [folder] if jobs_of(folder) or has_begun(folder) else _inside(folder)
         if not inside:
-            problem = "holds no run that was begun" if folder.is_dir() else "is no folder"
-            raise UserError(str(folder), problem, "give run.dir/run.name of a run, or run.dir")
+            problem = "contains no run that has started" if folder.is_dir() else "is not a folder"
+            raise UserError(str(folder), problem, "give a run folder, run.dir/run.name, or run.dir")
         yield from inside
 
 
@@ -107,7 +107,7 @@ def _inside(folder: Path) -> list[Path]:
         else none
     )
     for problem in readings.problems:
-        print(f"selectron: warning: {problem}; the runs whose folders are there are taken instead", file=sys.stderr)
+        print(f"selectron: warning: {problem}; using the existing run folders instead", file=sys.stderr)
     swept = [path_within(folder, name, str(sweep)) for name in names]
     return swept or [path for path in sorted(folder.glob("*")) if jobs_of(path) or has_begun(path)]
 
@@ -135,7 +135,7 @@ def status_of(folder: Path) -> RunStatus:
     state = None if number is None else job_state(number)  # Slurm forgets a job some minutes after its end
     is_copy = state is not None and is_of_another(job, state)
     if state is not None and is_copy:
-        problem = f"{job.folder / NUMBER}: job {number} is that of {printable(str(state.script))}"
+        problem = f"{job.folder / NUMBER}: job {number} belongs to {printable(str(state.script))}"
         readings.problems.append(f"{problem}: this folder was copied or moved")
         state = None
     hand = manual_start(folder, events[-1].time if events else "")
@@ -218,7 +218,7 @@ def _standing(job: Job, number: str | None, events: Sequence[Event], state: JobS
 
 def _said(state: JobState | None, events: Sequence[Event]) -> str:
     if state is None:
-        return events[-1].what.split(":")[0] if events else "ended before it began"
+        return events[-1].what.split(":")[0] if events else "ended before it started"
     return f"{state.state.lower()} ({state.reason})" if state.reason else state.state.lower()
 
 
@@ -232,12 +232,12 @@ def status_table(runs: Sequence[RunStatus]) -> list[str]:
     for run in runs:
         lines += [f"{run.run}: {printable(problem)}" for problem in run.problems[:_MOST_PROBLEMS]]
         if len(run.problems) > _MOST_PROBLEMS:
-            lines.append(f"{run.run}: {len(run.problems) - _MOST_PROBLEMS} more of its lines or files are damaged")
+            lines.append(f"{run.run}: {len(run.problems) - _MOST_PROBLEMS} more damaged lines or files")
     return lines
 
 
 def _see(run: RunStatus) -> str:
-    return f"; see {run.log}" if run.log else "; what it printed is not kept"
+    return f"; see {run.log}" if run.log else "; its output was not saved"
 
 
 def _row(run: RunStatus) -> list[str]:
@@ -289,7 +289,7 @@ def _record(line: bytes) -> dict[str, Any]:
     record = parse_json(line)
     found = {name: record[name] for name in ("step", "loss", "tokens_per_second")}
     if type(found["step"]) is not int or any(type(found[name]) not in (int, float) for name in found):
-        raise ValueError("a record without numbers")
+        raise ValueError("a value is not a number")
     return {name: number if math.isfinite(number) else None for name, number in found.items()}
 
 

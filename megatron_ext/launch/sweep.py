@@ -114,7 +114,7 @@ class Sweep:
                     kept = set_aside(self._folder, name)
                 except OSError as error:
                     raise unwritable(run, error) from error
-                print(f"{name}: begins anew; what it was is in {kept}", flush=True)
+                print(f"{name}: restarts; its old folder is now {kept}", flush=True)
 
     def note(self) -> None:
         """Write the names of the runs to the sweep's folder, for `selectron status`.
@@ -193,7 +193,7 @@ class Sweep:
             return 0
         among = f"{len(left)} of {len(self._configs)} runs are not finished: {', '.join(left)}"
         is_stopped = self._are_stopped(left, asked=asked_to_stop.is_set())
-        again = "; the same command goes on with them" if is_stopped else ""
+        again = "; the same command continues them" if is_stopped else ""
         print(f"selectron: {among}{again}", file=sys.stderr)
         return EXIT_STOPPED if is_stopped else 1
 
@@ -217,14 +217,14 @@ class Sweep:
                 ready.append(name)
             elif trunk not in waiting and trunk not in children:
                 waiting.remove(name)
-                print(f"{name}: not begun, as {trunk} is not finished", flush=True)
+                print(f"{name}: not started because {trunk} is not finished", flush=True)
         return ready
 
     def _outcome(self, name: str) -> str:
         """Describe the result of a run's newest job: finished, stopped, refused with the error, given up, ..."""
         job = jobs_of(self._folder / name)[-1]
         events = events_of(job)
-        return f"{events[-1].what if events else 'did not begin'}" + (
+        return f"{events[-1].what if events else 'did not start'}" + (
             "" if is_finished(job.run) else f"; see {job.log}"
         )
 
@@ -248,7 +248,7 @@ class Sweep:
         """Start a run; None: an earlier start of it is still running."""
         lock = claim(self._folder / name)
         if lock is None:
-            print(f"{name}: runs already", flush=True)
+            print(f"{name}: is already running", flush=True)
             return None
         job = self._write(name)
         with job.log.open("wb") as log:

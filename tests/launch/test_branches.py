@@ -36,18 +36,18 @@ def test_who_waits_for_whom(tmp_path: Path) -> None:
     [
         (
             {"steps": 100, "checkpoint_every": 30},
-            "run short: run.branch_from: trunk writes checkpoints (every 30 steps, and one at its end, 100), none of "
-            "step 40; choose one of them, or set its training.checkpoint_every",
+            "run short: run.branch_from: trunk writes no checkpoint at step 40, but every 30 steps and at its last "
+            "step 100; choose one of these steps, or set its training.checkpoint_every",
         ),
         (
             {"steps": 100, "checkpoint_every": 0},
-            "run short: run.branch_from: trunk writes checkpoints (none, and one at its end, 100), none of step 40; "
-            "choose one of them, or set its training.checkpoint_every",
+            "run short: run.branch_from: trunk writes no checkpoint at step 40, but only at its last step 100; "
+            "choose one of these steps, or set its training.checkpoint_every",
         ),
         (
             {"steps": 100, "checkpoint_every": 20, "keep_checkpoints": 3},
-            "run short: run.branch_from: trunk keeps its newest 3 checkpoints, not the one of step 40; "
-            "set training.keep_every=40 of trunk",
+            "run short: run.branch_from: trunk keeps only its newest 3 checkpoints, which may not include step 40; "
+            "set training.keep_every=40 for trunk",
         ),
     ],
 )
@@ -62,5 +62,5 @@ def test_a_checkpoint_that_will_not_be_there(tmp_path: Path, trunk: dict[str, in
 
 def test_runs_that_wait_for_each_other(tmp_path: Path) -> None:
     step = "checkpoints/step_1000"
-    with pytest.raises(UserError, match=r"run.branch_from: these runs wait for each other: (a, b|b, a); let one of"):
+    with pytest.raises(UserError, match=r"run.branch_from: these runs wait for each other: (a, b|b, a); remove run.branch_from"):
         trunks_of(tmp_path, {"a": run(tmp_path / "b" / step), "b": run(tmp_path / "a" / step)})

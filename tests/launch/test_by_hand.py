@@ -85,7 +85,7 @@ def test_what_is_no_run_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert main(["status", str(tmp_path), "--json"]) == 0
     assert [run["run"] for run in json.loads(capsys.readouterr().out)] == ["a"]
     assert main(["status", str(tmp_path / "data")]) == 2
-    assert f"{tmp_path}/data: holds no run that was begun" in capsys.readouterr().err
+    assert f"{tmp_path}/data: contains no run that has started" in capsys.readouterr().err
 
 
 def test_a_launched_run_that_goes_on_by_hand_has_one_story(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +160,7 @@ def test_ranks_of_another_start_are_not_counted(tmp_path: Path) -> None:
         Heartbeat(run, rank, 60, start).close()
     lines = ranks_table(run)
     assert [line.split("|")[1].strip() for line in lines[2:] if line.startswith("|")] == ["0", "2"]
-    assert lines[-1] == f"rank 1 on {ME.host} (process {os.getpid()}) is of another start of the run"
+    assert lines[-1] == f"rank 1 on {ME.host} (process {os.getpid()}) belongs to another start of the run"
 
 
 def test_a_cancel_of_nothing_says_so(

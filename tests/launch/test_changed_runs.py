@@ -95,9 +95,9 @@ def test_a_changed_field_is_named_for_each_run(
         capsys.readouterr()
     assert sweep(*more, field) == 2
     error = capsys.readouterr().err
-    assert f"2 of its runs were begun otherwise than it says now: seed1 ({phrase}" in error
+    assert f"2 of its runs were started with other settings or data: seed1 ({phrase}" in error
     assert "; seed2 (" in error
-    assert "begin them anew with --restart seed1 --restart seed2" in error
+    assert "restart them with --restart seed1 --restart seed2" in error
     assert number_of_jobs(runs) == [1, 1]
     assert sweep(*more, field, "--dry-run") == 0  # lists the runs and warns
     said = capsys.readouterr()
@@ -138,7 +138,7 @@ def test_a_run_is_begun_anew_and_what_it_was_is_kept(
     capsys.readouterr()
     assert sweep("--restart", "seed1", "--restart", "seed2", steps=20) == 0
     kept = runs / "launch" / "replaced" / "seed1" / "1"
-    assert f"seed1: begins anew; what it was is in {kept}\n" in capsys.readouterr().out
+    assert f"seed1: restarts; its old folder is now {kept}\n" in capsys.readouterr().out
     assert (kept / "config.yaml").read_text() == before
     assert YAML().load(runs / "seed1" / "config.yaml")["training"]["steps"] == 20
     assert number_of_jobs(runs) == [1, 1]
@@ -246,7 +246,7 @@ def test_older_sweeps_are_compared_by_their_configuration(
 def test_a_trunk_is_not_begun_anew_without_its_branches() -> None:
     from megatron_ext.utils.errors import UserError
 
-    with pytest.raises(UserError, match="--restart: short begins from a checkpoint of long; add --restart short"):
+    with pytest.raises(UserError, match="--restart: short branches from a checkpoint of long; add --restart short"):
         changed_runs.check_restarts(["long"], {"long": None, "short": None}, {"short": "long"})  # type: ignore[dict-item]
     changed_runs.check_restarts(["long", "short"], {"long": None, "short": None}, {"short": "long"})  # type: ignore[dict-item]
 

@@ -58,8 +58,8 @@ def test_the_job_of_a_copy_is_not_cancelled(
 ) -> None:
     assert main(["cancel", str(copy)]) == 2
     script = tmp_path / "run" / "launch" / "1" / "job.sbatch"
-    said = f"selectron: error: {copy}: job 7 runs {script}, which is not this folder's: it was copied or moved; "
-    assert capsys.readouterr().err == f"{said}cancel that run, or call `scancel 7` if you mean that job\n"
+    said = f"selectron: error: {copy}: job 7 belongs to {script}, not to this folder, which was copied or moved; "
+    assert capsys.readouterr().err == f"{said}cancel that run, or use `scancel 7` to cancel that job\n"
     assert cancelled == []
     (tmp_path / "link").symlink_to(tmp_path / "run")  # same run under another path
     assert main(["cancel", str(tmp_path / "link")]) == 0
@@ -111,7 +111,7 @@ def test_status_and_logs_say_that_it_is_a_copy(
         ("stopped", "copied"),
     ]
     script = tmp_path / "run" / "launch" / "1" / "job.sbatch"
-    named = f"{copy}/launch/1/job_id: job 7 is that of {script}: this folder was copied or moved"
+    named = f"{copy}/launch/1/job_id: job 7 belongs to {script}: this folder was copied or moved"
     assert status_of(copy).problems == (named,)
     monkeypatch.setattr(status_command, "_tail", lambda *_: 0)
     monkeypatch.setattr(shutil, "which", lambda name: name)

@@ -213,7 +213,7 @@ def test_of_many_problems_the_first_are_named(sweep: Path) -> None:
     (sweep / "b" / "launch" / "1" / "events.tsv").write_text("x\n" * 100)
     lines = status.status_table([status.status_of(sweep / "b")])
     assert len(lines) == 3 + 4
-    assert lines[-1] == "b: 97 more of its lines or files are damaged"
+    assert lines[-1] == "b: 97 more damaged lines or files"
 
 
 HUGE_NUMBERS = [{"further": 10**400}, {"passes": 10**400}, {"pid": -(10**400)}, {"written": float("nan")}]

@@ -77,10 +77,10 @@ def test_the_template_is_accepted_as_it_is(cluster: SlurmCluster) -> None:
 @pytest.mark.parametrize(
     ("fields", "refusal"),
     [
-        ({"nodes": 65}, "--nodes: 65, and partition main has 64; give 64 or fewer"),
-        ({"gpus_per_node": 9}, "--gpus-per-node: 9, and partition main has 8 GPUs a node; give 8 or fewer"),
-        ({"partition": "gpux"}, "--partition: there is no gpux; choose from main"),
-        ({"time": "4-0"}, "--time: 4-0, and partition main has a limit of 3-00:00:00; give 3-00:00:00 or less"),
+        ({"nodes": 65}, "--nodes: 65 is too many: partition main has 64 nodes; give 64 or fewer"),
+        ({"gpus_per_node": 9}, "--gpus-per-node: 9 is too many: partition main has 8 GPUs per node; give 8 or fewer"),
+        ({"partition": "gpux"}, "--partition: there is no partition gpux; choose from main"),
+        ({"time": "4-0"}, "--time: 4-0 is too long: partition main has a limit of 3-00:00:00; give 3-00:00:00 or less"),
     ],
 )
 def test_what_slurm_would_refuse_is_refused_before(

@@ -92,7 +92,7 @@ def test_its_exit_code_is_the_scripts_and_each_launch_has_its_log(
         assert main([*launched(SAYS), "--resume=auto"]) == code
         assert "said\n" in job_of(run, number).log.read_text()
     assert [event.what for event in events_of(job_of(run))] == ["begun with 1 processes", "refused"]
-    assert "after 0 restarts, the most that it may have\n" in job_of(run, 2).log.read_text()
+    assert "after 0 restarts, the maximum number\n" in job_of(run, 2).log.read_text()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP], ids=str)

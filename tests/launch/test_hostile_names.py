@@ -175,9 +175,9 @@ def test_control_characters_are_refused(tmp_path, monkeypatch, capsys, letter):
 @pytest.mark.parametrize(
     ("cwd", "name", "problem"),
     [
-        ("a\\b", "runs", "the working folder: .* holds a backslash, which Slurm drops"),
-        (".", "r\\s", r"run\.dir: .* holds a backslash, which Slurm drops"),
-        (".", "r:s", r"run\.dir: .* holds a colon, with which PYTHONPATH is written"),
+        ("a\\b", "runs", "the working folder: .* contains a backslash, which Slurm drops"),
+        (".", "r\\s", r"run\.dir: .* contains a backslash, which Slurm drops"),
+        (".", "r:s", r"run\.dir: .* contains a colon, which separates the entries of PYTHONPATH"),
     ],
 )
 def test_paths_that_no_script_can_hold(tmp_path, monkeypatch, code, cwd, name, problem):
@@ -194,6 +194,6 @@ def test_mounts_of_a_container_are_lists(tmp_path, monkeypatch, code, cwd, name)
     (tmp_path / cwd).mkdir(exist_ok=True)
     monkeypatch.chdir(tmp_path / cwd)
     resources = replace(RESOURCES, container="docker://image")
-    with pytest.raises(UserError, match="holds a comma or a colon, with which lists of mounts are written"):
+    with pytest.raises(UserError, match="contains a comma or a colon, which separate the container's mounts"):
         write_job(RunConfig(data=DataConfig(path="x")), tmp_path / name / "run", resources, "python", code=code)
     assert not (tmp_path / name).exists()

@@ -73,7 +73,7 @@ def test_a_run_that_fails_starts_anew_until_it_may_not(tmp_path: Path) -> None:
     code, errors, notes = ended(written(tmp_path, 'echo "$@" >> $(dirname "$0")/called; exit 7'))
     assert code == 7
     assert len(set((tmp_path / "called").read_text().splitlines())) == 1
-    assert errors == "selectron: job local ended with exit code 7 after 2 restarts, the most that it may have\n"
+    assert errors == "selectron: job local ended with exit code 7 after 2 restarts, the maximum number\n"
     failed = ["begun with 1 processes", "ended with exit code 7"]
     assert notes == [*failed, "starts anew", *failed, "starts anew", *failed, "given up after 2 restarts"]
 
@@ -218,9 +218,9 @@ def test_status(tmp_path: Path) -> None:
 
 
 def test_what_was_not_launched(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="holds no run that was begun"):
+    with pytest.raises(UserError, match="contains no run that has started"):
         list(run_folders([tmp_path]))
-    with pytest.raises(UserError, match="nowhere: is no folder"):
+    with pytest.raises(UserError, match="nowhere: is not a folder"):
         list(run_folders([tmp_path / "nowhere"]))
 
 

@@ -66,7 +66,7 @@ def test_two_nodes_of_two_processes(tmp_path: Path) -> None:
 def test_a_silent_process_is_its_nodes_fault(tmp_path: Path) -> None:
     code, printed, found = flown(tmp_path, "--nodes", "n1,n2", "--node-timeout", "6", silent="(3,)")
     assert code == 3, printed
-    reason = "1 of its 2 processes said nothing within 6 s"
+    reason = "1 of its 2 processes sent no report within 6 s"
     assert found["verdict"]["bad"] == {"n2": reason}
     assert (tmp_path / "preflight.notes").read_text() == f"bad node n2: {reason}\n"
 
@@ -75,7 +75,7 @@ def test_what_all_nodes_lack_ends_the_job(tmp_path: Path) -> None:
     code, printed, _ = flown(tmp_path, "--nodes", "n1", "--min-disk", "900TB", processes=2)
     assert code == 2
     assert re.search(
-        rf"selectron: error: pre-flight: \S+ \w+ free in {tmp_path}, less than 900 TB; mend it, or change", printed
+        rf"selectron: error: pre-flight: \S+ \w+ free in {tmp_path}, less than 900 TB; repair it, or change", printed
     )
 
 
@@ -90,11 +90,11 @@ def test_sizes(text: str, expected: float) -> None:
 @pytest.mark.parametrize(
     ("option", "value", "line"),
     [
-        ("--min-disk", "much", "--min-disk: 'much' is no size; give one like 10GB"),
-        ("--min-tmp", "-1GB", "--min-tmp: '-1GB' is no size; give one like 10GB"),
+        ("--min-disk", "much", "--min-disk: 'much' is not a size; give one like 10GB"),
+        ("--min-tmp", "-1GB", "--min-tmp: '-1GB' is not a size; give one like 10GB"),
         ("--min-gpu-memory", "90", "--min-gpu-memory: '90' is above 1; give a fraction from 0 to 1"),
-        ("--max-clock-offset", "x", "--max-clock-offset: 'x' is no number; give 0 or more"),
-        ("--min-bandwidth", "nan", "--min-bandwidth: 'nan' is no number; give 0 or more"),
+        ("--max-clock-offset", "x", "--max-clock-offset: 'x' is not a number of 0 or more; give one"),
+        ("--min-bandwidth", "nan", "--min-bandwidth: 'nan' is not a number of 0 or more; give one"),
         ("--pair-timeout", "0", "--pair-timeout: '0' is less than a second; give seconds"),
     ],
 )
@@ -140,7 +140,7 @@ def test_a_local_job_looks_at_this_machine(tmp_path: Path) -> None:
     assert job("--node-timeout", "30") == (0, "", ["begun with 1 processes", "finished"])
     code, errors, events = job("--min-tmp", "900TB")
     assert code == 2
-    assert re.fullmatch(r"selectron: error: pre-flight: \S+: .* free in \S+, less than 900 TB; mend it, .*\n", errors)
+    assert re.fullmatch(r"selectron: error: pre-flight: \S+: .* free in \S+, less than 900 TB; repair it, .*\n", errors)
     assert events[0] == "begun with 1 processes"
     assert re.fullmatch(r"bad node \S+: .* less than 900 TB", events[1])
     assert events[2:] == ["refused"]

@@ -58,15 +58,15 @@ def test_all_is_well() -> None:
 @pytest.mark.parametrize(
     ("report", "reason"),
     [
-        (second(gpus_seen=0, gpus=[]), "0 of 1 GPUs are seen"),
+        (second(gpus_seen=0, gpus=[]), "0 of 1 GPUs are visible"),
         (second(gpus=[replace(GPU, index=3, error="uncorrectable ECC error")]), "GPU 3: uncorrectable ECC error"),
         (second(gpus=[replace(GPU, free=10**11)]), "GPU 0: 100 GB of 141 GB free, less than 90%"),
-        (second(memory=10**8), "100 MB of memory free, less than 500 MB"),
+        (second(memory=10**8), "100 MB of memory is free, less than 500 MB"),
         (second(spaces=space("temporary", "/data", 10**8)), "100 MB free in /data, less than 250 MB"),
         (second(spaces=space("shared memory", "/dev/shm", 0)), "0 MB free in /dev/shm, less than 32 MB"),
         (second(spaces=space("run", "/runs", None)), "there is no folder /runs"),
-        (second(versions={"code": "abd", "torch": "2.13"}), "code is abd here and abc on the others"),
-        (second(versions={"code": "abc"}), "torch is none here and 2.13 on the others"),
+        (second(versions={"code": "abd", "torch": "2.13"}), "code is abd, but abc on the other nodes"),
+        (second(versions={"code": "abc"}), "torch is none, but 2.13 on the other nodes"),
     ],
 )
 def test_one_node_fails_a_check(report: NodeReport, reason: str) -> None:
@@ -75,7 +75,7 @@ def test_one_node_fails_a_check(report: NodeReport, reason: str) -> None:
 
 def test_a_node_that_fails_two_checks() -> None:
     found = verdict(cluster(n2=second(memory=0, gpus_seen=0, gpus=[])))
-    assert found.bad == {"n2": "0 of 1 GPUs are seen, 0 MB of memory free, less than 500 MB"}
+    assert found.bad == {"n2": "0 of 1 GPUs are visible, 0 MB of memory is free, less than 500 MB"}
 
 
 def test_clocks() -> None:
@@ -94,27 +94,27 @@ def test_what_all_nodes_fail_is_no_nodes_fault() -> None:
     assert verdict([alone], "n1") == Verdict(refusals=["0 MB free in /runs, less than 1 GB"])
     # A silent node may or may not have the same fault.
     assert verdict([replace(WELL, memory=0)], "n1 n2").bad == {
-        "n1": "0 MB of memory free, less than 500 MB",
-        "n2": "said nothing within 300 s",
+        "n1": "0 MB of memory is free, less than 500 MB",
+        "n2": "sent no report within 300 s",
     }
     # A fault of the only node is not common to all nodes: the next start may get another node.
-    assert verdict([replace(WELL, memory=0)], "n1").bad == {"n1": "0 MB of memory free, less than 500 MB"}
+    assert verdict([replace(WELL, memory=0)], "n1").bad == {"n1": "0 MB of memory is free, less than 500 MB"}
 
 
 def test_without_gpus_asked_for_the_others_tell_how_many_there_are() -> None:
     reports = [replace(one, gpus_asked=0) for one in cluster()]
     reports[1] = replace(reports[1], gpus_seen=0, gpus=[])
-    assert verdict(reports).bad == {"n2": "0 of 1 GPUs are seen"}
+    assert verdict(reports).bad == {"n2": "0 of 1 GPUs are visible"}
     assert verdict([replace(one, gpus_seen=0, gpus=[], gpus_asked=0) for one in cluster()]).passed
 
 
 def test_the_first_node_is_right_where_two_differ() -> None:
     reports = [WELL, second(versions={"code": "abd", "torch": "2.13"})]
-    assert verdict(reports, "n1 n2").bad == {"n2": "code is abd here and abc on the others"}
+    assert verdict(reports, "n1 n2").bad == {"n2": "code is abd, but abc on the other nodes"}
 
 
 def test_silence() -> None:
-    said = "said nothing within 300 s"
+    said = "sent no report within 300 s"
     assert verdict(cluster()[:2]).bad == {"n3": said}
     assert verdict(cluster()[:1], "n1 n2").bad == {"n2": said}
     assert verdict(cluster()[:1]).bad == {"n1": "no other node reached it within 300 s"}
@@ -172,20 +172,20 @@ def test_a_stranger_clears_a_node_or_does_not() -> None:
     assert judged(RING_4, {"n2-n4": 0.0, "n3-n4": 0.0, "n4-n1": 0.0}).bad == {"n4": "with n3: no all-reduce (dead)"}
     transient = judged(RING_4, {"n2-n4": 10.0, "n3-n4": 9.0, "n4-n1": 10.0})
     assert transient == Verdict(
-        warnings=[f"{pair}: no all-reduce (dead) at first, then as it should be" for pair in ("n3 and n4", "n4 and n1")]
+        warnings=[f"{pair}: no all-reduce (dead) at first, normal when repeated" for pair in ("n3 and n4", "n4 and n1")]
     )
 
 
 def test_two_nodes_that_talk_to_others_and_not_to_each_other() -> None:
     first = {"n1-n2": 10.0, "n3-n4": 10.0, "n2-n3": 0.0, "n4-n1": 10.0}
-    reason = "with n2, though both talk to others: no all-reduce (dead)"
+    reason = "with n2, although both reach other nodes: no all-reduce (dead)"
     assert judged(first, {"n2-n3": 0.0}) == Verdict(bad={"n3": reason})
     first["n2-n3"] = 1.0
     assert judged(first, {"n2-n3": 1.0}) == Verdict(warnings=["n2 and n3: 1 GB/s, less than 5"])
 
 
 def test_of_two_nodes_neither_is_blamed() -> None:
-    problem = "n1 and n2: no all-reduce (dead); nothing tells which of them is at fault"
+    problem = "n1 and n2: no all-reduce (dead); the faulty node cannot be determined"
     assert judged({"n1-n2": 0.0}, {"n1-n2": 0.0}) == Verdict(troubles=[problem])
     assert judged({"n1-n2": 1.0}, {"n1-n2": 1.0}, Limits(min_bandwidth=2.0)) == Verdict(
         warnings=["n1 and n2: 1 GB/s, less than 2"]

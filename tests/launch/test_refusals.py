@@ -45,7 +45,7 @@ def refusal(folder: Path, capsys: pytest.CaptureFixture[str], verb: str, *argume
     return said.err.removeprefix("selectron: error: ")
 
 
-MOUNTS_MEND = "give paths of this machine, PATH or PATH:PATH_IN_CONTAINER, separated by commas"
+MOUNTS_MEND = "give existing paths, PATH or PATH:PATH_IN_CONTAINER, separated by commas"
 
 
 @BOTH
@@ -170,7 +170,9 @@ def test_a_branch_of_the_sweep_itself(folder: Path, capsys: pytest.CaptureFixtur
     assert called(folder, "sweep", "--dry-run") == 0
     capsys.readouterr()
     (folder / "sizes.yaml").write_text(sweep.replace("STEP", "latest"))
-    line = f"run short: run.branch_from: {trunk}/latest is no checkpoint of a run; give one like {trunk}/step_400\n"
+    line = (
+        f"run short: run.branch_from: {trunk}/latest is not a checkpoint of a run; give a path like {trunk}/step_400\n"
+    )
     assert refusal(folder, capsys, "sweep", "--dry-run") == f"{folder}/sizes.yaml: {line}"
 
 
@@ -179,17 +181,24 @@ def test_a_branch_of_the_sweep_itself(folder: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["--partition", "cpu"], "--partition: there is no cpu; choose from gpu"),
-        (["--nodes", "5"], "--nodes: 5, and partition gpu has 4; give 4 or fewer"),
-        (["--gpus-per-node", "9"], "--gpus-per-node: 9, and partition gpu has 8 GPUs a node; give 8 or fewer"),
+        (["--partition", "cpu"], "--partition: there is no partition cpu; choose from gpu"),
+        (["--nodes", "5"], "--nodes: 5 is too many: partition gpu has 4 nodes; give 4 or fewer"),
+        (
+            ["--gpus-per-node", "9"],
+            "--gpus-per-node: 9 is too many: partition gpu has 8 GPUs per node; give 8 or fewer",
+        ),
         (
             ["--processes-per-node", "4", "--cpus-per-task", "25"],
-            "--cpus-per-task: 25 for each of 4 processes, and partition gpu has 96 processors a node; give 24 or fewer",
+            "--cpus-per-task: 25 for each of 4 processes is too many: partition gpu has 96 CPUs per node; "
+            "give 24 or fewer",
         ),
-        (["--time", "2-00"], "--time: 2-00, and partition gpu has a limit of 1-00:00:00; give 1-00:00:00 or less"),
+        (
+            ["--time", "2-00"],
+            "--time: 2-00 is too long: partition gpu has a limit of 1-00:00:00; give 1-00:00:00 or less",
+        ),
         (
             ["--job-name", "my run"],
-            "--job-name: 'my run' is no name that files can have; give letters, digits, '.', '_' and '-'",
+            "--job-name: 'my run' is not a valid file name; use letters, digits, '.', '_' and '-'",
         ),
     ],
 )
@@ -208,14 +217,14 @@ def test_what_only_sbatch_knows(folder: Path, capsys: pytest.CaptureFixture[str]
     """Requests that only sbatch can refuse, such as when too few nodes of a partition have the resources."""
     install(folder, "sinfo", SINFO)
     install(folder, "sbatch", "echo 'allocation failure: Requested node configuration is not available' >&2; exit 1")
-    said = "allocation failure: Requested node configuration is not available; mend what it names and call again"
+    said = "allocation failure: Requested node configuration is not available; correct this and try again"
     assert refusal(folder, capsys, verb, *dry) == f"sbatch: refused: {said}\n"
 
 
 def test_a_sweep_whose_files_name_no_job_can_have(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "sizes.yaml").rename(folder / "my sizes.yaml")
     assert main(["sweep", str(folder / "my sizes.yaml")]) == 2
-    assert capsys.readouterr().err.startswith("selectron: error: --job-name: 'my sizes' is no name that files can have")
+    assert capsys.readouterr().err.startswith("selectron: error: --job-name: 'my sizes' is not a valid file name")
     assert not (folder / "runs").exists()
 
 

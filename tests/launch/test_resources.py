@@ -47,25 +47,25 @@ def test_what_is_no_time(time: str) -> None:
         ({"gpus_per_node": -1}, "--gpus-per-node: -1 is less than 1; give 1 or more"),
         (
             {"gpus_per_node": 8, "processes_per_node": 4},
-            "--processes-per-node: 4, beside --gpus-per-node, which has a process for each GPU; leave one of them out",
+            "--processes-per-node: 4 cannot be combined with --gpus-per-node, which starts a process per GPU; "
+            "omit one of them",
         ),
         (
             {"job_name": "my run"},
-            "--job-name: 'my run' is no name that files can have; give letters, digits, '.', '_' and '-'",
+            "--job-name: 'my run' is not a valid file name; use letters, digits, '.', '_' and '-'",
         ),
-        ({"time": "1h"}, "--time: '1h' is no time that Slurm reads; give minutes, H:MM:SS or D-HH:MM:SS"),
+        ({"time": "1h"}, "--time: '1h' is not in a time format of Slurm; give minutes, H:MM:SS or D-HH:MM:SS"),
         (
             {"time": "3"},
-            "--time: 3 is no longer than the 180 s before it at which a checkpoint is written; "
-            "give more time, or a smaller --save-before",
+            "--time: 3 is not longer than --save-before, 180 s; increase it, or reduce --save-before",
         ),
         (
             {"more": ["account=x"]},
-            "--sbatch: 'account=x' is no option of sbatch; give one like --sbatch=--account=mine",
+            "--sbatch: 'account=x' is not an sbatch option; give one like --sbatch=--account=mine",
         ),
         (
             {"container": "images/none.sqsh"},
-            "--container: there is no file images/none.sqsh; give an image file, or a registry's name",
+            "--container: there is no file images/none.sqsh; give an image file or the name of an image in a registry",
         ),
     ],
 )
@@ -78,32 +78,32 @@ def test_what_no_cluster_takes(fields: dict[str, Any], line: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "line"),
     [
-        ({"partition": "gpux"}, "--partition: there is no gpux; choose from cpu, gpu"),
-        ({"nodes": 5}, "--nodes: 5, and partition cpu has 4; give 4 or fewer"),
+        ({"partition": "gpux"}, "--partition: there is no partition gpux; choose from cpu, gpu"),
+        ({"nodes": 5}, "--nodes: 5 is too many: partition cpu has 4 nodes; give 4 or fewer"),
         (
             {"partition": "gpu", "gpus_per_node": 16},
-            "--gpus-per-node: 16, and partition gpu has 8 GPUs a node; give 8 or fewer",
+            "--gpus-per-node: 16 is too many: partition gpu has 8 GPUs per node; give 8 or fewer",
         ),
         (
             {"gpus_per_node": 1},
-            "--gpus-per-node: 1, and partition cpu has 0 GPUs a node; give --processes-per-node instead",
+            "--gpus-per-node: 1 is too many: partition cpu has 0 GPUs per node; give --processes-per-node instead",
         ),
         (
             {"processes_per_node": 3},
-            "--processes-per-node: 3, and partition cpu has 2 processors a node; give 2 or fewer",
+            "--processes-per-node: 3 is too many: partition cpu has 2 CPUs per node; give 2 or fewer",
         ),
         (
             {"cpus_per_task": 3},
-            "--cpus-per-task: 3 for a process, and partition cpu has 2 processors a node; give 2 or fewer",
+            "--cpus-per-task: 3 for one process is too many: partition cpu has 2 CPUs per node; give 2 or fewer",
         ),
         (
             {"partition": "gpu", "gpus_per_node": 8, "cpus_per_task": 17},
-            "--cpus-per-task: 17 for each of 8 processes, and partition gpu has 128 processors a node; "
+            "--cpus-per-task: 17 for each of 8 processes is too many: partition gpu has 128 CPUs per node; "
             "give 16 or fewer",
         ),
         (
             {"partition": "gpu", "time": "2-00"},
-            "--time: 2-00, and partition gpu has a limit of 1-00:00:00; give 1-00:00:00 or less",
+            "--time: 2-00 is too long: partition gpu has a limit of 1-00:00:00; give 1-00:00:00 or less",
         ),
     ],
 )
@@ -133,7 +133,7 @@ def test_what_it_has() -> None:
 
 
 def test_no_default_partition() -> None:
-    with pytest.raises(UserError, match="--partition: the cluster has no default one; choose from gpu"):
+    with pytest.raises(UserError, match="--partition: the cluster has no default partition; choose from gpu"):
         Resources(nodes=1, job_name="run").check_cluster({"gpu": CLUSTER["gpu"]})
 
 
@@ -172,15 +172,13 @@ def test_the_state_of_a_job(
 
 def test_slurms_own_words_are_in_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     says(tmp_path, monkeypatch, "squeue", "echo 'squeue: error: Unable to contact slurm controller' >&2; exit 1")
-    with pytest.raises(UserError, match=r"^squeue: refused: .*Unable to contact slurm controller; mend what it names"):
+    with pytest.raises(UserError, match=r"^squeue: refused: .*Unable to contact slurm controller; correct this"):
         slurm.job_state("7")
 
 
 def test_a_machine_without_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UserError, match=r"^squeue: is not installed on this machine; call it on a login node"):
+    with pytest.raises(UserError, match=r"^squeue: is not installed on this machine; run it on a login node"):
         slurm.job_state("7")
-    with pytest.raises(
-        UserError, match="there is no sbatch on this machine; call it on a login node, or give --local N"
-    ):
+    with pytest.raises(UserError, match="there is no sbatch on this machine; run it on a login node, or use --local N"):
         slurm.check_installed()

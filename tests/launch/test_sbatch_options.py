@@ -25,28 +25,28 @@ from megatron_ext.utils.errors import UserError
         ("-Ha0-2", "sweep"),
         ("--chdir=/tmp", "another folder"),
         ("-D /tmp", "another folder"),
-        ("--output=x", "leave it out"),
-        ("-ox", "leave it out"),
-        ("--out x", "leave it out"),
-        ("--error=x", "leave it out"),
-        ("-e x", "leave it out"),
-        ("--open-mode=truncate", "leave it out"),
+        ("--output=x", "omit it"),
+        ("-ox", "omit it"),
+        ("--out x", "omit it"),
+        ("--error=x", "omit it"),
+        ("-e x", "omit it"),
+        ("--open-mode=truncate", "omit it"),
         ("--requeue", "--requeues"),
         ("--no-requeue", "--requeues"),
         ("--no-req", "--requeues"),
         ("--signal=B:USR1@60", "--save-before"),
         ("--nodes=2", "--nodes"),
         ("-N2", "--nodes"),
-        ("--ntasks=2", "use those two"),
-        ("-n 2", "use those two"),
-        ("--ntasks-per-node=2", "use those two"),
+        ("--ntasks=2", "--processes-per-node"),
+        ("-n 2", "--processes-per-node"),
+        ("--ntasks-per-node=2", "--processes-per-node"),
         ("--cpus-per-task=2", "--cpus-per-task"),
         ("-c2", "--cpus-per-task"),
         ("--gpus=2", "--gpus-per-node"),
         ("--gres=gpu:2", "--gpus-per-node"),
         ("--gres gpu:h100:2", "--gpus-per-node"),
         ("-G2", "--gpus-per-node"),
-        ("--wrap=hostname", "leave it out"),
+        ("--wrap=hostname", "omit it"),
         ("--export=NONE", "calling shell"),
         ("--export-file=x", "calling shell"),
         ("--time=1:00", "--time"),
@@ -57,9 +57,9 @@ from megatron_ext.utils.errors import UserError
         ("--test-only", "--dry-run"),
         ("--wait", "--follow"),
         ("-W", "--follow"),
-        ("--no-kill", "leave it out"),
-        ("-k", "leave it out"),
-        ("-M other", "the other one"),
+        ("--no-kill", "omit it"),
+        ("-k", "omit it"),
+        ("-M other", "other cluster"),
         ("--container=x", "--container"),
     ],
 )
@@ -87,20 +87,22 @@ def test_what_does_not_is_handed_on(option: str) -> None:
 
 @pytest.mark.parametrize("option", ["account=x", "", "-", "--", "--account='x", "--account=x\n#SBATCH --array=0"])
 def test_what_is_no_option(option: str) -> None:
-    with pytest.raises(UserError, match="is no option of sbatch; give one like --sbatch=--account=mine"):
+    with pytest.raises(UserError, match="is not an sbatch option; give one like --sbatch=--account=mine"):
         check_options([option])
 
 
 @pytest.mark.parametrize("variable", VARIABLES)
 def test_variables_that_break_a_job_are_refused(variable: str) -> None:
-    with pytest.raises(UserError, match=f"{variable}: is set, and sbatch reads it as --{VARIABLES[variable]}: .*unset"):
+    with pytest.raises(
+        UserError, match=f"{variable}: is set, which sbatch treats as --{VARIABLES[variable]}, but .*unset"
+    ):
         check_variables({"HOME": "/", variable: "1"}, [])
 
 
 def test_a_default_is_refused_beside_the_option_that_it_overrides() -> None:
     environment = {"SBATCH_PARTITION": "debug", "SBATCH_ACCOUNT": "mine"}
     check_variables(environment, ["--time"])
-    with pytest.raises(UserError, match="SBATCH_PARTITION: is set to 'debug', and counts more for sbatch than --part"):
+    with pytest.raises(UserError, match="SBATCH_PARTITION: is set to 'debug', which overrides --part"):
         check_variables(environment, ["--partition"])
 
 

@@ -142,7 +142,7 @@ def test_a_call_that_was_stopped_loses_no_job(cluster: SlurmCluster, config: Pat
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        (["--partition", "gpux"], r"--partition: there is no gpux; choose from main"),
+        (["--partition", "gpux"], r"--partition: there is no partition gpux; choose from main"),
         # A limit over all nodes, which sinfo does not show.
         (
             ["--nodes", "2", "--sbatch=--exclude=n1"],

@@ -126,7 +126,7 @@ def test_a_node_that_reaches_no_other_is_named(cluster: SlurmCluster, config: Pa
     assert begun == "begun on n1,n2,n3"
     assert bad.startswith("bad node n2: with ")
     assert ended == "ended with exit code 3"
-    assert given_up == "given up: without n2 there are not the 3 nodes that it needs"
+    assert given_up == "given up: fewer than the required 3 nodes remain without n2"
     assert "trained on" not in job.log.read_text()
     assert {tuple(link["pair"]) for link in left(job)["links"] if not link["error"]} == {("n3", "n1")}
 

@@ -37,7 +37,7 @@ def job_of(run: Path, number: str | None, *events: str) -> Job:
         ("7", ["begun on n1", "finished"], None, "finished", "finished"),
         ("7", ["begun on n1"], JobState("CANCELLED", "", "n1"), "stopped", "cancelled"),
         ("7", ["begun on n1", "stopped"], None, "stopped", "stopped"),
-        ("7", [], None, "stopped", "ended before it began"),
+        ("7", [], None, "stopped", "ended before it started"),
         ("7", ["begun on n1"], JobState("NODE_FAIL", "", "n1"), "failed", "node_fail"),
         ("7", ["begun on n1", "refused: data.path: there is none; mend"], None, "failed", "refused"),
         (None, ["begun with 2 processes"], None, "failed", "begun with 2 processes"),  # holds no lock

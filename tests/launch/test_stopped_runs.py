@@ -74,7 +74,7 @@ def test_a_sweep_of_which_runs_were_stopped(
     tmp_path: Path, program: str, code: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert sweep_of(tmp_path, program, list("abc")).run(1, parallel=3) == code
-    assert ("the same command goes on with them" in capsys.readouterr().err) == (code == EXIT_STOPPED)
+    assert ("the same command continues them" in capsys.readouterr().err) == (code == EXIT_STOPPED)
 
 
 def test_the_codes_are_in_the_help() -> None:

@@ -204,7 +204,7 @@ def test_a_run_waits_for_the_one_it_branches_off(tmp_path: Path, capsys: pytest.
     assert set(order[4:6]) == {"begin-short", "begin-shorter"}
     assert len(order) == 8
     said = capsys.readouterr()
-    assert "lost: not begun, as bad is not finished\n" in said.out
+    assert "lost: not started because bad is not finished\n" in said.out
     assert said.err == "selectron: 2 of 5 runs are not finished: lost, bad\n"
 
 
@@ -236,7 +236,7 @@ def test_what_runs_already_is_left_alone(tmp_path: Path, capsys: pytest.CaptureF
     held = claim(tmp_path / "runs" / "a")
     assert held is not None
     assert sweep.run(1, parallel=1) == 1
-    assert "a: runs already\n" in capsys.readouterr().out
+    assert "a: is already running\n" in capsys.readouterr().out
     os.close(held)
     assert sweep.run(1, parallel=1) == 0
 

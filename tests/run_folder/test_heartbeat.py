@@ -68,7 +68,7 @@ def test_a_rank_that_hangs_is_behind_those_that_wait_for_it() -> None:
 
 
 def test_a_table_of_ranks(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="has no heartbeats: no rank has begun to train"):
+    with pytest.raises(UserError, match="has no heartbeats: no rank has started training"):
         ranks_table(tmp_path)
     heartbeats = [Heartbeat(tmp_path, rank, seconds=60) for rank in (1, 0)]
     for heartbeat in heartbeats:

@@ -118,7 +118,7 @@ def test_an_arrays_jobs_elsewhere_get_no_number(tmp_path):
 def test_a_jobs_number_is_a_number(tmp_path, text):
     (tmp_path / "job_id").write_text(text)
     for ask in (lambda: Job(tmp_path).number, lambda: Job(tmp_path).log):
-        with pytest.raises(UserError, match="is no number of a job of Slurm's") as caught:
+        with pytest.raises(UserError, match="is not a Slurm job number") as caught:
             ask()
         assert str(caught.value).isprintable()
         assert len(str(caught.value)) < 300 + len(str(tmp_path))

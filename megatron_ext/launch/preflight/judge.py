@@ -86,7 +86,7 @@ def _silent(by_node: Mapping[str, Sequence[NodeReport]], processes: int, limits:
     first = next(iter(by_node))
     if first not in silent and len(silent) == len(by_node) - 1 > 1 and set(silent.values()) == {processes}:
         return {first: f"no other node reached it within {limits.node_timeout:.0f} s"}
-    said = f"said nothing within {limits.node_timeout:.0f} s"
+    said = f"sent no report within {limits.node_timeout:.0f} s"
     return {node: said if n == processes else f"{n} of its {processes} processes {said}" for node, n in silent.items()}
 
 
@@ -100,7 +100,7 @@ def _problems(
     """Yield the checks that a node fails, each with the problem."""
     yield from _of_gpus(reports, gpus, limits)
     if reports[0].memory < limits.min_memory:
-        yield "memory", f"{amount(reports[0].memory)} of memory free, less than {amount(limits.min_memory)}"
+        yield "memory", f"{amount(reports[0].memory)} of memory is free, less than {amount(limits.min_memory)}"
     yield from _of_spaces(reports[0], limits)
     if clock is not None and abs(clock[0]) - clock[1] > limits.max_clock_offset:
         how = f"{abs(clock[0]):.1f} s {'ahead of' if clock[0] > 0 else 'behind'} the first node's"
@@ -109,13 +109,13 @@ def _problems(
         for name in sorted({*usual, *one.versions}):
             here, there = one.versions.get(name, "none"), usual.get(name, "none")
             if here != there:
-                yield f"version of {name}", f"{name} is {here} here and {there} on the others"
+                yield f"version of {name}", f"{name} is {here}, but {there} on the other nodes"
 
 
 def _of_gpus(reports: Sequence[NodeReport], gpus: int, limits: Limits) -> Iterator[tuple[str, str]]:
     seen = min(one.gpus_seen for one in reports)
     if seen < gpus:
-        yield "GPUs", f"{seen} of {gpus} GPUs are seen"
+        yield "GPUs", f"{seen} of {gpus} GPUs are visible"
     for gpu in (gpu for one in reports for gpu in one.gpus):
         if gpu.error:
             yield "GPU", f"GPU {gpu.index}: {gpu.error}"
@@ -236,14 +236,14 @@ def judge_links(first: Links, again: Links) -> Verdict:
         lonely = [node for node in pair if node not in good]
         said = f"{pair[0]} and {pair[1]}: {problem}"
         if not problem:
-            verdict.warnings.append(f"{pair[0]} and {pair[1]}: {first.problem(pair)} at first, then as it should be")
+            verdict.warnings.append(f"{pair[0]} and {pair[1]}: {first.problem(pair)} at first, normal when repeated")
         elif good and lonely:
             for node in lonely:
                 verdict.bad.setdefault(node, f"with {pair[pair[0] == node]}: {problem}")
         elif not again.failed(pair):
             verdict.warnings.append(said)
         elif good:
-            verdict.bad.setdefault(pair[1], f"with {pair[0]}, though both talk to others: {problem}")
+            verdict.bad.setdefault(pair[1], f"with {pair[0]}, although both reach other nodes: {problem}")
         else:
-            verdict.troubles.append(f"{said}; nothing tells which of them is at fault")
+            verdict.troubles.append(f"{said}; the faulty node cannot be determined")
     return verdict

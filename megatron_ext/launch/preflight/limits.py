@@ -22,7 +22,7 @@ def size(text: str) -> float:
     """
     match = _SIZE.fullmatch(text)
     if match is None:
-        raise ValueError("is no size; give one like 10GB")
+        raise ValueError("is not a size; give one like 10GB")
     unit = match["unit"].upper()
     return float(match["number"]) * _UNITS[unit if unit.endswith("B") or not unit else f"{unit}B"]
 
@@ -33,7 +33,7 @@ def _number(text: str) -> float:
     except ValueError:
         number = math.nan
     if not 0 <= number < math.inf:
-        raise ValueError("is no number; give 0 or more")
+        raise ValueError("is not a number of 0 or more; give one")
     return number
 
 
@@ -53,7 +53,7 @@ def _seconds(text: str) -> float:
 
 def _limit(default: str, read: Any, unit: str, text: str) -> Any:
     """Declare a limit with its option; `default` is in the user's notation."""
-    metadata = {"default": default, "read": read, "unit": unit, "help": f"{text} ({default})"}
+    metadata = {"default": default, "read": read, "unit": unit, "help": f"{text} (default {default})"}
     return field(default=read(default), metadata=metadata)
 
 
@@ -61,21 +61,23 @@ def _limit(default: str, read: Any, unit: str, text: str) -> Any:
 class Limits:
     """Requirements for a node, each an option of the same name. Units are bytes, seconds, GB/s and fractions."""
 
-    min_disk: float = _limit("1GB", size, "SIZE", "space for the run's folder")
-    min_tmp: float = _limit("250MB", size, "SIZE", "space for temporary files (TMPDIR)")
-    min_shm: float = _limit("32MB", size, "SIZE", "space in /dev/shm")
-    min_memory: float = _limit("500MB", size, "SIZE", "memory that is free on a node")
-    min_gpu_memory: float = _limit("0.9", _fraction, "FRACTION", "of a GPU's memory that is free")
-    max_clock_offset: float = _limit("2", _number, "SECONDS", "a clock may differ from the first node's")
-    min_bandwidth: float = _limit("0", _number, "GB/S", "of an all-reduce between two nodes, in GB/s")
-    min_bandwidth_fraction: float = _limit("0.5", _fraction, "FRACTION", "of the median bandwidth of the other pairs")
-    pair_timeout: float = _limit("30", _seconds, "SECONDS", "after which two nodes do not reach each other")
-    node_timeout: float = _limit("300", _seconds, "SECONDS", "after which a node is silent")
+    min_disk: float = _limit("1GB", size, "SIZE", "minimum free space for the run folder")
+    min_tmp: float = _limit("250MB", size, "SIZE", "minimum free space for temporary files (TMPDIR)")
+    min_shm: float = _limit("32MB", size, "SIZE", "minimum free space in /dev/shm")
+    min_memory: float = _limit("500MB", size, "SIZE", "minimum free memory of a node")
+    min_gpu_memory: float = _limit("0.9", _fraction, "FRACTION", "minimum free fraction of a GPU's memory")
+    max_clock_offset: float = _limit("2", _number, "SECONDS", "maximum clock offset from the first node")
+    min_bandwidth: float = _limit("0", _number, "GB/S", "minimum all-reduce bandwidth between two nodes")
+    min_bandwidth_fraction: float = _limit(
+        "0.5", _fraction, "FRACTION", "minimum bandwidth relative to the median of the other pairs"
+    )
+    pair_timeout: float = _limit("30", _seconds, "SECONDS", "timeout of the connection between two nodes")
+    node_timeout: float = _limit("300", _seconds, "SECONDS", "timeout of a node's report")
 
 
 def add_limits(parser: argparse.ArgumentParser) -> None:
     """Add an option for each limit. Values stay text until `limits_of` parses them."""
-    group = parser.add_argument_group("what a node must have before it trains")
+    group = parser.add_argument_group("node requirements checked before training")
     for one in fields(Limits):
         option = "--" + one.name.replace("_", "-")
         group.add_argument(option, metavar=one.metadata["unit"], help=one.metadata["help"])

@@ -37,10 +37,14 @@ _PATIENCE = 10.0
 
 def add_preflight(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `selectron preflight`."""
-    text = "of the job: NAME.json and NAME.notes are left there, all that was found and what is wrong"
+    text = "folder of the job, to which NAME.json (all results) and NAME.notes (problems) are written"
     parser.add_argument("--folder", type=Path, metavar="DIR", help=text)
-    parser.add_argument("--name", default="preflight", metavar="NAME", help="of these files (preflight)")
-    parser.add_argument("--nodes", metavar="NAMES", help="of the job, separated by commas, to name one that is silent")
+    parser.add_argument(
+        "--name", default="preflight", metavar="NAME", help="base name of these files (default preflight)"
+    )
+    parser.add_argument(
+        "--nodes", metavar="NAMES", help="nodes of the job, separated by commas, to name those that do not report"
+    )
     add_limits(parser)
 
 
@@ -94,7 +98,7 @@ def _conclude(verdict: Verdict) -> int:
     if "SLURM_JOB_ID" not in os.environ:  # there are no other nodes to use
         refusals += [f"{node}: {reason}" for node, reason in verdict.bad.items()] + verdict.troubles
     if refusals:
-        raise UserError("pre-flight", ", ".join(refusals), "mend it, or change its limit (selectron launch --help)")
+        raise UserError("pre-flight", ", ".join(refusals), "repair it, or change its limit (selectron launch --help)")
     return 0 if verdict.passed else EXIT_BEGIN_ANEW
 
 
@@ -130,7 +134,7 @@ def _talk(board: Board, report: NodeReport, order: Mapping[str, Any], limits: Li
             # The other process may still wait for an earlier pair, for up to the time limit of each.
             store.wait([f"here{1 - end}"], timedelta(seconds=_longest(turn + 1, limits)))
         except (Silence, RuntimeError):
-            links.append(Link(pair=pair, local_rank=report.local_rank, error="the other process does not come"))
+            links.append(Link(pair=pair, local_rank=report.local_rank, error="the other process does not respond"))
             continue
         links.append(measure(pair, report.local_rank, end, store, device, limits.pair_timeout))
     return links
@@ -226,7 +230,7 @@ class _Flight:
         answers = self.board.gather(keys, _longest(len(turns) + 1, self.limits))
         found += [_LINK.validate_python(link) for links in answers.values() for link in links]
         for report in (self.reports[rank] for rank in keys if rank not in answers):
-            error = f"{report.node} says nothing any more"
+            error = f"{report.node} no longer responds"
             found += [Link(pair=pair, local_rank=report.local_rank, error=error) for pair in mine[report.rank]]
         self.links += found
         return found
@@ -242,7 +246,7 @@ class _Flight:
         columns = (
             "node",
             "GPUs",
-            "least free on a GPU",
+            "min. free GPU memory",
             "memory",
             "run",
             "temporary",
@@ -254,15 +258,15 @@ class _Flight:
         pairs = Links.of(self.links, self.limits).slowest
         if pairs:
             cells = [
-                [f"{a} - {b}", digits(link.bandwidth), digits(link.latency * 1e6), link.error or "well"]
+                [f"{a} - {b}", digits(link.bandwidth), digits(link.latency * 1e6), link.error or "ok"]
                 for (a, b), link in pairs.items()
             ]
-            lines += ["", *table(("pair, its slowest link", "GB/s", "latency, µs", "all-reduce"), cells)]
+            lines += ["", *table(("slowest link of pair", "GB/s", "latency, µs", "all-reduce"), cells)]
         lines += [f"warning: {line}" for line in verdict.warnings]
         return lines
 
     def _row(self, node: str, report: NodeReport | None, verdict: Verdict) -> list[str]:
-        said = verdict.bad.get(node, "well")
+        said = verdict.bad.get(node, "ok")
         if report is None:
             return [node, *[""] * 8, said]
         gpus = [gpu for one in self.reports.values() if one.node == node for gpu in one.gpus]
