@@ -33,7 +33,7 @@ from megatron_ext.planning.rates import filled, part_of_feed_forward, rate_of
 
 if TYPE_CHECKING:
     from megatron_ext.mixers.core.base import Rounds
-    from megatron_ext.planning.dry_step import Footprint
+    from megatron_ext.planning.dry_step import Footprint, Layer
     from megatron_ext.planning.ledger import Message
 
 BUBBLE, HOST = "pipeline bubble", "data and host"
@@ -183,53 +183,105 @@ def sent(message: Message) -> float:
 
 def _micro_batch(config: RunConfig, footprint: Footprint, gpu: Gpu, links: _Links) -> dict[str, float]:
     """Return the seconds of each part for one micro-batch on a rank."""
-    model, training, parallel = config.model, config.training, config.parallel
-    reference = GPUS[MEASURED]
-    tokens = training.micro_batch_size * config.data.seq_length / parallel.context
-    faster = gpu.peak_flops / reference.peak_flops
-    parts: defaultdict[str, float] = defaultdict(float)
-
-    def product(part: str, name: str, flops: float, again: bool, reached: float = 1.0) -> None:
-        rate = rate_of(name, model.hidden_size, config.data.seq_length)
-        once = flops * tokens / parallel.tensor / (reached * rate.flops * faster)
-        parts[part] += once * (1 + rate.forward_share * again)
-
-    whole, feed_forward = training.recompute == "full", part_of_feed_forward(training.fp8)
-    for layer in footprint.layers:
-        # A rank that passes a state on scans its shard again. All FLOPs but the projections' count as the scan.
-        reached = filled(layer.part, layer.units)
-        product(MIXER, layer.part, (1 + layer.summary_scans) * layer.mixer_flops, whole, reached)
-        product(MIXER, FEED_FORWARD, -layer.summary_scans * layer.projection_flops, whole)
-        product(FEED_FORWARD, feed_forward, layer.feed_forward_flops, training.recompute != "none")
-        if training.fp8 != "none":  # the mixer's projections run at the feed-forward's rate
-            product(MIXER, FEED_FORWARD, -layer.projection_flops, whole)
-            product(MIXER, feed_forward, layer.projection_flops, whole)
+    products = _Products(config, gpu)
+    one_pass = _seconds_of_a_pass(config, gpu)
+    parts: dict[str, float] = {
+        MIXER: sum(products.mixer(layer) for layer in footprint.layers),
+        FEED_FORWARD: sum(products.feed_forward(layer) for layer in footprint.layers),
+    }
     if footprint.loss_flops:
-        product(LOSS, LOSS, footprint.loss_flops, again=False)
-    size = 2 if training.precision == "bf16" else 4
-    one_pass = tokens * model.hidden_size * size / (BANDWIDTH_REACHED * gpu.bandwidth)
-    passes = NORM_PASSES[FORWARD] * (1 + whole) + NORM_PASSES[BACKWARD]
-    passes += NORM_PASSES["again"] * (training.recompute == "mlp")
-    shared = parallel.tensor if sequence_parallel(config) else 1
-    branches = 0.5 if model.block == "mixer" else 1.0
-    parts[NORMS] = one_pass * passes * branches * len(footprint.layers) / shared
+        parts[LOSS] = products.seconds(LOSS, footprint.loss_flops)
+    parts[NORMS] = len(footprint.layers) * _norms(config, one_pass)
     if footprint.has_embedding:
-        parts[EMBEDDING] = one_pass * EMBEDDING_PASSES / shared
+        parts[EMBEDDING] = EMBEDDING_PASSES * one_pass
+    parts[COMMUNICATION] = _messages(config, footprint, links, parts[MIXER])
+    parts[MIXER] += _exchange_copies(config, footprint, gpu, one_pass)
+    return parts
+
+
+class _Products:
+    """Time of the parts with matrix products, from their model FLOPs and measured rates."""
+
+    def __init__(self, config: RunConfig, gpu: Gpu) -> None:
+        self._hidden_size, self._seq_length = config.model.hidden_size, config.data.seq_length
+        self._tokens = _tokens(config) / config.parallel.tensor
+        self._faster = gpu.peak_flops / GPUS[MEASURED].peak_flops
+        self._recomputes_mlp = config.training.recompute != "none"
+        self._recomputes_mixer = config.training.recompute == "full"
+        self._linears = part_of_feed_forward(config.training.fp8)
+
+    def seconds(self, part: str, flops: float, again: bool = False, reached: float = 1.0) -> float:
+        """Return the seconds of a part.
+
+        Args:
+            part: name of its rate.
+            flops: model FLOPs per token of forward and backward pass.
+            again: True if the forward pass is recomputed.
+            reached: fraction of the rate that is reached.
+        """
+        rate = rate_of(part, self._hidden_size, self._seq_length)
+        once = flops * self._tokens / (reached * rate.flops * self._faster)
+        return once * (1 + rate.forward_share * again)
+
+    def feed_forward(self, layer: Layer) -> float:
+        """Return the seconds of a layer's feed-forward."""
+        return self.seconds(self._linears, layer.feed_forward_flops, self._recomputes_mlp)
+
+    def mixer(self, layer: Layer) -> float:
+        """Return the seconds of a layer's mixer. Its rate was measured on one GPU, with projections in 16 bits."""
+        whole = self.seconds(layer.part, layer.mixer_flops, self._recomputes_mixer, filled(layer.part, layer.units))
+        projections = self.seconds(FEED_FORWARD, layer.projection_flops, self._recomputes_mixer)
+        in_use = self.seconds(self._linears, layer.projection_flops, self._recomputes_mixer)
+        # A rank that passes a state on scans its shard again. All but the projections counts as the scan.
+        scans = layer.summary_scans * (whole - projections)
+        saved_by_fp8 = projections - in_use
+        return whole + scans - saved_by_fp8
+
+
+def _tokens(config: RunConfig) -> float:
+    return config.training.micro_batch_size * config.data.seq_length / config.parallel.context
+
+
+def _seconds_of_a_pass(config: RunConfig, gpu: Gpu) -> float:
+    """Return the time to read or write a layer's hidden states on a rank once."""
+    size = 2 if config.training.precision == "bf16" else 4
+    shared = config.parallel.tensor if sequence_parallel(config) else 1
+    return _tokens(config) * config.model.hidden_size * size / (BANDWIDTH_REACHED * gpu.bandwidth) / shared
+
+
+def _norms(config: RunConfig, one_pass: float) -> float:
+    """Return the time of a layer's norms and residual, which are memory-bound."""
+    recompute = config.training.recompute
+    passes = NORM_PASSES[FORWARD] * (1 + (recompute == "full")) + NORM_PASSES[BACKWARD]
+    passes += NORM_PASSES["again"] * (recompute == "mlp")
+    branches = 0.5 if config.model.block == "mixer" else 1.0
+    return one_pass * passes * branches
+
+
+def _messages(config: RunConfig, footprint: Footprint, links: _Links, mixer: float) -> float:
+    """Return the time of all messages that is not overlapped by the mixers' time."""
+    transport = config.parallel.context_transport
     seconds: defaultdict[str, float] = defaultdict(float)
-    transport, exchanged = parallel.context_transport, 0.0
     for message, count in footprint.ledger.messages.items():
-        each, is_heads = count / footprint.micro_batches, message.call == HEADS
-        reached = EXCHANGE_REACHED[transport] if is_heads else LINKS_REACHED
-        seconds[message.call] += each * links.seconds(message.ranks, sent(message), reached)
-        exchanged += each * message.size * is_heads
-    exchanging = [layer.exchange_rounds for layer in footprint.layers if layer.exchange_rounds]
+        reached = EXCHANGE_REACHED[transport] if message.call == HEADS else LINKS_REACHED
+        seconds[message.call] += count / footprint.micro_batches * links.seconds(message.ranks, sent(message), reached)
+    rounds = _exchange_rounds(footprint)
     # All layers that exchange heads are assumed to send the same amount.
-    behind = fmean(_hides(rounds, transport) for rounds in exchanging) if exchanging else 0.0
-    parts[COMMUNICATION] = sum(seconds.values()) - min(seconds[HEADS] * behind, parts[MIXER])
-    apart = sum(rounds.samples > 1 for rounds in exchanging)
-    parts[MIXER] += apart * COPIES_OF_SAMPLES * one_pass / shared
-    parts[MIXER] += 2 * PACKED[transport] * exchanged / (BANDWIDTH_REACHED * gpu.bandwidth)
-    return dict(parts)
+    hidden = fmean(_hides(each, transport) for each in rounds) if rounds else 0.0
+    return sum(seconds.values()) - min(seconds[HEADS] * hidden, mixer)
+
+
+def _exchange_copies(config: RunConfig, footprint: Footprint, gpu: Gpu, one_pass: float) -> float:
+    """Return the time to copy exchanged heads into the order of ranks, and to split samples into rounds."""
+    messages = footprint.ledger.messages.items()
+    exchanged = sum(message.size * count for message, count in messages if message.call == HEADS)
+    copied = 2 * PACKED[config.parallel.context_transport] * exchanged / footprint.micro_batches
+    layers_in_rounds = sum(rounds.samples > 1 for rounds in _exchange_rounds(footprint))
+    return layers_in_rounds * COPIES_OF_SAMPLES * one_pass + copied / (BANDWIDTH_REACHED * gpu.bandwidth)
+
+
+def _exchange_rounds(footprint: Footprint) -> list[Rounds]:
+    return [layer.exchange_rounds for layer in footprint.layers if layer.exchange_rounds]
 
 
 def _hides(rounds: Rounds, transport: TransportName) -> float:
