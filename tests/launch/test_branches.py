@@ -62,5 +62,6 @@ def test_a_checkpoint_that_will_not_be_there(tmp_path: Path, trunk: dict[str, in
 
 def test_runs_that_wait_for_each_other(tmp_path: Path) -> None:
     step = "checkpoints/step_1000"
-    with pytest.raises(UserError, match=r"run.branch_from: these runs wait for each other: (a, b|b, a); remove run.branch_from"):
+    circle = r"run.branch_from: these runs wait for each other: (a, b|b, a); remove run.branch_from"
+    with pytest.raises(UserError, match=circle):
         trunks_of(tmp_path, {"a": run(tmp_path / "b" / step), "b": run(tmp_path / "a" / step)})
