@@ -206,6 +206,7 @@ def test_a_loss_that_is_not_finite_is_a_failure() -> None:
     assert row.to_dict()["measured"]["losses"] == [3.0, "nan", 1.0]
 
 
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.device_count() < 2, reason="needs two GPUs, or none")
 def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Two processes run two variants. One is rejected, the other still runs."""
     config, output = tmp_path / "tiny.yaml", tmp_path / "out"

@@ -50,7 +50,8 @@ def test_records_hold_the_choices_of_their_time() -> None:
 
 @pytest.mark.parametrize("triton", ["3.6.0", "3.7.1"])
 def test_a_gpu_needs_no_launch(monkeypatch: pytest.MonkeyPatch, triton: str) -> None:
-    select_platform("cpu")  # replaces the CUDA device that Megatron asks for
+    if not torch.cuda.is_available():
+        select_platform("cpu")  # replaces the CUDA device that Megatron asks for
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(fla, "find_spec", lambda name: "there")
     monkeypatch.setattr(fla, "version", {"triton": triton}.__getitem__)
