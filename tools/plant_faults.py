@@ -1,6 +1,6 @@
 """Plant known faults one at a time in a copy of the sources, and report whether the tests catch each.
 
-    python tools/plant_faults.py [--only WORDS] [--output docs/benchmarks/data/planted_faults.json]
+    python tools/plant_faults.py [--only WORDS] [--workers N] [--output docs/benchmarks/data/planted_faults.json]
 
 A fault is caught if at least one of its tests fails. First the tests must pass without it. The exit code is 1 if a
 fault is missed. `docs/testing.md` has the results.
@@ -16,11 +16,17 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+from queue import Queue
 from tempfile import TemporaryDirectory
+from typing import Any, TypeVar
 
 from planted_faults import FAULTS, PlantedFault
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT = 900
@@ -38,18 +44,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="WORDS", help="plant only faults whose name contains WORDS")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the results as JSON")
+    parser.add_argument(
+        "--workers", type=int, default=1, metavar="N", help="faults planted at once, each in a copy (1)"
+    )
     given = parser.parse_args(argv)
+    chosen = [fault for fault in FAULTS if given.only in fault.name]
     results = []
-    with TemporaryDirectory() as folder:
-        copy = copied_sources(Path(folder) / "sources")
-        for fault in FAULTS:
-            if given.only not in fault.name:
-                continue
-            results.append(result := tried(copy, fault))
-            print(f"{'caught' if result['caught'] else 'MISSED'}  {result['seconds']:6.0f} s  {fault.name}", flush=True)
+    with TemporaryDirectory() as folder, ThreadPoolExecutor(given.workers) as workers:
+        copies: Queue[Path] = Queue()
+        for worker in range(given.workers):
+            copies.put(copied_sources(Path(folder) / f"sources_{worker}"))
+        sound = {tests: workers.submit(in_copy, copies, require_pass, tests) for tests in {one.tests for one in chosen}}
+        tried = [workers.submit(in_copy, copies, plant, fault) for fault in chosen]
+        for result in (one.result() for one in as_completed(tried)):
+            results.append(result)
+            word = "caught" if result["caught"] else "MISSED"
+            print(f"{word}  {result['seconds']:6.0f} s  {result['name']}", flush=True)
             if given.output:
                 given.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        for one in sound.values():
+            one.result()
     return 0 if all(result["caught"] for result in results) else 1
+
+
+def in_copy(copies: Queue[Path], function: Callable[[Path, Item], Result], item: Item) -> Result:
+    """Call a function with a copy of the sources that no other thread uses meanwhile."""
+    copy = copies.get()
+    try:
+        return function(copy, item)
+    finally:
+        copies.put(copy)
 
 
 def copied_sources(folder: Path) -> Path:
@@ -61,14 +85,22 @@ def copied_sources(folder: Path) -> Path:
     return folder
 
 
-def tried(copy: Path, fault: PlantedFault) -> dict[str, object]:
-    """Plant a fault, run its tests, and restore the source.
+def require_pass(copy: Path, tests: str) -> None:
+    """Run tests in a copy without a fault.
 
     Raises:
-        RuntimeError: the tests do not pass without the fault, or pytest itself fails.
+        RuntimeError: they do not pass.
     """
-    if (code := run_tests(copy, fault.tests)) != 0:
-        raise RuntimeError(f"{fault.tests}: exit code {code} without a fault; mend the tests first")
+    if (code := run_tests(copy, tests)) != 0:
+        raise RuntimeError(f"{tests}: exit code {code} without a fault; correct the tests first")
+
+
+def plant(copy: Path, fault: PlantedFault) -> dict[str, Any]:
+    """Plant a fault in a copy, run its tests, and restore the source.
+
+    Raises:
+        RuntimeError: pytest itself fails.
+    """
     path, begun = copy / fault.file, time.monotonic()
     source = path.read_text(encoding="utf-8")
     path.write_text(planted(source, fault), encoding="utf-8")
@@ -78,7 +110,8 @@ def tried(copy: Path, fault: PlantedFault) -> dict[str, object]:
         path.write_text(source, encoding="utf-8")
     if code not in (0, FAILED, None):
         raise RuntimeError(f"{fault.tests}: exit code {code} with the fault {fault.name!r}")
-    return {"name": fault.name, "file": fault.file, "caught": code != 0, "seconds": time.monotonic() - begun}
+    seconds = round(time.monotonic() - begun, 1)
+    return {"name": fault.name, "file": fault.file, "tests": fault.tests, "caught": code != 0, "seconds": seconds}
 
 
 def planted(source: str, fault: PlantedFault) -> str:
@@ -96,7 +129,8 @@ def run_tests(copy: Path, tests: str) -> int | None:
     """Run tests in the copy until the first failure and return pytest's exit code; None: they did not end in time."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *shlex.split(tests)]
     own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    environment = own | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
+    search = os.pathsep.join(filter(None, [str(copy), own.get("PYTHONPATH")]))
+    environment = own | {"PYTHONPATH": search, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
     try:
         return subprocess.run(command, cwd=copy, env=environment, capture_output=True, timeout=LIMIT).returncode
     except subprocess.TimeoutExpired:

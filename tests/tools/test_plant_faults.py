@@ -19,7 +19,7 @@ def test_every_fault_fits_the_sources() -> None:
 def test_a_fault_is_caught_if_a_test_fails(tmp_path: Path, new: str, caught: bool) -> None:
     (tmp_path / "sums.py").write_text("def add(a, b):\n    return a + b\n")
     (tmp_path / "test_sums.py").write_text("from sums import add\n\ndef test_add():\n    assert add(3, 0) == 3\n")
-    result = plant_faults.tried(tmp_path, PlantedFault("a sum", "sums.py", "a + b", new, "test_sums.py"))
+    result = plant_faults.plant(tmp_path, PlantedFault("a sum", "sums.py", "a + b", new, "test_sums.py"))
     assert result["caught"] is caught
     assert "a + b" in (tmp_path / "sums.py").read_text()
 
@@ -28,4 +28,4 @@ def test_tests_that_fail_anyway_prove_nothing(tmp_path: Path) -> None:
     (tmp_path / "sums.py").write_text("x = 1\n")
     (tmp_path / "test_sums.py").write_text("def test_never():\n    assert False\n")
     with pytest.raises(RuntimeError, match="without a fault"):
-        plant_faults.tried(tmp_path, PlantedFault("none", "sums.py", "x = 1", "x = 2", "test_sums.py"))
+        plant_faults.require_pass(tmp_path, "test_sums.py")
