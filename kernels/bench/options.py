@@ -2,7 +2,6 @@
 
 import argparse
 import re
-from functools import partial
 
 from kernels.bench.arguments import add_run_arguments, at_least_one, names, save_into, seed_of, split, tell
 from kernels.bench.cases import ALIASES, OPS, PASSES, PEERS, PREFERENCES, KernelPlan, OptionError, Shape
@@ -80,7 +79,7 @@ def _check_limits(args: argparse.Namespace, head_dim: int) -> None:
         raise OptionError("--heads", f"head dim {head_dim} is too large", f"give at most {MAX_TRITON_HEAD_DIM}")
     if args.chunk_size not in TRITON_CHUNK_SIZES:
         sizes = ", ".join(map(str, TRITON_CHUNK_SIZES))
-        raise OptionError("--chunk-size", f"{args.chunk_size} is no size that our kernels have", f"give one of {sizes}")
+        raise OptionError("--chunk-size", f"{args.chunk_size} is not supported", f"give one of {sizes}")
     if args.top_k > MAX_TOP_K:
         raise OptionError("--top-k", f"{args.top_k} is too large", f"give at most {MAX_TOP_K}")
 
@@ -95,17 +94,18 @@ def run(args: argparse.Namespace) -> int:
         OptionError: an option, the output folder or the machine does not allow it.
     """
     plan = make_plan(args)
-    from kernels.bench import report, timing
+    from kernels.bench import timing
+    from kernels.bench.report import KernelReport
     from kernels.bench.run import bench
 
     device = timing.find_device(args.device)
 
-    def save(so_far: report.KernelReport) -> None:
-        save_into(plan.output, partial(report.write, so_far))
+    def save(so_far: KernelReport) -> None:
+        save_into(plan.output, so_far.write)
 
     meter = timing.CudaMeter(device, plan.repeat)
     done = bench(plan, meter, device, tell=tell, save=save)
-    print(report.markdown(done))
+    print(done.markdown())
     print(f"written: {plan.output}")
     return 1 if done.failures else 0
 

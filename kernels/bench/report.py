@@ -1,20 +1,13 @@
-"""Report of the benchmark, as JSON and as a Markdown table."""
+"""Report of the kernels' benchmark, as JSON and as a Markdown table."""
 
-import platform
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
-from importlib import metadata
-from pathlib import Path
 from typing import Any
 
-import torch
-
+from kernels.bench.bench_report import BenchRow, ContestReport
 from kernels.bench.cases import BASELINE, KernelPlan, Pass, Shape
 from kernels.bench.checks import Verdict
 from kernels.bench.timing import Ceilings, Times
-from megatron_ext.utils import git_info
-from megatron_ext.utils.markdown import digits, finite, table, write_both
+from megatron_ext.utils.markdown import digits, finite, table
 
 COLUMNS = (
     "heads x dim",
@@ -54,55 +47,35 @@ class Measured:
 
 
 @dataclass(frozen=True, kw_only=True)
-class KernelRow:
-    """One contestant, shape and pass: measured, failed or not run.
+class KernelRow(BenchRow[Measured]):
+    """Result of one contestant, shape and pass.
 
     Attributes:
         name: name of the contestant.
         shape: the problem.
         which: the pass.
-        measured: measurements, if the result was correct.
-        failed: description and size of the error.
-        not_run: reason why it could not run.
         verdict: result of the check.
     """
 
     name: str
     shape: Shape
     which: Pass
-    measured: Measured | None = None
-    failed: str | None = None
-    not_run: str | None = None
     verdict: Verdict | None = None
-
-    @property
-    def summary(self) -> str:
-        """Return the result in a few words."""
-        if self.measured is not None:
-            return f"{digits(self.measured.times.median)} ms"
-        return f"failed: {self.failed}" if self.failed is not None else f"not run: {self.not_run}"
 
 
 @dataclass(frozen=True, kw_only=True)
-class KernelReport:
+class KernelReport(ContestReport[KernelRow]):
     """Report of a run.
 
     Attributes:
         plan: settings of the run.
-        machine: description of the machine, see `describe_machine`.
         ceilings: measured peaks of the GPU.
-        rows: results, in the order of the table.
     """
 
-    plan: KernelPlan
-    machine: dict[str, str | None]
-    ceilings: Ceilings
-    rows: list[KernelRow]
+    stem = "kernels"
 
-    @property
-    def failures(self) -> list[KernelRow]:
-        """Return the rows with wrong results."""
-        return [row for row in self.rows if row.failed is not None]
+    plan: KernelPlan
+    ceilings: Ceilings
 
     def speed(self, row: KernelRow) -> float | None:
         """Return a row's speed relative to the baseline at the same shape and pass; None if one was not timed."""
@@ -113,45 +86,30 @@ class KernelReport:
                 return other.measured.times.median / row.measured.times.median
         return None
 
+    def numbers(self) -> dict[str, Any]:
+        """Return settings, ceilings and rows."""
+        plan = asdict(self.plan)
+        del plan["shapes"]
+        return {
+            "ceilings": {"tflops": self.ceilings.operations / 1e12, "gb_per_s": self.ceilings.bytes / 1e9},
+            "settings": plan | {"output": str(self.plan.output), "dtype": "bfloat16"},
+            "rows": [_row_dict(self, row) for row in self.rows],
+        }
 
-def describe_machine(device: torch.device) -> dict[str, str | None]:
-    """Return GPU, driver, versions, commit and date; None for what is unknown."""
-    return {
-        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
-        "driver": git_info.output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "triton": version("triton"),
-        "fla": version("flash-linear-attention"),
-        "python": platform.python_version(),
-        "commit": git_info.commit(),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
-
-
-def machine_line(machine: Mapping[str, str | None]) -> str:
-    """Return the description of a machine as a sentence."""
-    return "Machine: " + ", ".join(f"{name} {value}" for name, value in machine.items() if value is not None) + "."
-
-
-def version(distribution: str) -> str | None:
-    """Return the version of an installed distribution, None if it is not installed."""
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def to_dict(report: KernelReport) -> dict[str, Any]:
-    """Return all numbers, with units in their names."""
-    plan = asdict(report.plan)
-    del plan["shapes"]
-    return {
-        "machine": report.machine,
-        "ceilings": {"tflops": report.ceilings.operations / 1e12, "gb_per_s": report.ceilings.bytes / 1e9},
-        "settings": plan | {"output": str(report.plan.output), "dtype": "bfloat16"},
-        "rows": [_row_dict(report, row) for row in report.rows],
-    }
+    def body(self) -> list[str]:
+        """Return the ceilings, the table and the choices."""
+        plan, ceilings = self.plan, self.ceilings
+        return [
+            f"Measured ceilings: bf16 product of 8192 x 8192 matrices {ceilings.operations / 1e12:.0f} TFLOP/s, copy "
+            f"{ceilings.bytes / 1e12:.2f} TB/s (read + written). Inputs: bf16, choices {plan.choices}, chunk "
+            f"{plan.chunk_size}, top_k {plan.top_k}, seed {plan.seed}. Medians of {plan.repeat} runs with a cold L2 "
+            "cache.",
+            "",
+            "TFLOP/s and GB/s count what the op must do and move, whatever the kernel does.",
+            "",
+            *table(COLUMNS, [_cells(self, row) for row in self.rows]),
+            *_choice_lines(self),
+        ]
 
 
 def _row_dict(report: KernelReport, row: KernelRow) -> dict[str, Any]:
@@ -177,23 +135,6 @@ def _row_dict(report: KernelReport, row: KernelRow) -> dict[str, Any]:
             f"speed_over_{BASELINE}": report.speed(row),
         }
     return found if row.verdict is None else found | {"check": finite(asdict(row.verdict))}
-
-
-def markdown(report: KernelReport) -> str:
-    """Return the table, with the machine above it and the choices below."""
-    plan, ceilings = report.plan, report.ceilings
-    lines = [
-        machine_line(report.machine),
-        "",
-        f"Measured ceilings: bf16 product of 8192 x 8192 matrices {ceilings.operations / 1e12:.0f} TFLOP/s, copy "
-        f"{ceilings.bytes / 1e12:.2f} TB/s (read + written). Inputs: bf16, choices {plan.choices}, chunk "
-        f"{plan.chunk_size}, top_k {plan.top_k}, seed {plan.seed}. Medians of {plan.repeat} runs with a cold L2 cache.",
-        "",
-        "TFLOP/s and GB/s count what the op must do and move, whatever the kernel does.",
-        "",
-        *table(COLUMNS, [_cells(report, row) for row in report.rows]),
-    ]
-    return "\n".join([*lines, *_choice_lines(report)]) + "\n"
 
 
 def _cells(report: KernelReport, row: KernelRow) -> list[str]:
@@ -228,8 +169,3 @@ def _choice_lines(report: KernelReport) -> list[str]:
             f"{row.verdict.choices} choices differ from those by float64{told}"
         )
     return ["", *lines.values()] if lines else []
-
-
-def write(report: KernelReport, folder: Path) -> None:
-    """Write kernels.json and kernels.md, each atomically."""
-    write_both(folder, "kernels", to_dict(report), markdown(report))

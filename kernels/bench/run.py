@@ -11,11 +11,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from kernels.bench import costs, ours, peers
+from kernels.bench.bench_report import describe_machine
 from kernels.bench.cases import OPS, PEERS, KernelPlan, Pass, Shape
 from kernels.bench.checks import Verdict, check
 from kernels.bench.contestant import Builder, Contestant, NotRun, one_line
 from kernels.bench.inputs import make_inputs
-from kernels.bench.report import KernelReport, KernelRow, Measured, describe_machine
+from kernels.bench.report import KernelReport, KernelRow, Measured
 from kernels.bench.timing import Meter
 
 Inputs = tuple[Tensor, Tensor, Tensor]

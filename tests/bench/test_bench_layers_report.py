@@ -56,7 +56,7 @@ def table(text: str) -> list[list[str]]:
 
 
 def test_the_table(canned: LayerReport) -> None:
-    text = report.markdown(canned)
+    text = canned.markdown()
     header, _, *rows = table(text)
     assert header == list(report.COLUMNS)
     small, long, empty = ["110m", "2048x16"], ["1p3b", "102400x1"], [""] * 5
@@ -79,16 +79,16 @@ def test_the_table(canned: LayerReport) -> None:
 
 def test_where_the_peak_is_not_known_there_is_no_utilisation(canned: LayerReport) -> None:
     unknown = LayerReport(plan=canned.plan, machine=canned.machine, peak_flops=None, rows=canned.rows)
-    text = report.markdown(unknown)
+    text = unknown.markdown()
     assert "peak not known" in text
     assert [row[8] for row in table(text)[2:]] == [""] * 6
-    assert report.to_dict(unknown)["rows"][0]["mfu"] is None
+    assert unknown.to_dict()["rows"][0]["mfu"] is None
 
 
 def test_the_files(canned: LayerReport, tmp_path: Path) -> None:
-    report.write(canned, tmp_path)
+    canned.write(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["layers.json", "layers.md"]
-    assert (tmp_path / "layers.md").read_text() == report.markdown(canned)
+    assert (tmp_path / "layers.md").read_text() == canned.markdown()
     found = json.loads((tmp_path / "layers.json").read_text(), parse_constant=pytest.fail)
     assert found["peak_tflops"] == 1000.0
     assert found["settings"] == {

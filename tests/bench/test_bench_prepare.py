@@ -58,7 +58,14 @@ def test_the_report_by_hand(tmp_path: Path) -> None:
         PrepareRow(name, 10, 2_000_000, 500_000, 2.0, spent, 0.0, 0) for name, spent in (("slow", 2.0), ("fast", 1.0))
     ]
     ours = PrepareRow("ours", 10, 2_000_000, 500_010, 4.0, 3.25, 2.0, 300 << 20, "cleans")
-    report = PrepareReport("Text", {"torch": "2"}, 2, 3, [*floors, ours], ["other (not there)"])
+    report = PrepareReport(
+        data="Text",
+        machine={"torch": "2"},
+        workers=2,
+        rounds=3,
+        rows=[*floors, ours],
+        left_out=["other (not there)"],
+    )
     report.write(tmp_path)
     text = (tmp_path / "prepare.md").read_text()
     assert "Text: 10 documents, 2.0 MB of text. 2 workers of one thread; medians of 3 rounds" in text

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels.bench import options, report, timing
+from kernels.bench import bench_report, options, timing
 from kernels.bench.cases import KernelPlan, OptionError, Shape
 from kernels.bench.checks import Verdict
 from kernels.bench.report import KernelReport, KernelRow, Measured
@@ -52,7 +52,7 @@ def table(text):
 
 
 def test_the_table(canned):
-    text = report.markdown(canned)
+    text = canned.markdown()
     header, _, *rows = table(text)
     assert header[0] == "heads x dim"
     assert {len(line) for line in rows} == {len(header)}
@@ -76,9 +76,9 @@ def test_the_table(canned):
 
 
 def test_the_files(canned, tmp_path):
-    report.write(canned, tmp_path)
+    canned.write(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["kernels.json", "kernels.md"]
-    assert (tmp_path / "kernels.md").read_text() == report.markdown(canned)
+    assert (tmp_path / "kernels.md").read_text() == canned.markdown()
     found = json.loads((tmp_path / "kernels.json").read_text(), parse_constant=pytest.fail)
     assert found["ceilings"] == {"tflops": 800.0, "gb_per_s": 4000.0}
     assert found["settings"]["seed"] == 11
@@ -101,7 +101,7 @@ def test_the_files(canned, tmp_path):
 
 
 def test_a_failed_write_leaves_the_old_file(canned, tmp_path, monkeypatch):
-    report.write(canned, tmp_path)
+    canned.write(tmp_path)
     before = (tmp_path / "kernels.json").read_text()
     canned.rows.pop()
 
@@ -110,7 +110,7 @@ def test_a_failed_write_leaves_the_old_file(canned, tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "replace", full)
     with pytest.raises(OSError, match="No space"):
-        report.write(canned, tmp_path)
+        canned.write(tmp_path)
     assert (tmp_path / "kernels.json").read_text() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["kernels.json", "kernels.md"]
 
@@ -162,7 +162,7 @@ MISTAKES = [
     (["--passes", "backward"], "--passes: 'backward' is not known; choose from forward, forward_backward"),
     (["--passes", ""], "--passes: is empty; give one of forward, forward_backward, or both"),
     (["--repeat", "0"], "--repeat: 0 is less than 1; give 1 or more"),
-    (["--chunk-size", "100"], "--chunk-size: 100 is no size that our kernels have; give one of 32, 64, 128, 256, 512"),
+    (["--chunk-size", "100"], "--chunk-size: 100 is not supported; give one of 32, 64, 128, 256, 512"),
     (["--top-k", "17"], "--top-k: 17 is too large; give at most 16"),
     (["--top-k", "0"], "--top-k: 0 is less than 1; give 1 or more"),
     (["--seed", "-1"], "--seed: -1 is not in 0 .. 4294967295; give a number in that range"),
@@ -245,7 +245,7 @@ def test_the_tool_alone():
 
 
 def test_the_machine_is_described():
-    found = report.describe_machine(torch.device("cpu"))
+    found = bench_report.describe_machine(torch.device("cpu"))
     assert found["torch"] == torch.__version__
     assert found["gpu"] is None
     assert found["date"].endswith("+00:00")

@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     steps, saves = at_least_one("--steps", args.steps), at_least_one("--saves", args.saves)
     vocabulary = at_least_one("--vocabulary", args.vocabulary)
     config = config_of_run(args)
-    from kernels.bench.report import describe_machine
+    from kernels.bench.bench_report import describe_machine
     from megatron_ext.bench.checkpoints.report import CheckpointReport, host
     from megatron_ext.bench.checkpoints.run import Bench
     from megatron_ext.bench.run_report import publish

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-from functools import partial
 
 from kernels.bench.arguments import add_run_arguments, at_least_one, names, save_into, seed_of, split, tell
 from kernels.bench.cases import OptionError
@@ -84,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     """
     plan = make_plan(args)
     from kernels.bench import timing
-    from megatron_ext.bench.layers import report
+    from megatron_ext.bench.layers.report import LayerReport
     from megatron_ext.bench.layers.run import bench
     from megatron_ext.bench.layers.tuning import limit_tuning
     from megatron_ext.platform.device import select_platform
@@ -94,10 +93,10 @@ def run(args: argparse.Namespace) -> int:
         limit_tuning(plan.configurations)
     platform = select_platform("cuda" if device.type == "cuda" else "cpu", device.index or 0)
 
-    def save(so_far: report.LayerReport) -> None:
-        save_into(plan.output, partial(report.write, so_far))
+    def save(so_far: LayerReport) -> None:
+        save_into(plan.output, so_far.write)
 
     done = bench(plan, timing.CudaMeter(device, plan.repeat), platform, tell=tell, save=save)
-    print(report.markdown(done))
+    print(done.markdown())
     print(f"written: {plan.output}")
     return 1 if done.failures else 0

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from kernels.bench.report import machine_line
+from kernels.bench.bench_report import BenchRow, ContestReport
 from kernels.bench.timing import Times
 from kernels.common.dispatch import Choice
 from megatron_ext.bench.layers.cases import FLA, OURS, LayerPlan, LayerShape
 from megatron_ext.bench.layers.ours import CHECKED_LENGTH, LIMIT, Agreement
-from megatron_ext.utils.markdown import digits, finite, table, write_both
+from megatron_ext.utils.markdown import digits, finite, table
 
 COLUMNS = (
     "size",
@@ -44,16 +43,13 @@ class Measured:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerRow:
-    """Result of one layer at one shape: measured, failed or not run.
+class LayerRow(BenchRow[Measured]):
+    """Result of one layer at one shape.
 
     Attributes:
         mixer: name of the mixer.
         shape: of the problem.
         maker: implementer of the layer, ours or a peer.
-        measured: measurements, if the result was correct.
-        failed: error of our layer.
-        not_run: why a peer did not run.
         agreement: of our layer with its plain torch forms.
         choices: implementation that each op of our layer chose, and why.
         flops: FLOPs per token, by the mixer's own formula.
@@ -63,9 +59,6 @@ class LayerRow:
     mixer: str
     shape: LayerShape
     maker: str
-    measured: Measured | None = None
-    failed: str | None = None
-    not_run: str | None = None
     agreement: Agreement | None = None
     choices: tuple[tuple[str, Choice], ...] = ()
     flops: float | None = None
@@ -76,34 +69,20 @@ class LayerRow:
         """Identification of the row."""
         return f"{self.shape.size_name} {self.shape.length_name} {self.mixer} {self.maker}"
 
-    @property
-    def summary(self) -> str:
-        """Short form of the result."""
-        if self.measured is not None:
-            return f"{digits(self.measured.times.median)} ms"
-        return f"failed: {self.failed}" if self.failed is not None else f"not run: {self.not_run}"
-
 
 @dataclass(frozen=True, kw_only=True)
-class LayerReport:
+class LayerReport(ContestReport[LayerRow]):
     """Results of a whole benchmark run.
 
     Attributes:
         plan: settings.
-        machine: description, see `describe_machine`.
         peak_flops: basis of MFU in FLOP/s; None: unknown.
-        rows: in the order of the table.
     """
 
-    plan: LayerPlan
-    machine: dict[str, str | None]
-    peak_flops: float | None
-    rows: list[LayerRow]
+    stem = "layers"
 
-    @property
-    def failures(self) -> list[LayerRow]:
-        """Rows of our layers that were wrong or did not run."""
-        return [row for row in self.rows if row.failed is not None]
+    plan: LayerPlan
+    peak_flops: float | None
 
     def peer_ratio(self, row: LayerRow) -> float | None:
         """Return fla's time divided by ours at the same shape; None: the row is fla's, or one was not measured."""
@@ -114,17 +93,29 @@ class LayerReport:
                 return other.measured.times.median / row.measured.times.median
         return None
 
+    def numbers(self) -> dict[str, Any]:
+        """Return settings and rows."""
+        plan = asdict(self.plan)
+        del plan["shapes"]
+        return {
+            "peak_tflops": None if self.peak_flops is None else self.peak_flops / 1e12,
+            "settings": plan | {"output": str(self.plan.output), "dtype": "bfloat16"},
+            "rows": [_row_dict(self, row) for row in self.rows],
+        }
 
-def to_dict(report: LayerReport) -> dict[str, Any]:
-    """Return all numbers, with units in their names."""
-    plan = asdict(report.plan)
-    del plan["shapes"]
-    return {
-        "machine": report.machine,
-        "peak_tflops": None if report.peak_flops is None else report.peak_flops / 1e12,
-        "settings": plan | {"output": str(report.plan.output), "dtype": "bfloat16"},
-        "rows": [_row_dict(report, row) for row in report.rows],
-    }
+    def body(self) -> list[str]:
+        """Return the table and the reasons for the implementations."""
+        peak = "not known" if self.peak_flops is None else f"{digits(self.peak_flops / 1e12)} TFLOP/s"
+        return [
+            "One layer's mixer with its projections, forward + backward with the gradients of all weights, in bf16. "
+            f"MFU counts 6 operations a weight and token and 3 times the mixer's own forward; peak {peak}. Memory is "
+            f"beyond weights and hidden states. Seed {self.plan.seed}. Medians of {self.plan.repeat} runs with a cold "
+            f"L2 cache. Ours agree with their plain torch forms within {LIMIT:.0e} at {CHECKED_LENGTH} tokens or "
+            "fewer.",
+            "",
+            *table(COLUMNS, [_cells(self, row) for row in self.rows]),
+            *_choice_lines(self),
+        ]
 
 
 def _row_dict(report: LayerReport, row: LayerRow) -> dict[str, Any]:
@@ -160,22 +151,6 @@ def _numbers(report: LayerReport, row: LayerRow, measured: Measured) -> dict[str
     }
 
 
-def markdown(report: LayerReport) -> str:
-    """Return the table with the machine above it and the reasons for the implementations below."""
-    peak = "not known" if report.peak_flops is None else f"{digits(report.peak_flops / 1e12)} TFLOP/s"
-    lines = [
-        machine_line(report.machine),
-        "",
-        "One layer's mixer with its projections, forward + backward with the gradients of all weights, in bf16. MFU "
-        f"counts 6 operations a weight and token and 3 times the mixer's own forward; peak {peak}. Memory is beyond "
-        f"weights and hidden states. Seed {report.plan.seed}. Medians of {report.plan.repeat} runs with a cold L2 "
-        f"cache. Ours agree with their plain torch forms within {LIMIT:.0e} at {CHECKED_LENGTH} tokens or fewer.",
-        "",
-        *table(COLUMNS, [_cells(report, row) for row in report.rows]),
-    ]
-    return "\n".join([*lines, *_choice_lines(report)]) + "\n"
-
-
 def _cells(report: LayerReport, row: LayerRow) -> list[str]:
     implementation = ", ".join(choice.name for _, choice in row.choices)
     names = [row.shape.size_name, row.shape.length_name, row.mixer, row.maker, implementation]
@@ -201,8 +176,3 @@ def _choice_lines(report: LayerReport) -> list[str]:
     ]
     lines += [f"* {row.mixer}, {row.maker}: {row.note}" for row in report.rows if row.note is not None]
     return ["", *dict.fromkeys(lines)] if lines else []
-
-
-def write(report: LayerReport, folder: Path) -> None:
-    """Write layers.json and layers.md, each atomically."""
-    write_both(folder, "layers", to_dict(report), markdown(report))

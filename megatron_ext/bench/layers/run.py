@@ -9,8 +9,8 @@ from dataclasses import replace
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from kernels.bench.bench_report import describe_machine
 from kernels.bench.contestant import NotRun, one_line
-from kernels.bench.report import describe_machine
 from kernels.bench.timing import Meter
 from megatron_ext.bench.layers import ours, peers
 from megatron_ext.bench.layers.cases import OURS, LayerPlan, LayerShape

@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         raise OptionError("--seconds", f"{args.seconds} is not above 0", "give some seconds")
     import torch
 
-    from kernels.bench.report import describe_machine
+    from kernels.bench.bench_report import describe_machine
     from megatron_ext.bench.checkpoints.report import host
     from megatron_ext.bench.loader import run as loader
     from megatron_ext.bench.loader.report import LoaderReport, LoaderRow, Resume, Turns
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
         else f"Random data, {shard_tokens:,} tokens a shard, documents of 1,000 on average"
     )
     machine = describe_machine(torch.device("cpu")) | host()
-    report = LoaderReport(data, machine, args.seconds, rows, turns, resumes)
+    report = LoaderReport(machine=machine, data=data, seconds=args.seconds, rows=rows, turns=turns, resumes=resumes)
     save_into(args.output, report.write)
     print(report.markdown())
     return 0

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from kernels.bench.report import machine_line
-from megatron_ext.utils.markdown import table, write_both
+from kernels.bench.bench_report import BenchReport
+from megatron_ext.utils.markdown import table
 
 
 @dataclass(frozen=True)
@@ -77,32 +76,32 @@ class Resume:
     seconds_checked: float
 
 
-@dataclass(frozen=True)
-class LoaderReport:
+@dataclass(frozen=True, kw_only=True)
+class LoaderReport(BenchReport):
     """Results of a whole benchmark run.
 
     Attributes:
         data: description of the data.
-        machine: description of the machine.
         seconds: duration of each row, and of each folder in alternation.
         rows: throughput.
         turns: time per sample by number of shards; empty for a single number of shards.
         resumes: times to the first batch.
     """
 
+    stem = "loader"
+
     data: str
-    machine: dict[str, str | None]
     seconds: float
     rows: Sequence[LoaderRow]
     turns: Sequence[Turns]
     resumes: Sequence[Resume]
 
-    def to_dict(self) -> dict[str, Any]:
+    def numbers(self) -> dict[str, Any]:
         """Return all numbers, with units in their names."""
         return asdict(self)
 
-    def markdown(self) -> str:
-        """Return the tables with the machine above them."""
+    def body(self) -> list[str]:
+        """Return what was read and the tables."""
         speeds = ("million tokens/s", "million tokens a processor second", "of the floor")
         head = ("shards", "tokens a sample", "samples a batch", "ranks", "files", *speeds)
         rows = [
@@ -132,9 +131,7 @@ class LoaderReport:
             f"{self.data}. Each row was read for {self.seconds:g} s. Floor: the 30 bytes that "
             "a token is stored and given in, copied from memory to memory by one core, measured beside each row."
         )
-        lines = [
-            machine_line(self.machine),
-            "",
+        return [
             about,
             "",
             *table(head, rows),
@@ -142,7 +139,6 @@ class LoaderReport:
             *self._flatness(),
             *table(("shards", "tokens a sample", "first sample", "ms to it", "ms, data.verify sha256"), resumes),
         ]
-        return "\n".join(lines) + "\n"
 
     def _flatness(self) -> list[str]:
         """Return a table of the time per sample by number of shards; empty for a single number of shards."""
@@ -158,10 +154,6 @@ class LoaderReport:
         fewest = {(one.length, one.ranks): one for one in sorted(self.turns, key=lambda one: -one.shards)}
         rows = [_compared(one, fewest[one.length, one.ranks]) for one in self.turns]
         return [about, "", *table(head, rows), ""]
-
-    def write(self, folder: Path) -> None:
-        """Write loader.json and loader.md, each atomically."""
-        write_both(folder, "loader", self.to_dict(), self.markdown())
 
 
 def _compared(one: Turns, least: Turns) -> tuple[str, ...]:

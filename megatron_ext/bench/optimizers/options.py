@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     if not names:
         raise UserError("--optimizers", "names none", f"give e.g. {DEFAULT}")
     configs = {name: config_of_run(args, [f"optimizer.sharding={name}"]) for name in names}
-    from kernels.bench.report import describe_machine
+    from kernels.bench.bench_report import describe_machine
     from megatron_ext.bench.optimizers import run as optimizers
     from megatron_ext.bench.run_report import publish
     from megatron_ext.platform.device import platform_of

@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
         raise OptionError("--megatron-lm", f"{args.megatron_lm} has no tools/preprocess_data.py", "give a checkout")
     import torch
 
-    from kernels.bench.report import describe_machine
+    from kernels.bench.bench_report import describe_machine
     from megatron_ext.bench.checkpoints.report import host
     from megatron_ext.bench.prepare import run as prepare
     from megatron_ext.bench.prepare.input import given_texts, random_texts
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     data = f"`{args.input}`" if args.input else "Random text"
     left_out = [] if args.megatron_lm else [f"{prepare.MEGATRON} (no `--megatron-lm`)"]
     machine = describe_machine(torch.device("cpu")) | host()
-    report = PrepareReport(data, machine, workers, rounds, rows, left_out)
+    report = PrepareReport(machine=machine, data=data, workers=workers, rounds=rounds, rows=rows, left_out=left_out)
     save_into(args.output, report.write)
     print(report.markdown())
     return 0

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from kernels.bench.report import machine_line
-from megatron_ext.utils.markdown import table, write_both
+from kernels.bench.bench_report import BenchReport
+from megatron_ext.utils.markdown import table
 
 
 @dataclass(frozen=True)
@@ -43,32 +42,32 @@ class PrepareRow:
         return self.cpu_seconds - self.start_cpu_seconds
 
 
-@dataclass(frozen=True)
-class PrepareReport:
+@dataclass(frozen=True, kw_only=True)
+class PrepareReport(BenchReport):
     """Results of a whole benchmark run.
 
     Attributes:
         data: description of the input.
-        machine: description of the machine.
         workers: processes of each contestant.
         rounds: number of rounds.
         rows: the bare tokenizer's first.
         left_out: contestants that were not available.
     """
 
+    stem = "prepare"
+
     data: str
-    machine: dict[str, str | None]
     workers: int
     rounds: int
     rows: Sequence[PrepareRow]
     left_out: Sequence[str] = ()
 
-    def to_dict(self) -> dict[str, Any]:
+    def numbers(self) -> dict[str, Any]:
         """Return all numbers, with units in their names."""
         return asdict(self)
 
-    def markdown(self) -> str:
-        """Return the table with the machine above it."""
+    def body(self) -> list[str]:
+        """Return what was read, notes and the table."""
         floors = self.rows[:2]
         shares = [f"of {floor.name}" for floor in floors]
         speeds = ("MB a processor second", "thousand tokens a processor second")
@@ -95,8 +94,4 @@ class PrepareReport:
         )
         notes = [f"{row.name}: {row.does_more}." for row in self.rows if row.does_more]
         notes += [f"Left out: {name}." for name in self.left_out]
-        return "\n".join([machine_line(self.machine), "", about, *notes, "", *table(head, rows)]) + "\n"
-
-    def write(self, folder: Path) -> None:
-        """Write prepare.json and prepare.md, each atomically."""
-        write_both(folder, "prepare", self.to_dict(), self.markdown())
+        return [about, *notes, "", *table(head, rows)]

@@ -18,8 +18,8 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from kernels.bench.bench_report import describe_machine, version
 from kernels.bench.contestant import one_line
-from kernels.bench.report import describe_machine, version
 from kernels.bench.timing import CudaMeter
 from megatron_ext.bench.processes import is_first, process_groups
 from megatron_ext.bench.train.measure import Amount, measure
