@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -55,29 +55,29 @@ class RunOptimizer(ABC):
     def begin_step(self) -> None:
         """Set gradients to zero."""
 
-    def finish_step(self, goes_on: Callable[[float], bool]) -> None:
-        """Clip the gradients, update the parameters and advance the schedule; or drop the gradients and change nothing.
+    @abstractmethod
+    def compute_grad_norm(self) -> float:
+        """Return the gradient norm over all ranks, before clipping; inf or nan if it is not finite; a collective call.
 
-        Args:
-            goes_on: decides by the gradient norm over all ranks, before clipping; inf or nan if it is not finite. It
-                must return the same on every rank.
+        Called once per step, after the backward passes. `step` or `drop_gradients` follows, the same on every rank.
         """
-        updated = False
 
-        def at_next_rate(grad_norm: float) -> bool:
-            nonlocal updated
-            updated = goes_on(grad_norm)
-            if updated:
-                self._scheduler.step(increment=1)  # before the update, so that step 1 has a rate above zero
-            return updated
+    def step(self) -> None:
+        """Clip the gradients by the computed norm and update the parameters at the schedule's next rate.
 
-        self._finish_step(at_next_rate)
-        if updated:
-            self._spread_fp32_values()
+        A collective call.
+        """
+        self._scheduler.step(increment=1)  # before the update, so that step 1 has a rate above zero
+        self._update()
+        self._spread_fp32_values()
 
     @abstractmethod
-    def _finish_step(self, goes_on: Callable[[float], bool]) -> None:
-        """Clip the gradients and update the parameters, or drop the gradients."""
+    def _update(self) -> None:
+        """Clip the gradients and update the parameters."""
+
+    @abstractmethod
+    def drop_gradients(self) -> None:
+        """Discard the gradients instead of `step`. Parameters, optimizer state and schedule do not change."""
 
     def skip(self) -> None:
         """Count a step whose gradients were dropped: advance the schedule, but not Adam's step count."""

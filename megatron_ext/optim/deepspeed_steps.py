@@ -1,12 +1,12 @@
-"""Step of DeepSpeed's optimizers with a decision by the caller after the gradient norm is known.
+"""Step of DeepSpeed's optimizers in two calls, between which the run decides whether to update.
 
-DeepSpeed's own step computes the norm and updates, or decides itself not to update because of overflow. Here the run
-decides on a gradient that is not finite, before anything changes.
+DeepSpeed's own step computes the gradient norm and updates, or decides itself not to update because of overflow. Here
+the norm is computed first, with DeepSpeed's functions. Its step then uses that value in place of its own computation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,35 +18,56 @@ _INVALID = -1.0
 """DeepSpeed's value of a norm that is not finite; the step then drops the gradients."""
 
 
-def step_if(zero: Any, step: Callable[[], object], goes_on: Callable[[float], bool]) -> None:
-    """Run a step of an optimizer, or drop its gradients.
+class DeepSpeedStep:
+    """Step of a DeepSpeed optimizer at any ZeRO stage.
 
     Args:
-        zero: DeepSpeed's optimizer, at any stage.
-        step: runs the step; may be that of a wrapper of the optimizer, such as the engine.
-        goes_on: returns whether to update, given the gradient norm over all ranks before clipping; inf if it is not
-            finite.
+        zero: DeepSpeed's optimizer.
+        engine: DeepSpeed's engine that drives it; None: there is none.
     """
-    if isinstance(zero, DeepSpeedZeroOptimizer_Stage3):
-        of_groups = zero._get_norm_groups
 
-        def norms(*arguments: Any, **named: Any) -> list[Any]:
-            found = of_groups(*arguments, **named)
-            goes = goes_on(float(combine_grad_norm_groups(found)) / float(zero.loss_scale))
-            return found if goes else [torch.tensor(_INVALID)]
+    def __init__(self, zero: Any, engine: Any = None) -> None:
+        self._zero, self._engine = zero, engine
+        self._is_stage_3 = isinstance(zero, DeepSpeedZeroOptimizer_Stage3)
+        self._norm: Any = None
+        """Of the gradients times the loss scale: a tensor, or at stage 3 a list of those of the parameter groups."""
 
-        with _instead(zero, _get_norm_groups=norms):
-            step()
-        return
-    scaled = zero.scaled_global_norm
+    def compute_grad_norm(self) -> float:
+        """Return the gradient norm over all ranks before clipping; inf if it is not finite."""
+        if self._engine is not None:
+            self._zero.finalize_gradient_accumulation_boundary()  # which the engine's step would call first
+        if self._is_stage_3:
+            self._norm = self._zero._get_norm_groups()
+            norm = combine_grad_norm_groups(self._norm)
+        else:
+            self._zero._wait_for_offload_copies()
+            self._norm = norm = self._zero.scaled_global_norm()
+        return float(norm) / float(self._zero.loss_scale)
 
-    def norm(*arguments: Any, **named: Any) -> Any:
-        found = scaled(*arguments, **named)
-        return found if goes_on(float(found) / float(zero.loss_scale)) else torch.tensor(_INVALID)
+    def update(self) -> None:
+        """Clip the gradients by the computed norm and update the parameters."""
+        self._step_with(self._norm)
 
-    # It uses the norm only if it checks for overflow, and would then also check the gradients.
-    with _instead(zero, scaled_global_norm=norm, check_grad_overflow=True, check_overflow=lambda *_, **__: None):
-        step()
+    def drop_gradients(self) -> None:
+        """Release the gradients without an update."""
+        invalid = torch.tensor(_INVALID)
+        self._step_with([invalid] if self._is_stage_3 else invalid)
+
+    def _step_with(self, norm: Any) -> None:
+        self._norm = None
+        if self._is_stage_3:
+            replaced: dict[str, Any] = {"_get_norm_groups": lambda: norm}
+        else:
+            # It uses the norm only if it checks for overflow, and would then also check the gradients.
+            replaced = {
+                "scaled_global_norm": lambda: norm,
+                "check_grad_overflow": True,
+                "check_overflow": lambda *_, **__: None,
+            }
+        if self._engine is not None:
+            replaced["finalize_gradient_accumulation_boundary"] = lambda: None
+        with _instead(self._zero, **replaced):
+            (self._zero if self._engine is None else self._engine).step()
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -71,7 +71,7 @@ class MegatronRunOptimizer(RunOptimizer):
         if overlapped:  # schedules disable gradient reduction until the last micro-batch
             until_last = [chunk.no_sync for chunk in wrapped]
             transformer_config.no_sync_func = until_last if len(until_last) > 1 else until_last[0]
-        self._platform, self._clip_grad = platform, config.clip_grad
+        self._platform, self._clip_grad, self._grad_norm = platform, config.clip_grad, 0.0
         self._parts: list[Any] = getattr(self._optimizer, "chained_optimizers", [self._optimizer])
         schedule = make_schedule(self._optimizer, config, steps)
         adams = [part.optimizer for part in self._parts]
@@ -83,19 +83,25 @@ class MegatronRunOptimizer(RunOptimizer):
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
 
-    def _finish_step(self, goes_on: Callable[[float], bool]) -> None:
-        """Do the same as Megatron's `step`, but ask `goes_on` before the update."""
+    def compute_grad_norm(self) -> float:
+        """Implement `RunOptimizer.compute_grad_norm`: the first half of Megatron's `step`."""
         with self._platform.optimizer_context():
             overflowed = self._optimizer.prepare_grads()
             assert not overflowed, "it looks for overflow with fp16 alone"
-            grad_norm = float(self._optimizer.get_grad_norm())
-            if not goes_on(grad_norm):
-                return
+            self._grad_norm = float(self._optimizer.get_grad_norm())
+        return self._grad_norm
+
+    def _update(self) -> None:
+        """Implement `RunOptimizer._update`: the second half of Megatron's `step`."""
+        with self._platform.optimizer_context():
             for part in self._parts:
                 parameters = part.get_parameters()
                 if parameters and self._clip_grad:
-                    clip_grad_by_total_norm_fp32(parameters, self._clip_grad, grad_norm)
+                    clip_grad_by_total_norm_fp32(parameters, self._clip_grad, self._grad_norm)
             self._optimizer.step_with_ready_grads()
+
+    def drop_gradients(self) -> None:
+        """Do nothing: `begin_step` sets gradients to zero."""
 
     def stretches(self) -> Iterator[FlatSlice]:
         """Implement `RunOptimizer.stretches`."""

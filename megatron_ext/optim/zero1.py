@@ -7,7 +7,7 @@ DeepSpeed's optimizer reduces them over data-parallel ranks (Rajbhandari et al. 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from torch import Tensor
 from megatron_ext.config.schema import OptimizerConfig
 from megatron_ext.optim.base import RunOptimizer
 from megatron_ext.optim.deepspeed_groups import GroupsForDeepSpeed, join_process_group
-from megatron_ext.optim.deepspeed_steps import step_if
+from megatron_ext.optim.deepspeed_steps import DeepSpeedStep
 from megatron_ext.optim.fp32_values import Master
 from megatron_ext.optim.parameter_groups import adamw
 from megatron_ext.optim.schedule import make_schedule
@@ -75,6 +75,7 @@ class Zero1RunOptimizer(RunOptimizer):
             check_grad_overflow=False,
             **_sizes_and_offload(settings["zero_optimization"], platform),
         )
+        self._step = DeepSpeedStep(self._zero)
         get_model_config(chunks[0]).finalize_model_grads_func = self._reduce
         wrapped = [ZeroChunk(chunk, self._zero) for chunk in chunks]
         super().__init__(wrapped, [base], make_schedule(base, config, steps), shares_state=True, group=groups.dp_cp)
@@ -84,9 +85,18 @@ class Zero1RunOptimizer(RunOptimizer):
         self._zero.zero_grad()
         self._zero.set_gradient_accumulation_boundary(False)
 
-    def _finish_step(self, goes_on: Callable[[float], bool]) -> None:
+    def compute_grad_norm(self) -> float:
+        """Implement `RunOptimizer.compute_grad_norm`."""
         self.make_moments()
-        step_if(self._zero, self._zero.step, goes_on)
+        return self._step.compute_grad_norm()
+
+    def _update(self) -> None:
+        """Implement `RunOptimizer._update`."""
+        self._step.update()
+
+    def drop_gradients(self) -> None:
+        """Implement `RunOptimizer.drop_gradients`: DeepSpeed releases its buffers."""
+        self._step.drop_gradients()
 
     def _reduce(self, chunks: Sequence[ZeroChunk], *arguments: Any, **options: Any) -> None:
         """Finalise gradients after all micro-batches: replacement of Megatron's `finalize_model_grads`."""

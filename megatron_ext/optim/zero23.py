@@ -6,7 +6,7 @@ ZeRO-3, parameters are sharded too, and gathered when used (Rajbhandari et al. 2
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from megatron_ext.config.schema import OptimizerConfig
 from megatron_ext.optim.base import RunOptimizer
 from megatron_ext.optim.deepspeed_groups import GroupsForDeepSpeed, join_process_group
-from megatron_ext.optim.deepspeed_steps import step_if
+from megatron_ext.optim.deepspeed_steps import DeepSpeedStep
 from megatron_ext.optim.fp32_values import Master
 from megatron_ext.optim.parameter_groups import adamw
 from megatron_ext.optim.schedule import make_schedule
@@ -67,6 +67,7 @@ class EngineRunOptimizer(RunOptimizer):
             dist_init_required=False,
         )
         self._zero = self._engine.optimizer
+        self._step = DeepSpeedStep(self._zero, self._engine)
         self._groups = groups
         self._parameters = list(chunk.parameters())
         self._shares_parameters = settings["zero_optimization"]["stage"] == 3
@@ -107,9 +108,18 @@ class EngineRunOptimizer(RunOptimizer):
     def begin_step(self) -> None:
         """Do nothing: the engine's own step sets gradients to zero."""
 
-    def _finish_step(self, goes_on: Callable[[float], bool]) -> None:
+    def compute_grad_norm(self) -> float:
+        """Implement `RunOptimizer.compute_grad_norm`."""
         self.make_moments()
-        step_if(self._zero, self._engine.step, goes_on)
+        return self._step.compute_grad_norm()
+
+    def _update(self) -> None:
+        """Implement `RunOptimizer._update`."""
+        self._step.update()
+
+    def drop_gradients(self) -> None:
+        """Implement `RunOptimizer.drop_gradients`: DeepSpeed releases its buffers."""
+        self._step.drop_gradients()
 
     def _count_tokens(self, chunks: Sequence[torch.nn.Module], num_tokens: Tensor, *_: Any, **__: Any) -> None:
         """Divide gradients by the tokens of the batch: replacement of Megatron's `finalize_model_grads`.

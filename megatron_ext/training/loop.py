@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,6 @@ from megatron_ext.evaluation.during_training import SuitesBetweenSteps
 from megatron_ext.parallel.agreement import raise_on_all_ranks
 from megatron_ext.run_folder.heartbeat import Heartbeat
 from megatron_ext.training.records import RunRecords
-from megatron_ext.training.resilience.guard import Fault
 from megatron_ext.training.resilience.recovery import Recovery
 from megatron_ext.training.resilience.stopping import StopRequest
 from megatron_ext.training.resilience.stragglers import Stragglers
@@ -168,22 +167,22 @@ class TrainingLoop:
         started = time.perf_counter()
         batches = self._batches()
         reading = time.perf_counter() - started
-        agreed = GlobalStepInfo()
-
-        def judge(loss: float, grad_norm: float) -> Fault | None:
-            nonlocal agreed
-            agreed = self._agree(stop, loss, grad_norm)
-            return self.recovery.guard.judge(agreed.loss, agreed.grad_norm)
-
         step = self.progress.step + 1
-        result = self.recovery.attempts(step, lambda watched: self.trainer.train_step(batches, judge, watched))
+        result, agreed = self._attempt(batches, stop)
+        for left in reversed(range(self.recovery.retries)):
+            if result.fault is None:
+                break
+            watched = self.recovery.before_retry(step, result)
+            result, agreed = self._attempt(batches, stop, watched)
+            self.recovery.after_retry(step, result, left)
         self.trainer.platform.synchronize()
         seconds = time.perf_counter() - started
         samples = self.training.global_batch_size
         if result.fault is None:
+            self.recovery.guard.accept(result.loss, result.grad_norm)
             self.progress = Progress(step, self.progress.samples + samples, self.progress.tokens + result.tokens)
             if self.records is not None:
-                self.records.step(self._metrics(result, seconds, agreed.peak_memory))
+                self.records.step(self._metrics(result, self.trainer.optimizer.lr, seconds, agreed.peak_memory))
         else:
             self.progress = self.recovery.after(result, self.progress, samples)
         self.heartbeat.step = self.progress.step
@@ -191,6 +190,20 @@ class TrainingLoop:
         if not agreed.is_saving:  # all ranks call `advance` at the same steps
             self.store.advance()
         return agreed.is_asked_to_stop
+
+    def _attempt(
+        self, batches: Sequence[Batch], stop: StopRequest, watched: bool = False
+    ) -> tuple[StepResult, GlobalStepInfo]:
+        """Compute gradients, and update the parameters unless the step is faulty; see `Trainer.compute_gradients`."""
+        optimizer = self.trainer.optimizer
+        result = self.trainer.compute_gradients(batches, watched)
+        agreed = self._agree(stop, result.loss, result.grad_norm)
+        fault = self.recovery.guard.judge(agreed.loss, agreed.grad_norm)
+        if fault is None:
+            optimizer.step()
+        else:
+            optimizer.drop_gradients()
+        return replace(result, fault=fault), agreed
 
     def _batches(self) -> list[Batch]:
         groups = self.trainer.groups
@@ -217,7 +230,9 @@ class TrainingLoop:
         loss, grad_norm = (math.nan if no else value for value, no in zip(agreed, (no_loss, no_norm), strict=True))
         return GlobalStepInfo(int(peak), bool(asked), bool(saving), loss, grad_norm)
 
-    def _metrics(self, result: StepResult, seconds: float, peak_memory: int) -> dict[str, float | int | None]:
+    def _metrics(
+        self, result: StepResult, lr: float, seconds: float, peak_memory: int
+    ) -> dict[str, float | int | None]:
         tokens_per_second = result.tokens / seconds
         mfu = self.flops_per_token * tokens_per_second / self.peak_flops if self.peak_flops else None
         return {
@@ -226,7 +241,7 @@ class TrainingLoop:
             "predicted_tokens": result.predicted,
             "loss": result.loss,
             "grad_norm": result.grad_norm,
-            "lr": result.lr,
+            "lr": lr,
             "tokens_per_second": tokens_per_second,
             "mfu": mfu,
             "peak_memory": peak_memory,

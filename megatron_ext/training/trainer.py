@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -15,33 +16,29 @@ from megatron_ext.platform.device import Platform
 from megatron_ext.training.resilience.guard import Fault
 from megatron_ext.training.resilience.nonfinite_gradients import watched_gradients
 
-Judge = Callable[[float, float], Fault | None]
-
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of an optimizer step.
+    """Values of a step, known before the update.
 
     Attributes:
-        loss: mean over the whole batch before the update, in nats per predicted token.
+        loss: mean over the whole batch, in nats per predicted token.
         tokens: input tokens of the whole batch.
         predicted: labels of the whole batch that count; see `Batch.loss_mask`.
         grad_norm: global norm of the gradient, before clipping.
-        lr: learning rate of the update.
-        fault: why there was no update; None: there was one.
-        is_sound_here: False if the step is faulty and the loss of this rank's own micro-batches is not finite.
+        is_sound_here: False if the loss of this rank's own micro-batches is not finite.
         nonfinite_gradient: parameter with the first non-finite gradient of this rank's own micro-batches; None: there
             was none, or gradients were not checked.
+        fault: why there is no update; None: there is one.
     """
 
     loss: float
     tokens: int
     predicted: int
     grad_norm: float
-    lr: float
-    fault: Fault | None
     is_sound_here: bool
     nonfinite_gradient: str | None = None
+    fault: Fault | None = None
 
 
 class Trainer(TokenLosses):
@@ -70,13 +67,13 @@ class Trainer(TokenLosses):
         super().__init__(optimizer.chunks, groups, platform, *sizes, reset_attention=reset_attention)
         self.optimizer = optimizer
 
-    def train_step(self, batches: Sequence[Batch], judge: Judge | None = None, watched: bool = False) -> StepResult:
-        """Do one optimizer step over this rank's micro-batches, of which every rank has the same number.
+    def compute_gradients(self, batches: Sequence[Batch], watched: bool = False) -> StepResult:
+        """Compute loss, gradients and gradient norm of this rank's micro-batches; a collective call.
+
+        `optimizer.step` or `optimizer.drop_gradients` follows, the same on every rank.
 
         Args:
-            batches: of this rank.
-            judge: returns the fault for the step's loss and gradient norm, the same on all ranks. If there is a
-                fault, nothing is updated. None: no step is faulty.
+            batches: of this rank. Every rank has the same number of them.
             watched: look for non-finite gradients, which takes time; see `watched_gradients`.
         """
         self.optimizer.begin_step()
@@ -87,19 +84,17 @@ class Trainer(TokenLosses):
             nonfinite_gradient = first_unsound()
         else:
             reports = self.run(batches, summed_loss, forward_only=False)
+        grad_norm = self.optimizer.compute_grad_norm()
         none = torch.zeros(2, device=self.platform.device)
         here = sum((r["loss_and_tokens"] for r in reports), start=none)
+        loss, predicted = self.reduce(here)
+        mean = float(loss / predicted)
+        is_sound_here = math.isfinite(mean) or bool(here.isfinite().all())
         tokens = len(batches) * self.groups.dp.size() * self._micro_batch_size * self._seq_length
-        found: list[StepResult] = []
+        return StepResult(mean, tokens, int(predicted), grad_norm, is_sound_here, nonfinite_gradient)
 
-        def goes_on(grad_norm: float) -> bool:
-            loss, predicted = self.reduce(here)
-            mean = float(loss / predicted)
-            fault = None if judge is None else judge(mean, grad_norm)
-            is_sound_here = fault is None or bool(here.isfinite().all())
-            found.append(StepResult(mean, tokens, int(predicted), grad_norm, 0.0, fault, is_sound_here))
-            return fault is None
-
-        self.optimizer.finish_step(goes_on)
-        (result,) = found
-        return replace(result, lr=self.optimizer.lr, nonfinite_gradient=nonfinite_gradient)
+    def train_step(self, batches: Sequence[Batch]) -> StepResult:
+        """Do one optimizer step whatever its loss and gradient norm are; see `compute_gradients`."""
+        result = self.compute_gradients(batches)
+        self.optimizer.step()
+        return result

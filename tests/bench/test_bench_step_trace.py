@@ -182,7 +182,7 @@ def profiled(config: RunConfig, groups: Any, slow: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(module, "forward", slowly)
     (found,) = profile_steps(run, CPU, 1)
     assert module.forward is slowly  # the wrapper that names parts was removed
-    assert "finish_step" not in vars(run.trainer.optimizer)
+    assert "step" not in vars(run.trainer.optimizer)
     return found
 
 

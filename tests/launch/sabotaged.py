@@ -19,21 +19,21 @@ FOREVER = 3600
 
 
 def nan_once(*arguments: Any, **keywords: Any) -> Trainer:
-    """Build a trainer in which, before any requeue, rank 1 has a NaN gradient at its fifth call of `train_step`."""
+    """Build a trainer in which, before any requeue, rank 1 has a NaN gradient at its fifth attempt."""
     trainer = build_trainer(*arguments, **keywords)
-    count, train_step = 0, trainer.train_step
+    count, compute_gradients = 0, trainer.compute_gradients
 
     def counted(*arguments: Any) -> StepResult:
         nonlocal count
         count += 1
-        return train_step(*arguments)
+        return compute_gradients(*arguments)
 
     def broken(gradient: Any) -> Any:
         is_due = os.environ["RANK"] == "1" and count == 5 and not restarts()
         return gradient * math.nan if is_due else gradient
 
     next(iter(trainer.optimizer.chunks[0].parameters())).register_hook(broken)
-    trainer.train_step = counted  # type: ignore[method-assign]
+    trainer.compute_gradients = counted  # type: ignore[method-assign]
     return trainer
 
 
@@ -43,16 +43,16 @@ def late(*arguments: Any, **keywords: Any) -> Trainer:
     At the first start of the job these steps take a second each. At the second, the ninth hangs until SIGKILL.
     """
     trainer = build_trainer(*arguments, **keywords)
-    count, train_step = 0, trainer.train_step
+    count, compute_gradients = 0, trainer.compute_gradients
 
     def slow(*arguments: Any) -> StepResult:
         nonlocal count
         count += 1
         if count >= 9 and restarts() < 2:
             time.sleep((SECONDS, FOREVER)[restarts()])  # sleep continues after a signal handler returns
-        return train_step(*arguments)
+        return compute_gradients(*arguments)
 
-    trainer.train_step = slow  # type: ignore[method-assign]
+    trainer.compute_gradients = slow  # type: ignore[method-assign]
     return trainer
 
 

@@ -54,9 +54,9 @@ def _step(optimizer: MegatronRunOptimizer, gradients: dict[str, Tensor]) -> floa
         parameter.main_grad.copy_(gradients[name])
     for chunk in optimizer.chunks:
         chunk.finish_grad_sync()
-    norms: list[float] = []
-    optimizer.finish_step(lambda norm: not norms.append(norm))  # type: ignore[func-returns-value]
-    return norms[0]
+    norm = optimizer.compute_grad_norm()
+    optimizer.step()
+    return norm
 
 
 def _rates(optimizer: MegatronRunOptimizer) -> Iterator[float]:

@@ -108,7 +108,7 @@ def test_a_checkpoint_says_what_the_run_is() -> None:
 # --- what a step's metrics say ---------------------------------------------------------------------------------------
 
 
-A_STEP = StepResult(loss=2.5, tokens=1000, predicted=990, grad_norm=0.5, lr=1e-3, fault=None, is_sound_here=True)
+A_STEP = StepResult(loss=2.5, tokens=1000, predicted=990, grad_norm=0.5, is_sound_here=True)
 
 
 def a_loop(peak_flops: float | None) -> TrainingLoop:
@@ -132,7 +132,7 @@ def a_loop(peak_flops: float | None) -> TrainingLoop:
 
 
 def test_metrics_by_hand() -> None:
-    found = a_loop(peak_flops=2e9)._metrics(A_STEP, 4.0, 123)
+    found = a_loop(peak_flops=2e9)._metrics(A_STEP, 1e-3, 4.0, 123)
     # 1000 tokens in 4 s are 250 a second; at 3e6 FLOPs each, 7.5e8 of 2e9 a second.
     assert found == {
         "step": 7,
@@ -148,7 +148,7 @@ def test_metrics_by_hand() -> None:
 
 
 def test_utilisation_is_unknown_where_the_peak_is() -> None:
-    found = a_loop(peak_flops=None)._metrics(A_STEP, 4.0, 123)
+    found = a_loop(peak_flops=None)._metrics(A_STEP, 1e-3, 4.0, 123)
     assert found["mfu"] is None
 
 

@@ -37,8 +37,8 @@ def named_parts(trainer: Trainer) -> Iterator[None]:
 def _calls(trainer: Trainer) -> Iterator[tuple[Any, str, str]]:
     """Yield the calls to mark: object, method, part."""
     optimizer = trainer.optimizer
-    yield optimizer, "begin_step", OPTIMIZER
-    yield optimizer, "finish_step", OPTIMIZER
+    for method in ("begin_step", "compute_grad_norm", "step"):
+        yield optimizer, method, OPTIMIZER
     yield from ((member.module, "forward", member.part) for member in members(optimizer.chunks))
     models = (module for chunk in optimizer.chunks for module in chunk.modules() if isinstance(module, GPTModel))
     configs = {id(model.config): model.config for model in models}

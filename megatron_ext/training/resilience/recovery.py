@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -63,28 +63,42 @@ class Recovery:
         self._config, self._optimizer, self._store, self._records = config, optimizer, store, records
         self._interventions, *_ = gather_objects(0 if records is None else interventions(folder))
         self.guard = StepGuard(config, self._history())
+        self._suspects: list[Unsound] = []
+        """Ranks of the newest faulty attempt."""
 
-    def attempts(self, step: int, attempt: Callable[[bool], StepResult]) -> StepResult:
-        """Repeat a step until an attempt succeeds or the retries are used up, and return the last result.
+    @property
+    def retries(self) -> int:
+        """Number of times that a faulty step is computed again."""
+        return self._config.retries
+
+    def before_retry(self, step: int, result: StepResult) -> bool:
+        """Record that a faulty step is computed again.
 
         Args:
             step: its number.
-            attempt: executes the step. Its argument: look for non-finite gradients.
+            result: of the faulty attempt.
+
+        Returns:
+            True if the next attempt is to look for non-finite gradients.
         """
-        result = attempt(False)
-        for left in range(self._config.retries, 0, -1):
-            if result.fault is None:
-                break
-            fault, found = result.fault, self._found(result)
-            self._note(AGAIN, step, f"{fault.problem}{_on(found)}: computed again", result, found)
-            # A non-finite loss identifies its rank without checking gradients.
-            result = attempt(math.isfinite(result.loss) and not math.isfinite(result.grad_norm))
-            if result.fault is None:
-                line = f"right when computed again: loss {result.loss:.4f}; a machine had erred{_on(found)}"
-                self._note(AGAIN, step, line, result, attempts_left=left - 1)
+        assert result.fault is not None
+        found = self._found(result)
+        self._note(AGAIN, step, f"{result.fault.problem}{_on(found)}: computed again", result, found)
+        self._suspects = found
+        # A non-finite loss identifies its rank without checking gradients.
+        return math.isfinite(result.loss) and not math.isfinite(result.grad_norm)
+
+    def after_retry(self, step: int, result: StepResult, attempts_left: int) -> None:
+        """Record that the attempt after `before_retry` succeeded, if it did.
+
+        Args:
+            step: its number.
+            result: of the attempt.
+            attempts_left: number of further attempts that were allowed.
+        """
         if result.fault is None:
-            self.guard.accept(result.loss, result.grad_norm)
-        return result
+            line = f"right when computed again: loss {result.loss:.4f}; a machine had erred{_on(self._suspects)}"
+            self._note(AGAIN, step, line, result, attempts_left=attempts_left)
 
     def after(self, result: StepResult, before: Progress, samples: int) -> Progress:
         """Apply the configured action to a step whose last attempt is faulty.

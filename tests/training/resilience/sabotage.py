@@ -21,18 +21,18 @@ def run(
     def build(*arguments: Any, **keywords: Any) -> Trainer:
         trainer = build_trainer(*arguments, **keywords)
         parameter = next(iter(trainer.optimizer.chunks[0].parameters()))
-        count, train_step = 0, trainer.train_step
+        count, compute_gradients = 0, trainer.compute_gradients
 
         def counted(*arguments: Any) -> StepResult:
             nonlocal count
             count += 1
-            return train_step(*arguments)
+            return compute_gradients(*arguments)
 
         def broken(gradient: Any) -> Any:
             return gradient * factor if rank == world_size - 1 and count in attempts else gradient
 
         parameter.register_hook(broken)
-        trainer.train_step = counted  # type: ignore[method-assign]
+        trainer.compute_gradients = counted  # type: ignore[method-assign]
         return trainer
 
     with patch("megatron_ext.training.run.build_trainer", build):
