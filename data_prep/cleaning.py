@@ -90,7 +90,9 @@ class Clean(BaseFilter):
 
     def _without_nul(self, doc: Document) -> bool:
         if self.options.nul == "stop":
-            raise UserError(doc.id, "the text holds a NUL character", "repair it, or pass --nul remove or drop")
+            raise UserError(
+                doc.id, "the text contains a NUL character", "repair it, or pass --nul remove or --nul drop"
+            )
         if self.options.nul == "drop":
             return False
         self._change(doc, doc.text.replace("\0", ""), "nul", doc.text.count("\0"))

@@ -38,36 +38,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_files(parser.add_argument_group("input and output"))
     _add_domains(parser.add_argument_group("domains and splits"))
     _add_filtering(parser.add_argument_group("cleaning and duplicates"))
-    _add_decontamination(parser.add_argument_group("test text in training text"))
+    _add_decontamination(parser.add_argument_group("decontamination"))
     _add_tokenizer(parser.add_argument_group("tokenizer"))
-    _add_execution(parser.add_argument_group("how the work is done"))
+    _add_execution(parser.add_argument_group("execution"))
 
 
 def _add_files(group: Group) -> None:
     group.add_argument("--input", help=f"{INPUT_FORMS}; or `{EMBEDDED}`")
-    group.add_argument("--output", required=True, help="folder to make; refused if it is there and not empty")
-    group.add_argument("--source-tokenizer", help="what made the tokens, where the input is Megatron's .bin/.idx")
-    group.add_argument("--on-error", choices=("stop", "skip"), default="stop", help="at a malformed record")
-    group.add_argument("--shard-tokens", type=int, default=64_000_000, help="tokens a shard (%(default)s)")
+    group.add_argument("--output", required=True, help="folder to create; must be absent or empty")
+    group.add_argument("--source-tokenizer", help="tokenizer of the tokens in Megatron's .bin/.idx")
+    group.add_argument("--on-error", choices=("stop", "skip"), default="stop", help="what to do at a malformed record")
+    group.add_argument("--shard-tokens", type=int, default=64_000_000, help="tokens per shard (%(default)s)")
     group.add_argument(
         "--export-megatron",
         metavar="PREFIX",
-        help="write PREFIX_<split>_<domain>_text_document.bin and .idx too; without --input, of a finished --output",
+        help="also write PREFIX_<split>_<domain>_text_document.bin and .idx; without --input, from a finished --output",
     )
 
 
 def _add_domains(group: Group) -> None:
-    usual = f"all where records name none, else those of {','.join(TRAIN_DOMAINS)} that there are; {EMBEDDED}: {DOCS}"
+    usual = f"all if records name none, otherwise {','.join(TRAIN_DOMAINS)} if present; {EMBEDDED}: {DOCS}"
     group.add_argument("--train-domains", help=f"training domains, separated by commas ({usual})")
-    usual = f"those of {','.join(TEST_DOMAINS)} that there are; {EMBEDDED}: {CODE}"
-    group.add_argument("--test-domains", help=f"out-of-domain test domains; '' for none ({usual})")
-    group.add_argument("--domain", help="domain of records that name none (the input's name where none does)")
-    group.add_argument("--text-key", metavar="KEY", help="key or column of the text; a.b: b in a (text)")
-    group.add_argument("--domain-key", metavar="KEY", help="key of the domain (meta.redpajama_set_name, or domain)")
+    usual = f"{','.join(TEST_DOMAINS)} if present; {EMBEDDED}: {CODE}"
+    group.add_argument("--test-domains", help=f"out-of-domain test domains, separated by commas; '' for none ({usual})")
+    group.add_argument("--domain", help="domain of records without one (the input's name if no record has one)")
+    group.add_argument("--text-key", metavar="KEY", help="key or column of the text; a.b: key b in object a (text)")
+    group.add_argument(
+        "--domain-key", metavar="KEY", help="key or column of the domain (meta.redpajama_set_name, or domain)"
+    )
     group.add_argument(
         "--validation-fraction",
         type=float,
-        help=f"share of the training documents held out, where folders give no split (0.02; {EMBEDDED}: 0.05)",
+        help=f"fraction of training documents held out if folders do not determine the split (0.02; {EMBEDDED}: 0.05)",
     )
 
 
@@ -76,22 +78,24 @@ def _add_filtering(group: Group) -> None:
         "--clean",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="one Unicode form (NFC), one line end, no control characters (on)",
+        help="convert to one Unicode form (NFC) and one line ending, remove control characters (on)",
     )
     group.add_argument(
-        "--nul", choices=("remove", "drop", "stop"), help="at NUL: remove it, drop the document, or stop"
+        "--nul",
+        choices=("remove", "drop", "stop"),
+        help="at a NUL character: remove it, drop the document, or stop (remove)",
     )
     group.add_argument(
         "--duplicates",
         choices=("keep", "exact", "near"),
         default="exact",
-        help="leave out copies, or near-duplicates too (%(default)s); those in test stay, then those in validation",
+        help="drop exact copies, or near-duplicates too (%(default)s); those in test are kept first, then validation",
     )
     near = NearOptions()
     for name, what in (
-        ("ngram_words", "words an n-gram"),
-        ("buckets", "signatures a document: more find less similar ones"),
-        ("hashes_per_bucket", "minima a signature: more spare less similar ones"),
+        ("ngram_words", "words per n-gram"),
+        ("buckets", "signatures per document; more also find less similar documents"),
+        ("hashes_per_bucket", "minima per signature; more require more similar documents"),
     ):
         option = f"--near-{name.replace('_', '-')}"
         group.add_argument(option, type=int, metavar="N", help=f"MinHash: {what} ({getattr(near, name)})")
@@ -102,16 +106,16 @@ def _add_decontamination(group: Group) -> None:
         "--decontaminate",
         choices=("off", "report", "drop-test", "drop-train"),
         default="report",
-        help="report on test text in train, and drop contaminated test documents, or training documents that hold "
-        "their n-grams (%(default)s)",
+        help="report test text in training text; also drop contaminated test documents, or training documents that "
+        "contain their n-grams (%(default)s)",
     )
     group.add_argument(
         "--contamination-threshold",
         type=float,
         metavar="SHARE",
-        help="share of its n-grams above which a test document is contaminated (0: any)",
+        help="fraction of its n-grams above which a test document is contaminated (0: any n-gram)",
     )
-    group.add_argument("--ngram-words", type=int, metavar="N", help="words an n-gram (13)")
+    group.add_argument("--ngram-words", type=int, metavar="N", help="words per n-gram (13)")
 
 
 def _add_tokenizer(group: Group) -> None:
@@ -121,20 +125,20 @@ def _add_tokenizer(group: Group) -> None:
         "the name of a tiktoken encoding, RWKV's vocabulary file, "
         f"or `{TRAIN_TOKENIZER}` ({EMBEDDED}: {TRAIN_TOKENIZER})",
     )
-    group.add_argument("--tiktoken-pattern", default="", help="regular expression of a .tiktoken file of one's own")
-    group.add_argument("--eos-token", help="end-of-document token, if the tokenizer has none of the usual ones")
-    group.add_argument("--vocab-size", type=int, default=4096, help="of a tokenizer trained here (%(default)s)")
+    group.add_argument("--tiktoken-pattern", default="", help="regular expression of a custom .tiktoken file")
+    group.add_argument("--eos-token", help="end-of-document token (the tokenizer's usual one)")
+    group.add_argument("--vocab-size", type=int, default=4096, help="vocabulary of a trained tokenizer (%(default)s)")
 
 
 def _add_execution(group: Group) -> None:
     cores = len(os.sched_getaffinity(0))
     group.add_argument(
-        "--workers", type=int, default=min(cores, MAX_DEFAULT_WORKERS), help="tasks at a time (%(default)s)"
+        "--workers", type=int, default=min(cores, MAX_DEFAULT_WORKERS), help="concurrent tasks (%(default)s)"
     )
-    group.add_argument("--tasks", type=int, help="parts the input's files are dealt to (by the size of the input)")
+    group.add_argument("--tasks", type=int, help="number of parts of the input (by its size)")
     group.add_argument("--executor", choices=("local", "slurm", "ray"), default="local", help="what runs the tasks")
     group.add_argument("--slurm-partition", help="for --executor slurm")
-    group.add_argument("--slurm-time", default=Execution.slurm_time, help="limit of a Slurm job (%(default)s)")
+    group.add_argument("--slurm-time", default=Execution.slurm_time, help="time limit of a Slurm job (%(default)s)")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -158,10 +162,10 @@ def run(arguments: argparse.Namespace) -> int:
         partial = output.with_name(output.name + PARTIAL_SUFFIX)
         if not (partial / BEGUN_NAME).is_file():
             raise
-        print(f"selectron: stopped; the same call goes on with {partial}", file=sys.stderr)
+        print(f"selectron: stopped; rerun the same command to resume from {partial}", file=sys.stderr)
         return EXIT_STOPPED
     if manifest is None:
-        print(f"submitted to Slurm: {output} appears when the jobs are done; what they print is in {output}.slurm")
+        print(f"submitted to Slurm: {output} appears when the jobs have finished; their logs are in {output}.slurm")
         return 0
     print(summary(manifest, arguments.output))
     return _export(arguments, manifest) if arguments.export_megatron else 0
@@ -195,9 +199,11 @@ def _export(arguments: argparse.Namespace, manifest: Manifest) -> int:
 
 def _check_export(arguments: argparse.Namespace) -> None:
     if arguments.input is None and arguments.export_megatron is None:
-        raise UserError("--input", "is not given", "name the documents, or export with --export-megatron what is there")
+        hint = "give the documents, or export a finished --output with --export-megatron"
+        raise UserError("--input", "is not given", hint)
     if arguments.export_megatron and arguments.executor == "slurm" and arguments.input is not None:
-        raise UserError("--export-megatron", "waits for the Slurm jobs", "export in a call of its own, without --input")
+        problem = "cannot run before the Slurm jobs have finished"
+        raise UserError("--export-megatron", problem, "export afterwards in a separate command without --input")
 
 
 def _options(arguments: argparse.Namespace) -> PrepareOptions:
@@ -237,9 +243,9 @@ def _options(arguments: argparse.Namespace) -> PrepareOptions:
 
 def _filtering(arguments: argparse.Namespace) -> Filtering:
     action = arguments.decontaminate.replace("-", "_")
-    nul = _given(arguments, {"nul": "nul"}, arguments.clean, "leave out --no-clean")
+    nul = _given(arguments, {"nul": "nul"}, arguments.clean, "remove --no-clean")
     near = _given(arguments, NEAR_FIELDS, arguments.duplicates == "near", "pass --duplicates near")
-    overlap = _given(arguments, OVERLAP_FIELDS, action != "off", "leave out --decontaminate off")
+    overlap = _given(arguments, OVERLAP_FIELDS, action != "off", "remove --decontaminate off")
     return Filtering(
         cleaning=CleaningOptions(**nul) if arguments.clean else None,
         duplicates=arguments.duplicates,
@@ -252,7 +258,7 @@ def _given(arguments: argparse.Namespace, names: dict[str, str], used: bool, hin
     """Return the given arguments by their fields' names; raise UserError if they are given but not used."""
     values = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     if values and not used:
-        raise UserError(f"--{next(iter(values)).replace('_', '-')}", "is given for what is not done", hint)
+        raise UserError(f"--{next(iter(values)).replace('_', '-')}", "has no effect with these options", hint)
     return {names[name]: value for name, value in values.items()}
 
 

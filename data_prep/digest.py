@@ -52,7 +52,7 @@ def texts_of(manifest: Manifest, split: str, domains: Iterable[str] | None = Non
 
 def text_digest(texts: Iterable[Text]) -> str:
     """Return the hexadecimal SHA-256 of several texts in order; it is equal for equal token streams."""
-    return digest([[one.split, one.domain, one.documents, one.tokens, one.sha256] for one in texts])
+    return digest([[text.split, text.domain, text.documents, text.tokens, text.sha256] for text in texts])
 
 
 def digest(value: Any) -> str:

@@ -148,10 +148,9 @@ def check_length(length: int, unit: str = "characters") -> None:
     Args:
         length: length of the text in characters, or in tokens that have not been decoded.
         unit: unit of the length, for the message.
-        unit: which of them, for the message.
 
     Raises:
         MalformedError: it is above `LONGEST_TEXT`.
     """
     if length > LONGEST_TEXT:
-        raise MalformedError("too long", f"{length:,} {unit}, at most {LONGEST_TEXT:,} are taken")
+        raise MalformedError("too long", f"{length:,} {unit}, at most {LONGEST_TEXT:,} are supported")

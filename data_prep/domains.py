@@ -70,7 +70,7 @@ def find_any(corpus: Corpus, names: Iterable[str]) -> None:
         others.add(document.domain)
     if not others.names:
         raise no_documents(corpus, problems)
-    problem = f"is not given, and the input has neither of the usual ones: {', '.join(names)}"
+    problem = f"is not given, and the input has none of the default domains {', '.join(names)}"
     raise UserError("--train-domains", problem, f"choose from the domains of the input: {others}")
 
 
@@ -112,8 +112,8 @@ def no_documents(corpus: Corpus, problems: Problems) -> UserError:
                 break
         except UserError as error:
             return error
-    said = ", ".join(f"{number:,} {reason}" for reason, number in sorted(counts.items(), key=lambda one: -one[1]))
-    return UserError("--input", f"no record of it can be read ({said or 'there are none'})", "give another")
+    reasons = ", ".join(f"{number:,} {reason}" for reason, number in sorted(counts.items(), key=lambda item: -item[1]))
+    return UserError("--input", f"contains no readable record ({reasons or 'it is empty'})", "give another input")
 
 
 class Others:

@@ -68,7 +68,7 @@ def parse_manifest(text: bytes, where: str) -> Manifest:
         raise UserError(where, f"is damaged ({error})", _AGAIN) from None
     version = content.get("version") if isinstance(content, dict) else None
     if version != VERSION:
-        raise UserError(where, f"is of version {version!r:.40}, this program reads version {VERSION}", _AGAIN)
+        raise UserError(where, f"has version {version!r:.40}, but this program reads version {VERSION}", _AGAIN)
     try:
         # Strict: a string or 2.5 is not a count. JSON mode accepts dictionaries for the nested entries.
         manifest = TypeAdapter(Manifest).validate_json(text, strict=True)

@@ -44,7 +44,7 @@ def _problems(manifest: Manifest, where: str) -> Iterator[tuple[str, str]]:
     for number, entry in enumerate(manifest.domains):
         place = f"domains.{number}"
         if (entry.split, entry.domain) in seen:
-            yield f"{place}.domain", f"{entry.domain} stands twice in {entry.split}"
+            yield f"{place}.domain", f"{entry.domain} occurs twice in {entry.split}"
         seen.add((entry.split, entry.domain))
         yield from _of_domain(entry, place)
         for index, shard in enumerate(entry.shards):
@@ -52,7 +52,7 @@ def _problems(manifest: Manifest, where: str) -> Iterator[tuple[str, str]]:
             for field in ("file", "index"):
                 name = _checked_name(getattr(shard, field), f"{where} ({inside}.{field})")
                 if name in names:
-                    yield f"{inside}.{field}", f"{name} is {names[name]}, too"
+                    yield f"{inside}.{field}", f"{name} is also {names[name]}"
                 names[name] = f"{inside}.{field}"
             yield from _of_shard(shard, manifest.dtype, inside)
 
@@ -60,13 +60,13 @@ def _problems(manifest: Manifest, where: str) -> Iterator[tuple[str, str]]:
 def _checked_name(name: str, where: str) -> str:
     checked = relative_name(name, where)
     if checked.partition("/")[0] in RESERVED:
-        raise UserError(where, f"names {checked}, which is not a file of prepared data", "use files that you trust")
+        raise UserError(where, f"names {checked}, which is a reserved name", "use only data that you trust")
     return checked
 
 
 def _of_tokenizer(entry: TokenizerEntry, dtype: str) -> Iterator[tuple[str, str]]:
     if not _SHA256.fullmatch(entry.sha256):
-        yield "tokenizer.sha256", f"{entry.sha256!r} is no SHA-256"
+        yield "tokenizer.sha256", f"{entry.sha256!r} is not a SHA-256 digest"
     if not 1 <= entry.vocab_size <= LARGEST_VOCABULARY[dtype]:
         yield "tokenizer.vocab_size", f"{entry.vocab_size} does not fit {dtype}"
     if not 0 <= entry.eos_id < entry.vocab_size:
@@ -75,16 +75,16 @@ def _of_tokenizer(entry: TokenizerEntry, dtype: str) -> Iterator[tuple[str, str]
 
 def _of_domain(entry: DomainEntry, place: str) -> Iterator[tuple[str, str]]:
     for field in ("documents", "tokens"):
-        said, found = getattr(entry, field), sum(getattr(shard, field) for shard in entry.shards)
-        if said != found:
-            yield f"{place}.{field}", f"{said}, and its shards have {found}"
+        stated, found = getattr(entry, field), sum(getattr(shard, field) for shard in entry.shards)
+        if stated != found:
+            yield f"{place}.{field}", f"{stated}, but its shards have {found}"
 
 
 def _of_shard(shard: ShardEntry, dtype: str, place: str) -> Iterator[tuple[str, str]]:
     for field in ("sha256", "index_sha256"):
         if not _SHA256.fullmatch(getattr(shard, field)):
-            yield f"{place}.{field}", f"{getattr(shard, field)!r} is no SHA-256"
+            yield f"{place}.{field}", f"{getattr(shard, field)!r} is not a SHA-256 digest"
     if shard.bytes < shard.tokens * TOKEN_BYTES[dtype]:
-        yield f"{place}.bytes", f"{shard.bytes} cannot hold {shard.tokens} tokens of {dtype}"
+        yield f"{place}.bytes", f"{shard.bytes} is too small for {shard.tokens} tokens of {dtype}"
     if shard.index_bytes < shard.documents * INDEX_ROW_BYTES:
-        yield f"{place}.index_bytes", f"{shard.index_bytes} cannot hold {shard.documents} documents"
+        yield f"{place}.index_bytes", f"{shard.index_bytes} is too small for {shard.documents} documents"

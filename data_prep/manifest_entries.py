@@ -171,7 +171,7 @@ class Manifest:
         place = f"the {split} split" if split else "the data"
         if not entries:
             splits = ", ".join(dict.fromkeys(entry.split for entry in self.domains)) or "none"
-            raise UserError(MANIFEST_NAME, f"{place} is empty", f"use a split that is there: {splits}")
+            raise UserError(MANIFEST_NAME, f"{place} is empty", f"choose from the existing splits: {splits}")
         wanted = set()
         for name in present if domains is None else domains:
             match = match_domain(name, present)

@@ -134,7 +134,7 @@ def prepare(options: PrepareOptions) -> Manifest | None:
             return _fill(partial, corpus, options, recorded)
     except OSError as error:
         where = str(error.filename or output)
-        hint = "free space or mend the path; the same call then goes on"
+        hint = "free space or fix the path, then rerun the same command to resume"
         raise UserError(where, f"cannot be read or written ({os_reason(error)})", hint) from None
 
 
@@ -175,9 +175,9 @@ def _check_text(options: PrepareOptions) -> None:
     for option, value in given.items():
         check_text(option, str(value or ""))
     if "://" in str(options.output) or "::" in str(options.output):
-        raise UserError("--output", f"{options.output} is no folder of this machine", "give a path without :// and ::")
+        raise UserError("--output", f"{options.output} is not a local path", "give a path without :// and ::")
     if execution.executor == "slurm" and "\\" in str(Path(options.output).absolute()):
-        raise UserError("--output", f"{options.output} holds a backslash, which Slurm drops", "choose another name")
+        raise UserError("--output", f"{options.output} contains a backslash, which Slurm drops", "choose another name")
 
 
 def _check(options: PrepareOptions) -> None:
@@ -190,17 +190,19 @@ def _check(options: PrepareOptions) -> None:
         if value is not None and value < 1:
             raise UserError(name, f"{value} is not positive", "give 1 or more")
     if not 0 <= options.validation_fraction < 1:
-        problem = f"{options.validation_fraction} is no fraction"
+        problem = f"{options.validation_fraction} is not in [0, 1)"
         raise UserError("--validation-fraction", problem, "give 0 or more, below 1")
     if options.train_domains is not None and not options.train_domains:
-        raise UserError("--train-domains", "no domain is given", "name one or more, separated by commas")
+        raise UserError("--train-domains", "no domain is given", "give one or more, separated by commas")
     _check_names([*(options.train_domains or []), *(options.test_domains or [])])
 
 
 def _check_names(domains: list[str]) -> None:
     for name in domains:
         if not FOLDER_NAME.fullmatch(name):
-            raise UserError("--train-domains/--test-domains", f"{name!r} cannot name a folder", "rename the domain")
+            raise UserError(
+                "--train-domains/--test-domains", f"{name!r} is not a valid folder name", "rename the domain"
+            )
 
 
 def _fill(root: Path, corpus: Corpus, options: PrepareOptions, recorded: dict[str, Any]) -> Manifest | None:
@@ -229,12 +231,13 @@ def _plan(corpus: Corpus, options: PrepareOptions) -> SplitPlan:
     train, test = chosen_domains(options.train_domains, options.test_domains)
     both = [name for name in train if match_domain(name, test)]
     if both:
-        problem = f"{', '.join(both)} is a training domain and a test domain"
-        raise UserError("--test-domains", problem, "take it out of one of the two")
+        problem = f"{', '.join(both)} is both a training domain and a test domain"
+        raise UserError("--test-domains", problem, "remove it from --train-domains or --test-domains")
     usual: list[str] = []
     if options.train_domains is None:
         if not train:
-            raise UserError("--train-domains", "is not given, and the usual ones are test domains", "name one or more")
+            problem = "is not given, and the default domains are test domains"
+            raise UserError("--train-domains", problem, "give one or more domains")
         find_any(corpus, train)
         usual += train
     else:
@@ -247,7 +250,7 @@ def _plan(corpus: Corpus, options: PrepareOptions) -> SplitPlan:
     plan = SplitPlan(frozenset(train), frozenset(test), folders, options.validation_fraction, frozenset(usual))
     overlap = options.filtering.overlap
     if overlap is not None and overlap.action != "report" and not plan.has_test:
-        raise UserError("--decontaminate", "there are no test documents", "name --test-domains or leave it out")
+        raise UserError("--decontaminate", "there are no test documents", "give --test-domains or remove it")
     return plan
 
 

@@ -84,14 +84,14 @@ def claim(output: Path) -> Path:
         UserError: `output` exists and is not empty, or something else is in the way.
     """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise UserError(str(output), "is already there and not empty", "choose another --output or remove it")
+        raise UserError(str(output), "already exists and is not empty", "choose another --output or remove it")
     output.parent.mkdir(parents=True, exist_ok=True)
     partial = output.with_name(output.name + PARTIAL_SUFFIX)
     with contextlib.suppress(FileExistsError):
         partial.mkdir()
     names = {path.name for path in partial.iterdir()} if partial.is_dir() else {str(partial)}
     if names and not names & {LOCK_NAME, BEGUN_NAME}:  # an empty folder may be that of a writer that was just killed
-        raise UserError(str(partial), "is in the way and was not left by `selectron prepare`", "move it elsewhere")
+        raise UserError(str(partial), "exists, but was not created by `selectron prepare`", "move it elsewhere")
     return partial
 
 
@@ -137,14 +137,14 @@ def _begin(partial: Path, begun: dict[str, Any]) -> bool:
     is_new = not note.is_file()
     if is_new:
         if (partial / MANIFEST_NAME).exists():  # earlier versions removed the record before renaming the folder
-            hint = f"rename it to {partial.name.removesuffix(PARTIAL_SUFFIX)}, or remove it to begin anew"
-            raise UserError(str(partial), "is finished, of a call that was stopped before it had its name", hint)
+            hint = f"rename it to {partial.name.removesuffix(PARTIAL_SUFFIX)}, or remove it to start again"
+            raise UserError(str(partial), "is complete, but the run was stopped before it was renamed", hint)
         _empty(partial)  # there is nothing to resume from before the record was written
         write_whole(note, json.dumps(begun).encode())
     elif (name := _difference(note, begun)) is not None:
         before, now = _shown(parse_json(read_regular(note)).get(name)), _shown(begun.get(name))
-        hint = f"give the same again, or remove {partial} to begin anew"
-        raise UserError(str(partial), f"was begun with {name} {before}, not {now}", hint)
+        hint = f"give the same value, or remove {partial} to start again"
+        raise UserError(str(partial), f"was started with {name} {before}, not {now}", hint)
     (partial / WORK_NAME).mkdir(exist_ok=True)
     return is_new
 

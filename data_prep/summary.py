@@ -11,16 +11,16 @@ from megatron_ext.utils.atomic_files import read_regular
 from megatron_ext.utils.json_text import parse_json
 
 CHANGES = {
-    "unicode": "put in one Unicode form",
-    "line_ends": "line ends made one",
+    "unicode": "converted to one Unicode form",
+    "line_ends": "line endings converted to LF",
     "nul": "NUL characters removed",
     "controls": "control characters removed",
-    "special_tokens": "special tokens of --source-tokenizer taken out",
-    "parted": "parted at end-of-document tokens",
+    "special_tokens": "special tokens of --source-tokenizer removed",
+    "parted": "split at end-of-document tokens",
 }
 
 LEFT_OUT = {
-    "empty": "nothing but whitespace after cleaning",
+    "empty": "only whitespace after cleaning",
     "nul": "with a NUL character",
     "exact duplicate": "exact duplicates",
     "near duplicate": "near-duplicates",
@@ -43,11 +43,11 @@ def summary(manifest: Manifest, output: str) -> str:
         lines.append(f"{entry.split:<12}{entry.domain:<20}{entry.documents:>12}{entry.tokens:>16}{entry.bytes:>16}")
     lines += _absent(manifest)
     if not any(entry.split == "validation" for entry in manifest.domains):
-        lines.append("no document fell in the validation split; a larger --validation-fraction holds some out")
+        lines.append("the validation split is empty; increase --validation-fraction to hold out documents")
     lines += [f"cleaned: {one.documents} in {one.split}: {CHANGES[one.reason]}" for one in manifest.cleaned]
     if not manifest.duplicates and manifest.options.get("duplicates") in ("exact", "near"):
         lines.append("no duplicates were found")
-    lines += [f"left out: {one.documents} in {one.split}: {LEFT_OUT[one.reason]}" for one in manifest.left_out]
+    lines += [f"dropped: {one.documents} in {one.split}: {LEFT_OUT[one.reason]}" for one in manifest.left_out]
     lines += _unused(manifest)
     lines += [f"skipped: {one.records} in {one.file}: {one.reason}" for one in manifest.skipped]
     lines += [_of_unread(kind) for kind in manifest.provenance.get("not_read", [])]
@@ -62,7 +62,7 @@ def _absent(manifest: Manifest) -> list[str]:
         for name in manifest.options.get(option, [])
         if match_domain(name, manifest.domain_names(split)) is None
     ]
-    return [f"no document of: {', '.join(absent)}"] if absent else []
+    return [f"no documents in: {', '.join(absent)}"] if absent else []
 
 
 def _unused(manifest: Manifest) -> list[str]:
@@ -71,14 +71,15 @@ def _unused(manifest: Manifest) -> list[str]:
     lines = [f"not used: {one.documents} of {one.domain} ({one.reason})" for one in entries[:MOST_LINES]]
     rest = entries[MOST_LINES:]
     if rest:
-        lines.append(f"not used: {sum(one.documents for one in rest)} of {len(rest)} more; the manifest lists them")
+        documents = sum(one.documents for one in rest)
+        lines.append(f"not used: {documents} of {len(rest)} more domains, which the manifest lists")
     return lines
 
 
 def _of_unread(kind: dict[str, Any]) -> str:
     """Report unread files of one suffix, with a few names."""
     files = f"{kind['files']} {kind['suffix']} file{'s' if kind['files'] > 1 else ''}".replace("  ", " ")
-    such_as = "such as " if kind["files"] > len(kind["examples"]) else ""
+    such_as = "for example " if kind["files"] > len(kind["examples"]) else ""
     suffix = "" if kind["suffix"] else " without suffix"
     return f"not read: {files}{suffix} ({kind['reason']}): {such_as}{', '.join(kind['examples'])}"
 
@@ -96,5 +97,5 @@ def _of_domain(entry: dict[str, Any]) -> str:
     dropped = f", {entry['dropped']} dropped" if entry["dropped"] else ""
     return (
         f"contamination: {entry['split']} {entry['domain']}: {entry['documents']} documents tested, "
-        f"{entry['contaminated']} contaminated{dropped}, {entry['short']} too short to tell"
+        f"{entry['contaminated']} contaminated{dropped}, {entry['short']} too short to judge"
     )

@@ -60,7 +60,9 @@ class OverlapOptions:
         if self.ngram_words < 1:
             raise UserError("--ngram-words", f"{self.ngram_words} is not positive", "give 1 or more")
         if not 0 <= self.threshold < 1:
-            raise UserError("--contamination-threshold", f"{self.threshold} is no share", "give 0 or more, below 1")
+            raise UserError(
+                "--contamination-threshold", f"{self.threshold} is not in [0, 1)", "give 0 or more, below 1"
+            )
         if TRAIN in self.splits or not self.splits:
             raise UserError("splits", f"{self.splits} cannot be tested against train", "give test or validation")
         if self.action not in ("report", "drop_test", "drop_train"):

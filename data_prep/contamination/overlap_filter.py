@@ -72,9 +72,8 @@ class DropContaminated(BaseFilter):
         for name, value in load_json(self.folder, REPORT)["options"].items():
             wanted = list(options[name]) if isinstance(options[name], tuple) else options[name]
             if value != wanted:
-                raise UserError(
-                    where, f"was made with {name} {value}, not {wanted}", "remove the folder and begin again"
-                )
+                problem = f"was made with {name} {value}, not {wanted}"
+                raise UserError(where, problem, "remove the folder and start again")
 
     def filter(self, doc: Document) -> bool | tuple[bool, str]:
         """Return True to keep a document, or False and the reason for dropping it."""
@@ -92,8 +91,8 @@ class DropContaminated(BaseFilter):
         return bool(record["contaminated"])
 
     def _changed(self, what: str) -> UserError:
-        problem = f"the test documents are not those that were judged, task by task, from {what} on"
-        return UserError(str(self.judged.path), problem, "remove the folder and begin again")
+        problem = f"the test documents differ from those that were judged, starting at {what}"
+        return UserError(str(self.judged.path), problem, "remove the folder and start again")
 
     def _holds_banned(self, doc: Document) -> bool:
         hashes = window_hashes(words_of(doc.text), self.options.ngram_words)

@@ -30,7 +30,7 @@ DOMAIN_COLUMNS = (
     "short",
     "with overlap",
     "n-grams",
-    "of them in train",
+    "n-grams in train",
     "contaminated",
     "dropped",
 )
@@ -103,7 +103,9 @@ def judgements(folder: DataFolder, rank: int) -> Iterator[dict[str, Any]]:
     """
     name = judgements_of(rank)
     if not folder.isfile(name):
-        raise UserError(f"{folder.path}/{name}", "is missing", "judge the test documents first, in as many tasks")
+        raise UserError(
+            f"{folder.path}/{name}", "is missing", "judge the test documents first, with the same number of tasks"
+        )
     with folder.open(name, "rt", encoding="utf-8") as file:
         yield from map(parse_json, file)
 
@@ -153,11 +155,11 @@ def markdown(report: dict[str, Any]) -> str:
         for record in report["worst"]
     ]
     lines = [
-        "# Test text that stands in training text",
+        "# Test text found in training text",
         "",
         f"N-grams of {options['ngram_words']} words, in lower case and without punctuation. {train['overlapping']} of "
-        f"{train['documents']} training documents hold any of the test text. Short documents have fewer than "
-        f"{options['ngram_words']} words and cannot be judged. Contaminated are those with more than "
+        f"{train['documents']} training documents contain at least one of them. Short documents have fewer than "
+        f"{options['ngram_words']} words and cannot be judged. Contaminated documents have more than "
         f"{options['threshold']:.0%} of their n-grams in train. {_decision(options['action'])}",
         "",
         *table(DOMAIN_COLUMNS, domains),
@@ -171,6 +173,6 @@ def _decision(action: str) -> str:
     return {
         "report": "Nothing is dropped.",
         "drop_test": "Contaminated documents are dropped.",
-        "drop_train": "Training documents that hold an n-gram of a contaminated document are dropped, and counted "
-        "where they are.",
+        "drop_train": "Training documents that contain an n-gram of a contaminated document are dropped, and counted "
+        "in the summary of the preparation.",
     }[action]

@@ -86,7 +86,7 @@ def run_names(folder: DataFolder, name: str, tasks: int) -> list[list[str]]:
         found[int(run.rsplit("/", 1)[-1].split("-")[0])].append(run)
     for task, runs in enumerate(found):
         if not runs:
-            raise FileNotFoundError(f"{folder.path}/{name}: nothing of task {task}")
+            raise FileNotFoundError(f"{folder.path}/{name}: no runs of task {task}")
     return found
 
 

@@ -79,8 +79,8 @@ class AllKeys:
 
     def __init__(self, folder: DataFolder, tasks: int) -> None:
         if folder.list_files() != [_name(task) for task in range(tasks)]:
-            problem = f"does not hold the work of {tasks} tasks"
-            raise UserError(str(folder.path), problem, "remove the folder and begin again")
+            problem = f"does not contain exactly the files of {tasks} tasks"
+            raise UserError(str(folder.path), problem, "remove the folder and start again")
         self._folder = folder
         lengths = [int(folder.size(_name(task))) // _BYTES for task in range(tasks)]
         self.offsets = np.cumsum([0, *lengths], dtype=np.int64)
@@ -98,8 +98,8 @@ class AllKeys:
         known[known] = places[known] < np.diff(self.offsets)[tasks[known]]
         if not known.all():
             first = int(np.argmin(known))
-            problem = f"has no document {places[first]} of task {tasks[first]}, which has duplicates"
-            raise UserError(str(self._folder.path), problem, "remove the folder and begin again")
+            problem = f"has no key for document {places[first]} of task {tasks[first]}, which has duplicates"
+            raise UserError(str(self._folder.path), problem, "remove the folder and start again")
         return (self.offsets[tasks] + places).astype(np.uint64)
 
     def between(self, start: int, end: int) -> Hashes:

@@ -128,7 +128,7 @@ class KeepSurvivors(MinhashDedupFilter):
         """
         if not self.data_folder.isfile(_removed_name(rank)):
             where = f"{self.data_folder.path}/{_removed_name(rank)}"
-            raise UserError(where, "is missing", "find the duplicates first, in as many tasks")
+            raise UserError(where, "is missing", "find the duplicates first, with the same number of tasks")
         yield from super().run(self._compared(data, rank), rank, world_size)
 
     def _compared(self, data: Iterator[Document], rank: int) -> Iterator[Document]:
@@ -141,8 +141,8 @@ class KeepSurvivors(MinhashDedupFilter):
             raise self._changed(rank, "the end")
 
     def _changed(self, rank: int, what: str) -> UserError:
-        problem = f"the documents of task {rank} are not those that were compared, from {what} on"
-        return UserError(str(self.keys.path), problem, "remove the folder and begin again")
+        problem = f"the documents of task {rank} differ from those that were compared, starting at {what}"
+        return UserError(str(self.keys.path), problem, "remove the folder and start again")
 
 
 def _removed_name(rank: int) -> str:

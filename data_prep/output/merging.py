@@ -70,8 +70,8 @@ class Merge:
         for entry in (entry for result in results for entry in result.skipped):
             skipped[entry.file, entry.reason] += entry.records
         unused: Counter[tuple[str, str]] = Counter()
-        for one in (one for result in results for one in result.unused):
-            count_unused(unused, one.domain, one.reason, one.documents)
+        for other in (other for result in results for other in result.unused):
+            count_unused(unused, other.domain, other.reason, other.documents)
         left_out = _total(entry for result in results for entry in result.left_out)
         if self.report is not None:
             shutil.copyfile(self.report / REPORT, self.root / CONTAMINATION)
@@ -172,4 +172,4 @@ def _check_nothing_missing(plan: SplitPlan, results: list[TaskResult]) -> None:
                 problem = f"{name} has no document in the {split} split"
                 raise UserError(option, problem, "choose another domain or give more documents")
     if not any(split == "train" for split, _ in written):
-        raise UserError("--train-domains", "no document is left to train on", "choose other domains")
+        raise UserError("--train-domains", "no training document remains", "choose other domains")

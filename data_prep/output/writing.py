@@ -32,7 +32,7 @@ BATCH_CHARACTERS = 500_000
 """Limits of a batch. The tokenizer library uses up to 200 bytes per byte of a batch; larger ones are not faster."""
 
 HOLDS_END = "some of its text is encoded as the end-of-document token"
-BETTER_TOKENIZER = "give a tokenizer of bytes, which encodes any text,"
+BETTER_TOKENIZER = "give a byte-level tokenizer, which encodes any text,"
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class DocumentEncoder:
     def _refuse(self, document: Document) -> None:
         detail = ""
         if self._problems.on_error == "stop":  # the detail is only shown in an error message
-            detail = f"such as {lost_part(self._tokenizer, document.text)!r}"
+            detail = f"for example {lost_part(self._tokenizer, document.text)!r}"
         self._report(document, "the tokenizer has no token for its text", detail, BETTER_TOKENIZER)
 
     def _report(self, document: Document, reason: str, detail: str = "", hint: str = REPAIR) -> None:

@@ -57,7 +57,8 @@ def open_files(source: str | Path, fields: Fields | None = None, tokenizer: Text
     source = without_protocol(str(source))
     selection = select(source, list_files(source))
     if tokenizer is None and any(file.suffix == INDEX_SUFFIX for file in selection.files):
-        raise UserError("--source-tokenizer", f"is not given, but {source} holds tokens", "give what made the tokens")
+        problem = f"is not given, but {source} contains tokens"
+        raise UserError("--source-tokenizer", problem, "give the tokenizer that made the tokens")
     return FileCorpus(_own_name(source), selection, fields or Fields(), tokenizer)
 
 
@@ -154,7 +155,7 @@ def _text_of(content: bytes, size: int) -> str:
         MalformedError: it is too long, not UTF-8, or blank.
     """
     if len(content) > LONGEST_RECORD:
-        raise MalformedError("too long", f"{size:,} bytes, at most {LONGEST_RECORD:,} are taken")
+        raise MalformedError("too long", f"{size:,} bytes, at most {LONGEST_RECORD:,} are supported")
     try:
         text = content.removeprefix(BOM).decode("utf-8")
     except UnicodeDecodeError as error:

@@ -79,13 +79,13 @@ def domain_of(record: Any, fields: Fields) -> str:
         MalformedError: it has none, or one that is not a valid name.
     """
     found = (_look_up(record, key) for key in fields.domains)
-    name = next((one for one in found if one is not None), fields.default)
+    name = next((value for value in found if value is not None), fields.default)
     if not isinstance(name, str) or not name.strip():
         where = " nor ".join(f"`{key}`" for key in fields.domains)
         problem = f"{'neither ' if ' nor ' in where else 'no '}{where}" if name is None else f"it is {_kind(name)}"
-        raise MalformedError("no domain", problem, "name one for such records with --domain")
+        raise MalformedError("no domain", problem, "give such records a domain with --domain")
     if len(name) > LONGEST_DOMAIN:
-        raise MalformedError("domain too long", f"{len(name):,} characters, at most {LONGEST_DOMAIN} are taken")
+        raise MalformedError("domain too long", f"{len(name):,} characters, at most {LONGEST_DOMAIN} are supported")
     _check_unicode("domain", name)
     return short_domain(name)
 
@@ -106,7 +106,7 @@ def _no_text(record: Any, key: str, text: Any) -> MalformedError:
         there = [str(name)[:LONGEST_DOMAIN] for name in list(record)[:MOST_KEYS]]
         more = ", ..." if len(record) > MOST_KEYS else ""
         detail = f"no `{key}` among its keys: {', '.join(there)}{more}" if there else "an empty object"
-        return MalformedError("no text", detail, "name the key of the text with --text-key")
+        return MalformedError("no text", detail, "give the key of the text with --text-key")
     return MalformedError("no text", f"`{key}` is {_kind(text)}")
 
 

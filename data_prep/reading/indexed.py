@@ -74,7 +74,7 @@ class IndexedReader:
         tokens = dataset.bin_reader.read(dataset.index.dtype, count, start)
         unknown = tokens[(tokens < 0) | (tokens >= self._tokenizer.vocab_size)]
         if len(unknown):
-            detail = f"token {unknown[0]} of {self._tokenizer.vocab_size}"
+            detail = f"token id {unknown[0]}, but the vocabulary has {self._tokenizer.vocab_size} ids"
             raise MalformedError("not the tokens of --source-tokenizer", detail)
         if self._end is not None and count and tokens[-1] == self._end:
             tokens = tokens[:-1]
@@ -117,22 +117,22 @@ def _documents(dataset: IndexedDataset) -> Iterator[tuple[int, int]]:
     lengths, starts, bounds = dataset.sequence_lengths, dataset.index.sequence_pointers, dataset.document_indices
     size = Path(f"{dataset.path_prefix}.bin").stat().st_size
     if bounds[0] != 0:
-        raise BrokenIndexError(f"the first document begins with sequence {bounds[0]}")
+        raise BrokenIndexError(f"the first document starts at sequence {bounds[0]}, not 0")
     end = 0
     for first, last in itertools.pairwise(map(int, bounds)):
         if not first <= last <= len(lengths):
-            raise BrokenIndexError(f"a document of the sequences {first} to {last} of {len(lengths)}")
+            raise BrokenIndexError(f"a document has the sequences {first} to {last}, but there are {len(lengths)}")
         start = end
         for sequence in range(first, last):
             if starts[sequence] != end or lengths[sequence] < 0:
-                where = f"sequence {sequence} has {lengths[sequence]} tokens from byte {starts[sequence]} on"
-                raise BrokenIndexError(f"{where}, and the one before ends at {end}")
+                where = f"sequence {sequence} has {lengths[sequence]} tokens starting at byte {starts[sequence]}"
+                raise BrokenIndexError(f"{where}, but the previous one ends at {end}")
             end += int(lengths[sequence]) * dataset.index.dtype_size
         if end > size:
-            raise BrokenIndexError(f"a document of the bytes {start} to {end} of {size}")
+            raise BrokenIndexError(f"a document has the bytes {start} to {end}, but the .bin has {size}")
         yield start, (end - start) // dataset.index.dtype_size
     if end < size:
-        raise BrokenIndexError(f"the last document ends at byte {end} of {size}")
+        raise BrokenIndexError(f"the last document ends at byte {end}, but the .bin has {size}")
 
 
 @contextmanager
@@ -198,7 +198,7 @@ def _export_domain(root: Path, manifest: Manifest, entry: DomainEntry, prefix: P
     binary, index = target.with_name(f"{target.name}.bin"), target.with_name(f"{target.name}.idx")
     for path in (binary, index):
         if path.exists():
-            raise UserError(str(path), "is already there", "choose another prefix or remove it")
+            raise UserError(str(path), "already exists", "choose another prefix or remove it")
     # Written under other names until complete. The index, which makes the pair readable, is renamed last.
     beside = [path.with_name(f"{path.name}.partial") for path in (binary, index)]
     try:

@@ -80,10 +80,12 @@ def local_file(path: Path, parts: tuple[str, ...] | None = None) -> InputFile:
     """Return the entry of a local file, or of what is in its place: a broken link or a pipe."""
     parts = parts or (path.name,)
     if path.is_symlink() and not os.path.exists(path):  # handles a link to itself, on which pathlib fails
-        return InputFile(str(path), parts, 0, refusal="is a link that leads nowhere")
+        return InputFile(str(path), parts, 0, refusal="is a broken link")
     stat = path.stat()
     if not S_ISREG(stat.st_mode):  # opening a pipe would block, and it cannot be read twice
-        return InputFile(str(path), parts, 0, refusal=f"is {SPECIAL_FILES.get(S_IFMT(stat.st_mode), 'no file')}")
+        return InputFile(
+            str(path), parts, 0, refusal=f"is {SPECIAL_FILES.get(S_IFMT(stat.st_mode), 'not a regular file')}"
+        )
     return InputFile(str(path), parts, stat.st_size, str(stat.st_mtime_ns))
 
 
@@ -107,7 +109,7 @@ def list_files(source: str) -> list[InputFile]:
     except FileNotFoundError:
         raise UserError("--input", f"{source} does not exist", ABSENT) from None
     except (ImportError, ValueError) as error:  # an unknown protocol, or its library is not installed
-        raise UserError("--input", f"{source} cannot be opened ({error})", "install what it asks for") from None
+        raise UserError("--input", f"{source} cannot be opened ({error})", "install the missing library") from None
 
 
 def _local_files(root: Path) -> Iterator[InputFile]:
@@ -155,5 +157,5 @@ def _remote_files(source: str) -> Iterator[InputFile]:
 
 def _check_number(files: int, source: str | Path) -> None:
     if files > MOST_FILES:
-        hint = "put them together, as lines of JSON or in tars"
-        raise UserError("--input", f"{source} holds more than {MOST_FILES:,} files", hint)
+        hint = "combine them into JSON lines or tars"
+        raise UserError("--input", f"{source} contains more than {MOST_FILES:,} files", hint)

@@ -58,5 +58,7 @@ def _parse_leniently(line: bytes) -> Any:
     except UnicodeDecodeError as error:
         raise MalformedError("not UTF-8", f"byte {error.start} of the line") from None
     except (ValueError, RecursionError) as error:  # a plain ValueError means a number with too many digits
-        lone_returns = "; it holds carriage returns, and lines end with line feeds" if b"\r" in line[:-1] else ""
+        lone_returns = (
+            "; it contains carriage returns, but lines must end with line feeds" if b"\r" in line[:-1] else ""
+        )
         raise MalformedError("not JSON", f"{error}{lone_returns}") from None

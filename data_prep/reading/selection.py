@@ -65,7 +65,7 @@ def select(source: str, files: list[InputFile]) -> Selection:
     texts = [file for file in files if file.suffix in TEXT_SUFFIXES]
     if not structured and not texts:
         known = ", ".join(STRUCTURED)
-        raise UserError("--input", f"{source} holds neither {known} nor text files", "give a folder that does")
+        raise UserError("--input", f"{source} contains no {known} or text files", "give a folder that does")
     inside = [file for file in structured if split_folder(file)]
     if not inside:
         _check_no_splits_below(source, structured)
@@ -98,7 +98,7 @@ def _check_present(files: list[InputFile]) -> None:
     """Raise for unreadable files before the work begins, not in the middle of it."""
     for file in files:
         if file.refusal:
-            raise UserError(file.location, file.refusal, "mend it or remove it")
+            raise UserError(file.location, file.refusal, "fix it or remove it")
 
 
 def _check_no_splits_below(source: str, files: list[InputFile]) -> None:
@@ -111,8 +111,9 @@ def _check_no_splits_below(source: str, files: list[InputFile]) -> None:
     shown = ", ".join([*parents[:MOST_EXAMPLES], *(["..."] if len(parents) > MOST_EXAMPLES else [])])
     hint = f"give {shown} as --input"
     if len(parents) > 1:
-        hint = f"give one of {shown} as --input, or put folders {', '.join(SPLITS)} at the top"
-    raise UserError("--input", f"{source} has {splits} below {shown}, and only at the top they give the split", hint)
+        hint = f"give one of {shown} as --input, or put the folders {', '.join(SPLITS)} at the top level"
+    problem = f"{source} has {splits} below {shown}, but split folders must be at the top level"
+    raise UserError("--input", problem, hint)
 
 
 def _split_below(file: InputFile) -> tuple[str, str] | None:

@@ -93,7 +93,7 @@ def _columns(schema: pyarrow.Schema, fields: Fields) -> list[str]:
             found[key] = key
     if fields.text not in found:
         detail = f"no column `{fields.text}` among {', '.join(schema.names[:8]) or 'none'}"
-        raise MalformedError("no text", detail, "name the column of the text with --text-key")
+        raise MalformedError("no text", detail, "give the column of the text with --text-key")
     return list(found)
 
 

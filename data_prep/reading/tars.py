@@ -55,7 +55,7 @@ class _Header(tarfile.TarInfo):
             raise tarfile.ReadError(str(error)) from None
         is_beside = header.type in (*tarfile.GNU_TYPES, tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE)
         if is_beside and header.type != tarfile.GNUTYPE_SPARSE and not 0 <= header.size <= LONGEST_HEADER:
-            raise tarfile.ReadError(f"a name or attributes of {header.size:,} bytes")  # they would be read completely
+            raise tarfile.ReadError(f"a name or attributes of {header.size:,} bytes")  # tarfile would read all of it
         return header
 
 
@@ -149,7 +149,7 @@ def _check_rest(tar: tarfile.TarFile) -> None:
     assert tar.fileobj is not None
     while block := tar.fileobj.read(BLOCK_BYTES):
         if block.count(0) < len(block):
-            raise tarfile.ReadError("there is more behind its end, and one tar is read of a file")
+            raise tarfile.ReadError("data follows the end of the tar, and only one tar per file is read")
 
 
 def _record(sample: _Sample, fields: Fields) -> dict[str, Any]:
@@ -157,7 +157,7 @@ def _record(sample: _Sample, fields: Fields) -> dict[str, Any]:
     if sample.fault is not None:
         raise sample.fault
     if not sample.members:
-        raise MalformedError("no text", f"neither .{' nor .'.join((*TEXT_MEMBERS, RECORD_MEMBER))}")
+        raise MalformedError("no text", f"no .{' or .'.join((*TEXT_MEMBERS, RECORD_MEMBER))} member")
     if any(len(content) > LONGEST_RECORD for content in sample.members.values()):
         raise MalformedError("too long", f"a member of more than {LONGEST_RECORD:,} bytes")
     record: Any = {}

@@ -85,9 +85,11 @@ def check_execution(execution: Execution) -> None:
         raise UserError("--executor", "ray is not installed", hint)
     if execution.executor == "slurm":
         if shutil.which("sbatch") is None:
-            raise UserError("--executor", "slurm has no sbatch here", "call it on a Slurm login node or use local")
+            raise UserError(
+                "--executor", "sbatch was not found for slurm", "run it on a Slurm login node, or use local"
+            )
         if execution.slurm_partition is None:
-            raise UserError("--slurm-partition", "is not given", "name the partition that the tasks run in")
+            raise UserError("--slurm-partition", "is not given", "give the partition for the tasks")
 
 
 def run_stages(stages: list[Stage], root: Path, execution: Execution, total_bytes: int, *, progress: bool) -> None:
@@ -128,7 +130,7 @@ def progress_text(stages: list[Stage], root: Path, total_bytes: int) -> str:
             continue
         if stage.board is not None:
             pace = stage.board.pace(finished, time.time())
-            return f"at stage {_title(stage, stages)}: {pace.said(total_bytes)}"
+            return f"at stage {_title(stage, stages)}: {pace.described(total_bytes)}"
         coming = next((_title(later, stages) for later in stages[place:] if later.board is not None), "the end")
         return f"at {stage.name}, before {coming}"
     return "at merging, after all stages"

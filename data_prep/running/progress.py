@@ -98,17 +98,17 @@ class Pace:
     read_speed: float
     token_speed: float
 
-    def said(self, total_bytes: int) -> str:
+    def described(self, total_bytes: int) -> str:
         """Describe the progress in words, with the remaining time for the input bytes that a stage reads."""
         words = [f"{100 * self.read / max(total_bytes, 1):.0f} % of {tqdm.format_sizeof(total_bytes)}B read"]
         if not self.at_work:
-            return f"{words[0]}, no task at work"
+            return f"{words[0]}, no running task"
         words.append(f"{tqdm.format_sizeof(self.read_speed)}B/s")
         if self.tokens:
             words.append(f"{tqdm.format_sizeof(self.token_speed)} tokens/s")
         if self.read_speed:
             left = max(total_bytes - self.read, 0) / self.read_speed
-            words.append(f"{tqdm.format_interval(left)} left of this stage")
+            words.append(f"{tqdm.format_interval(left)} left in this stage")
         return ", ".join(words)
 
 

@@ -51,13 +51,13 @@ class RayExecutor(RayPipelineExecutor):
                 raise _error_of(json.load(file))
         missing = len(self.get_incomplete_ranks())
         if missing:
-            problem = f"{missing} of {self.tasks} tasks ended on Ray without a word, and did so again"
-            raise UserError("--executor", problem, "see the logs of Ray's workers; the same call then goes on")
+            problem = f"{missing} of {self.tasks} tasks ended on Ray without an error message, also when retried"
+            raise UserError("--executor", problem, "check the logs of Ray's workers, then rerun the command to resume")
 
     def _run_for_rank(self, rank: int, *arguments: Any, **named: Any) -> PipelineStats:
         in_worker()
         if self._failures():
-            raise RuntimeError("another task has failed, and all must be done")
+            raise RuntimeError("not started, because another task of the stage has failed")
         try:
             return super()._run_for_rank(rank, *arguments, **named)
         except Exception as error:
@@ -73,7 +73,7 @@ class RayExecutor(RayPipelineExecutor):
             enough = offered.get("CPU", 0) >= self.cpus_per_task and offered.get("memory", 0) >= gib * 2**30
             if node["Alive"] and enough:
                 return
-        asked = f"{self.cpus_per_task} CPU and {gib:g} GiB of memory, as a task asks for"
+        asked = f"the {self.cpus_per_task} CPU and {gib:g} GiB of memory that a task requires"
         warning = f"no node of the Ray cluster offers {asked}; waiting for one that does"
         print(f"selectron: warning: {warning}", file=sys.stderr, flush=True)
 

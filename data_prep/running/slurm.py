@@ -49,10 +49,10 @@ def submit(
     try:
         merging.run()
     except subprocess.CalledProcessError as error:
-        if jobs := noted_jobs(root):  # the jobs before the refused one would work for nothing
+        if jobs := noted_jobs(root):  # the jobs before the refused one would run in vain
             subprocess.run(["scancel", *jobs], check=False)
-        problem = f"sbatch ended with code {error.returncode}"
-        raise UserError("--executor", problem, "mend what it says above and call again") from None
+        problem = f"sbatch failed with exit code {error.returncode}"
+        raise UserError("--executor", problem, "fix the error printed above and rerun the command") from None
 
 
 class _Job(SlurmPipelineExecutor):

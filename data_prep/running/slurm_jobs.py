@@ -24,14 +24,14 @@ def noted_jobs(root: Path) -> list[str]:
     return note.read_text().split() if note.exists() else []
 
 
-def check_no_jobs(root: Path, standing: Callable[[], str]) -> None:
+def check_no_jobs(root: Path, progress: Callable[[], str]) -> None:
     """Raise if Slurm jobs of an earlier run still fill a folder; forget those that have ended.
 
     The error message is the user's way to see the progress of the jobs.
 
     Args:
         root: folder being filled.
-        standing: returns a description of the jobs' progress.
+        progress: returns a description of the jobs' progress.
 
     Raises:
         UserError: there are such jobs, or Slurm cannot be queried.
@@ -44,11 +44,11 @@ def check_no_jobs(root: Path, standing: Callable[[], str]) -> None:
         command = ["squeue", "--noheader", "--me", "--format=%A %F"]
         listed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
-        problem = f"was handed to Slurm jobs {','.join(jobs)}, and squeue cannot be asked about them ({error})"
-        raise UserError(str(root), problem, "call on a Slurm login node") from None
+        problem = f"may still be written by Slurm jobs {','.join(jobs)}, and squeue failed ({error})"
+        raise UserError(str(root), problem, "run the command on a Slurm login node") from None
     running = [job for job in jobs if job in listed.split()]
     if running:
         numbers = " ".join(running)
-        problem = f"is being written by Slurm jobs {numbers}, {standing()}"
-        raise UserError(str(root), problem, f"wait, or stop them: scancel {numbers}")
+        problem = f"is being written by Slurm jobs {numbers}, {progress()}"
+        raise UserError(str(root), problem, f"wait for them, or cancel them: scancel {numbers}")
     (root / WORK_NAME / JOBS_NAME).unlink()

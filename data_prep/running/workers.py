@@ -45,6 +45,6 @@ def allow_open_files(tasks: int) -> None:
     if allowed == resource.RLIM_INFINITY or wanted <= allowed:
         return
     if most != resource.RLIM_INFINITY and wanted > most:
-        problem = f"files of all {tasks:,} tasks are open at once, and a process may open {most:,} here (ulimit -Hn)"
-        raise UserError("--tasks", problem, f"give {max(1, most - OWN_FILES):,} at most, or raise the limit")
+        problem = f"the files of all {tasks:,} tasks are open at once, but the limit here is {most:,} (ulimit -Hn)"
+        raise UserError("--tasks", problem, f"give at most {max(1, most - OWN_FILES):,}, or raise the limit")
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))

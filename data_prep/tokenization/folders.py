@@ -47,17 +47,17 @@ def open_folder(folder: Path) -> JsonTokenizer:
 def _byte_level(folder: Path, config: dict[str, Any], specials: dict[str, Any]) -> Tokenizer:
     kind = str(config.get("tokenizer_class") or "GPT2Tokenizer")
     if not kind.startswith(BYTE_LEVEL):
-        problem = f"{folder} has no {TOKENIZER}, and a {kind} may cut text otherwise than GPT-2's"
+        problem = f"{folder} has no {TOKENIZER}, and a {kind} may split text differently from GPT-2's"
         raise UserError("--tokenizer", problem, CONVERT)
     try:
         model = models.BPE.from_file(str(folder / VOCABULARY), str(folder / MERGES))
     except Exception as error:  # the binding raises bare Exception
         problem = f"{folder / VOCABULARY} and {MERGES} cannot be read ({' '.join(str(error).split())})"
-        raise UserError("--tokenizer", problem, "give them as they were published") from None
+        raise UserError("--tokenizer", problem, "give the files as they were published") from None
     tokenizer = Tokenizer(model)
     lacking = sorted(letter for letter in pre_tokenizers.ByteLevel.alphabet() if tokenizer.token_to_id(letter) is None)
     if lacking:
-        problem = f"{folder / VOCABULARY} has no token for {len(lacking)} of the 256 bytes, so it is no byte-level BPE"
+        problem = f"{folder / VOCABULARY} lacks tokens for {len(lacking)} of the 256 bytes, so it is not byte-level BPE"
         raise UserError("--tokenizer", problem, CONVERT)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=bool(config.get("add_prefix_space")))
     tokenizer.decoder = decoders.ByteLevel()
@@ -77,7 +77,7 @@ def _add_tokens(tokenizer: Tokenizer, folder: Path, config: dict[str, Any], spec
         token = AddedToken(name, special=name in flagged, normalized=False)
         (tokenizer.add_special_tokens if name in flagged else tokenizer.add_tokens)([token])
         if name in given and tokenizer.token_to_id(name) != given[name]:
-            problem = f"{folder} gives {name} the id {given[name]}, which does not follow its vocabulary"
+            problem = f"{folder} gives {name} the id {given[name]}, which does not fit its vocabulary"
             raise UserError("--tokenizer", problem, CONVERT)
 
 
@@ -106,7 +106,7 @@ def _json(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise UserError("--tokenizer", f"{path} cannot be read ({os_reason(error)})", "copy it again") from None
     except (ValueError, RecursionError) as error:
-        raise UserError("--tokenizer", f"{path} is no JSON ({error})", "give it as it was published") from None
+        raise UserError("--tokenizer", f"{path} is not JSON ({error})", "give it as it was published") from None
     if not isinstance(content, dict):
-        raise UserError("--tokenizer", f"{path} holds no object", "give it as it was published")
+        raise UserError("--tokenizer", f"{path} is not a JSON object", "give it as it was published")
     return content

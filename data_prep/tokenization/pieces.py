@@ -50,7 +50,7 @@ def pieces(encode: Encode, text: str) -> Iterator[str]:
         start = end
     rest = text[start:]
     if len(rest.encode()) > WHOLE_BYTES:
-        raise UnbrokenError(f"{len(rest):,} characters without a place to cut")
+        raise UnbrokenError(f"{len(rest):,} characters without a place to split")
     yield rest
 
 

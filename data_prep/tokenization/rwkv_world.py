@@ -54,7 +54,7 @@ class RwkvTokenizer:
         for number, line in enumerate(self._content.splitlines(), start=1):
             token_id, token = _parse(path, number, line)
             if token_id in self._tokens or not token:
-                problem = "has no bytes" if not token else f"has the id {token_id}, which is taken"
+                problem = "has no bytes" if not token else f"has the id {token_id}, which is already used"
                 raise UserError(f"{path}:{number}", problem, "give the file as it was published")
             self._add(token_id, token)
         missing = next((byte for byte in range(256) if _ID not in self._root.get(byte, {})), None)
@@ -107,13 +107,13 @@ class RwkvTokenizer:
 def _parse(path: Path, number: int, line: bytes) -> tuple[int, bytes]:
     match = LINE.fullmatch(line)
     if match is None:
-        raise UserError(f"{path}:{number}", "is no line of an RWKV vocabulary", "give the file as it was published")
+        raise UserError(f"{path}:{number}", "is not a line of an RWKV vocabulary", "give the file as it was published")
     try:
         token = ast.literal_eval(match[2].decode("utf-8"))
     except (SyntaxError, ValueError) as error:
         raise UserError(f"{path}:{number}", f"has no Python literal ({error})", "give the file as published") from None
     content = token.encode() if isinstance(token, str) else token
     if len(content) != int(match[3]):
-        problem = f"is said to have {int(match[3])} bytes and has {len(content)}"
+        problem = f"states a length of {int(match[3])} bytes, but has {len(content)}"
         raise UserError(f"{path}:{number}", problem, "give the file as it was published")
     return int(match[1]), content

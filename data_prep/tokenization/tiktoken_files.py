@@ -54,11 +54,11 @@ class TiktokenTokenizer:
         if not name.endswith(TIKTOKEN_SUFFIX):
             return cls(_published(name))
         if not path.is_file():
-            raise UserError("--tokenizer", f"{path} is no file", "give a .tiktoken file or the name of an encoding")
+            raise UserError("--tokenizer", f"{path} is not a file", "give a .tiktoken file or the name of an encoding")
         if not pattern and is_encoding_name(path.stem):
             return cls(_published(path.stem, path))
         if not pattern:
-            problem = f"{path} does not say by which pattern text is cut"
+            problem = f"is not given, but {path} does not contain the pattern that splits text"
             raise UserError("--tiktoken-pattern", problem, "give the regular expression of the encoding")
         ranks = _ranks(path)
         return cls(_encoding(path.stem, pattern, ranks, {END_TOKEN: 1 + max(ranks.values())}))
@@ -103,8 +103,8 @@ def _published(name: str, file: Path | None = None) -> tiktoken.Encoding:
             return tiktoken.get_encoding(name)
         except Exception as error:  # any error of the downloading library
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            hint = f"give its {name}.tiktoken as a local file; one of another content needs --tiktoken-pattern"
-            raise UserError("--tokenizer", f"{name} cannot be had ({reason})", hint) from None
+            hint = f"give its {name}.tiktoken as a local file; a different encoding needs --tiktoken-pattern"
+            raise UserError("--tokenizer", f"{name} cannot be loaded ({reason})", hint) from None
         finally:
             os.environ.pop("TIKTOKEN_CACHE_DIR", None)
             if before is not None:
@@ -117,7 +117,7 @@ def _ranks(path: Path) -> dict[bytes, int]:
         lines = (line.split() for line in read_regular(path, LARGEST_VOCABULARY).splitlines() if line)
         return {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
     except (OSError, ValueError) as error:
-        raise UserError("--tokenizer", f"{path} is no .tiktoken file ({error})", "give one") from None
+        raise UserError("--tokenizer", f"{path} is not a .tiktoken file ({error})", "give one") from None
 
 
 def _encoding(name: str, pattern: str, ranks: dict[bytes, int], special: dict[str, int]) -> tiktoken.Encoding:

@@ -49,7 +49,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """
     if vocab_size < SMALLEST_VOCABULARY:
         problem = f"{vocab_size} is below {SMALLEST_VOCABULARY} (256 bytes and {END_OF_DOCUMENT})"
-        raise UserError("--vocab-size", problem, "give a larger one")
+        raise UserError("--vocab-size", problem, "increase it")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -70,12 +70,12 @@ def load_tokenizer(path: Path) -> Tokenizer:
         UserError: the file is missing, or is not a tokenizer.json.
     """
     if not path.is_file():
-        raise UserError("--tokenizer", f"{path} is no file", "give a tokenizer.json, or `train`")
+        raise UserError("--tokenizer", f"{path} is not a file", "give a tokenizer.json, or `train`")
     try:
         return Tokenizer.from_buffer(read_regular(path, LARGEST_VOCABULARY))
     except Exception as error:  # the binding raises bare Exception
-        problem = f"{path} is no tokenizer.json ({' '.join(str(error).split())})"
-        raise UserError("--tokenizer", problem, "give one that Hugging Face tokenizers wrote") from None
+        problem = f"{path} is not a tokenizer.json ({' '.join(str(error).split())})"
+        raise UserError("--tokenizer", problem, "give one written by Hugging Face tokenizers") from None
 
 
 class NoTokenError(UserError):
@@ -127,7 +127,7 @@ class JsonTokenizer:
             if type(error) is not Exception:  # the binding raises bare Exception where its models fail
                 raise
             problem = "the tokenizer has no token for some of the text, and no unknown token"
-            raise NoTokenError("--tokenizer", problem, "give a tokenizer of bytes") from None
+            raise NoTokenError("--tokenizer", problem, "give a byte-level tokenizer") from None
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of ids."""

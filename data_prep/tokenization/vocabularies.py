@@ -160,12 +160,12 @@ def end_of_document(tokenizer: TextTokenizer, token: str | None = None) -> tuple
         tokenizer.reserve(found[0])
         # A model may still encode ordinary text as a special token; such documents are refused one by one.
         if not is_special and _is_made_of_text(tokenizer, *found):
-            problem = f"{found[0]} is a token that text is encoded as, so that documents would end within"
-            raise UserError("--eos-token", problem, "name a special token of the tokenizer")
+            problem = f"{found[0]} also encodes ordinary text, so documents would end in the middle"
+            raise UserError("--eos-token", problem, "choose a special token of the tokenizer")
         return found
     if token:
-        raise UserError("--eos-token", f"{token} is not in the tokenizer's vocabulary", "name one that is")
-    raise UserError("--tokenizer", "the tokenizer has no end-of-document token", "name it with --eos-token TOKEN")
+        raise UserError("--eos-token", f"{token} is not in the tokenizer's vocabulary", "choose one that is")
+    raise UserError("--tokenizer", "the tokenizer has no end-of-document token", "choose one with --eos-token TOKEN")
 
 
 def _is_made_of_text(tokenizer: TextTokenizer, token: str, number: int) -> bool:

@@ -88,7 +88,7 @@ def test_spellings_of_a_domain_are_one_domain(tmp_path, tokenizer_file, named, f
     ]
     assert manifest.unused == []
     assert sorted(path.name for path in (tmp_path / "out/train").iterdir()) == [spelling]
-    assert "no document of: C4" not in summary(manifest, "")
+    assert "no documents in: C4" not in summary(manifest, "")
 
 
 @pytest.mark.parametrize("name", ["C4", "c4", "RedPajamaC4", "redpajamac4", "C5", "Book", "redpajamabook", "Straße"])
@@ -108,5 +108,5 @@ def test_of_many_domains_the_largest_have_a_line(records, tmp_path, tokenizer_fi
     manifest = prepare(options(records, tmp_path / "out", tokenizer_file))
     printed = [line for line in summary(manifest, "").splitlines() if line.startswith("not used: ")]
     assert printed[0] == f"not used: 30 of D29 ({NO_SIDE})"
-    assert printed[-1] == "not used: 66 of 11 more; the manifest lists them"
+    assert printed[-1] == "not used: 66 of 11 more domains, which the manifest lists"
     assert (len(printed), len(manifest.unused)) == (21, 31)

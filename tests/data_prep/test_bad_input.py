@@ -69,7 +69,7 @@ def test_a_bad_record_stops_or_is_counted(tmp_path, tokenizer_file, name, conten
     with pytest.raises(UserError) as caught:
         prepare(prep_fakes.options(source.parent, output, tokenizer_file))
     assert str(caught.value).startswith(f"{source.parent}/{said}")
-    assert re.search(r"; (repair it|name .* with --\S+) or pass --on-error skip$", str(caught.value))
+    assert re.search(r"; (repair it|give .* with --\S+) or pass --on-error skip$", str(caught.value))
     assert [path.name for path in tmp_path.iterdir()] == ["raw"]
     manifest = prepare(prep_fakes.options(source.parent, output, tokenizer_file, on_error="skip"))
     (skipped,) = manifest.skipped

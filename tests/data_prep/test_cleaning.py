@@ -67,7 +67,7 @@ def test_documents_with_nul_can_be_dropped():
 
 
 def test_nul_can_stop_the_work_and_the_document_is_named():
-    with pytest.raises(UserError, match=r"a\.jsonl:2: the text holds a NUL"):
+    with pytest.raises(UserError, match=r"a\.jsonl:2: the text contains a NUL"):
         cleaned("text", "a\0b", nul="stop")
 
 

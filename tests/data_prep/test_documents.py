@@ -84,7 +84,7 @@ def test_malformed_record_stops_with_its_line_or_is_counted(tmp_path, line, reas
     with pytest.raises(UserError) as caught:
         read(path)
     assert re.fullmatch(
-        rf"{re.escape(str(path))}:3: {reason}( \(.*\))?; (repair it|name .*) or pass --on-error skip", str(caught.value)
+        rf"{re.escape(str(path))}:3: {reason}( \(.*\))?; (repair it|give .*) or pass --on-error skip", str(caught.value)
     )
     documents, problems = read(path, "skip")
     assert len(documents) == 2

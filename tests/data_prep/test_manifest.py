@@ -59,7 +59,7 @@ def test_select_keeps_the_manifest_order_and_knows_both_forms():
     [
         (None, "cannot be read (No such file or directory)"),
         (b'{"version": 1, "tok', "is damaged (Unterminated string"),
-        ({"version": 9}, "is of version 9, this program reads version 1"),
+        ({"version": 9}, "has version 9, but this program reads version 1"),
         ({"dtype": "float32"}, "is damaged (dtype: "),
         ({"domains": [{"split": "train"}]}, "is damaged (domains.0"),
         ({"surprise": 1}, "is damaged (surprise: "),

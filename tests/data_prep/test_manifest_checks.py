@@ -59,7 +59,7 @@ def test_names_that_lead_out(place, name):
 @pytest.mark.parametrize("place", NAMES)
 @pytest.mark.parametrize("name", ["manifest.json", "./manifest.json", ".locks/x", ".lock"])
 def test_names_of_the_folder_s_own_files(place, name):
-    assert f"({place}): names {name.removeprefix('./')}, which is not" in refusal(changed(place, name))
+    assert f"({place}): names {name.removeprefix('./')}, which is a reserved name" in refusal(changed(place, name))
 
 
 @pytest.mark.parametrize(
@@ -72,18 +72,22 @@ def test_names_of_the_folder_s_own_files(place, name):
         (f"{SHARD}.tokens", "9", f"{SHARD}.tokens: Input should be a valid integer"),
         (f"{SHARD}.documents", True, f"{SHARD}.documents: Input should be a valid integer"),
         (f"{SHARD}.bytes", -1, f"{SHARD}.bytes: Input should be greater"),
-        ("domains.0.tokens", 10, "domains.0.tokens: 10, and its shards have 9"),
-        ("domains.1.documents", 0, "domains.1.documents: 0, and its shards have 1"),
-        (f"{SHARD}.bytes", 17, f"{SHARD}.bytes: 17 cannot hold 9 tokens of uint16"),
-        (f"{SHARD}.index_bytes", 31, f"{SHARD}.index_bytes: 31 cannot hold 2 documents"),
+        ("domains.0.tokens", 10, "domains.0.tokens: 10, but its shards have 9"),
+        ("domains.1.documents", 0, "domains.1.documents: 0, but its shards have 1"),
+        (f"{SHARD}.bytes", 17, f"{SHARD}.bytes: 17 is too small for 9 tokens of uint16"),
+        (f"{SHARD}.index_bytes", 31, f"{SHARD}.index_bytes: 31 is too small for 2 documents"),
         (f"{SHARD}.sha256", "A" * 64, f"{SHARD}.sha256: "),
         (f"{SHARD}.index_sha256", "a" * 63, f"{SHARD}.index_sha256: "),
         (f"{SHARD}.sha256", "a" * 64 + "\n", f"{SHARD}.sha256: "),
-        (f"{SHARD}.index", "train/C4/0.tar", f"{SHARD}.index: train/C4/0.tar is {SHARD}.file, too"),
-        ("domains.1.shards.0.file", "./tokenizer.json", "domains.1.shards.0.file: tokenizer.json is tokenizer.file"),
-        ("domains.1.split", "train", "domains.1.domain: C4 stands twice in train"),
+        (f"{SHARD}.index", "train/C4/0.tar", f"{SHARD}.index: train/C4/0.tar is also {SHARD}.file"),
+        (
+            "domains.1.shards.0.file",
+            "./tokenizer.json",
+            "domains.1.shards.0.file: tokenizer.json is also tokenizer.file",
+        ),
+        ("domains.1.split", "train", "domains.1.domain: C4 occurs twice in train"),
         ("domains.1.split", "elsewhere", "domains.1.split: "),
-        ("tokenizer.sha256", "", "tokenizer.sha256: '' is no SHA-256"),
+        ("tokenizer.sha256", "", "tokenizer.sha256: '' is not a SHA-256 digest"),
         ("tokenizer.vocab_size", 0, "tokenizer.vocab_size: 0 does not fit uint16"),
         ("tokenizer.vocab_size", 65537, "tokenizer.vocab_size: 65537 does not fit uint16"),
         ("tokenizer.eos_id", 300, "tokenizer.eos_id: 300 is not below vocab_size 300"),

@@ -97,9 +97,9 @@ def test_every_filter_does_its_part_and_is_counted(raw, tmp_path, tokenizer_file
     assert found == {"documents": 4, "short": 1, "contaminated": 1, "ngrams_in_train": 20 - 13 + 1}
     printed = summary(manifest, str(tmp_path / "out")).splitlines()
     assert {
-        "contamination: test ArXiv: 4 documents tested, 1 contaminated, 1 too short to tell",
+        "contamination: test ArXiv: 4 documents tested, 1 contaminated, 1 too short to judge",
         "cleaned: 2 in train: NUL characters removed",
-        "left out: 2 in train: exact duplicates",
+        "dropped: 2 in train: exact duplicates",
         f"contamination: see {tmp_path / 'out/contamination.md'}",
     } <= set(printed)
     assert "| test | ArXiv | 4 | 1 | 1 |" in (tmp_path / "out/contamination.md").read_text()
@@ -204,7 +204,7 @@ def test_the_usual_domains(tmp_path, tokenizer_file):
         *(("train", "C4"), ("test", "Book"), ("test", "C4"), ("test", "Github"))
     ]
     assert all(entry.documents == 5 for entry in manifest.domains)
-    assert "no document of: CommonCrawl, ArXiv, StackExchange, Wikipedia" in summary(manifest, "")
+    assert "no documents in: CommonCrawl, ArXiv, StackExchange, Wikipedia" in summary(manifest, "")
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_an_input_without_the_usual_domains_is_refused(tmp_path, tokenizer_file)
     with pytest.raises(UserError) as caught:
         prepare(options(tmp_path / "raw", tmp_path / "out", tokenizer_file, train_domains=None))
     assert str(caught.value) == (
-        "--train-domains: is not given, and the input has neither of the usual ones: CommonCrawl, C4; "
+        "--train-domains: is not given, and the input has none of the default domains CommonCrawl, C4; "
         "choose from the domains of the input: Book, Law"
     )
 

@@ -71,15 +71,17 @@ def test_a_name_and_test_domains_may_be_given(tmp_path, tokenizer_file):
     manifest = prepare(options(tmp_path / "raw", tmp_path / "out", tokenizer_file, **given))
     assert manifest.domain_names("train") == ["Web"]
     assert manifest.domain_names("test") == ["Law"]
-    with pytest.raises(UserError, match=r"^--train-domains/--test-domains: '../x' cannot name a folder; "):
+    with pytest.raises(UserError, match=r"^--train-domains/--test-domains: '../x' is not a valid folder name; "):
         prepare(options(tmp_path / "raw", tmp_path / "out2", tokenizer_file, **{**USUAL, "domain": "../x"}))
 
 
 def test_records_that_name_domains_are_asked_for_as_before(tmp_path, tokenizer_file):
     write_jsonl(tmp_path / "raw/a.jsonl", [record("Law", "x"), *plain()])
-    with pytest.raises(UserError, match=r"^--train-domains: is not given, and the input has neither of the usual ones"):
+    with pytest.raises(
+        UserError, match=r"^--train-domains: is not given, and the input has none of the default domains"
+    ):
         prepare(options(tmp_path / "raw", tmp_path / "out", tokenizer_file, **USUAL))
-    with pytest.raises(UserError, match=r"a\.jsonl:2: no domain \(neither .*\); name one for such records with --dom"):
+    with pytest.raises(UserError, match=r"a\.jsonl:2: no domain \(neither .*\); give such records a domain with --dom"):
         prepare(options(tmp_path / "raw", tmp_path / "out", tokenizer_file, **{**USUAL, "train_domains": ["Law"]}))
 
 
@@ -106,10 +108,15 @@ PACKED = zstandard.compress("\n".join(plain()).encode())
         (
             "a.jsonl",
             "\n".join(plain("content", id=1)).encode(),
-            "a.jsonl:1: no text (no `text` among its keys: content, id); name the key of the text with --text-key or ",
+            "a.jsonl:1: no text (no `text` among its keys: content, id); give the key of the text with --text-key or ",
             "40 no text",
         ),
-        ("a.jsonl", b"\n\n", "--input: no record of it can be read (there are none); give another", "there are none"),
+        (
+            "a.jsonl",
+            b"\n\n",
+            "--input: contains no readable record (it is empty); give another input",
+            "there are none",
+        ),
         ("a.parquet", b"PAR1", "a.parquet:1: Parquet file broken (", "1 Parquet file broken"),
     ],
 )

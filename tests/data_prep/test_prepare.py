@@ -192,13 +192,13 @@ def test_malformed_records_stop_or_are_reported(records, tmp_path, tokenizer_fil
         ({"test_domains": ["ArXiv", "Law"]}, "--test-domains: unknown domain Law; choose from the domains of the"),
         (
             {"train_domains": ["RedPajamaC4", "Book"], "test_domains": ["c4"]},
-            "--test-domains: RedPajamaC4 is a training domain and a test domain; take it out of one of the two",
+            "--test-domains: RedPajamaC4 is both a training domain and a test domain; remove it from ",
         ),
         ({"train_domains": []}, "--train-domains: no domain is given; "),
-        ({"train_domains": ["../x"]}, "--train-domains/--test-domains: '../x' cannot name a folder; "),
-        ({"tokenizer": "absent.json"}, "--tokenizer: absent.json is no file; "),
+        ({"train_domains": ["../x"]}, "--train-domains/--test-domains: '../x' is not a valid folder name; "),
+        ({"tokenizer": "absent.json"}, "--tokenizer: absent.json is not a file; "),
         ({"eos_token": "<end>"}, "--eos-token: <end> is not in the tokenizer's vocabulary; "),
-        ({"validation_fraction": 1.0}, "--validation-fraction: 1.0 is no fraction; "),
+        ({"validation_fraction": 1.0}, "--validation-fraction: 1.0 is not in [0, 1); "),
         ({"shard_tokens": 0}, "--shard-tokens: 0 is not positive; "),
         ({"input": "absent"}, "--input: absent does not exist; "),
     ],
@@ -224,9 +224,9 @@ def test_what_is_there_is_not_touched(records, tmp_path, tokenizer_file):
     for folder in (out, foreign):
         folder.mkdir()
         (folder / "precious").write_text("mine")
-    with pytest.raises(UserError, match=rf"^{re.escape(str(out))}: is already there and not empty; "):
+    with pytest.raises(UserError, match=rf"^{re.escape(str(out))}: already exists and is not empty; "):
         prepare(options(records, out, tokenizer_file))
-    with pytest.raises(UserError, match=rf"^{re.escape(str(foreign))}: is in the way "):
+    with pytest.raises(UserError, match=rf"^{re.escape(str(foreign))}: exists, but was not created "):
         prepare(options(records, tmp_path / "other", tokenizer_file))
     assert everything(out) == everything(foreign) == {"precious": b"mine"}
     (tmp_path / "empty").mkdir()
@@ -267,9 +267,9 @@ def test_interrupted_while_shards_are_moved(records, tmp_path, tokenizer_file, m
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"shard_tokens": 800}, "was begun with --shard-tokens 700, not 800; give the same again, or remove "),
-        ({"train_domains": ["C4"]}, "was begun with --train-domains C4,CommonCrawl, not C4; "),
-        ("input", "was begun with input files of digest "),
+        ({"shard_tokens": 800}, "was started with --shard-tokens 700, not 800; give the same value, or remove "),
+        ({"train_domains": ["C4"]}, "was started with --train-domains C4,CommonCrawl, not C4; "),
+        ("input", "was started with input files of digest "),
         ("tokenizer", "tokenizer.json of sha256 "),
     ],
 )

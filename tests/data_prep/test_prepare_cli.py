@@ -54,7 +54,7 @@ def test_interrupted_it_says_how_to_go_on(records, tmp_path, tokenizer_file, cap
     with monkeypatch.context() as patch:
         patch.setattr("data_prep.prepare.run_stages", interrupt)
         assert cli.run(parse(*given)) == 75
-    assert capsys.readouterr().err == f"selectron: stopped; the same call goes on with {out}.partial\n"
+    assert capsys.readouterr().err == f"selectron: stopped; rerun the same command to resume from {out}.partial\n"
     with monkeypatch.context() as patch:
         patch.setattr("data_prep.prepare.open_corpus", interrupt)
         with pytest.raises(KeyboardInterrupt):
@@ -95,7 +95,7 @@ def test_sigterm_stops_it_with_the_code_of_work_that_goes_on(records, tmp_path, 
         finally:
             process.kill()
     assert process.returncode == 75
-    assert said.splitlines()[-1] == f"selectron: stopped; the same call goes on with {out}.partial"
+    assert said.splitlines()[-1] == f"selectron: stopped; rerun the same command to resume from {out}.partial"
     assert cli.run(parse(*given)) == 0
     assert load_manifest(out).domain_names("train") == ["C4"]
 
@@ -128,11 +128,11 @@ def test_filters_are_what_the_arguments_say():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--no-clean", "--nul", "drop"], "--nul: is given for what is not done; leave out --no-clean"),
-        (["--near-buckets", "3"], "--near-buckets: is given for what is not done; pass --duplicates near"),
-        (["--decontaminate", "off", "--ngram-words", "8"], "--ngram-words: is given for what is not done; leave out"),
+        (["--no-clean", "--nul", "drop"], "--nul: has no effect with these options; remove --no-clean"),
+        (["--near-buckets", "3"], "--near-buckets: has no effect with these options; pass --duplicates near"),
+        (["--decontaminate", "off", "--ngram-words", "8"], "--ngram-words: has no effect with these options; remove"),
         (["--duplicates", "near", "--near-buckets", "0"], "--near-buckets: 0 is not positive; "),
-        (["--contamination-threshold", "1"], "--contamination-threshold: 1.0 is no share; "),
+        (["--contamination-threshold", "1"], "--contamination-threshold: 1.0 is not in [0, 1); "),
     ],
 )
 def test_filters_that_cannot_be(arguments, message):
@@ -154,9 +154,9 @@ def test_exports_with_the_preparation_or_afterwards(records, tmp_path, tokenizer
 
 
 def test_what_can_be_exported(tmp_path):
-    with pytest.raises(UserError, match=r"^--input: is not given; name the documents, or export "):
+    with pytest.raises(UserError, match=r"^--input: is not given; give the documents, or export "):
         cli.run(parse("--output", str(tmp_path)))
     with pytest.raises(UserError, match=r"manifest.json: cannot be read "):
         cli.run(parse("--output", str(tmp_path), "--export-megatron", "x"))
-    with pytest.raises(UserError, match=r"^--export-megatron: waits for the Slurm jobs; "):
+    with pytest.raises(UserError, match=r"^--export-megatron: cannot run before the Slurm jobs have finished; "):
         cli.run(parse("--input", "x", "--output", "y", "--export-megatron", "x", "--executor", "slurm"))

@@ -59,11 +59,11 @@ def test_a_kill_before_any_change_is_gone_on_from(tmp_path, whole):
         assert ended == KILLED
         if output.exists():  # published: the content is complete, and a call with other options rejects it
             assert content(output).items() >= whole.items()
-            with pytest.raises(UserError, match=r"out: is already there and not empty; "):
+            with pytest.raises(UserError, match=r"out: already exists and is not empty; "):
                 fill(output, OTHER)
         fill(output)
         assert content(root) == {"out": None, **{f"out/{name}": data for name, data in whole.items()}}
-        with pytest.raises(UserError, match=r"out: is already there and not empty; "):
+        with pytest.raises(UserError, match=r"out: already exists and is not empty; "):
             fill(output)
 
 
@@ -93,7 +93,9 @@ def test_a_kill_while_a_mistaken_call_is_cleared_away(tmp_path, whole):
         if cleared:
             fill(root / "out", OTHER)
         else:
-            with pytest.raises(UserError, match=r"out\.partial: was begun with --x 1, not 2; give the same again, or "):
+            with pytest.raises(
+                UserError, match=r"out\.partial: was started with --x 1, not 2; give the same value, or "
+            ):
                 fill(root / "out", OTHER)
             fill(root / "out")
         assert content(root) == {"out": None, **{f"out/{name}": data for name, data in whole.items()}}
@@ -108,7 +110,7 @@ def test_a_finished_folder_of_earlier_versions_is_never_cleared_away(tmp_path, w
     (tmp_path / "out").rename(tmp_path / "out.partial")
     for name in left:
         (tmp_path / "out.partial" / name).touch()
-    said = r"out\.partial: is (finished, .*; rename it to out, or|in the way and was not left by .*; move it elsewhere)"
+    said = r"out\.partial: (is complete, .*; rename it to out, or|exists, but was not created by .*; move it elsewhere)"
     with pytest.raises(UserError, match=said):
         fill(tmp_path / "out")
     assert content(tmp_path / "out.partial").items() >= whole.items()
@@ -119,6 +121,6 @@ def test_what_someone_else_left_is_in_the_way(tmp_path):
     (tmp_path / "out.partial" / "precious").touch()
     (tmp_path / "file.partial").touch()
     for name in ("out", "file"):
-        with pytest.raises(UserError, match=r"\.partial: is in the way and was not left by `selectron prepare`; move"):
+        with pytest.raises(UserError, match=r"\.partial: exists, but was not created by `selectron prepare`; move"):
             fill(tmp_path / name)
     assert sorted(content(tmp_path)) == ["file.partial", "out.partial", "out.partial/precious"]

@@ -220,7 +220,7 @@ def test_other_documents_than_those_that_were_judged_are_refused(tmp_path):
         "new:1": [*documents, document("a", "new:1", "test")],
     }
     for first, given in others.items():
-        with pytest.raises(UserError, match=f"are not those that were judged, task by task, from {first} on; remove"):
+        with pytest.raises(UserError, match=f"differ from those that were judged, starting at {first}; remove"):
             left(made, given)
     train = [given for given in documents if given.metadata["split"] == "train"]
     assert left(made, [*test, *train])[0] == left(made, [*train[::-1], *test])[0]
@@ -267,7 +267,7 @@ def test_the_table_reads_like_the_numbers(tmp_path):
     text = (tmp_path / "report.md").read_text()
     assert "| test | ArXiv | 1 | 0 | 1 | 8 | 8 (100.00%) | 1 | 1 |" in text
     assert rf"| test | ArXiv | a\|b:1 | 100.00% of 8 | 20 words | {' '.join(TEXT[:13])} | c:9 |" in text
-    assert "1 of 1 training documents hold any of the test text" in text
+    assert "1 of 1 training documents contain at least one of them" in text
     assert "Contaminated documents are dropped." in text
 
 
@@ -287,7 +287,7 @@ def test_without_a_report_or_with_other_options_nothing_is_passed_on(tmp_path):
     ("options", "message"),
     [
         ({"ngram_words": 0}, "^--ngram-words: 0 is not positive"),
-        ({"threshold": 1.0}, r"^--contamination-threshold: 1\.0 is no share"),
+        ({"threshold": 1.0}, r"^--contamination-threshold: 1\.0 is not in \[0, 1\)"),
         ({"splits": ("train",)}, "cannot be tested against train"),
         ({"splits": ()}, "cannot be tested against train"),
         ({"action": "drop"}, "action: drop is unknown"),

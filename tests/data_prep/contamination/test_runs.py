@@ -91,5 +91,5 @@ def test_merged_runs_are_the_set_of_all_hashes(folder, monkeypatch, run_hashes):
 def test_a_task_that_wrote_nothing_is_missed(tmp_path):
     folder = get_datafolder(str(tmp_path))
     runs.RunWriter(folder, "runs", 0).close()
-    with pytest.raises(FileNotFoundError, match="nothing of task 1"):
+    with pytest.raises(FileNotFoundError, match="no runs of task 1"):
         runs.merge_runs(folder, "runs", 2, folder, "all.npy")

@@ -161,14 +161,14 @@ def test_documents_that_were_not_compared_are_refused(tmp_path):
     run_here(found.stages)
     _, keep = found.documents
     for other, tasks in ((documents[:-1], 2), ([*documents, documents[0]], 2), (documents[::-1], 2), (documents, 3)):
-        with pytest.raises(UserError, match="are not those that were compared"):
+        with pytest.raises(UserError, match="differ from those that were compared"):
             read([Given(other), keep], tasks)
 
 
 def test_the_work_of_another_number_of_tasks_is_refused(tmp_path):
     documents, _ = corpus()
     run_here(exact_duplicates([Given(documents)], str(tmp_path), 3).stages)
-    with pytest.raises(UserError, match="does not hold the work of 2 tasks"):
+    with pytest.raises(UserError, match="does not contain exactly the files of 2 tasks"):
         run_here(exact_duplicates([Given(documents)], str(tmp_path), 2).stages[2:])
 
 

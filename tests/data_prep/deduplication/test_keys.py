@@ -40,7 +40,7 @@ def test_documents_are_numbered_one_task_after_the_other(tmp_path):
     everything = AllKeys(get_datafolder(str(tmp_path)), TASKS)
     assert everything.numbers(np.array([2, 0, 0, 2]), np.array([0, 0, 1, 2])).tolist() == [2, 0, 1, 4]
     for task, place in ((0, 2), (1, 0), (3, 0)):
-        with pytest.raises(UserError, match=f"has no document {place} of task {task}"):
+        with pytest.raises(UserError, match=f"has no key for document {place} of task {task}"):
             everything.numbers(np.array([0, task]), np.array([0, place]))
-    with pytest.raises(UserError, match="does not hold the work of 2 tasks"):
+    with pytest.raises(UserError, match="does not contain exactly the files of 2 tasks"):
         AllKeys(get_datafolder(str(tmp_path)), 2)

@@ -213,7 +213,7 @@ def test_folders_behind_an_address_take_the_same(tmp_path: Path):
 
 def test_an_error_leaves_no_files_behind(tmp_path: Path):
     write(tmp_path, {(0, 0): 1, (0, 1): 2}, [[[(0, 0), (0, 1), (0, 2)]]], 1)
-    with pytest.raises(UserError, match="has no document 2 of task 0"):
+    with pytest.raises(UserError, match="has no key for document 2 of task 0"):
         choose(tmp_path, 1)
     assert {path.name for path in tmp_path.iterdir()} == {"pairs", "keys"}
 

@@ -152,7 +152,11 @@ def damaged(number):
         (damaged(6), 5, "after sample '4': bad checksum"),
         (lambda tar: tar[: 6 * 1024], 5, "after sample '4': it ends without a closing block of zeros"),
         (lambda tar: tar[: 6 * 1024 + 100], 5, "after sample '4': truncated header"),
-        (lambda tar: tar + tar, 9, "after sample '8': there is more behind its end, and one tar is read of a file"),
+        (
+            lambda tar: tar + tar,
+            9,
+            "after sample '8': data follows the end of the tar, and only one tar per file is read",
+        ),
     ],
 )
 def test_what_a_reader_of_tars_takes_for_the_end(tmp_path, change, whole, said):
@@ -205,7 +209,7 @@ def test_token_files_become_text_again(tokens, tokenizer_file):
         ("another", "Law"),
     ]
     assert told == total
-    with pytest.raises(UserError, match=r"^--source-tokenizer: is not given, but .* holds tokens; "):
+    with pytest.raises(UserError, match=r"^--source-tokenizer: is not given, but .* contains tokens; "):
         read(tokens)
 
 
@@ -284,7 +288,7 @@ def test_more_tokens_than_the_index_tells_of(tokens, tokenizer_file):
     with (tokens / "Law_text_document.bin").open("ab") as binary:
         size = binary.tell()
         binary.write(b"\1\0")
-    said = f"the last document ends at byte {size} of {size + 2}"
+    said = rf"the last document ends at byte {size}, but the \.bin has {size + 2}"
     with pytest.raises(UserError, match=rf":3: does not fit its .bin \({said}\); repair it or "):
         read(tokens, **given)
     documents, problems, _ = read(tokens, "skip", **given)
@@ -310,13 +314,17 @@ LENGTHS, STARTS, BOUNDS = 34, 34 + 12, 34 + 12 + 24
 @pytest.mark.parametrize(
     ("at", "number", "said"),
     [
-        (LENGTHS + 4, -1, r"sequence 1 has -1 tokens from byte \d+ on, and the one before ends at \d+"),
-        (LENGTHS + 8, 3000, r"a document of the bytes \d+ to \d+ of \d+"),
-        (STARTS, 2, "sequence 0 has \\d+ tokens from byte 2 on, and the one before ends at 0"),
-        (STARTS + 16, 2**40, r"sequence 2 has \d+ tokens from byte 1099511627776 on, and the one before ends at \d+"),
-        (BOUNDS, 1, "the first document begins with sequence 1"),
-        (BOUNDS + 8, -2, "a document of the sequences 0 to -2 of 3"),
-        (BOUNDS + 8, 4, "a document of the sequences 0 to 4 of 3"),
+        (LENGTHS + 4, -1, r"sequence 1 has -1 tokens starting at byte \d+, but the previous one ends at \d+"),
+        (LENGTHS + 8, 3000, r"a document has the bytes \d+ to \d+, but the \.bin has \d+"),
+        (STARTS, 2, "sequence 0 has \\d+ tokens starting at byte 2, but the previous one ends at 0"),
+        (
+            STARTS + 16,
+            2**40,
+            r"sequence 2 has \d+ tokens starting at byte 1099511627776, but the previous one ends at \d+",
+        ),
+        (BOUNDS, 1, "the first document starts at sequence 1, not 0"),
+        (BOUNDS + 8, -2, "a document has the sequences 0 to -2, but there are 3"),
+        (BOUNDS + 8, 4, "a document has the sequences 0 to 4, but there are 3"),
     ],
 )
 def test_an_index_that_does_not_fit(tokens, tokenizer_file, at, number, said):
@@ -378,7 +386,7 @@ def test_what_is_exported_is_what_megatron_reads(records, tmp_path, tokenizer_fi
         assert [item.tolist() for item in dataset] == [item.tolist() for item in arrays]
         assert {int(item[-1]) for item in dataset} == {manifest.tokenizer.eos_id}
         assert sum(len(library.decode(item[:-1].tolist())) for item in dataset) == entry.characters
-    with pytest.raises(UserError, match=r"mine_train_C4_text_document\.bin: is already there; "):
+    with pytest.raises(UserError, match=r"mine_train_C4_text_document\.bin: already exists; "):
         export(tmp_path / "out", manifest, tmp_path / "megatron/mine")
 
 
@@ -447,7 +455,7 @@ def test_a_link_that_leads_nowhere_is_refused_where_it_would_be_read(tmp_path, t
     (tmp_path / "raw/.#notes").symlink_to("someone@somewhere")
     assert names_of(tmp_path / "raw") == ["train/x.jsonl:1"]
     (tmp_path / "raw/train/a.jsonl").symlink_to(target)
-    with pytest.raises(UserError, match=r"raw/train/a\.jsonl: is a link that leads nowhere; mend it or remove it$"):
+    with pytest.raises(UserError, match=r"raw/train/a\.jsonl: is a broken link; fix it or remove it$"):
         open_files(tmp_path / "raw")
 
 
@@ -493,5 +501,7 @@ def test_more_files_than_a_worker_can_hold_the_list_of(place, tmp_path, monkeypa
     assert open_files(source).units == 3
     with fsspec.open(f"{source}/a/b/3.txt", "w", auto_mkdir=True) as file:
         file.write(text(3))
-    with pytest.raises(UserError, match=rf"^--input: {source} holds more than 3 files; put them together, as lines "):
+    with pytest.raises(
+        UserError, match=rf"^--input: {source} contains more than 3 files; combine them into JSON lines "
+    ):
         open_files(source)

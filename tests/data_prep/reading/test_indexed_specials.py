@@ -97,5 +97,5 @@ def test_what_was_taken_out_is_said(tmp_path, source, tokenizer_file):
     texts = [text(number) for number in (*range(10), *(-1 - n for n in range(10)), 99)]
     assert (entry.documents, entry.characters) == (21, sum(map(len, texts)))
     said = summary(manifest, str(out))
-    assert "cleaned: 20 in train: special tokens of --source-tokenizer taken out" in said
-    assert "cleaned: 20 in train: parted at end-of-document tokens" in said
+    assert "cleaned: 20 in train: special tokens of --source-tokenizer removed" in said
+    assert "cleaned: 20 in train: split at end-of-document tokens" in said

@@ -168,11 +168,11 @@ def test_lines(tmp_path, content, texts, count):
 @pytest.mark.parametrize(
     ("content", "detail", "hint"),
     [
-        (b'{"content": "a", "id": 1}', "no `text` among its keys: content, id", "name the key of the text with --text"),
+        (b'{"content": "a", "id": 1}', "no `text` among its keys: content, id", "give the key of the text with --text"),
         (b'{"text": ["a"]}', "`text` is a list", "repair it"),
         (b'{"text": " "}', "`text` is empty", "repair it"),
         (b'["a"]', "a list, not an object", "repair it"),
-        (b"{}", "an empty object", "name the key of the text with --text-key"),
+        (b"{}", "an empty object", "give the key of the text with --text-key"),
     ],
 )
 def test_each_cause_of_no_text_has_its_words(tmp_path, content, detail, hint):
@@ -191,7 +191,7 @@ def test_each_cause_of_no_text_has_its_words(tmp_path, content, detail, hint):
 )
 def test_each_cause_of_no_domain_has_its_words(tmp_path, content, detail):
     (tmp_path / "a.jsonl").write_bytes(content)
-    said = rf"a\.jsonl:1: no domain \({detail}\); name one for such records with --domain or pass --on-error skip$"
+    said = rf"a\.jsonl:1: no domain \({detail}\); give such records a domain with --domain or pass --on-error skip$"
     with pytest.raises(UserError, match=said):
         list(open_files(tmp_path).documents(Problems()))
 
@@ -299,7 +299,7 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path, monkeypatch, make, kind)
     make(tmp_path / "b.jsonl")
     (tmp_path / "a.jsonl").write_bytes(LINES)
     for source in (tmp_path, tmp_path / "b.jsonl"):
-        with pytest.raises(UserError, match=rf"b\.jsonl: is {kind}; mend it or remove it"):
+        with pytest.raises(UserError, match=rf"b\.jsonl: is {kind}; fix it or remove it"):
             open_files(source)
     (tmp_path / "b.jsonl").rename(tmp_path / "notes")  # an unsupported format: counted as a file would be
     assert read(tmp_path) == (["a", "b"], {})
@@ -307,7 +307,7 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path, monkeypatch, make, kind)
 
 
 def test_a_device_is_refused():
-    with pytest.raises(UserError, match=r"^/dev/zero: is a device; mend it or remove it$|holds neither"):
+    with pytest.raises(UserError, match=r"^/dev/zero: is a device; fix it or remove it$|contains no"):
         open_files("/dev/zero")
 
 

@@ -99,7 +99,7 @@ def test_the_manifest_and_the_summary_say_so(records, tmp_path, tokenizer_file):
         "examples": ["d.json", "e.json", "f.json"],
     }
     assert [line for line in summary(manifest, "").splitlines() if line.startswith("not read")] == [
-        "not read: 4 .json files (of no form that is read): such as d.json, e.json, f.json",
+        "not read: 4 .json files (of no form that is read): for example d.json, e.json, f.json",
         "not read: 1 file without suffix (of no form that is read): LICENSE",
         "not read: 1 .jsonl.xz file (of no form that is read): h.jsonl.xz",
         "not read: 1 .txt file (text beside files of records): notes.txt",
@@ -125,14 +125,16 @@ def test_folders_of_splits_below_the_top_are_refused(tmp_path, tokenizer_file):
     with pytest.raises(UserError) as caught:
         prepare(options(root, tmp_path / "out", tokenizer_file))
     assert str(caught.value) == (
-        f"--input: {root} has train, test below {root}/Slim, and only at the top they give the split; "
+        f"--input: {root} has train, test below {root}/Slim, but split folders must be at the top level; "
         f"give {root}/Slim as --input"
     )
     assert open_files(root / "Slim").folders == {"train", "test"}
     assert open_files(root / "Slim/test").folders == frozenset()
     write_jsonl(root / "b/c/validation/x.jsonl", [])
-    said = f"--input: {root} has train, validation, test below {root}/Slim, {root}/b/c, and only at the top they give"
-    with pytest.raises(UserError, match=rf"^{re.escape(said)} .*; give one of .* or put folders train, .* at the top$"):
+    said = f"--input: {root} has train, validation, test below {root}/Slim, {root}/b/c, but split folders must be"
+    with pytest.raises(
+        UserError, match=rf"^{re.escape(said)} .*; give one of .* or put the folders train, .* at the top level$"
+    ):
         open_files(root)
 
 

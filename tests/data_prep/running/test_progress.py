@@ -35,16 +35,16 @@ def test_the_arithmetic_by_hand(tmp_path: Path) -> None:
     assert board.sums() == (2000, 640)
     pace = board.pace({0}, NOW)
     assert pace == Pace(read=2000, tokens=640, at_work=2, read_speed=10 + 30, token_speed=2.5 + 12)
-    assert pace.said(8000) == "25 % of 8.00kB read, 40.0B/s, 14.5 tokens/s, 02:30 left of this stage"
-    assert board.pace({0, 1, 2}, NOW).said(8000) == "25 % of 8.00kB read, no task at work"
+    assert pace.described(8000) == "25 % of 8.00kB read, 40.0B/s, 14.5 tokens/s, 02:30 left in this stage"
+    assert board.pace({0, 1, 2}, NOW).described(8000) == "25 % of 8.00kB read, no running task"
 
 
 def test_what_is_not_known_is_not_said(tmp_path: Path) -> None:
     nothing_yet = board_of(tmp_path / "board", [(0, 0, NOW + 3)])  # a start in the future, by another machine's clock
     assert nothing_yet.pace((), NOW) == Pace(0, 0, 1, 0.0, 0.0)
-    assert nothing_yet.pace((), NOW).said(100) == "0 % of 100B read, 0.00B/s"
-    assert Pace(50, 0, 1, 0.5, 0.0).said(7300) == "1 % of 7.30kB read, 0.50B/s, 4:01:40 left of this stage"
-    assert Pace(0, 0, 0, 0.0, 0.0).said(0) == "0 % of 0.00B read, no task at work"
+    assert nothing_yet.pace((), NOW).described(100) == "0 % of 100B read, 0.00B/s"
+    assert Pace(50, 0, 1, 0.5, 0.0).described(7300) == "1 % of 7.30kB read, 0.50B/s, 4:01:40 left in this stage"
+    assert Pace(0, 0, 0, 0.0, 0.0).described(0) == "0 % of 0.00B read, no running task"
 
 
 def test_a_task_that_begins_again_begins_at_zero(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,9 +87,9 @@ def test_only_stages_that_read_the_input_are_numbered(tmp_path: Path, monkeypatc
             (finished / f"{task:05d}").touch()
         said.append(progress_text(stages, tmp_path, 500))
     assert said == [
-        "at stage 1/2 first: 100 % of 500B read, 5.56B/s, 00:00 left of this stage",
+        "at stage 1/2 first: 100 % of 500B read, 5.56B/s, 00:00 left in this stage",
         "at sorting, before 2/2 second",
-        "at stage 2/2 second: 60 % of 500B read, 10.0B/s, 2.00 tokens/s, 00:20 left of this stage",
+        "at stage 2/2 second: 60 % of 500B read, 10.0B/s, 2.00 tokens/s, 00:20 left in this stage",
         "at sweeping, before the end",
         "at merging, after all stages",
     ]

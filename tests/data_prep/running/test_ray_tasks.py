@@ -92,7 +92,7 @@ def test_a_defect_keeps_its_traceback(tmp_path: Path, begun: list[int]) -> None:
 
 def test_tasks_that_end_without_a_word(tmp_path: Path, begun: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RayPipelineExecutor, "run", lambda _: None)
-    with pytest.raises(UserError, match=r"^--executor: 3 of 3 tasks ended on Ray without a word"):
+    with pytest.raises(UserError, match=r"^--executor: 3 of 3 tasks ended on Ray without an error message"):
         _executor(tmp_path / "notes").run()
 
 
@@ -111,7 +111,8 @@ def test_a_cluster_without_room_is_told_of(  # type: ignore[no-untyped-def]
 ) -> None:
     monkeypatch.setattr(sys.modules["ray"], "nodes", lambda: [node])
     _executor(tmp_path / "notes").run()
-    said = "no node of the Ray cluster offers 1 CPU and 2 GiB of memory, as a task asks for; waiting for one that does"
+    said = "no node of the Ray cluster offers the 1 CPU and 2 GiB of memory that a task requires; waiting for one "
+    said += "that does"
     assert capsys.readouterr().err == (f"selectron: warning: {said}\n" if waits else "")
     _executor(tmp_path / "notes").run()
     assert capsys.readouterr().err == "", "a stage with nothing left to run waits for nothing"

@@ -92,13 +92,13 @@ def test_while_jobs_write_no_other_call_does(records, tmp_path, tokenizer_file, 
     numbers = sorted(path.name for path in slurm.iterdir())
     again = Execution(executor=executor, workers=2 if executor == "slurm" else 1, slurm_partition="cpu")
     answer("echo 55 55; echo 999 103")
-    where = "at stage 1/4 exact_signatures: 0 % of .*B read, no task at work"
+    where = "at stage 1/4 exact_signatures: 0 % of .*B read, no running task"
     with pytest.raises(
         UserError, match=rf"out\.partial: is being written by Slurm jobs 103, {where}; .*: scancel 103$"
     ):
         call(again)
     answer("exit 1")
-    with pytest.raises(UserError, match=rf"was handed to Slurm jobs {','.join(numbers)}, and squeue cannot be asked"):
+    with pytest.raises(UserError, match=rf"may still be written by Slurm jobs {','.join(numbers)}, and squeue failed"):
         call(again)
     answer("echo 55 55")
     call(again)
@@ -124,15 +124,15 @@ def test_the_call_that_is_refused_says_where_the_jobs_are(records, tmp_path, tok
         found.append(refusal())
     assert [re.sub(r" of .*B read", "", where) for where in found] == [
         *("exact_pairs, before 2/4 search_train", "exact_survivors, before 2/4 search_train"),
-        *("merge_test_ngrams, before 2/4 search_train", "stage 2/4 search_train: 0 %, no task at work"),
-        *("merge_findings, before 3/4 judge_test", "stage 3/4 judge_test: 0 %, no task at work"),
-        *("report, before 4/4 tokenising", "stage 4/4 tokenising: 0 %, no task at work"),
+        *("merge_test_ngrams, before 2/4 search_train", "stage 2/4 search_train: 0 %, no running task"),
+        *("merge_findings, before 3/4 judge_test", "stage 3/4 judge_test: 0 %, no running task"),
+        *("report, before 4/4 tokenising", "stage 4/4 tokenising: 0 %, no running task"),
         "merging, after all stages",
     ]
     (tmp_path / "out.partial" / ".work" / "tasks-tokenising" / "completions" / "00001").unlink()
     size = sum(path.stat().st_size for path in records.iterdir())
     assert re.fullmatch(
-        rf"stage 4/4 tokenising: 100 % of {size / 1000:.2f}kB read, .*B/s, .* tokens/s, 00:00 left of this stage",
+        rf"stage 4/4 tokenising: 100 % of {size / 1000:.2f}kB read, .*B/s, .* tokens/s, 00:00 left in this stage",
         refusal(),
     )
 
@@ -142,7 +142,7 @@ def test_when_slurm_refuses_a_job_those_before_it_are_taken_back(records, tmp_pa
     (slurm.parent / "scancel").chmod(0o755)
     refusing = SBATCH.replace("print(", 'number < 102 or sys.exit("no more jobs")\nprint(')
     (slurm.parent / "sbatch").write_text(refusing)
-    with pytest.raises(UserError, match=r"^--executor: sbatch ended with code 1; "):
+    with pytest.raises(UserError, match=r"^--executor: sbatch failed with exit code 1; "):
         prepare(options(records, tmp_path / "out", tokenizer_file, tasks=2, execution=ON_SLURM))
     assert (slurm.parent / "taken_back").read_text().split() == ["100", "101"]
 
@@ -162,7 +162,7 @@ def test_more_tasks_than_an_array_has_are_shared_by_its_jobs(records, tmp_path, 
     ("chosen", "message"),
     [
         (Execution(executor="ray"), "--executor: ray is not installed; "),
-        (Execution(executor="slurm", slurm_partition="cpu"), "--executor: slurm has no sbatch here; "),
+        (Execution(executor="slurm", slurm_partition="cpu"), "--executor: sbatch was not found for slurm; "),
     ],
 )
 def test_an_executor_that_is_not_there(records, tmp_path, tokenizer_file, monkeypatch, chosen, message):
@@ -178,7 +178,7 @@ def test_slurm_needs_a_partition_and_may_refuse(records, tmp_path, tokenizer_fil
     with pytest.raises(UserError, match=r"^--slurm-partition: is not given; "):
         prepare(options(records, tmp_path / "out", tokenizer_file, execution=Execution(executor="slurm")))
     (slurm.parent / "sbatch").write_text("#!/bin/sh\nexit 3\n")
-    with pytest.raises(UserError, match=r"^--executor: sbatch ended with code 3; "):
+    with pytest.raises(UserError, match=r"^--executor: sbatch failed with exit code 3; "):
         prepare(options(records, tmp_path / "out", tokenizer_file, execution=ON_SLURM))
 
 

@@ -51,8 +51,8 @@ def test_a_process_is_allowed_as_many_files_as_there_are_tasks(limits: tuple[int
 def test_more_than_the_system_allows_is_refused(limits: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
     said = (
-        r"^--tasks: files of all 5,000 tasks are open at once, and a process may open 4,096 here \(ulimit -Hn\); "
-        r"give 3,996 at most, or raise the limit$"
+        r"^--tasks: the files of all 5,000 tasks are open at once, but the limit here is 4,096 \(ulimit -Hn\); "
+        r"give at most 3,996, or raise the limit$"
     )
     with pytest.raises(UserError, match=said):
         allow_open_files(5000)
@@ -65,7 +65,7 @@ def test_duplicates_of_more_tasks_than_files_may_be_open(tmp_path: Path, most: i
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode != 0) == fails
     if fails:
-        assert "UserError: --tasks: files of all 150 tasks" in done.stderr
+        assert "UserError: --tasks: the files of all 150 tasks" in done.stderr
     else:
         (pairs,) = (tmp_path / "pairs").iterdir()
         assert pairs.stat().st_size == 75 * 4 * 4  # file and document of both members of a pair, for every second task

@@ -47,9 +47,7 @@ def test_tokens_beside_the_vocabulary_keep_their_ids(slow):
     assert tokenizer.decode([size, size + 1]) == "<|im_end|><pad>"
     assert size not in tokenizer.encode_batch(["a<|im_end|>b"])[0]
     (slow / "added_tokens.json").write_text(json.dumps({"<pad>": size + 7}))
-    with pytest.raises(
-        UserError, match=rf"^--tokenizer: .* gives <pad> the id {size + 7}, which does not follow its v"
-    ):
+    with pytest.raises(UserError, match=rf"^--tokenizer: .* gives <pad> the id {size + 7}, which does not fit its v"):
         open_tokenizer(str(slow))
 
 
@@ -74,16 +72,16 @@ def test_a_folder_with_a_tokenizer_json(tmp_path, tokenizer_file):
         ({"qwen.tiktoken": b"", "tokenization_qwen.py": b""}, r", but a .tiktoken file and code, which is never run; "),
         (
             {"vocab.json": b"{}", "merges.txt": b""},
-            r"has no token for 256 of the 256 bytes, so it is no byte-level BPE",
+            r"lacks tokens for 256 of the 256 bytes, so it is not byte-level BPE",
         ),
         ({"vocab.json": b"[", "merges.txt": b""}, r"vocab.json and merges.txt cannot be read \("),
-        ({"tokenizer_config.json": b"["}, r"tokenizer_config.json is no JSON \("),
-        ({"tokenizer_config.json": b"[" * 100_000}, r"tokenizer_config.json is no JSON \("),
-        ({"special_tokens_map.json": b"[]"}, r"special_tokens_map.json holds no object; "),
-        ({"tokenizer.json": b"{}"}, r"tokenizer.json is no tokenizer.json \("),
+        ({"tokenizer_config.json": b"["}, r"tokenizer_config.json is not JSON \("),
+        ({"tokenizer_config.json": b"[" * 100_000}, r"tokenizer_config.json is not JSON \("),
+        ({"special_tokens_map.json": b"[]"}, r"special_tokens_map.json is not a JSON object; "),
+        ({"tokenizer.json": b"{}"}, r"tokenizer.json is not a tokenizer.json \("),
         (
             {"vocab.json": b"{}", "merges.txt": b"", "tokenizer_config.json": b'{"tokenizer_class": "Qwen2Tokenizer"}'},
-            r"has no tokenizer.json, and a Qwen2Tokenizer may cut text otherwise than GPT-2's; save a tokenizer.json",
+            r"has no tokenizer.json, and a Qwen2Tokenizer may split text differently from GPT-2's; save a ",
         ),
     ],
 )

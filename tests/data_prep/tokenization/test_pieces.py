@@ -49,5 +49,5 @@ def test_a_text_without_a_place_to_cut_stops_or_is_counted(small, tokenizer_file
     unbroken = Document("a" * 1001, "file:7", metadata={"source": "file"})
     assert list(DocumentEncoder(tokenizer, entry, problems)([unbroken])) == []
     assert dict(problems.counts) == {("file", "too long"): 1}
-    with pytest.raises(UserError, match=r"^file: too long \(file:7: 1,001 characters without a place to cut\)"):
+    with pytest.raises(UserError, match=r"^file: too long \(file:7: 1,001 characters without a place to split\)"):
         list(DocumentEncoder(tokenizer, entry, Problems("stop"))([unbroken]))

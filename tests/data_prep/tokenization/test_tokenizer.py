@@ -68,7 +68,7 @@ def test_smallest_vocabulary():
 def test_end_of_document_is_found_or_named():
     assert end_of_document(wrap("a", "</s>", "<eos>")) == ("</s>", 1)
     assert end_of_document(wrap("a", "<b>"), "<b>") == ("<b>", 1)
-    with pytest.raises(UserError, match=r"^--tokenizer: .*name it with --eos-token TOKEN$"):
+    with pytest.raises(UserError, match=r"^--tokenizer: .*choose one with --eos-token TOKEN$"):
         end_of_document(wrap("a", "b"))
     with pytest.raises(UserError, match=r"^--eos-token: c is not in the tokenizer's vocabulary; "):
         end_of_document(wrap("a", "</s>"), "c")
@@ -81,8 +81,8 @@ def test_a_word_of_text_cannot_end_documents(trained, word):
     with pytest.raises(UserError) as caught:
         end_of_document(tokenizer, given)
     assert str(caught.value) == (
-        f"--eos-token: {given} is a token that text is encoded as, so that documents would end within; "
-        "name a special token of the tokenizer"
+        f"--eos-token: {given} also encodes ordinary text, so documents would end in the middle; "
+        "choose a special token of the tokenizer"
     )
 
 
@@ -159,8 +159,8 @@ def test_a_text_without_a_token_is_refused_or_counted_never_shortened(name):
     with pytest.raises(UserError) as caught:
         tokens_of(tokenizer, ["a", "a é b"], 2)
     assert str(caught.value) == (
-        "file:id: the tokenizer has no token for its text (such as 'é'); "
-        "give a tokenizer of bytes, which encodes any text, or pass --on-error skip"
+        "file:id: the tokenizer has no token for its text (for example 'é'); "
+        "give a byte-level tokenizer, which encodes any text, or pass --on-error skip"
     )
     assert [item.tolist() for item in tokens_of(tokenizer, ["a", "a é b", "b"], 2, "skip")] == [[0, 2], [1, 2]]
 
@@ -200,7 +200,7 @@ def test_no_tokenizer_there(tmp_path, content):
         path.write_text(content)
     with pytest.raises(UserError) as caught:
         load_tokenizer(path)
-    assert str(caught.value).startswith(f"--tokenizer: {path} is no ")
+    assert str(caught.value).startswith(f"--tokenizer: {path} is not a ")
     assert "\n" not in str(caught.value)
 
 

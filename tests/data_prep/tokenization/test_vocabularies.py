@@ -62,11 +62,11 @@ def test_rwkv_takes_the_longest_token_at_each_place(rwkv):
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ("257 'ab' 3", ":257: is said to have 3 bytes and has 2; "),
-        ("257 ab 2", ":257: is no line of an RWKV vocabulary; "),
+        ("257 'ab' 3", ":257: states a length of 3 bytes, but has 2; "),
+        ("257 ab 2", ":257: is not a line of an RWKV vocabulary; "),
         ("257 b'\\x' 1", ":257: has no Python literal "),
-        ("0 'ab' 2", ":257: has the id 0, which is taken; "),  # the id of the end-of-document token
-        ("7 'ab' 2", ":257: has the id 7, which is taken; "),
+        ("0 'ab' 2", ":257: has the id 0, which is already used; "),  # the id of the end-of-document token
+        ("7 'ab' 2", ":257: has the id 7, which is already used; "),
         ("257 '' 0", ":257: has no bytes; "),
     ],
 )
@@ -105,14 +105,16 @@ def test_tiktoken_file_with_its_pattern(ranks):
 
 def test_tiktoken_file_at_fault(ranks, tmp_path):
     path, _table = ranks
-    with pytest.raises(UserError, match=r"^--tiktoken-pattern: .*mine.tiktoken does not say by which pattern text is"):
+    with pytest.raises(
+        UserError, match=r"^--tiktoken-pattern: .*mine.tiktoken does not contain the pattern that splits text"
+    ):
         open_tokenizer(str(path))
     with pytest.raises(UserError, match=r"^--tiktoken-pattern: '\(' cannot be used "):
         open_tokenizer(str(path), "(")
-    with pytest.raises(UserError, match=r"^--tokenizer: absent.tiktoken is no file; "):
+    with pytest.raises(UserError, match=r"^--tokenizer: absent.tiktoken is not a file; "):
         open_tokenizer("absent.tiktoken")
     path.write_text("no base64\n")
-    with pytest.raises(UserError, match=r"is no .tiktoken file "):
+    with pytest.raises(UserError, match=r"is not a .tiktoken file "):
         open_tokenizer(str(path), PATTERN)
 
 
@@ -122,7 +124,9 @@ def test_a_file_called_like_an_encoding_must_be_it(ranks, tmp_path, monkeypatch)
 
     monkeypatch.setattr(tiktoken.load, "read_file", offline)
     path = ranks[0].rename(tmp_path / "cl100k_base.tiktoken")
-    with pytest.raises(UserError, match=r"^--tokenizer: cl100k_base cannot be had \(no network in tests\); give its "):
+    with pytest.raises(
+        UserError, match=r"^--tokenizer: cl100k_base cannot be loaded \(no network in tests\); give its "
+    ):
         open_tokenizer(str(path))
 
 
@@ -142,8 +146,8 @@ def test_documents_without_tokens_are_named_or_in_the_manifest(records, tmp_path
     with pytest.raises(UserError) as caught:
         prepare(options(records, out, path))
     assert re.fullmatch(
-        r"a.jsonl.zst:\d+: the tokenizer has no token for its text \(such as '東京'\); "
-        r"give a tokenizer of bytes, which encodes any text, or pass --on-error skip",
+        r"a.jsonl.zst:\d+: the tokenizer has no token for its text \(for example '東京'\); "
+        r"give a byte-level tokenizer, which encodes any text, or pass --on-error skip",
         str(caught.value),
     )
     manifest = prepare(options(records, out, path, on_error="skip"))
