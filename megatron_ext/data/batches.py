@@ -172,7 +172,7 @@ def _first_labels(starts: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.
 def _slice(length: int, cp_rank: int, cp_size: int) -> slice:
     """Return the positions of one context-parallel rank."""
     if length % cp_size:
-        raise ValueError(f"a sequence of {length} does not divide by {cp_size} context-parallel ranks")
+        raise ValueError(f"sequence length {length} is not divisible by {cp_size} context-parallel ranks")
     return slice(cp_rank * length // cp_size, (cp_rank + 1) * length // cp_size)
 
 

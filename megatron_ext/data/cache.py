@@ -68,7 +68,7 @@ class ShardCache:
         with self._reading(MANIFEST_NAME) as file:
             content = file.read(LONGEST_MANIFEST + 1)
         if len(content) > LONGEST_MANIFEST:
-            problem = f"has more than {LONGEST_MANIFEST >> 20} MiB, as no manifest has"
+            problem = f"has more than {LONGEST_MANIFEST >> 20} MiB, which is too large for a manifest"
             raise UserError(f"{self._url}/{MANIFEST_NAME}", problem, "give the address of a prepared folder")
         # Validate the manifest before files that it names are fetched, written or removed.
         self.manifest = parse_manifest(content, f"{self._url}/{MANIFEST_NAME}")
@@ -121,9 +121,9 @@ class ShardCache:
         size = sum(shard.bytes + shard.index_bytes for shard in shards)
         if self._limit is None or size <= self._limit:
             return None
-        problem = f"{self._limit / 2**30:.3g} GiB, and the shards to train on have {size / 2**30:.3g} GiB"
-        waiting = f"of 100 samples about {100 - 100 * self._limit // size} wait until a whole shard is copied again"
-        return f"data.cache_gib: {problem}: {waiting}; give more than that, or leave it out"
+        problem = f"{self._limit / 2**30:.3g} GiB, but the training shards take {size / 2**30:.3g} GiB"
+        waiting = f"about {100 - 100 * self._limit // size} % of the samples wait until a whole shard is copied again"
+        return f"data.cache_gib: {problem}: {waiting}; increase it, or remove the limit"
 
     def check(self, shard: ShardEntry) -> None:
         """Check that a shard and its index exist at their URL, with the sizes in the manifest.
@@ -140,7 +140,7 @@ class ShardCache:
             except OSError as error:
                 raise self._unreadable(name, error) from None
             if found != size:
-                raise UserError(f"{self._url}/{name}", f"is of {found} bytes, expected {size}", _AGAIN)
+                raise UserError(f"{self._url}/{name}", f"has {found} bytes, expected {size}", _AGAIN)
 
     def _size(self, name: str) -> int | None:
         """Return the bytes of a remote file.
@@ -211,7 +211,7 @@ class ShardCache:
         with self._locked(".locks"):  # not a valid shard name
             there = [shard for shard in self._evictable if self._here(shard.file).exists()]
             used = sum(shard.bytes + shard.index_bytes for shard in there)
-            for shard in sorted(there, key=lambda one: (self.root / one.file).stat().st_mtime_ns):
+            for shard in sorted(there, key=lambda entry: (self.root / entry.file).stat().st_mtime_ns):
                 if used <= limit:
                     return
                 with self._locked(shard.file, wait=False) as got:
@@ -266,7 +266,7 @@ class ShardCache:
             yield
         except OSError as error:
             problem = f"{self.root} cannot be written ({os_reason(error)})"
-            hint = "make room, choose another or lower data.cache_gib"
+            hint = "free disk space, choose another folder, or lower data.cache_gib"
             raise Unreachable("data.cache_dir", problem, hint) from None
 
 
@@ -279,12 +279,12 @@ def _file_system(url: str) -> tuple[Any, str]:
     """Return the file system of a URL, and the folder in it."""
     if is_redacted(url):
         problem = f"{url} was saved without its credentials"
-        raise UserError("data.path", problem, "give it with them, or without: fsspec reads its environment and files")
+        hint = "give the URL with credentials, or provide them in fsspec's environment variables or files"
+        raise UserError("data.path", problem, hint)
     try:
         files, base = fsspec.core.url_to_fs(url)
     except (ValueError, ImportError) as error:
         problem = f"{url} cannot be read ({without_secrets_of(url, ' '.join(str(error).split()))})"
-        raise UserError(
-            "data.path", problem, "give an address that fsspec knows, or install what it asks for"
-        ) from None
+        hint = "give an address that fsspec supports, or install the missing library"
+        raise UserError("data.path", problem, hint) from None
     return files, str(base).rstrip("/")

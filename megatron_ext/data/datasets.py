@@ -97,10 +97,10 @@ def open_data(
     # A shard that the cache has evicted occupies disk space while it is open. In a small cache only one may be open.
     most_open = None if small is None else 1
     store = TokenStore(root, manifest, "train", train, None if cache is None else cache.holding, most_open)
-    samples = TrainingSamples(store, data.seq_length, seed, weights, [one.shard for one in damages])
-    of_ranks = gather_objects((verified.found, verified.unchanged))
-    found = {path: stamp for one, _ in of_ranks for path, stamp in one.items()}
-    unchanged = sum(count for _, count in of_ranks)
+    samples = TrainingSamples(store, data.seq_length, seed, weights, [damage.shard for damage in damages])
+    gathered = gather_objects((verified.found, verified.unchanged))
+    found = {path: stamp for stamps, _ in gathered for path, stamp in stamps.items()}
+    unchanged = sum(count for _, count in gathered)
     warnings = [] if small is None else [f"selectron: warning: {small}"]
     record = data_record(manifest, train, test, seq_length=data.seq_length, seed=seed, weights=weights)
     return RunData(
@@ -164,7 +164,7 @@ def _verified(
                 damages += _of_every_rank(partial(find_damage, verified.root, manifest, split, present, **look))
             else:
                 raise_on_all_ranks(partial(verify_shards, verified.root, manifest, [split], present, **look))
-    return sorted(damages, key=lambda one: one.shard)
+    return sorted(damages, key=lambda damage: damage.shard)
 
 
 def _looks(
@@ -208,8 +208,8 @@ def _of_every_rank(find: Callable[[], list[Damage]]) -> list[Damage]:
     """Merge the damages that all ranks found, each shard once; a collective call."""
     found: list[Damage] = []
     raise_on_all_ranks(lambda: found.extend(find()))
-    of_ranks = chain.from_iterable(gather_objects([asdict(one) for one in found]))
-    return list({one["shard"]: Damage(**one) for one in of_ranks}.values())
+    gathered = chain.from_iterable(gather_objects([asdict(damage) for damage in found]))
+    return list({fields["shard"]: Damage(**fields) for fields in gathered}.values())
 
 
 def _read(manifest: Manifest, domains: list[str], damages: Sequence[Damage]) -> list[ShardEntry]:

@@ -68,8 +68,8 @@ def _what_next(trained_on: bool, skips: bool) -> str:
     if not trained_on:  # evaluation text is never skipped
         return "then start again with --resume=auto"
     if skips:
-        return "or only start again with --resume=auto: if it is still damaged then, the run leaves it out and goes on"
-    return "then start again with --resume=auto, or leave it out with --resume=auto data.on_damaged=skip"
+        return "or just start again with --resume=auto: a shard that is still damaged is skipped"
+    return "then start again with --resume=auto, or skip the shard with --resume=auto data.on_damaged=skip"
 
 
 def read_failed(folder: Path) -> frozenset[str]:

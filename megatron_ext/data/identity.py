@@ -76,13 +76,13 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any], *splits: st
     for key in dict.fromkeys(chain(new, old)):
         name = f"{key[1]} ({key[0]})"
         if key not in old:
-            found.append(f"{name} was not there")
+            found.append(f"{name} is new")
         elif key not in new:
             found.append(f"{name} is missing")
         elif old[key] != new[key]:
-            one, other = (
+            now, earlier = (
                 f"{text['documents']:,} documents, {text['tokens']:,} tokens" for text in (new[key], old[key])
             )
-            same = "as many documents and tokens, and other shards"
-            found.append(f"{name} has {same if one == other else f'{one}, and had {other}'}")
+            same = "the same number of documents and tokens, but different shards"
+            found.append(f"{name} has {same if now == earlier else f'{now} (previously {earlier})'}")
     return found

@@ -84,10 +84,10 @@ class TrainingSamples:
 def _check(windows: Windows, seq_length: int, tokens: int, where: str) -> None:
     """Refuse a range of the stream that has no window, or too few readable ones."""
     if windows.total < 1:
-        problem = f"{seq_length} needs {seq_length + 1} tokens, {where} has {tokens}"
-        raise UserError("data.seq_length", problem, "give more data or a shorter sequence")
+        problem = f"{seq_length} needs {seq_length + 1} tokens, but {where} has {tokens}"
+        raise UserError("data.seq_length", problem, "provide more data or reduce it")
     if windows.too_few:
-        problem = f"skip would leave out {windows.lost} of the {windows.total} samples an epoch of {where}"
+        problem = f"skip would drop {windows.lost} of the {windows.total} samples per epoch of {where}"
         raise UserError("data.on_damaged", problem, "copy the damaged shards again or prepare the data again")
 
 
@@ -120,7 +120,7 @@ class EvaluationSamples:
 
     def __init__(self, store: TokenStore, seq_length: int, max_samples: int = 0) -> None:
         if store.num_tokens < 2:
-            problem = f"only {store.num_tokens} tokens of {', '.join(store.domains)} to evaluate on"
+            problem = f"{', '.join(store.domains)} has only {store.num_tokens} tokens to evaluate"
             raise UserError("data.test_domains", problem, "prepare more documents of it")
         self._store = store
         self._windows = -(-(store.num_tokens - 1) // seq_length)

@@ -103,7 +103,7 @@ class OpenShard:
         tokens = np.frombuffer(content, self._dtype)
         # An embedding lookup would fail on the device without naming the file. The check takes some microseconds.
         if self._vocab_size is not None and (largest := int(tokens.max())) >= self._vocab_size:
-            problem = f"holds the token {largest}, and the manifest's vocabulary has {self._vocab_size}"
+            problem = f"contains token id {largest}, but the manifest's vocabulary has {self._vocab_size} tokens"
             raise self._damaged(self._tar_path, problem)
         return tokens
 
@@ -140,7 +140,7 @@ class OpenShard:
         size = os.fstat(self._index).st_size
         header = size - 2 * _ROW.itemsize * entry.documents
         if not _is_header(self._read(self._index, self._index_path, 0, max(header, 0)), entry.documents):
-            raise self._damaged(self._index_path, "does not fit the manifest")
+            raise self._damaged(self._index_path, "does not match the manifest")
         rows = self._rows(header, 0, entry.documents)
         # Few passes over the rows: with many shards and a short run this is much of the reading time.
         offsets, tokens = rows.T
@@ -150,7 +150,7 @@ class OpenShard:
         np.add(offsets, tokens * self._dtype.itemsize, out=ends[1:])
         in_order = tokens.min(initial=0) >= 0 and (offsets - ends[:-1]).min(initial=0) >= 0
         if not in_order or starts[-1] != entry.tokens:
-            raise self._damaged(self._index_path, "does not fit the manifest")
+            raise self._damaged(self._index_path, "does not match the manifest")
         found = os.fstat(self._tar).st_size
         if ends[-1] > found:
             raise self._damaged(self._tar_path, f"is truncated: found {found} bytes")
@@ -184,7 +184,7 @@ class OpenShard:
 
 
 def _is_header(content: bytes, documents: int) -> bool:
-    """Return whether the bytes are the header of an .npy file of int64 [documents, 2]."""
+    """Return True if the bytes are the header of an .npy file of int64 [documents, 2]."""
     if len(content) < 10 or content[:8] != np.lib.format.magic(1, 0):
         return False
     described = content[10:].decode("latin1")

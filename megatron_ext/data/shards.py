@@ -133,7 +133,7 @@ class TokenStore:
 
     def _check_range(self, start: int, length: int) -> None:
         if start < 0 or length < 0 or start + length > self.num_tokens:
-            raise IndexError(f"tokens [{start}, {start + length}) of a stream of {self.num_tokens}")
+            raise IndexError(f"tokens [{start}, {start + length}) exceed the stream of {self.num_tokens} tokens")
 
     def _pieces(self, start: int, length: int) -> Iterator[tuple[int, int, int]]:
         """Split a range of the stream at shard boundaries: (shard, first of its tokens, number of tokens)."""

@@ -24,8 +24,8 @@ def warnings(damages: Sequence[Damage], samples: TrainingSamples) -> Iterator[st
     if damages:
         left = samples.num_windows - samples.lost_windows
         yield (
-            f"selectron: warning: data.on_damaged skip: the run does without {_tokens(damages):,} tokens; "
-            f"{left:,} of {samples.num_windows:,} samples an epoch are left, and stand in for the others"
+            f"selectron: warning: data.on_damaged skip: the run skips {_tokens(damages):,} tokens; "
+            f"{left:,} of {samples.num_windows:,} samples per epoch remain and replace the others"
         )
 
 
@@ -33,7 +33,7 @@ def keep(folder: Path, damages: Sequence[Damage], samples: TrainingSamples, step
     """Record the shards that are skipped from a step on, if they have changed.
 
     Args:
-        folder: of the run.
+        folder: run folder.
         damages: skipped shards.
         samples: training samples without them.
         step: number of completed steps.
@@ -47,8 +47,8 @@ def keep(folder: Path, damages: Sequence[Damage], samples: TrainingSamples, step
         kept = [line for line in lines if parse_json(line)["step"] < step]
         before = parse_json(kept[-1])["shards"] if kept else []
     except (ValueError, TypeError, KeyError):
-        problem = "has a line that is no record of skipped shards"
-        raise UserError(str(path), problem, "mend the line or remove the file") from None
+        problem = "has a line that is not a record of skipped shards"
+        raise UserError(str(path), problem, "fix the line or remove the file") from None
     record: dict[str, Any] = {
         "step": step,
         "tokens": _tokens(damages),
@@ -67,8 +67,8 @@ def copy_skipped(source: Path, folder: Path, step: int) -> None:
 
     Args:
         source: folder of the other run.
-        folder: of the run.
-        step: of the checkpoint.
+        folder: run folder.
+        step: step of the checkpoint.
     """
     lines = read_regular(source / SKIPPED).decode().splitlines() if (source / SKIPPED).exists() else []
     kept = [line for line in lines if parse_json(line)["step"] < step]

@@ -27,16 +27,16 @@ def domain_weights(asked: Mapping[str, float], train_domains: Sequence[str], man
     for name, weight in asked.items():
         domain = _domain(name, train_domains, manifest)
         if domain in found:
-            raise UserError(_FIELD, f"{name} has two weights under two names", "give each domain one")
+            raise UserError(_FIELD, f"{name} has two weights under two names", "give each domain one weight")
         found[domain] = weight
     without = [domain for domain in train_domains if domain not in found]
     if without:
-        hint = "give every training domain one (0: it is not read), or leave it out of data.train_domains"
-        raise UserError(_FIELD, f"has none for {', '.join(without)}", hint)
+        hint = "give every training domain a weight (0: it is not read), or remove it from data.train_domains"
+        raise UserError(_FIELD, f"has no weight for {', '.join(without)}", hint)
     try:
         shares(list(found.values()))
     except ValueError as error:
-        raise UserError(_FIELD, str(error), "give each 0 or a part of some size, and not all 0") from None
+        raise UserError(_FIELD, str(error), "give each domain 0 or a larger weight, and not all 0") from None
     return found
 
 
@@ -48,4 +48,4 @@ def _domain(name: str, train_domains: Sequence[str], manifest: Manifest) -> str:
     if match_domain(name, there) is None:
         raise UserError(_FIELD, f"no domain {name} in the train split", f"choose from: {', '.join(there)}")
     problem = f"{name} is not among data.train_domains ({', '.join(train_domains)})"
-    raise UserError(_FIELD, problem, "add it there, or leave its weight out")
+    raise UserError(_FIELD, problem, "add it there, or remove its weight")

@@ -166,7 +166,7 @@ def test_moving_keeps_everything(store):
 
 
 def test_indivisible_sequence(store):
-    with pytest.raises(ValueError, match="a sequence of 24 does not divide by 5"):
+    with pytest.raises(ValueError, match="sequence length 24 is not divisible by 5"):
         training_batch(TrainingSamples(store, T, 0), [0], 0, 5)
 
 

@@ -259,8 +259,8 @@ def test_a_limit_below_what_is_read_is_named(remote, tmp_path, manifest):
         assert ShardCache(f"file://{remote}", tmp_path / "cache", gib=gib).is_small_for(shards) is None
     said = ShardCache(f"file://{remote}", tmp_path / "cache", gib=size / 4 / 2**30).is_small_for(shards)
     assert said == (
-        f"data.cache_gib: {size / 4 / 2**30:.3g} GiB, and the shards to train on have {size / 2**30:.3g} GiB: of 100 "
-        "samples about 75 wait until a whole shard is copied again; give more than that, or leave it out"
+        f"data.cache_gib: {size / 4 / 2**30:.3g} GiB, but the training shards take {size / 2**30:.3g} GiB: about "
+        "75 % of the samples wait until a whole shard is copied again; increase it, or remove the limit"
     )
 
 
@@ -353,7 +353,7 @@ def test_an_address_that_gives_bytes_without_end(memory, tmp_path, monkeypatch):
 
 def test_a_manifest_of_no_sane_size(remote, tmp_path, monkeypatch):
     monkeypatch.setattr("megatron_ext.data.cache.LONGEST_MANIFEST", 100)
-    with pytest.raises(UserError, match=r"manifest\.json: has more than 0 MiB, as no manifest has"):
+    with pytest.raises(UserError, match=r"manifest\.json: has more than 0 MiB, which is too large"):
         ShardCache(f"file://{remote}", tmp_path / "cache")
 
 

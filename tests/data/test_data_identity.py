@@ -33,8 +33,8 @@ def test_the_order_counts_apart_from_the_text(manifest):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"tokens": 1}, "has 2 documents, 1 tokens, and had 2 documents, "),
-        ({"sha256": "0" * 64}, "has as many documents and tokens, and other shards"),
+        ({"tokens": 1}, "has 2 documents, 1 tokens (previously 2 documents, "),
+        ({"sha256": "0" * 64}, "has the same number of documents and tokens, but different shards"),
     ],
 )
 def test_differences_are_named_by_domain(manifest, change, said):

@@ -99,7 +99,7 @@ def test_a_cache_too_small_is_warned_of_and_kept_to(folder: Path, tmp_path: Path
     assert opened(**fields, cache_gib=1).warnings == []
     data = opened(**fields, cache_gib=1e-6)
     (warning,) = data.warnings
-    assert warning.startswith("selectron: warning: data.cache_gib: 9.99e-07 GiB, and the shards to train on have ")
+    assert warning.startswith("selectron: warning: data.cache_gib: 9.99e-07 GiB, but the training shards take ")
     assert same(data, opened(folder))
     held = {os.path.realpath(f"/proc/self/fd/{descriptor}") for descriptor in os.listdir("/proc/self/fd")}
     removed = [path for path in held if path.startswith(str(tmp_path)) and path.endswith(".tar (deleted)")]

@@ -26,8 +26,8 @@ AGAIN = "again with --resume=auto"
 @pytest.mark.parametrize(
     ("split", "skips", "said"),
     [
-        ("train", False, f"then start {AGAIN}, or leave it out with --resume=auto data.on_damaged=skip"),
-        ("train", True, f"or only start {AGAIN}: if it is still damaged then, the run leaves it out and "),
+        ("train", False, f"then start {AGAIN}, or skip the shard with --resume=auto data.on_damaged=skip"),
+        ("train", True, f"or just start {AGAIN}: a shard that is still damaged is skipped"),
         ("test", True, f"then start {AGAIN}"),
     ],
 )

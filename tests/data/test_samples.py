@@ -52,9 +52,7 @@ def test_without_a_lost_shard_all_other_samples_are_as_they_were(prepared, manif
 
 def test_a_domain_that_is_mostly_lost_is_not_skipped(store, manifest):
     shards = [shard.file for shard in manifest.select("train", ["C4"])[0].shards]
-    with pytest.raises(
-        UserError, match=r"^data.on_damaged: skip would leave out (\d+) of the \1 samples an epoch of C4; "
-    ):
+    with pytest.raises(UserError, match=r"^data.on_damaged: skip would drop (\d+) of the \1 samples per epoch of C4; "):
         TrainingSamples(store, T, 3, {"C4": 1, "CommonCrawl": 1}, shards)
     TrainingSamples(store, T, 3, {"C4": 0, "CommonCrawl": 1}, shards)
 
@@ -67,8 +65,8 @@ def test_longest_possible_window(store):
     with pytest.raises(UserError) as caught:
         TrainingSamples(store, store.num_tokens, 0)
     assert str(caught.value) == (
-        f"data.seq_length: {store.num_tokens} needs {store.num_tokens + 1} tokens, the training data has "
-        f"{store.num_tokens}; give more data or a shorter sequence"
+        f"data.seq_length: {store.num_tokens} needs {store.num_tokens + 1} tokens, but the training data has "
+        f"{store.num_tokens}; provide more data or reduce it"
     )
 
 
@@ -116,5 +114,5 @@ def test_beyond_the_end_is_padding(store):
 
 def test_nothing_to_evaluate(store, monkeypatch):
     monkeypatch.setattr(type(store), "num_tokens", 1)
-    with pytest.raises(UserError, match=r"^data.test_domains: only 1 tokens of C4, CommonCrawl to evaluate on; "):
+    with pytest.raises(UserError, match=r"^data.test_domains: C4, CommonCrawl has only 1 tokens to evaluate; "):
         EvaluationSamples(store, T)

@@ -98,7 +98,7 @@ def test_index_that_cannot_be(tmp_path, rows):
     made(tmp_path)
     np.save(tmp_path / "a.npy", rows)
     entry = ShardEntry("a.tar", "a.npy", 2, 4, 0, 0, "", "")
-    with pytest.raises(UserError, match=r"a\.npy: does not fit the manifest; "):
+    with pytest.raises(UserError, match=r"a\.npy: does not match the manifest; "):
         OpenShard(tmp_path, entry, UINT16)
 
 
@@ -116,5 +116,7 @@ def test_an_id_that_the_vocabulary_has_not_is_named(tmp_path):
     whole = OpenShard(tmp_path, entry, UINT16, vocab_size=largest + 1)
     assert np.array_equal(whole.read(0, len(tokens)), tokens)
     smaller = OpenShard(tmp_path, entry, UINT16, vocab_size=largest)
-    with pytest.raises(UserError, match=rf"a\.tar: holds the token {largest}, and .* vocabulary has {largest}; "):
+    with pytest.raises(
+        UserError, match=rf"a\.tar: contains token id {largest}, but .* vocabulary has {largest} tokens; "
+    ):
         smaller.read(0, len(tokens))

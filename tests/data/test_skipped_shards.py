@@ -26,8 +26,8 @@ def test_every_shard_is_named_and_the_whole_counted() -> None:
     assert list(skipped_shards.warnings([ONE, TWO], SAMPLES)) == [
         "selectron: warning: data/train/C4/000001.tar is missing: skipped (1,200 tokens)",
         "selectron: warning: data/train/C4/000007.tar is truncated: expected 9 bytes, found 8: skipped (34 tokens)",
-        "selectron: warning: data.on_damaged skip: the run does without 1,234 tokens; 4,997 of 5,000 samples an epoch "
-        "are left, and stand in for the others",
+        "selectron: warning: data.on_damaged skip: the run skips 1,234 tokens; 4,997 of 5,000 samples per epoch "
+        "remain and replace the others",
     ]
     assert list(skipped_shards.warnings([], SAMPLES)) == []
 

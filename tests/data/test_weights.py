@@ -80,7 +80,7 @@ def test_without_a_weight_a_domain_is_not_read(store, streams):
 
 def test_a_domain_too_short_for_a_sample(store, streams):
     length = min(len(stream) for stream in streams.values())
-    with pytest.raises(UserError, match=rf"data.seq_length: {length} needs {length + 1} tokens, C4 has {length}; "):
+    with pytest.raises(UserError, match=rf"data.seq_length: {length} needs {length + 1} tokens, but C4 has {length}; "):
         TrainingSamples(store, length, 0, WEIGHTS)
     TrainingSamples(store, length, 0, {"C4": 0, "CommonCrawl": 1})
 
@@ -96,21 +96,21 @@ def test_names_in_any_form(manifest):
         (
             {"C4": 1, "CommonCrawl": 1},
             ["C4"],
-            "CommonCrawl is not among data.train_domains (C4); add it there, or leave its weight out",
+            "CommonCrawl is not among data.train_domains (C4); add it there, or remove its weight",
         ),
-        ({"C4": 1, "c4": 2}, TRAIN, "c4 has two weights under two names; give each domain one"),
+        ({"C4": 1, "c4": 2}, TRAIN, "c4 has two weights under two names; give each domain one weight"),
         (
             {"C4": 1},
             TRAIN,
-            "has none for CommonCrawl; give every training domain one (0: it is not read), "
-            "or leave it out of data.train_domains",
+            "has no weight for CommonCrawl; give every training domain a weight (0: it is not read), "
+            "or remove it from data.train_domains",
         ),
-        ({"C4": -1, "CommonCrawl": 2}, TRAIN, "weights [-1, 2]; give each 0 or a part of some size, and not all 0"),
-        ({"C4": 0, "CommonCrawl": 0}, TRAIN, "weights [0, 0]; give each 0 or a part of some size, and not all 0"),
+        ({"C4": -1, "CommonCrawl": 2}, TRAIN, "weights [-1, 2]; give each domain 0 or a larger weight, and not all 0"),
+        ({"C4": 0, "CommonCrawl": 0}, TRAIN, "weights [0, 0]; give each domain 0 or a larger weight, and not all 0"),
         (
             {"C4": 1, "CommonCrawl": 1e-6},
             TRAIN,
-            "weight 1e-06 is less than 1/100000 of the whole; give each 0 or a part of some size, and not all 0",
+            "weight 1e-06 is less than 1/100000 of the whole; give each domain 0 or a larger weight, and not all 0",
         ),
     ],
 )

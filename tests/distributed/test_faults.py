@@ -109,7 +109,7 @@ def test_a_damaged_shard_is_skipped_where_that_is_asked_for(
     assert call(config, *skip) == 0
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("selectron: warning: ")]
     assert str(own_data / "train/First/000000.tar") in said[0]
-    assert "the run does without" in said[1]
+    assert "the run skips" in said[1]
     (line,) = (tmp_path / "run" / "skipped_shards.jsonl").read_text().splitlines()
     assert '"shard": "train/First/000000.tar"' in line
     flip_a_byte(own_data / "validation/First/000000.tar")  # results depend on validation data

@@ -137,7 +137,7 @@ def test_other_training_text_is_refused_and_allowed_by_name(is_branch: bool) -> 
         goes_on({}, {}, is_branch=is_branch, record=OTHER)
     assert raised.value.where == "data.path"
     assert f"holds other training text than {CHECKPOINT} was trained on" in raised.value.problem
-    assert "A (train) has 11 documents, 100 tokens, and had 10 documents, 100 tokens" in raised.value.problem
+    assert "A (train) has 11 documents, 100 tokens (previously 10 documents, 100 tokens)" in raised.value.problem
     found = goes_on({}, {"run.allow_other_data": True}, is_branch=is_branch, record=OTHER)
     assert [one["field"] for one in found.noted] == ["data"]
 
@@ -148,7 +148,7 @@ def test_the_same_text_elsewhere_is_the_same() -> None:
 
 def test_other_text_under_equal_numbers_and_another_order_of_domains() -> None:
     same = {**OTHER, "texts": [text("train", "A", sha256="f"), *DATA_RECORD["texts"][1:]]}
-    with pytest.raises(UserError, match="as many documents and tokens, and other shards"):
+    with pytest.raises(UserError, match="the same number of documents and tokens, but different shards"):
         goes_on({}, {}, record=same)
     with pytest.raises(UserError, match="its domains come in another order"):
         goes_on({}, {}, record={**DATA_RECORD, "train": "other"})
@@ -156,7 +156,7 @@ def test_other_text_under_equal_numbers_and_another_order_of_domains() -> None:
 
 def test_a_new_domain_in_the_folder_is_blamed_on_the_data() -> None:
     record = {**OTHER, "texts": [*DATA_RECORD["texts"], text("train", "C")]}
-    with pytest.raises(UserError, match=r"^data.path: .*C \(train\) was not there"):
+    with pytest.raises(UserError, match=r"^data.path: .*C \(train\) is new"):
         goes_on({}, {}, record=record, train_domains=["A", "B", "C"])
 
 

@@ -83,9 +83,7 @@ def test_a_disk_that_fails_later_is_left_out_by_the_next_start(
     assert call(config, SKIP, AT_ONCE) == 2
     (error,) = said(capsys, "error")
     assert f"{disk.path}: cannot be read (Input/output error); " in error
-    assert error.endswith(
-        "start again with --resume=auto: if it is still damaged then, the run leaves it out and goes on"
-    )
+    assert error.endswith("start again with --resume=auto: a shard that is still damaged is skipped")
     assert read_failed(folder) == {SHARD}
     assert skipped(folder) == []
     assert call(config, SKIP, "--resume") == 0
@@ -106,7 +104,7 @@ def test_a_disk_that_fails_later_is_named_by_every_start_that_may_not_skip(
     (error,) = said(capsys, "error")
     assert error.endswith(
         f"{disk.path}: cannot be read (Input/output error); copy it again or prepare the data again, then start again "
-        "with --resume=auto, or leave it out with --resume=auto data.on_damaged=skip"
+        "with --resume=auto, or skip the shard with --resume=auto data.on_damaged=skip"
     )
     before = snapshot(tmp_path)
     for _ in range(2):
@@ -133,7 +131,7 @@ def test_a_shard_that_comes_damaged_is_left_out_by_the_next_start(
     assert call(config, SKIP, *remote) == 2
     (error,) = said(capsys, "error")
     assert f"file://{own_data / SHARD}: sha256 differs: " in error
-    assert error.endswith("if it is still damaged then, the run leaves it out and goes on")
+    assert error.endswith("a shard that is still damaged is skipped")
     for steps, arguments in ((10, ["--resume=auto"]), (12, LONGER)):  # remembered while the damage persists
         assert call(config, SKIP, *remote, *arguments) == 0
         assert f"file://{own_data / SHARD} sha256 differs: " in said(capsys, "warning")[0]
