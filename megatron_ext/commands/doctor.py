@@ -33,6 +33,8 @@ def run() -> int:
 
     print("\nImplementation of each mixer op on this machine, in bf16 with default settings:")
     for name, choices in implementations(platform):
+        if not choices:
+            print(f"{name:<24}no op with a choice")
         for op, choice in choices:
             print(f"{name:<24}{op}: {choice.name} ({choice.reason})")
     return 0

@@ -220,11 +220,8 @@ def _planned(config: RunConfig, footprints: Sequence[Footprint], machine: Machin
         found = replace(found, refused=found.most.why_not(machine.gpu))
     if config.training.precision != "bf16":
         return replace(found, untimed=f"rates were measured in bf16, not in {config.training.precision}")
-    try:
-        time = step_time(config, footprints, machine.gpu, machine.world_size, machine.per_node)
-        return replace(found, time=time)
-    except KeyError as error:
-        return replace(found, untimed=f"{error.args[0]} was never measured: there is no rate to go by")
+    time = step_time(config, footprints, machine.gpu, machine.world_size, machine.per_node)
+    return replace(found, time=time)
 
 
 def _refusal(config: RunConfig, machine: Machine, mixers: Mixers) -> Planned | None:

@@ -126,7 +126,16 @@ class PlanReport:
         time = one.time
         cost = {"gpu_hours": self._gpu_hours(time), "price": self._price(time)}
         speeds = {"seconds_per_step": time.seconds, "tokens_per_second": time.tokens_per_second}
-        return found | speeds | cost | {"parts": time.parts, "volumes": {k: asdict(v) for k, v in time.volumes.items()}}
+        return (
+            found
+            | speeds
+            | cost
+            | {
+                "not_measured": list(time.not_measured),
+                "parts": time.parts,
+                "volumes": {k: asdict(v) for k, v in time.volumes.items()},
+            }
+        )
 
     # --- one layout --------------------------------------------------------------------------------------------------
 
@@ -152,7 +161,7 @@ class PlanReport:
             ]
         if one.time is None:
             return [*lines, "", f"No time: {one.untimed}."]
-        return [*lines, "", *self._timed(one.time)]
+        return [*lines, "", *self._timed(one.time), *_not_measured([one])]
 
     def _room(self, memory: MemoryByPurpose) -> str:
         usable = USABLE * self.machine.gpu.memory
@@ -199,6 +208,7 @@ class PlanReport:
         rows = [self._row(one) for one in good[: self.shown]]
         if rows:
             lines += ["", *table(("tokens/s", "ms a step", "GiB", "replicas x micro-batches", "overrides"), rows)]
+            lines += _not_measured(good)
         if large:
             lines += ["", "The smallest that do not fit:", ""]
             lines += [f"* `{differences(one.config)}`: {one.refused}" for one in large[:3]]
@@ -227,6 +237,14 @@ class PlanReport:
         if self.machine.gpu.name != MEASURED:
             lines += ["", f"Rates are scaled from the H200 to the {self.machine.gpu.name.upper()} by data sheets."]
         return lines
+
+
+def _not_measured(layouts: Sequence[Planned]) -> list[str]:
+    """Return a paragraph on the mixers whose rates are assumed, or nothing."""
+    mixers = sorted({mixer for one in layouts if one.time for mixer in one.time.not_measured})
+    if not mixers:
+        return []
+    return ["", f"Not measured: {', '.join(mixers)}. Such a mixer is timed at the median rate of the measured mixers."]
 
 
 def _memory_table(memory: Sequence[MemoryByPurpose]) -> list[str]:

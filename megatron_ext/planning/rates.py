@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from itertools import pairwise
+from statistics import median
 
-from megatron_ext.model.step_parts import FEED_FORWARD
+from megatron_ext.model.step_parts import FEED_FORWARD, LOSS
 
 RATES = "rates.json"
 FORWARD_SHARE = 1 / 3
@@ -89,6 +90,20 @@ def rate_of(part: str, hidden_size: int, seq_length: int, rates: Sequence[Rate] 
         flops=_between([(r.seq_length, r.flops) for r in points], seq_length),
         forward_share=_between([(r.seq_length, r.forward_share or FORWARD_SHARE) for r in points], seq_length),
     )
+
+
+def is_measured(part: str) -> bool:
+    """Return whether there is a rate of a part."""
+    return any(rate.part == part for rate in measured())
+
+
+def mixer_rate(part: str, hidden_size: int, seq_length: int) -> PartRate:
+    """Return `rate_of` a mixer, or the median rate of all measured mixers if this one was not measured."""
+    if is_measured(part):
+        return rate_of(part, hidden_size, seq_length)
+    others = sorted({rate.part for rate in measured() if not rate.part.startswith((FEED_FORWARD, LOSS))})
+    flops = median(rate_of(other, hidden_size, seq_length).flops for other in others)
+    return PartRate(flops=flops, forward_share=FORWARD_SHARE)
 
 
 def filled(part: str, units: int, rates: Sequence[Rate] | None = None) -> float:

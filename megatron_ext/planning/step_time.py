@@ -29,7 +29,7 @@ from megatron_ext.model.step_parts import (
 )
 from megatron_ext.planning.gpus import BANDWIDTH_REACHED, EXCHANGE_REACHED, GPUS, LINKS_REACHED, MEASURED, Gpu
 from megatron_ext.planning.memory import shares
-from megatron_ext.planning.rates import filled, part_of_feed_forward, rate_of
+from megatron_ext.planning.rates import PartRate, filled, is_measured, mixer_rate, part_of_feed_forward, rate_of
 
 if TYPE_CHECKING:
     from megatron_ext.mixers.core.base import Rounds
@@ -107,11 +107,13 @@ class StepTime:
         parts: seconds by part; their sum is the step time.
         tokens: of the whole batch.
         volumes: communication volume by kind.
+        not_measured: mixers without a measured rate, whose time is that of the median mixer.
     """
 
     parts: dict[str, float]
     tokens: int
     volumes: dict[str, Volume]
+    not_measured: tuple[str, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -133,9 +135,6 @@ def step_time(config: RunConfig, footprints: Sequence[Footprint], gpu: Gpu, worl
         gpu: kind of GPU.
         world_size: number of ranks.
         per_node: ranks per node.
-
-    Raises:
-        KeyError: there is no measured rate of a mixer.
     """
     layout, parallel = layout_of(config, world_size), config.parallel
     links = _Links(gpu, per_node)
@@ -151,7 +150,9 @@ def step_time(config: RunConfig, footprints: Sequence[Footprint], gpu: Gpu, worl
     parts[OPTIMIZER] = _update(config, footprint, gpu)
     parts[HOST] = HOST_SECONDS + number * len(footprint.layers) * HOST_SECONDS_OF_LAYER[config.training.fp8]
     tokens = config.training.global_batch_size * config.data.seq_length
-    return StepTime(parts=parts, tokens=tokens, volumes=volumes)
+    mixers = sorted({layer.part for footprint in footprints for layer in footprint.layers})
+    not_measured = tuple(mixer for mixer in mixers if not is_measured(mixer))
+    return StepTime(parts=parts, tokens=tokens, volumes=volumes, not_measured=not_measured)
 
 
 @dataclass(frozen=True)
@@ -210,16 +211,18 @@ class _Products:
         self._recomputes_mixer = config.training.recompute == "full"
         self._linears = part_of_feed_forward(config.training.fp8)
 
-    def seconds(self, part: str, flops: float, again: bool = False, reached: float = 1.0) -> float:
-        """Return the seconds of a part.
+    def seconds(self, part: str, flops: float, again: bool = False) -> float:
+        """Return the seconds of a part that is not a mixer.
 
         Args:
             part: name of its rate.
             flops: model FLOPs per token of forward and backward pass.
             again: True if the forward pass is recomputed.
-            reached: fraction of the rate that is reached.
         """
-        rate = rate_of(part, self._hidden_size, self._seq_length)
+        return self._seconds_at(rate_of(part, self._hidden_size, self._seq_length), flops, again)
+
+    def _seconds_at(self, rate: PartRate, flops: float, again: bool, reached: float = 1.0) -> float:
+        """Return the seconds at the fraction `reached` of a rate."""
         once = flops * self._tokens / (reached * rate.flops * self._faster)
         return once * (1 + rate.forward_share * again)
 
@@ -229,7 +232,8 @@ class _Products:
 
     def mixer(self, layer: Layer) -> float:
         """Return the seconds of a layer's mixer. Its rate was measured on one GPU, with projections in 16 bits."""
-        whole = self.seconds(layer.part, layer.mixer_flops, self._recomputes_mixer, filled(layer.part, layer.units))
+        rate = mixer_rate(layer.part, self._hidden_size, self._seq_length)
+        whole = self._seconds_at(rate, layer.mixer_flops, self._recomputes_mixer, filled(layer.part, layer.units))
         projections = self.seconds(FEED_FORWARD, layer.projection_flops, self._recomputes_mixer)
         in_use = self.seconds(self._linears, layer.projection_flops, self._recomputes_mixer)
         # A rank that passes a state on scans its shard again. All but the projections counts as the scan.

@@ -48,12 +48,12 @@ def test_every_mixer_is_checked_and_timed(meter: Any, shape: LayerShape) -> None
     assert (said[0], said[1]) == ("tiny 70x2 attention ours ...", "tiny 70x2 attention ours: 2.00 ms")
     for row in report.rows:
         assert row.measured is not None
-        assert row.choices
         assert row.agreement is not None
         assert row.agreement.failure is None
     attention = report.rows[0]
     # Four square matrices. Scores and weighted values of 35.5 keys, the mean that a query sees, for two heads.
     assert attention.flops == 6 * 4 * 32**2 + 3 * (4 * 2 * 16 * 35.5)
+    assert attention.choices
     assert attention.measured is not None
     assert attention.measured.parameters == 4 * 32**2
 
@@ -200,7 +200,6 @@ def test_the_peer_has_the_settings_of_ours(name: str, one_process: Any) -> None:
 
 
 def test_every_peer_is_named_after_a_mixer() -> None:
-    assert set(load_all()) - set(peers.LAYERS) == {"top1_chunk", "top1_element"}
     assert set(peers.LAYERS) <= set(load_all())
 
 

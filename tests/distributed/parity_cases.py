@@ -38,7 +38,7 @@ def chunks(score: str, **more: Any) -> dict[str, dict[str, Any]]:
 KINDS = ("tp2_sp", "pp2", "cp2", "cp2_states", "cp2_chunks")
 
 
-# A new mixer adds its line here and is then compared under every layout below. Two layers give two pipeline stages.
+# A mixer without a line here is compared with default settings, see below. Two layers give two pipeline stages.
 MODELS = {
     "attention": Model("attention*2"),
     "attention_window_gqa": Model("attention*2", {"attention": {"window": 5}}, {"num_query_groups": 2}, layouts=KINDS),
@@ -89,6 +89,9 @@ MODELS = {
     ),
     "hybrid": Model("top1_chunk,gated_deltanet,attention,gated_deltanet", chunks("exact")),
 }
+
+_WITH_A_LINE = {mixer for model in MODELS.values() for mixer in parse_pattern(model.pattern)}
+MODELS |= {mixer: Model(f"{mixer}*2") for mixer in sorted(set(load_all()) - _WITH_A_LINE)}
 
 TWO = {
     "tp2": {"tensor": 2},

@@ -14,7 +14,7 @@ import torch
 from beside_fla import PLAIN, assert_same_function, converted, fla, replace
 from torch import Tensor
 
-from megatron_ext.mixers.core.registry import load_all
+from megatron_ext.bench.layers import peers
 
 pytest.importorskip("fla", reason="flash-linear-attention is not installed")
 
@@ -164,5 +164,5 @@ def test_parameters_are_as_many_as_those_of_flash_linear_attention(make_mixer: M
 
 
 def test_every_mixer_that_flash_linear_attention_has_is_compared() -> None:
-    elsewhere, not_there = {"rwkv6", "rwkv7"}, {"top1_element", "top1_chunk"}
-    assert {case.mixer for case in CASES} == set(LAYERS) == set(load_all()) - elsewhere - not_there
+    elsewhere = {"rwkv6", "rwkv7"}
+    assert {case.mixer for case in CASES} == set(LAYERS) == set(peers.LAYERS) - elsewhere

@@ -48,10 +48,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("rwkv7", {}),
     ("rwkv7", {"decay_rank": 2, "rate_rank": 3, "gate_rank": 4}),
 ]
-
-
-def test_every_registered_mixer_is_held_to_causality() -> None:
-    assert {name for name, _ in VARIANTS} == set(load_all())
+VARIANTS += [(name, {}) for name in sorted(set(load_all()) - {name for name, _ in VARIANTS})]
 
 
 @pytest.mark.parametrize(("name", "fields"), VARIANTS)

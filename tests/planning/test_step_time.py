@@ -14,11 +14,11 @@ import pytest
 from dry_runs import ONE_GPU, configured
 
 from megatron_ext.config.schema import TransportName
-from megatron_ext.model.step_parts import COMMUNICATION, FEED_FORWARD, MIXER, NORMS, OPTIMIZER
+from megatron_ext.model.step_parts import COMMUNICATION, FEED_FORWARD, LOSS, MIXER, NORMS, OPTIMIZER
 from megatron_ext.planning import step_time as module
 from megatron_ext.planning.gpus import BANDWIDTH_REACHED, EXCHANGE_REACHED, GPUS, LINKS_REACHED
 from megatron_ext.planning.ledger import Message
-from megatron_ext.planning.rates import Rate, filled, measured, rate_of
+from megatron_ext.planning.rates import Rate, filled, measured, mixer_rate, rate_of
 from megatron_ext.planning.step_time import (
     BUBBLE,
     HOST,
@@ -274,6 +274,14 @@ def test_rates_lie_between_measurements() -> None:
     assert rate_of("m", 1000, 2048, points).forward_share == pytest.approx(1 / 3)
     with pytest.raises(KeyError):
         rate_of("other", 64, 1024, points)
+
+
+def test_a_mixer_without_a_measurement_has_the_median_rate() -> None:
+    parts = {rate.part for rate in measured()} - {FEED_FORWARD, LOSS}
+    others = sorted(rate_of(p, 2048, 8192).flops for p in parts if not p.startswith(FEED_FORWARD))
+    assert len(others) % 2 == 0
+    assert mixer_rate("other", 2048, 8192).flops == sum(others[len(others) // 2 - 1 :][:2]) / 2
+    assert mixer_rate("moba", 2048, 8192) == rate_of("moba", 2048, 8192)
 
 
 def test_what_few_heads_reach_is_of_the_most_that_were_measured() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_ext.config.suggest import unknown_mixer
-from megatron_ext.mixers.core.settings import SETTINGS
+from megatron_ext.mixers.core.settings import settings_class
 
 
 def settings_type(name: str, where: str) -> type[Any]:
@@ -18,16 +18,9 @@ def settings_type(name: str, where: str) -> type[Any]:
     Raises:
         UserError: there is no such mixer.
     """
-    kind = SETTINGS.get(name)
+    kind = settings_class(name)
     if kind is not None:
         return kind
-    # A mixer from a file of the user, or an unknown one.
-    from megatron_ext.platform.device import before_megatron
+    from megatron_ext.mixers.core.registry import load_all  # not before: it imports torch
 
-    before_megatron()
-    from megatron_ext.mixers.core.registry import load_all
-
-    known = load_all()
-    if name not in known:
-        raise unknown_mixer(where, name, known)
-    return known[name].config_type
+    raise unknown_mixer(where, name, load_all())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pkgutil import resolve_name
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
@@ -271,17 +272,33 @@ SETTINGS: dict[str, type] = {
     "rwkv6": RWKV6Config,
     "rwkv7": RWKV7Config,
 }
-"""Settings class by mixer name. A mixer outside this package can pass its own class to `registry.register`."""
+"""Settings class by mixer name. Another mixer passes its own class to `registry.register`."""
+
+
+def settings_class(mixer: str) -> type[Any] | None:
+    """Return the settings class of a mixer; None: there is no such mixer, or torch is not installed.
+
+    Only a mixer that is not in `SETTINGS` has all mixers imported, and torch with them.
+    """
+    if mixer in SETTINGS:
+        return SETTINGS[mixer]
+    try:  # by name: the registry imports this module
+        resolve_name("megatron_ext.platform.device:before_megatron")()
+        entry = resolve_name("megatron_ext.mixers.core.registry:load_all")().get(mixer)
+    except ImportError:
+        return None
+    return None if entry is None else entry.config_type
 
 
 def default_settings(mixer: str) -> dict[str, Any]:
-    """Return the default of every setting of a mixer; nothing for a mixer that is not in `SETTINGS`.
+    """Return the default of every setting of a mixer; nothing for an unknown mixer.
 
     A run of an earlier version that lacks a setting had its default.
     """
-    return asdict(SETTINGS[mixer]()) if mixer in SETTINGS else {}
+    kind = settings_class(mixer)
+    return {} if kind is None else asdict(kind())
 
 
 def always_labelled(mixer: str) -> tuple[str, ...]:
     """Return the settings that the label of a run shows even at their defaults: `ALWAYS_LABELLED` of the class."""
-    return getattr(SETTINGS.get(mixer), "ALWAYS_LABELLED", ())
+    return getattr(settings_class(mixer), "ALWAYS_LABELLED", ())

@@ -58,10 +58,11 @@ def family_for(saved: SavedModel, architecture: str | None = None) -> Family:
         if reason is not None:
             raise UserError("--architecture", f"{architecture} cannot hold the model: {reason}", "leave it out")
         return family
-    reasons = {family.architecture: family.why_not(saved) for family in FAMILIES.values()}
-    fitting = [name for name, reason in reasons.items() if reason is None]
-    if not fitting:
-        said = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-        problem = f"{saved.model.pattern!r} fits no architecture ({said})"
-        raise UserError("model.pattern", problem, "give --to megatron")
-    return FAMILIES[fitting[0]]
+    fitting = next((family for family in FAMILIES.values() if family.why_not(saved) is None), None)
+    if fitting is None:
+        # The other families are of one mixer each, so their reasons help no one.
+        ours = FAMILIES["SelectronForCausalLM"]
+        problem = f"{saved.model.pattern!r} fits no architecture, not even {ours.architecture}: {ours.why_not(saved)}"
+        hint = "give --to megatron, or add the mixer to conversion/huggingface (docs/extending/mixer.md)"
+        raise UserError("model.pattern", problem, hint)
+    return fitting
