@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from importlib import metadata
 from pathlib import Path
 
 
-def run() -> int:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add no arguments."""
+
+
+def run(args: argparse.Namespace) -> int:
     """Print versions, device, back-end and the implementation of each mixer's ops.
 
     Returns:

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.commands.ranks import run_as_ranks, world_size
 from megatron_ext.evaluation.registry import SUITES, check_names, read_overrides
 from megatron_ext.run_folder.layout import CHECKPOINTS, step_of
 from megatron_ext.utils.errors import UserError
@@ -39,6 +40,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder for the results (default: evaluation/step_N in the run folder)",
     )
     add("--processes", type=int, metavar="N", help="number of processes to start on this machine (default 1)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Evaluate a run on the ranks of a process group.
+
+    Returns:
+        Exit code.
+
+    Raises:
+        UserError: an option or the run is invalid.
+    """
+    return run_as_ranks("evaluate", args.command_line, world_size(args.processes), work(args))
 
 
 def work(args: argparse.Namespace) -> Callable[[], None]:

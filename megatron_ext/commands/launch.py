@@ -1,4 +1,4 @@
-"""Commands `selectron launch` and `selectron sweep`."""
+"""Command `selectron launch`, and what it shares with `selectron sweep`."""
 
 from __future__ import annotations
 
@@ -9,18 +9,15 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from megatron_ext.commands import run_config
 from megatron_ext.config.rules.nodes import check_nodes
 from megatron_ext.config.schema import RunConfig
-from megatron_ext.config.sweep_file import of_sweep
 from megatron_ext.launch import slurm
-from megatron_ext.launch.array import tasks
 from megatron_ext.launch.branches import is_checkpoint
-from megatron_ext.launch.changed_runs import refusal
 from megatron_ext.launch.here import run_here
 from megatron_ext.launch.job import (
     Job,
     claim,
-    is_claimed,
     jobs_of,
     newest_job,
     sbatch_options,
@@ -31,9 +28,7 @@ from megatron_ext.launch.ownership import own_state
 from megatron_ext.launch.preflight import limits
 from megatron_ext.launch.resources import Resources
 from megatron_ext.launch.sbatch_options import check_variables
-from megatron_ext.launch.sweep import Sweep
 from megatron_ext.run_folder import lock_file
-from megatron_ext.run_folder.launch_events import EVENTS
 from megatron_ext.run_folder.layout import CHECKPOINTS
 from megatron_ext.run_folder.lock import FOLDER
 from megatron_ext.run_folder.lock_file import lock_state
@@ -45,8 +40,9 @@ _OF_SLURM = ("nodes", "gpus_per_node", "processes_per_node", "cpus_per_task", "p
 """Options that do not apply to a run on this machine."""
 
 
-def add_launch(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `selectron launch` other than the configuration."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the configuration, the resources and the options of a start."""
+    run_config.add_config(parser)
     add_where(parser)
     how = parser.add_argument_group("start")
     add_resume(how, "continue an existing run")
@@ -55,19 +51,23 @@ def add_launch(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_sweep(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `selectron sweep`."""
-    parser.add_argument(
-        "sweep", type=Path, metavar="SWEEP", help="YAML file with config, axes and runs; see the README"
-    )
-    override = "override for all runs, e.g. training.steps=200, or a YAML file with overrides"
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help=override)
-    add_where(parser)
-    at_once = "maximum number of concurrent runs (default: 1 with --local, else no limit)"
-    parser.add_argument("--parallel", type=int, metavar="N", help=at_once)
-    anew = "restart a run whose configuration or data has changed; its old folder is kept; may be repeated"
-    parser.add_argument("--restart", action="append", default=[], metavar="RUN", help=anew)
-    parser.add_argument("--dry-run", action="store_true", help="check and list all runs without starting them")
+def run(args: argparse.Namespace) -> int:
+    """Check the configuration and launch its run, see `launch`.
+
+    Returns:
+        Exit code.
+
+    Raises:
+        UserError: an option or the configuration is invalid; see also `launch`.
+    """
+    config = run_config.load_checked(args.config, args.overrides, world_size(args))
+
+    def check_can_start() -> None:
+        from megatron_ext.training import starting
+
+        starting.check_can_start(config, args.resume)
+
+    return launch(args, config, check_can_start)
 
 
 def add_where(parser: argparse.ArgumentParser) -> None:
@@ -112,14 +112,15 @@ def world_size(args: argparse.Namespace) -> int:
         if args.local < 1:
             raise UserError("--local", f"{args.local} is less than 1", "give 1 or more")
         return int(args.local)
-    resources = _resources(args, "run")
+    resources = requested_resources(args, "run")
     resources.check()
     options = {"--partition": args.partition, "--time": args.time, "--cpus-per-task": args.cpus_per_task}
     check_variables(os.environ, [option for option, value in options.items() if value is not None])
     return resources.nodes * resources.tasks_per_node
 
 
-def _resources(args: argparse.Namespace, run_name: str) -> Resources:
+def requested_resources(args: argparse.Namespace, run_name: str) -> Resources:
+    """Return the resources that the options request; `run_name` is the default of the job's name."""
     return Resources(
         nodes=1 if args.nodes is None else args.nodes,
         gpus_per_node=args.gpus_per_node,
@@ -141,7 +142,7 @@ def launch(args: argparse.Namespace, config: RunConfig, check_can_start: Callabl
     """Write the job of a run, and submit it or start it on this machine.
 
     Args:
-        args: see `add_launch`; checked by `world_size`.
+        args: see `add_arguments`; checked by `world_size`.
         config: checked for that number of processes.
         check_can_start: raises a UserError if the run folder contains a run that is not to be resumed, or if it
             contains none although one is to be resumed.
@@ -153,14 +154,14 @@ def launch(args: argparse.Namespace, config: RunConfig, check_can_start: Callabl
         UserError: something is missing on this machine or in the cluster.
     """
     folder = Path(config.run.dir) / config.run.name
-    resources = _resources(args, config.run.name)
+    resources = requested_resources(args, config.run.name)
     check_nodes(config, resources.nodes * resources.tasks_per_node, resources.tasks_per_node)
-    check_paths({"": config}, resources, _python(args))
+    check_paths({"": config}, resources, python(args))
     check_can_start()
     if args.local is None:
-        _check_cluster(args, resources, sbatch_options(resources, folder.absolute(), "job-%j.log"))
+        check_cluster(args, resources, sbatch_options(resources, folder.absolute(), "job-%j.log"))
     if args.dry_run:
-        job = write_job(config, folder, resources, _python(args))
+        job = write_job(config, folder, resources, python(args))
         sys.stdout.write(job.script.read_text())
         print(f"written but not submitted: {job.script}", file=sys.stderr)
         return 0
@@ -169,15 +170,15 @@ def launch(args: argparse.Namespace, config: RunConfig, check_can_start: Callabl
         lock = claim(folder)
         if lock is None:
             raise UserError("run.name", f"another process trains {folder}", "wait for it, or stop it with Ctrl-C")
-        job = write_job(config, folder, resources, _python(args))
+        job = write_job(config, folder, resources, python(args))
         print(f"events: {job.folder}/events.tsv\n{_how_to_follow(job)}", file=sys.stderr, flush=True)
         return run_here(job, args.local, lock)
     with submitting(folder):
         if not args.resume:
             check_can_start()
-        _refuse_alive(folder)
+        refuse_alive(folder)
         refuse_held(folder)
-        job = write_job(config, folder, resources, _python(args))
+        job = write_job(config, folder, resources, python(args))
         job.keep_number(slurm.submit(job.script))
     print(f"job:    {job.number}\n{_how_to_follow(job)}")
     return 0
@@ -185,90 +186,6 @@ def launch(args: argparse.Namespace, config: RunConfig, check_can_start: Callabl
 
 def _how_to_follow(job: Job) -> str:
     return f"log:    {job.log}\nfollow: selectron logs {job.run} --follow; selectron status {job.run}"
-
-
-def sweep(args: argparse.Namespace, configs: Mapping[str, RunConfig], listing: Sequence[str]) -> int:
-    """Launch all unfinished runs of a sweep.
-
-    Args:
-        args: see `add_sweep`; checked by `world_size`.
-        configs: whole, checked configurations by run name.
-        listing: lines that describe the runs.
-
-    Returns:
-        Exit code.
-
-    Raises:
-        UserError: something is missing on this machine or in the cluster.
-    """
-    if args.parallel is not None and args.parallel < 1:
-        raise UserError("--parallel", f"{args.parallel} is less than 1", "give 1 or more")
-    folder = Path(next(iter(configs.values())).run.dir)
-    resources = _resources(args, folder.name)
-    with of_sweep(args.sweep):
-        for config in configs.values():
-            check_nodes(config, resources.nodes * resources.tasks_per_node, resources.tasks_per_node)
-        runs = Sweep(folder, configs, resources, _python(args))
-    runs.check_restarts(args.restart)
-    _check_unchanged(args, runs)
-    try:
-        begun = runs.unfinished | {name: configs[name] for name in args.restart}
-        check_paths(begun, resources, _python(args), runs.waiting, sweep=args.sweep)
-    except UserError as error:
-        if not args.dry_run:  # a dry run is allowed on a machine without the data
-            raise
-        print(f"selectron: warning: {error}", file=sys.stderr)
-    if args.local is None:
-        resources.check()  # again, with the job's name
-        options = sbatch_options(resources, folder.absolute(), "array.log")
-        _check_cluster(args, resources, [*options, tasks(max(runs.largest_array(), 1))])
-    if args.dry_run:
-        print("\n".join(listing))
-        return 0
-    runs.restart(args.restart, _refuse_under_way)
-    runs.note()
-    if not runs.unfinished:
-        print(f"all {len(configs)} runs are finished; compare them with: selectron report {folder} --output DIR")
-        return 0
-    if args.local is not None:
-        return runs.run(args.local, args.parallel or 1)
-    runs.submit(args.parallel)
-    print(f"follow: selectron status {folder}")
-    return 0
-
-
-def _check_unchanged(args: argparse.Namespace, runs: Sweep) -> None:
-    """Reject runs that were started with a different configuration or data; a dry run prints a warning.
-
-    Raises:
-        UserError: there are changed runs that `--restart` does not name.
-    """
-    unknown = [name for name in runs.without_digests if name not in args.restart]
-    if unknown:
-        names = ", ".join(unknown[:3]) + (f" and {len(unknown) - 3} more" if len(unknown) > 3 else "")
-        print(f"selectron: warning: it is unknown whether the data of {names} has changed", file=sys.stderr)
-    changed = [one for one in runs.changed if one.name not in args.restart]
-    if not changed:
-        return
-    error = refusal(args.sweep, changed)
-    if not args.dry_run:
-        raise error
-    print(f"selectron: warning: {error}", file=sys.stderr)
-
-
-def _refuse_under_way(folder: Path) -> None:
-    """Reject a run that has a waiting or running Slurm job, or that a process trains.
-
-    Raises:
-        UserError: it has one.
-    """
-    refuse_held(folder)
-    if is_claimed(folder):
-        raise UserError("--restart", f"another process trains {folder}", "wait for it, or stop it with Ctrl-C")
-    newest = jobs_of(folder)[-1:]
-    # A job without number and events may have been submitted by a call that was killed before it wrote the number.
-    if any(job.number is not None or not (job.folder / EVENTS).exists() for job in newest):
-        _refuse_alive(folder)
 
 
 def check_paths(
@@ -317,7 +234,7 @@ def _begins_from(config: RunConfig, *, is_waiting: bool) -> Iterator[tuple[str, 
         yield "run.branch_from", config.run.branch_from, is_checkpoint, "checkpoint", hint
 
 
-def _check_cluster(args: argparse.Namespace, resources: Resources, options: Sequence[str]) -> None:
+def check_cluster(args: argparse.Namespace, resources: Resources, options: Sequence[str]) -> None:
     """Check the request against the cluster. Without a cluster, a dry run only prints a warning.
 
     Raises:
@@ -338,11 +255,17 @@ def _check_cluster(args: argparse.Namespace, resources: Resources, options: Sequ
     slurm.check_options(options)
 
 
-def _python(args: argparse.Namespace) -> str:
+def python(args: argparse.Namespace) -> str:
+    """Return the Python interpreter of the job's processes."""
     return str(args.python or ("python3" if args.container else sys.executable))
 
 
-def _refuse_alive(folder: Path) -> None:
+def refuse_alive(folder: Path) -> None:
+    """Reject a run whose newest Slurm job waits or runs.
+
+    Raises:
+        UserError: it does.
+    """
     numbers = slurm.numbers_by_script()
     for job in jobs_of(folder)[-1:]:  # a call that was killed may have submitted it without writing its number
         if job.number is None and str(job.script) in numbers:

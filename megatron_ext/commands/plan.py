@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from megatron_ext.commands import run_config
 from megatron_ext.planning.gpus import GPUS, MEASURED, gpu_of
 from megatron_ext.utils.errors import UserError
-
-if TYPE_CHECKING:
-    from megatron_ext.config.schema import RunConfig
-    from megatron_ext.config.traits import Mixers
 
 VOCABULARY = 50304
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options other than the configuration."""
+    """Add the configuration and the options."""
+    run_config.add_config(parser)
     add = parser.add_argument
     add("--nodes", type=int, default=1, metavar="N", help="number of nodes (default %(default)s)")
     add("--gpus-per-node", type=int, default=8, metavar="M", help="GPUs per node (default %(default)s)")
@@ -45,15 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--output", type=Path, metavar="DIR", help="folder to which plan.json and plan.md are also written")
 
 
-def run(
-    args: argparse.Namespace, load: Callable[[Path, Sequence[str]], RunConfig], load_mixers: Callable[[], Mixers]
-) -> int:
+def run(args: argparse.Namespace) -> int:
     """Plan a configuration and print the report.
 
     Args:
         args: of the command line.
-        load: reads a configuration with overrides; called after the options are checked.
-        load_mixers: returns the registered mixers.
 
     Returns:
         0; 1 if the layout does not fit, or with --search no layout fits.
@@ -67,7 +59,7 @@ def run(
     from megatron_ext.planning.batch import batch_of_a_replica_a_node, fitting_batch
     from megatron_ext.planning.plan_report import PlanReport
 
-    configured, mixers = load(args.config, args.overrides), load_mixers()
+    configured, mixers = run_config.load(args.config, args.overrides), run_config.mixers()
     machine = plan.Machine(gpu=gpu_of(args.gpu), nodes=args.nodes, per_node=args.gpus_per_node)
     config = fitting_batch(configured, machine.world_size) if args.search is None else configured
     vocab_size, told = _vocabulary(args, config.data.path, config.data.cache_dir)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_ext.launch.job import Job
 from megatron_ext.run_folder.heartbeat import FOLDER as HEARTBEATS
+from megatron_ext.run_folder.launch_events import read_events
 from megatron_ext.run_folder.layout import METRICS
 from megatron_ext.run_folder.lock import FOLDER as LOCK
 from megatron_ext.run_folder.lock_file import Holder, LockState, lock_state
@@ -33,6 +35,12 @@ class ManualStart:
 def has_begun(run: Path) -> bool:
     """Return True if a process has trained the run, launched or not."""
     return any((run / name).exists() for name in (METRICS, HEARTBEATS, LOCK))
+
+
+def newest_manual_start(run: Path, job: Job | None) -> ManualStart | None:
+    """Return the newest start of a run by hand if it is later than the last event of its newest job, else None."""
+    events = [] if job is None else read_events(job.folder, [])
+    return manual_start(run, None if job is None else events[-1].time if events else "")
 
 
 def manual_start(run: Path, last_event: str | None) -> ManualStart | None:

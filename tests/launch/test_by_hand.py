@@ -13,7 +13,7 @@ import pytest
 from test_status import job_of
 
 from megatron_ext.cli import main
-from megatron_ext.commands import status as status_command
+from megatron_ext.commands import logs as logs_command
 from megatron_ext.launch import slurm, status
 from megatron_ext.launch.ranks import ranks_table
 from megatron_ext.launch.slurm import JobState
@@ -125,7 +125,7 @@ def test_logs_show_the_file_that_it_prints_to(
     log, shown = tmp_path / "my.log", list[str]()
     log.write_text("said\n")
     monkeypatch.setattr(lock_file, "_output", lambda: str(log))
-    monkeypatch.setattr(status_command.os, "execvp", lambda _, words: shown.append(words[-1]))
+    monkeypatch.setattr(logs_command.os, "execvp", lambda _, words: shown.append(words[-1]))
     held(trained(tmp_path / "a"))
     main(["logs", str(tmp_path / "a")])
     said = f"selectron: {tmp_path}/a was started by hand (running ({ME})); its output goes to {log}\n"

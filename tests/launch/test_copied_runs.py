@@ -12,7 +12,7 @@ import pytest
 
 from megatron_ext.cli import main
 from megatron_ext.commands import launch as command
-from megatron_ext.commands import status as status_command
+from megatron_ext.commands import logs as logs_command
 from megatron_ext.launch import slurm, status
 from megatron_ext.launch.job import Job
 from megatron_ext.launch.ownership import is_of_another
@@ -113,7 +113,7 @@ def test_status_and_logs_say_that_it_is_a_copy(
     script = tmp_path / "run" / "launch" / "1" / "job.sbatch"
     named = f"{copy}/launch/1/job_id: job 7 belongs to {script}: this folder was copied or moved"
     assert status_of(copy).problems == (named,)
-    monkeypatch.setattr(status_command, "_tail", lambda *_: 0)
+    monkeypatch.setattr(logs_command, "_tail", lambda *_: 0)
     monkeypatch.setattr(shutil, "which", lambda name: name)
     main(["logs", str(copy)])
     said = f"selectron: {copy}: job 7 belongs to {script}; this log is a copy that no longer grows\n"
@@ -126,9 +126,9 @@ def test_a_copy_can_be_launched_while_the_original_runs(
     tmp_path: Path, copy: Path, cancelled: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(slurm, "numbers_by_script", dict)
-    command._refuse_alive(copy)
+    command.refuse_alive(copy)
     with pytest.raises(UserError, match=r"run has job 7 \(running\)"):
-        command._refuse_alive(tmp_path / "run")
+        command.refuse_alive(tmp_path / "run")
 
 
 def test_a_copied_lock_is_not_held_by_the_originals_process(tmp_path: Path) -> None:

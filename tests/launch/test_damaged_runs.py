@@ -16,7 +16,7 @@ import pytest
 from test_status import job_of
 
 from megatron_ext.cli import main
-from megatron_ext.commands import status as status_command
+from megatron_ext.commands import logs as logs_command
 from megatron_ext.launch import slurm, status
 from megatron_ext.launch.slurm import JobState
 from megatron_ext.run_folder.heartbeat import FOLDER as HEARTBEATS
@@ -179,7 +179,7 @@ def test_a_damaged_file_is_named_and_the_other_runs_stand(
     if (file, damage) not in SILENT and file not in ("sweep.json", "heartbeat"):
         assert any(str(damaged) in problem for problem in runs[1]["problems"])
     shown: list[str] = []
-    monkeypatch.setattr(status_command.os, "execvp", lambda _, words: shown.append(words[-1]))
+    monkeypatch.setattr(logs_command.os, "execvp", lambda _, words: shown.append(words[-1]))
     code = main(["cancel", str(sweep)])
     said = capsys.readouterr()
     assert {"a: job 7 was cancelled", "c: job 7 was cancelled"} <= set(said.out.splitlines())

@@ -47,7 +47,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeSlurm:
     monkeypatch.setattr(slurm, "submit", fake.submit)
     monkeypatch.setattr(slurm, "job_state", fake.job_state)
     monkeypatch.setattr(slurm, "numbers_by_script", dict)
-    monkeypatch.setattr(command, "_check_cluster", lambda *_: None)
+    monkeypatch.setattr(command, "check_cluster", lambda *_: None)
     monkeypatch.setattr(job, "PACKAGES", ())  # skip copying the code
     monkeypatch.setattr(shutil, "which", lambda name: name)
     (tmp_path / "data").mkdir()
@@ -56,8 +56,8 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeSlurm:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    command.add_launch(parser)
-    return parser.parse_args([])
+    command.add_arguments(parser)
+    return parser.parse_args(["run.yaml"])
 
 
 def config_of(tmp_path: Path, name: str = "a") -> RunConfig:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ext import cli
+from megatron_ext.commands import doctor
 from megatron_ext.launch.job import copy_code
 from megatron_ext.utils import atomic_files
 from megatron_ext.utils.atomic_files import (
@@ -119,8 +120,7 @@ def test_a_full_disk_is_one_line_of_every_command(
         return 0
 
     monkeypatch.setattr(atomic_files, "open_to_write", fails)
-    verb = cli._Verb(help="", add_arguments=lambda _: None, run=write)
-    monkeypatch.setitem(cli.VERBS, "doctor", verb)
+    monkeypatch.setattr(doctor, "run", write)
     assert cli.main(["doctor"]) == 2
     where = f"selectron: error: {tmp_path}/results.json: cannot be written (No space left on device); "
     assert capsys.readouterr().err == where + "make room, or choose another place\n"

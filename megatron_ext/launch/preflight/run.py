@@ -35,7 +35,7 @@ _REPORT, _LINK = TypeAdapter(NodeReport), TypeAdapter(Link)
 _PATIENCE = 10.0
 
 
-def add_preflight(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `selectron preflight`."""
     text = "folder of the job, to which NAME.json (all results) and NAME.notes (problems) are written"
     parser.add_argument("--folder", type=Path, metavar="DIR", help=text)
@@ -48,7 +48,7 @@ def add_preflight(parser: argparse.ArgumentParser) -> None:
     add_limits(parser)
 
 
-def preflight(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     """Check the node of this process. The first process of a job also judges all nodes.
 
     Without RANK etc. in the environment, this machine alone is checked.

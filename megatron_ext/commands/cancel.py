@@ -1,0 +1,76 @@
+"""Command `selectron cancel`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from megatron_ext.commands.status import add_runs
+from megatron_ext.launch import slurm
+from megatron_ext.launch.by_hand import newest_manual_start
+from megatron_ext.launch.job import Job, is_claimed, newest_job
+from megatron_ext.launch.ownership import check_own
+from megatron_ext.launch.status import run_folders
+from megatron_ext.run_folder.launch_events import read_events
+from megatron_ext.utils.errors import UserError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the runs."""
+    add_runs(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Cancel the live jobs of runs. Each saves a checkpoint if Slurm allows the time (KillWait).
+
+    Raises:
+        UserError: Slurm rejects it, files of a run are damaged, or a run has no Slurm job. The other jobs are cancelled
+            first.
+    """
+    others, errors, cancelled = list[str](), list[UserError](), 0
+    folders = list(run_folders(args.runs))
+    for folder in folders:
+        try:
+            job = newest_job(folder)
+            start = newest_manual_start(folder, job)
+            if start is not None and start.is_running:
+                raise UserError(str(folder), f"was started by hand: {start.said}", "stop it there with Ctrl-C")
+            if job is None or _has_ended_here(job):
+                continue
+            if job.number is None:
+                others.append(str(folder))
+            else:
+                cancelled += _is_cancelled(job, job.number)
+        except UserError as error:  # continue with the other runs
+            errors.append(error)
+    if others:
+        errors.append(UserError(", ".join(others), "not a Slurm job", "stop it where it was started with Ctrl-C"))
+    for found in errors[:-1]:
+        print(f"selectron: error: {found}", file=sys.stderr)
+    if errors:
+        raise errors[-1]
+    if not cancelled:
+        which = f"{folders[0]} has no" if len(folders) == 1 else f"none of the {len(folders)} runs has a"
+        print(f"nothing was cancelled: {which} waiting or running job")
+    return 0
+
+
+def _is_cancelled(job: Job, number: str) -> bool:
+    """Cancel a job if it waits or runs, and print so. Return True if it was cancelled.
+
+    Raises:
+        UserError: the job belongs to another folder, or Slurm rejects it.
+    """
+    state = slurm.job_state(number)
+    if state is None or not state.is_alive:
+        return False
+    check_own(job, state)
+    slurm.cancel(number)
+    print(f"{job.run.name}: job {number} was cancelled", flush=True)
+    return True
+
+
+def _has_ended_here(job: Job) -> bool:
+    """Return True if a job was started on this machine without Slurm and no longer trains."""
+    begun = any(event.what.startswith("begun with") for event in read_events(job.folder, [])[:1])
+    return job.number is None and begun and not is_claimed(job.run)
