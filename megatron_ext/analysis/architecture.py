@@ -183,7 +183,7 @@ def _settings(fields: Mapping[str, Any]) -> list[str]:
 
 
 def _setting(key: str, value: Any) -> str:
-    field = key.rpartition(".")[2]
+    field = "optimizer" if key == "optimizer.name" else key.rpartition(".")[2]
     if isinstance(value, bool):
         return field if value else f"no {field}"
     if isinstance(value, Mapping):

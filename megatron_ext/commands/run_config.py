@@ -28,11 +28,15 @@ def load(path: Path, overrides: Sequence[str]) -> RunConfig:
     """Read a configuration without checking its combinations of fields.
 
     Raises:
-        UserError: a field is unknown, or a value is out of range.
+        UserError: a field is unknown, a value is out of range, or the optimizer is unknown or does not support the
+            sharding.
     """
     from megatron_ext.config.load import load_config
+    from megatron_ext.optim.registry import algorithm_of
 
-    return load_config(path, overrides, mixers())
+    config = load_config(path, overrides, mixers())
+    algorithm_of(config.optimizer)
+    return config
 
 
 def check(config: RunConfig, processes: int | None) -> None:

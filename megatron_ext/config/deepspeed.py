@@ -55,6 +55,9 @@ _WHY_OURS = {
 }
 """Reason for the value of a field that no field of the run's own configuration sets."""
 
+_TYPES = {"adamw": "AdamW"}
+"""DeepSpeed's name of an optimizer, where it differs from `optimizer.name`."""
+
 _UNREAD = {"steps_per_print", "wall_clock_breakdown"}
 """Fields of the engine that only affect what is printed. zero1 may ignore them."""
 
@@ -83,7 +86,7 @@ def deepspeed_config(optimizer: OptimizerConfig, training: TrainingConfig, num_m
         "train_micro_batch_size_per_gpu": training.micro_batch_size,
         "gradient_accumulation_steps": num_micro_batches,
     }
-    _refuse_contradictions(theirs, {**ours, **batches, "optimizer": _adamw(optimizer)}, path)
+    _refuse_contradictions(theirs, {**ours, **batches, "optimizer": _optimizer(optimizer)}, path)
     kept = {key: value for key, value in theirs.items() if key not in {*batches, "optimizer"}}
     return _merged(ours, kept)
 
@@ -117,14 +120,14 @@ def _of_the_run(optimizer: OptimizerConfig, training: TrainingConfig) -> dict[st
     }
 
 
-def _adamw(optimizer: OptimizerConfig) -> dict[str, Any]:
+def _optimizer(optimizer: OptimizerConfig) -> dict[str, Any]:
     parameters = {
         "lr": optimizer.lr,
         "betas": list(optimizer.betas),
         "eps": optimizer.epsilon,
         "weight_decay": optimizer.weight_decay,
     }
-    return {"type": "AdamW", "params": parameters}
+    return {"type": _TYPES.get(optimizer.name, optimizer.name), "params": parameters}
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -35,7 +35,7 @@ class Effect(Enum):
     PAST = "the steps before"
     """Past steps would have differed. A resumed run would match no single configuration."""
     MODEL = "the model"
-    """Another model, whose tensors do not match the checkpoint."""
+    """Another model or optimizer, whose tensors do not match the checkpoint."""
 
 
 _BY_EFFECT: dict[Effect, dict[str, str]] = {
@@ -69,6 +69,7 @@ _BY_EFFECT: dict[Effect, dict[str, str]] = {
     Effect.MODEL: {
         "model": "pattern block normalization hidden_size num_attention_heads num_query_groups head_dim "
         "ffn_hidden_size max_position_embeddings tie_embeddings vocab_size_multiple",
+        "optimizer": "name",
     },
 }
 

@@ -241,9 +241,10 @@ class TrainingConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class OptimizerConfig:
-    """AdamW, its learning rate schedule and its sharding.
+    """Optimizer, its learning rate schedule and its sharding.
 
     Attributes:
+        name: algorithm, one of those registered in `megatron_ext/optim/algorithms/`.
         lr: peak learning rate.
         min_lr: learning rate at the end of the schedule.
         weight_decay: weight decay of matrices. Vectors (norms, gates) have none.
@@ -261,6 +262,7 @@ class OptimizerConfig:
         deepspeed: path of a JSON file with further DeepSpeed configuration, e.g. for NVMe offload.
     """
 
+    name: str = "adamw"
     lr: PositiveFloat = 3e-4
     min_lr: NonNegativeFloat = 3e-5
     weight_decay: NonNegativeFloat = 0.1

@@ -24,7 +24,7 @@ class RunOptimizer(ABC):
     Args:
         chunks: wrapped model chunks of this rank; gradients accumulate in fp32 and are reduced over data-parallel
             ranks.
-        adams: Adam optimizers that update the parameters.
+        optimizers: torch optimizers that update the parameters.
         schedule: learning-rate schedule of all of them.
         shares_state: True if the optimizer state is sharded over data-parallel ranks.
         group: data-parallel group, whose ranks hold the same part of the model.
@@ -33,7 +33,7 @@ class RunOptimizer(ABC):
     def __init__(
         self,
         chunks: Sequence[torch.nn.Module],
-        adams: Sequence[torch.optim.Optimizer],
+        optimizers: Sequence[torch.optim.Optimizer],
         schedule: OptimizerParamScheduler,
         *,
         shares_state: bool,
@@ -41,7 +41,7 @@ class RunOptimizer(ABC):
     ) -> None:
         self.chunks = chunks
         self._modules = [module for chunk in chunks for module in chunk.modules()]
-        self._adams, self._scheduler, self.shares_state = adams, schedule, shares_state
+        self._optimizers, self._scheduler, self.shares_state = optimizers, schedule, shares_state
         self._skipped = 0
         self._group = group if shares_state else None
         self._in_fp32 = with_fp32_values(
@@ -80,14 +80,14 @@ class RunOptimizer(ABC):
         """Discard the gradients instead of `step`. Parameters, optimizer state and schedule do not change."""
 
     def skip(self) -> None:
-        """Count a step whose gradients were dropped: advance the schedule, but not Adam's step count."""
+        """Count a step whose gradients were dropped: advance the schedule, but not the optimizer's step count."""
         self._scheduler.step(increment=1)
         self._skipped += 1
 
     @property
     def lr(self) -> float:
         """Learning rate of the last update, for parameters without a multiplier."""
-        return float(self._adams[0].param_groups[0]["lr"])
+        return float(self._optimizers[0].param_groups[0]["lr"])
 
     def testing(self) -> AbstractContextManager[Sequence[torch.nn.Module]]:
         """Return a context manager that provides the chunks for tests between steps; a collective call.
@@ -122,7 +122,7 @@ class RunOptimizer(ABC):
 
     @abstractmethod
     def make_moments(self) -> None:
-        """Allocate Adam's moments if there are none.
+        """Allocate the optimizer's state tensors if there are none.
 
         The first step would, but a checkpoint may be loaded into them before.
         """
@@ -144,8 +144,8 @@ class RunOptimizer(ABC):
         """
         done = go_on_from(self._scheduler, plain["schedule"])
         self._skipped = int(plain["schedule"].get("skipped", 0))  # older checkpoints lack it: nothing was skipped
-        for adam in self._adams:
-            set_steps(adam, done - self._skipped)
+        for optimizer in self._optimizers:
+            set_steps(optimizer, done - self._skipped)
         self._spread_fp32_values()
 
     # --- fp32 values beside parameters -------------------------------------------------------------------------------

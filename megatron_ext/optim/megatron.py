@@ -1,4 +1,4 @@
-"""Megatron's AdamW, replicated over data-parallel ranks or sharded over them (its distributed optimizer)."""
+"""Megatron's optimizers: state replicated over data-parallel ranks, or sharded by its distributed optimizer."""
 
 from __future__ import annotations
 
@@ -29,10 +29,12 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from megatron_ext.config.schema import OptimizerConfig
+from megatron_ext.optim.algorithm import Algorithm
 from megatron_ext.optim.base import RunOptimizer
 from megatron_ext.optim.fp32_values import Master
+from megatron_ext.optim.registry import algorithm_of
 from megatron_ext.optim.schedule import make_schedule
-from megatron_ext.optim.state import MOMENTS, FlatSlice, make_moments
+from megatron_ext.optim.state import FlatSlice, make_moments
 from megatron_ext.platform.device import DTYPES, Platform
 
 
@@ -61,10 +63,16 @@ class MegatronRunOptimizer(RunOptimizer):
         overlapped = groups.dp_cp.size() > 1
         self._wrapped = wrapped = [_wrap(chunk, sharded, overlapped) for chunk in chunks]
         with platform.optimizer_context():
-            megatron_config = _megatron_config(config, precision)
+            algorithm = algorithm_of(config)
+            fields = algorithm.megatron_fields(config)
+            megatron_config = _megatron_config(config, precision, _PLACEHOLDER if fields is None else fields)
             overrides = get_standard_config_overrides(megatron_config)  # vectors have no weight decay
             overrides[ParamKey(attr="no_weight_decay")] = ParamGroupOverride(wd_mult=0.0)
             self._optimizer = get_megatron_optimizer(megatron_config, wrapped, config_overrides=overrides)
+            self._parts: list[Any] = getattr(self._optimizer, "chained_optimizers", [self._optimizer])
+            if fields is None:
+                for part in self._parts:
+                    _replace_optimizer(part, algorithm, config)
         transformer_config = get_model_config(chunks[0])
         transformer_config.finalize_model_grads_func = finalize_model_grads
         transformer_config.grad_scale_func = self._optimizer.scale_loss
@@ -72,10 +80,10 @@ class MegatronRunOptimizer(RunOptimizer):
             until_last = [chunk.no_sync for chunk in wrapped]
             transformer_config.no_sync_func = until_last if len(until_last) > 1 else until_last[0]
         self._platform, self._clip_grad, self._grad_norm = platform, config.clip_grad, 0.0
-        self._parts: list[Any] = getattr(self._optimizer, "chained_optimizers", [self._optimizer])
+        self._algorithm = algorithm
         schedule = make_schedule(self._optimizer, config, steps)
-        adams = [part.optimizer for part in self._parts]
-        super().__init__(wrapped, adams, schedule, shares_state=sharded, group=groups.dp_cp)
+        optimizers = [part.optimizer for part in self._parts]
+        super().__init__(wrapped, optimizers, schedule, shares_state=sharded, group=groups.dp_cp)
 
     def begin_step(self) -> None:
         """Set gradients to zero."""
@@ -107,7 +115,7 @@ class MegatronRunOptimizer(RunOptimizer):
         """Implement `RunOptimizer.stretches`."""
         for part in self._parts:
             for parameter, start, main in _held(part):
-                moments = {moment: part.optimizer.state[main][moment].view(-1) for moment in MOMENTS}
+                moments = {moment: part.optimizer.state[main][moment].view(-1) for moment in self._algorithm.moments}
                 yield FlatSlice(parameter, start, {"param": main.detach().view(-1), **moments})
 
     def masters(self, parameters: Sequence[Tensor]) -> Iterator[Master]:
@@ -123,10 +131,18 @@ class MegatronRunOptimizer(RunOptimizer):
         for part in self._parts:
             if part.optimizer.state:
                 continue
-            if isinstance(part.optimizer, torch.optim.AdamW):
-                make_moments(part.optimizer)
+            if part.init_state_fn is None or isinstance(part.optimizer, torch.optim.AdamW):
+                make_moments(part.optimizer, self._algorithm)
             else:
                 part.init_state_fn(part.optimizer, part.config)
+
+
+def _replace_optimizer(part: Any, algorithm: Algorithm, config: OptimizerConfig) -> None:
+    """Replace the torch optimizer inside one of Megatron's by one over the same fp32 parameters."""
+    own = part.optimizer.defaults
+    groups = [{key: value for key, value in group.items() if key not in own} for group in part.optimizer.param_groups]
+    part.optimizer, part.init_state_fn = algorithm.build(groups, config), None
+    make_moments(part.optimizer, algorithm)
 
 
 def _wrap(chunk: MegatronModule, sharded: bool, overlapped: bool) -> DistributedDataParallel:
@@ -159,16 +175,17 @@ def _of_whole(part: Any) -> Iterator[tuple[Tensor, int, Tensor]]:
         yield from ((p, 0, p) for p in part.get_parameters())
 
 
-def _megatron_config(config: OptimizerConfig, precision: str) -> MegatronOptimizerConfig:
+_PLACEHOLDER = {"optimizer": "sgd", "sgd_momentum": 0.0}
+"""Algorithm without state that Megatron builds where `_replace_optimizer` replaces it."""
+
+
+def _megatron_config(config: OptimizerConfig, precision: str, algorithm: dict[str, Any]) -> MegatronOptimizerConfig:
     dtype = DTYPES[precision]
     return MegatronOptimizerConfig(
-        optimizer="adam",
+        **algorithm,
         lr=config.lr,
         min_lr=config.min_lr,
         weight_decay=config.weight_decay,
-        adam_beta1=config.betas[0],
-        adam_beta2=config.betas[1],
-        adam_eps=config.epsilon,
         clip_grad=config.clip_grad,
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,

@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 
-from megatron_ext.config.schema import OptimizerConfig
 from megatron_ext.utils.errors import UserError
 
 
-def adamw_groups(chunks: Sequence[torch.nn.Module]) -> list[dict[str, Any]]:
+def parameter_groups(chunks: Sequence[torch.nn.Module]) -> list[dict[str, Any]]:
     """Return parameter groups with and without weight decay.
 
     Vectors have none, nor do parameters with `no_weight_decay` (`parallel.parameters`).
@@ -36,16 +35,3 @@ def adamw_groups(chunks: Sequence[torch.nn.Module]) -> list[dict[str, Any]]:
     others = [p for p in parameters if id(p) not in known]
     groups = [{"params": decayed, "wd_mult": 1.0}, {"params": others, "wd_mult": 0.0}]
     return [group for group in groups if group["params"]]
-
-
-def adamw(chunks: Sequence[torch.nn.Module], config: OptimizerConfig) -> torch.optim.AdamW:
-    """Create torch's AdamW over all parameters; the schedule sets its rates."""
-    beta1, beta2 = config.betas
-    return torch.optim.AdamW(
-        adamw_groups(chunks),
-        lr=config.lr,
-        betas=(beta1, beta2),
-        eps=config.epsilon,
-        weight_decay=config.weight_decay,
-        fused=True,
-    )

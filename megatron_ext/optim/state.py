@@ -1,6 +1,7 @@
-"""Common checkpoint format of every optimizer: Adam's moments and fp32 parameters, in the model's shapes.
+"""Common checkpoint format of every optimizer: its moments and fp32 parameters, in the model's shapes.
 
-`optimizer.state.{param, exp_avg, exp_avg_sq}.<key of the parameter>` is an fp32 tensor of the parameter's whole shape.
+`optimizer.state.<kind>.<key of the parameter>` is an fp32 tensor of the parameter's whole shape. The kinds are `param`
+and the moments of the algorithm, e.g. `exp_avg` and `exp_avg_sq` of AdamW.
 Sharded optimizers hold a stretch of each flattened parameter. A stretch is a few boxes of the parameter, so each rank
 writes its own boxes and reads those it needs, from any layout, and nothing is gathered. Loading writes directly to the
 optimizer's memory. The step count is the schedule's.
@@ -18,9 +19,11 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch import Tensor
 
+from megatron_ext.optim.algorithm import Algorithm
 from megatron_ext.parallel.fp32_values import stored
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Moments of AdamW."""
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offset and shape of a part of a tensor."""
@@ -33,8 +36,8 @@ class FlatSlice:
     Attributes:
         parameter: this rank's parameter, whole.
         start: index of the first of these elements in the flattened parameter.
-        tensors: 1-D fp32 tensors by kind: `param` (the fp32 copy of the parameter) and `MOMENTS`. Views into the
-            optimizer's tensors if possible.
+        tensors: 1-D fp32 tensors by kind: `param` (the fp32 copy of the parameter) and the algorithm's moments. Views
+            into the optimizer's tensors if possible.
     """
 
     parameter: Tensor
@@ -128,23 +131,26 @@ def _flat_index(offset: tuple[int, ...], shape: tuple[int, ...]) -> int:
     return sum(o * math.prod(shape[dim + 1 :]) for dim, o in enumerate(offset))
 
 
-def make_moments(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor] | None = None) -> None:
-    """Allocate the state that torch's AdamW creates at its first step, so that a checkpoint can be loaded into it.
+def make_moments(
+    optimizer: torch.optim.Optimizer, algorithm: Algorithm, parameters: Iterable[Tensor] | None = None
+) -> None:
+    """Allocate the state that a torch optimizer creates at its first step, so that a checkpoint can be loaded into it.
 
     Args:
-        optimizer: torch's AdamW.
+        optimizer: built by the algorithm.
+        algorithm: defines the state.
         parameters: parameters that it will update, if its groups do not hold them; None: those of its groups.
     """
     for parameter in parameters or [p for group in optimizer.param_groups for p in group["params"]]:
         if not optimizer.state[parameter]:
-            optimizer.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                **{moment: torch.zeros_like(parameter) for moment in MOMENTS},
-            }
+            optimizer.state[parameter] = algorithm.init_state(parameter)
 
 
 def set_steps(optimizer: torch.optim.Optimizer, steps: int) -> None:
-    """Set the step count of every parameter in Adam. Each gets its own tensor, as AdamW increments them in place."""
+    """Set the step count of every parameter, if there is one.
+
+    Each gets its own tensor, as AdamW increments them in place.
+    """
     for state in optimizer.state.values():
         if isinstance(state.get("step"), Tensor):
             state["step"] = torch.full_like(state["step"], steps)

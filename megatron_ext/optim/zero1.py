@@ -23,13 +23,15 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from megatron_ext.config.schema import OptimizerConfig
+from megatron_ext.optim.algorithm import Algorithm
 from megatron_ext.optim.base import RunOptimizer
 from megatron_ext.optim.deepspeed_groups import GroupsForDeepSpeed, join_process_group
 from megatron_ext.optim.deepspeed_steps import DeepSpeedStep
 from megatron_ext.optim.fp32_values import Master
-from megatron_ext.optim.parameter_groups import adamw
+from megatron_ext.optim.parameter_groups import parameter_groups
+from megatron_ext.optim.registry import algorithm_of
 from megatron_ext.optim.schedule import make_schedule
-from megatron_ext.optim.state import MOMENTS, FlatSlice, make_moments
+from megatron_ext.optim.state import FlatSlice, make_moments
 from megatron_ext.platform.device import Platform
 
 
@@ -59,7 +61,8 @@ class Zero1RunOptimizer(RunOptimizer):
     ) -> None:
         join_process_group(platform.communication)
         _count_tied_weights_once(chunks)
-        base = adamw(chunks, config)
+        algorithm = algorithm_of(config)
+        base = algorithm.build(parameter_groups(chunks), config)
         self._zero = _ZeroOptimizer(
             base,
             {p: f"chunk{number}.{name}" for number, chunk in enumerate(chunks) for name, p in chunk.named_parameters()},
@@ -75,6 +78,7 @@ class Zero1RunOptimizer(RunOptimizer):
             check_grad_overflow=False,
             **_sizes_and_offload(settings["zero_optimization"], platform),
         )
+        self._algorithm = algorithm
         self._step = DeepSpeedStep(self._zero)
         get_model_config(chunks[0]).finalize_model_grads_func = self._reduce
         wrapped = [ZeroChunk(chunk, self._zero) for chunk in chunks]
@@ -110,11 +114,11 @@ class Zero1RunOptimizer(RunOptimizer):
 
     def make_moments(self) -> None:
         """Implement `RunOptimizer.make_moments`."""
-        make_linked_moments(self._zero)
+        make_linked_moments(self._zero, self._algorithm)
 
     def stretches(self) -> Iterator[FlatSlice]:
         """Implement `RunOptimizer.stretches`."""
-        return linked_stretches(self._zero)
+        return linked_stretches(self._zero, self._algorithm)
 
     def masters(self, parameters: Sequence[Tensor]) -> Iterator[Master]:
         """Implement `RunOptimizer.masters`."""
@@ -225,23 +229,23 @@ class _ZeroOptimizer(DeepSpeedZeroOptimizer):
         return is_model_parallel_parameter(parameter) or self.model_parallel_rank == 0
 
 
-def make_linked_moments(zero: DeepSpeedZeroOptimizer) -> None:
-    """Allocate Adam's moments of all groups before any is updated, at stage 1 or 2.
+def make_linked_moments(zero: DeepSpeedZeroOptimizer, algorithm: Algorithm) -> None:
+    """Allocate the moments of all groups before any is updated, at stage 1 or 2.
 
     DeepSpeed links parameters to existing moments only once, after the update of the first group.
     """
     if not zero._hp_optimizer_states_linked:
-        make_moments(zero.optimizer)
+        make_moments(zero.optimizer, algorithm)
         zero._lazy_init_hp_params_optimizer_state()
 
 
-def linked_stretches(zero: DeepSpeedZeroOptimizer) -> Iterator[FlatSlice]:
+def linked_stretches(zero: DeepSpeedZeroOptimizer, algorithm: Algorithm) -> Iterator[FlatSlice]:
     """Iterate over the optimizer state that DeepSpeed has linked to its parameters, at stage 1 or 2."""
     for group in zero.bit16_groups:
         for parameter in group:
             held = parameter._hp_mapping
             if held is not None:
-                moments = {moment: held.get_optim_state_fragment(moment) for moment in MOMENTS}
+                moments = {moment: held.get_optim_state_fragment(moment) for moment in algorithm.moments}
                 tensors = {"param": held.hp_fragment.detach(), **moments}
                 yield FlatSlice(parameter, held.lp_fragment_address.start, tensors)
 

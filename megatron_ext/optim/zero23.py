@@ -24,9 +24,10 @@ from megatron_ext.optim.base import RunOptimizer
 from megatron_ext.optim.deepspeed_groups import GroupsForDeepSpeed, join_process_group
 from megatron_ext.optim.deepspeed_steps import DeepSpeedStep
 from megatron_ext.optim.fp32_values import Master
-from megatron_ext.optim.parameter_groups import adamw
+from megatron_ext.optim.parameter_groups import parameter_groups
+from megatron_ext.optim.registry import algorithm_of
 from megatron_ext.optim.schedule import make_schedule
-from megatron_ext.optim.state import MOMENTS, FlatSlice, make_moments
+from megatron_ext.optim.state import FlatSlice, make_moments
 from megatron_ext.optim.zero1 import linked_masters, linked_stretches, make_linked_moments
 from megatron_ext.platform.device import Platform
 
@@ -58,7 +59,8 @@ class EngineRunOptimizer(RunOptimizer):
         (chunk,) = chunks
         join_process_group(platform.communication)
         _sum_over_sequence_parallel_ranks(chunk, groups.tp)
-        base = adamw(chunks, config)
+        algorithm = algorithm_of(config)
+        base = algorithm.build(parameter_groups(chunks), config)
         self._engine, *_ = deepspeed.initialize(
             model=chunk,
             optimizer=base,
@@ -67,6 +69,7 @@ class EngineRunOptimizer(RunOptimizer):
             dist_init_required=False,
         )
         self._zero = self._engine.optimizer
+        self._algorithm = algorithm
         self._step = DeepSpeedStep(self._zero, self._engine)
         self._groups = groups
         self._parameters = list(chunk.parameters())
@@ -133,10 +136,10 @@ class EngineRunOptimizer(RunOptimizer):
     def make_moments(self) -> None:
         """Implement `RunOptimizer.make_moments`; with ZeRO-3 the constructor has already allocated them."""
         if not self._shares_parameters:
-            make_linked_moments(self._zero)
+            make_linked_moments(self._zero, self._algorithm)
 
     def _make_moments_of_shares(self) -> None:
-        """Allocate Adam's moments of this rank's ZeRO-3 shards, before there are gradients.
+        """Allocate the moments of this rank's ZeRO-3 shards, before there are gradients.
 
         State on a disk (NVMe) is swapped in and out for this, which would lose gradients.
         """
@@ -145,7 +148,7 @@ class EngineRunOptimizer(RunOptimizer):
             on_disk = zero._swappable_optimizer_subgroup(number)
             if on_disk:
                 zero._optimizer_states_and_gradient_swap_in(number)
-            make_moments(zero.optimizer, [flat])  # its groups are empty between steps
+            make_moments(zero.optimizer, self._algorithm, [flat])  # its groups are empty between steps
             if on_disk:
                 zero._optimizer_states_and_gradient_swap_out(number)
 
@@ -159,10 +162,10 @@ class EngineRunOptimizer(RunOptimizer):
     def stretches(self) -> Iterator[FlatSlice]:
         """Implement `RunOptimizer.stretches`."""
         if not self._shares_parameters:
-            yield from linked_stretches(self._zero)
+            yield from linked_stretches(self._zero, self._algorithm)
             return
         for parameter in self._parameters:
-            share = self._share(parameter)
+            share = self._share(parameter, ("param", *self._algorithm.moments))
             if share is not None:
                 yield share
 
@@ -182,7 +185,7 @@ class EngineRunOptimizer(RunOptimizer):
         if self._on_disk(master.parameter):
             self._bring_to_disk(FlatSlice(master.parameter, master.start, {"param": master.values}))
 
-    def _share(self, parameter: Any, kinds: Sequence[str] = ("param", *MOMENTS)) -> FlatSlice | None:
+    def _share(self, parameter: Any, kinds: Sequence[str]) -> FlatSlice | None:
         """Return the ZeRO-3 shard of a parameter on this rank; None if it lies beyond the parameter's end.
 
         Shards have equal sizes, so the last ones are padded.

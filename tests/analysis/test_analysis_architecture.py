@@ -99,6 +99,7 @@ def test_other_learning_rate_is_not_a_seed():
         ({}, {"data": {"weights": {"A": 1, "B": 3}}}, ["weights none", "weights 0.25:0.75"]),
         ({}, {"data": {"seq_length": 512}}, ["seq_length 2048", "seq_length 512"]),
         ({}, {"optimizer": {"weight_decay": 0.2}}, ["weight_decay 0.1", "weight_decay 0.2"]),
+        ({}, {"optimizer": {"name": "lion"}}, ["optimizer adamw", "optimizer lion"]),
         ({}, {"resilience": {"on_spike": "skip"}}, ["on_spike ignore", "on_spike skip"]),
         ({"text": "aaaaaaaaaa"}, {"text": "bbbbbbbbbb"}, ["text aaaaaaaa", "text bbbbbbbb"]),
         ({}, {"changed": [{"step": 4, "field": "optimizer.lr"}]}, ["changed none", "changed optimizer.lr at step 4"]),

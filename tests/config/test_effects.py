@@ -44,6 +44,7 @@ def test_every_field_of_the_schema_is_classified() -> None:
         ("optimizer.weight_decay", Effect.PAST, True),
         ("mixers.attention.window", Effect.PAST, True),
         ("model.hidden_size", Effect.MODEL, True),
+        ("optimizer.name", Effect.MODEL, True),
     ],
 )
 def test_effects(field: str, effect: Effect, of_a_recipe: bool) -> None:
@@ -60,6 +61,7 @@ def test_a_configuration_is_flat_with_its_defaults() -> None:
     assert not any(field.startswith("mixers.rwkv6") for field in fields)
     of_an_older_schema = flat({"data": {"path": "x"}, "model": {"pattern": "attention*2", "gone": 1}})
     assert of_an_older_schema["training.fp8"] == "none"
+    assert of_an_older_schema["optimizer.name"] == "adamw"
     assert of_an_older_schema["optimizer.betas"] == [0.9, 0.95]
     assert "model.gone" not in of_an_older_schema
     assert set(EFFECTS) <= set(of_an_older_schema)

@@ -20,7 +20,8 @@ from torch import Tensor
 from megatron_ext.model.build import build_model
 from megatron_ext.model.shape import model_shape
 from megatron_ext.optim.deepspeed_groups import GroupsForDeepSpeed, join_process_group
-from megatron_ext.optim.parameter_groups import adamw
+from megatron_ext.optim.parameter_groups import parameter_groups
+from megatron_ext.optim.registry import algorithm_of
 from megatron_ext.parallel.groups import make_process_groups
 from megatron_ext.platform.device import select_platform
 
@@ -93,7 +94,7 @@ def _engine(stage: int, pattern: str, parallel: dict[str, Any], model: dict[str,
     join_process_group(platform.communication)  # avoids an operator that DeepSpeed would compile for a minute
     engine, *_ = deepspeed.initialize(
         model=chunk,
-        optimizer=adamw([chunk], config.optimizer),
+        optimizer=algorithm_of(config.optimizer).build(parameter_groups([chunk]), config.optimizer),
         mpu=GroupsForDeepSpeed(groups),
         config={
             "train_micro_batch_size_per_gpu": 1,

@@ -213,8 +213,9 @@ def what_is_allowed_can_be(f: Facts) -> Broken:
             changing = [known for known, effect in EFFECTS.items() if effect in (Effect.PAST, Effect.SCHEDULE)]
             return f"{name} is no field", suggest(name, changing)
         if effect_of(name) is Effect.MODEL:
-            hint = "begin a new run with the other model"
-            return f"{name} makes another model, whose tensors the checkpoint has not", hint
+            kind = name.partition(".")[0]
+            hint = f"begin a new run with the other {kind}"
+            return f"{name} makes another {kind}, whose tensors the checkpoint has not", hint
         if effect_of(name) not in (Effect.PAST, Effect.SCHEDULE):
             return f"{name} may be changed without it", "leave it out"
     return None

@@ -114,11 +114,14 @@ def _training(source: Source, record: Record, stored: TorchDistTensors, *, is_to
     `is_told` means that the user gave the model's configuration, which then completes an incomplete record.
     """
     from megatron_ext.conversion.megatron.torch_dist import read_optimizer
+    from megatron_ext.optim.state import MOMENTS
 
     saved, run = source.saved, _run(source.path)
     optimizer = read_optimizer(stored, source.path)
     if optimizer is None or record.model_only:
         return None
+    if {key.partition(".")[0] for key in optimizer.tensors.infos()} != {"param", *MOMENTS}:
+        return None  # no other format can hold the state of an optimizer other than AdamW
     told = identity_of(saved, record.identity[PRECISION]) if is_told and PRECISION in record.identity else {}
     config = read_tree(run / CONFIG) if (run / CONFIG).is_file() else None
     return Training(tensors=stored, optimizer=optimizer, identity={**record.identity, **told}, config=config)

@@ -1,0 +1,1 @@
+"""Optimizer algorithms, a file each."""
