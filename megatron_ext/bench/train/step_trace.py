@@ -17,11 +17,23 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
+from megatron_ext.bench.train.trace_slices import (
+    Place,
+    Slice,
+    Span,
+    Spent,
+    descendants,
+    fill,
+    nest,
+    own_spans,
+    span_of,
+    take,
+)
 from megatron_ext.model.step_parts import BACKWARD, COMMUNICATION, FORWARD, MODEL, OPTIMIZER
 
 PREFIX = "selectron: "
@@ -50,39 +62,6 @@ _SYNCS = {
     "cuMemcpyDtoH_v2",
 }
 """Calls in which the host waits for the GPU."""
-
-
-class Place(NamedTuple):
-    """Part of a step and, for parts of the model, the phase."""
-
-    part: str
-    phase: str
-
-
-Span = tuple[float, float]
-"""Begin and end in microseconds."""
-
-Spent = dict[Place, float]
-"""Microseconds by place."""
-
-
-@dataclass(eq=False)
-class _Slice:
-    """Slice of a host thread."""
-
-    begin: float
-    end: float
-    name: str
-    is_range: bool
-    parent: _Slice | None = None
-    children: list[_Slice] = field(default_factory=list)
-
-    def up(self) -> Iterable[_Slice]:
-        """Yield this slice and its ancestors, innermost first."""
-        found: _Slice | None = self
-        while found is not None:
-            yield found
-            found = found.parent
 
 
 @dataclass(frozen=True)
@@ -154,17 +133,17 @@ def break_down(events: Sequence[Mapping[str, Any]]) -> list[Breakdown]:
 
 class _Trace:
     def __init__(self, events: Sequence[Mapping[str, Any]]) -> None:
-        self._threads: dict[Any, list[_Slice]] = defaultdict(list)
-        self._by_correlation: dict[int, _Slice] = {}
-        self._by_id: dict[int, _Slice] = {}
+        self._threads: dict[Any, list[Slice]] = defaultdict(list)
+        self._by_correlation: dict[int, Slice] = {}
+        self._by_id: dict[int, Slice] = {}
         for event in events:
             if event.get("ph") == "X" and event.get("cat") in _HOST:
                 self._add(event)
         for slices in self._threads.values():
-            _nest(slices)
+            nest(slices)
         self._starts = {tid: [one.begin for one in slices] for tid, slices in self._threads.items()}
         self._forward_of = self._flows(events)
-        self._backward: dict[_Slice, Place] = {}
+        self._backward: dict[Slice, Place] = {}
         self._resolve_backward()
         self._gpu = [event for event in events if event.get("ph") == "X" and event.get("cat") in _GPU]
         self.steps = [one for slices in self._threads.values() for one in slices if one.name == PREFIX + STEP]
@@ -173,7 +152,7 @@ class _Trace:
     def _add(self, event: Mapping[str, Any]) -> None:
         begin, args = float(event["ts"]), event.get("args", {})
         is_range = event["cat"] == "user_annotation"
-        one = _Slice(begin, begin + float(event["dur"]), event["name"], is_range)
+        one = Slice(begin, begin + float(event["dur"]), event["name"], is_range)
         self._threads[event["tid"]].append(one)
         if event["cat"] in ("cuda_runtime", "cuda_driver"):
             self._by_correlation[args.get("correlation", -1)] = one
@@ -182,9 +161,9 @@ class _Trace:
 
     # --- which part --------------------------------------------------------------------------------------------------
 
-    def _flows(self, events: Sequence[Mapping[str, Any]]) -> dict[_Slice, _Slice]:
+    def _flows(self, events: Sequence[Mapping[str, Any]]) -> dict[Slice, Slice]:
         """Map each backward operation to its forward operation, if it has one."""
-        ends: dict[str, dict[Any, _Slice]] = {"s": {}, "f": {}}
+        ends: dict[str, dict[Any, Slice]] = {"s": {}, "f": {}}
         for event in events:
             if event.get("cat") == "fwdbwd" and event.get("ph") in ends:
                 found = self._innermost(event["tid"], float(event["ts"]))
@@ -192,7 +171,7 @@ class _Trace:
                     ends[event["ph"]][event["id"]] = found
         return {one: ends["s"][name] for name, one in ends["f"].items() if name in ends["s"]}
 
-    def _innermost(self, tid: Any, instant: float) -> _Slice | None:
+    def _innermost(self, tid: Any, instant: float) -> Slice | None:
         index = bisect_right(self._starts.get(tid, []), instant) - 1
         if index < 0:
             return None
@@ -213,7 +192,7 @@ class _Trace:
                 last[tid] = Place(self.place(forward).part, BACKWARD)
             self._backward[node] = last.get(tid, Place(OTHER, BACKWARD))
 
-    def place(self, one: _Slice) -> Place:
+    def place(self, one: Slice) -> Place:
         """Return the part and phase of a slice, from the ranges and backward operations around it."""
         for outer in one.up():
             if outer in self._backward:
@@ -223,7 +202,7 @@ class _Trace:
                 return Place(outer.name.removeprefix(PREFIX), RECOMPUTE if again else FORWARD)
         return Place(OTHER, FORWARD)
 
-    def _place_on_host(self, one: _Slice) -> Place:
+    def _place_on_host(self, one: Slice) -> Place:
         communicates = any(outer.name.startswith(_COMMUNICATION) for outer in one.up())
         return Place(COMMUNICATION, FORWARD) if communicates else self.place(one)
 
@@ -239,7 +218,7 @@ class _Trace:
 
     # --- how long ----------------------------------------------------------------------------------------------------
 
-    def of_step(self, step: _Slice) -> Breakdown:
+    def of_step(self, step: Slice) -> Breakdown:
         """Return the breakdown of a step."""
         idle: Idle | None = None
         communication: float | None = None
@@ -261,57 +240,59 @@ class _Trace:
             longest_idle=idle,
         )
 
-    def _by_kernels(self, step: _Slice) -> tuple[Spent, list[Span]]:
+    def _by_kernels(self, step: Slice) -> tuple[Spent, list[Span]]:
         computed: list[tuple[Span, Place]] = []
         communicated: list[tuple[Span, Place]] = []
         for event in self._gpu:
             place = self._place_of_kernel(event)
-            (communicated if place.part == COMMUNICATION else computed).append((_span(event), place))
-        at_data = [((one.begin, one.end), Place(DATA, FORWARD)) for one in _all(step) if one.name == PREFIX + DATA]
-        return _fill(step, (computed, communicated, at_data), Place(IDLE, FORWARD))
+            (communicated if place.part == COMMUNICATION else computed).append((span_of(event), place))
+        at_data = [
+            ((one.begin, one.end), Place(DATA, FORWARD)) for one in descendants(step) if one.name == PREFIX + DATA
+        ]
+        return fill(step, (computed, communicated, at_data), Place(IDLE, FORWARD))
 
     def _longest_idle(self, free: Sequence[Span]) -> Idle | None:
         if not free:
             return None
         begin, end = max(free, key=lambda span: span[1] - span[0])
-        at: list[tuple[bool, float, _Slice]] = []
+        at: list[tuple[bool, float, Slice]] = []
         for slices in self._threads.values():
             for one in slices:
-                own = sum(max(0.0, min(stop, end) - max(start, begin)) for start, stop in _own(one))
+                own = sum(max(0.0, min(stop, end) - max(start, begin)) for start, stop in own_spans(one))
                 # Ranges do not count: the main thread is always in one, even while it only waits for autograd's thread.
                 at.append((not one.is_range and 2 * own >= end - begin, own, one))
         _, spent, host = max(at, key=lambda entry: entry[:2])
-        return Idle((end - begin) / 1e6, self._said(host) if spent else "?")
+        return Idle((end - begin) / 1e6, self._description(host) if spent else "?")
 
-    def _said(self, one: _Slice) -> str:
+    def _description(self, one: Slice) -> str:
         """Describe a slice of the host by its name, its caller and its part."""
         by = "" if one.parent is None else f" in {one.parent.name.removeprefix(PREFIX)}"
         return f"{one.name.removeprefix(PREFIX)}{by} ({self.place(one).part})"
 
-    def _communication(self, step: _Slice) -> float:
+    def _communication(self, step: Slice) -> float:
         spent: Spent = defaultdict(float)
-        found = [_span(event) for event in self._gpu if _is_communication(event["name"])]
-        _take([(step.begin, step.end)], [(span, Place(COMMUNICATION, FORWARD)) for span in found], spent)
+        found = [span_of(event) for event in self._gpu if _is_communication(event["name"])]
+        take([(step.begin, step.end)], [(span, Place(COMMUNICATION, FORWARD)) for span in found], spent)
         return float(sum(spent.values())) / 1e6
 
-    def _by_host(self, step: _Slice) -> Spent:
+    def _by_host(self, step: Slice) -> Spent:
         """Attribute the main thread's time: operations first, then communication of other threads, then Python."""
         worked: list[tuple[Span, Place]] = []
         idle: list[tuple[Span, Place]] = []
-        for one in _all(step):
+        for one in descendants(step):
             place = self._place_on_host(one)
             entries = idle if one.is_range and place.part != COMMUNICATION else worked
-            entries += ((span, place) for span in _own(one))
-        own = set(_all(step))
+            entries += ((span, place) for span in own_spans(one))
+        own = set(descendants(step))
         others = (one for slices in self._threads.values() for one in slices if one not in own)
         beside = [
             ((one.begin, one.end), Place(COMMUNICATION, FORWARD))
             for one in others
             if one.name.startswith(_COMMUNICATION)
         ]
-        return _fill(step, (worked, beside, idle), Place(OTHER, FORWARD))[0]
+        return fill(step, (worked, beside, idle), Place(OTHER, FORWARD))[0]
 
-    def _host_syncs(self, step: _Slice) -> dict[str, float]:
+    def _host_syncs(self, step: Slice) -> dict[str, float]:
         found: Counter[str] = Counter()
         for slices in self._threads.values():
             for one in slices:
@@ -320,103 +301,10 @@ class _Trace:
                 around = [outer.name for outer in one.up()][1:]
                 if PREFIX + END in around or _SYNCS.intersection(around):  # a driver call in a runtime call is one
                     continue
-                found[self._said(one)] += 1
+                found[self._description(one)] += 1
         return {name: float(count) for name, count in found.items()}
 
 
 def _is_communication(kernel: str) -> bool:
     # Including the copies of copy engines and the barriers around them (`CopyEngines`).
     return kernel.startswith(("nccl", "Memcpy PtoP")) or "symmetric_memory::barrier_kernel" in kernel
-
-
-def _span(event: Mapping[str, Any]) -> Span:
-    return float(event["ts"]), float(event["ts"]) + float(event["dur"])
-
-
-def _nest(slices: list[_Slice]) -> None:
-    """Sort the slices of a thread, and set parents and children."""
-    slices.sort(key=lambda one: (one.begin, -one.end))
-    around: list[_Slice] = []
-    for one in slices:
-        while around and around[-1].end <= one.begin:
-            around.pop()
-        if around:
-            one.parent = around[-1]
-            one.parent.children.append(one)
-        around.append(one)
-
-
-def _all(outer: _Slice) -> Iterable[_Slice]:
-    """Yield a slice and all its descendants."""
-    left = [outer]
-    while left:
-        one = left.pop()
-        yield one
-        left += one.children
-
-
-def _own(one: _Slice) -> Iterable[Span]:
-    """Yield the spans of a slice that no child covers."""
-    at = one.begin
-    for child in one.children:
-        if child.begin > at:
-            yield at, child.begin
-        at = max(at, child.end)
-    if one.end > at:
-        yield at, one.end
-
-
-def _fill(step: _Slice, layers: Iterable[Sequence[tuple[Span, Place]]], rest: Place) -> tuple[Spent, list[Span]]:
-    """Attribute a step's time to the first layer of spans, the remainder to the next, and the rest to `rest`.
-
-    Returns:
-        Attributed microseconds, and the spans that no layer covers.
-    """
-    free = [(step.begin, step.end)]
-    spent: Spent = defaultdict(float)
-    for layer in layers:
-        free = _take(free, layer, spent)
-    spent[rest] += sum(end - begin for begin, end in free)
-    return spent, free
-
-
-def _take(free: Sequence[Span], wanted: Sequence[tuple[Span, Place]], spent: Spent) -> list[Span]:
-    """Attribute free time to the spans that cover it, and of several to the one that begins first.
-
-    Args:
-        free: unattributed spans, ascending and disjoint.
-        wanted: spans with their places, in any order.
-        spent: microseconds by place; added to in place.
-
-    Returns:
-        Spans that are still free.
-    """
-    left: list[Span] = []
-    claims, index = _apart(wanted), 0
-    for begin, end in free:
-        at = begin
-        while index < len(claims) and claims[index][0][0] < end:
-            (start, stop), place = claims[index]
-            if stop > at:
-                if start > at:
-                    left.append((at, start))
-                until = min(stop, end)
-                spent[place] += until - max(at, start)
-                at = until
-            if stop > end:  # it reaches into the next free span
-                break
-            index += 1
-        if at < end:
-            left.append((at, end))
-    return left
-
-
-def _apart(wanted: Sequence[tuple[Span, Place]]) -> list[tuple[Span, Place]]:
-    """Sort spans by their begin, and cut each to begin after those before it."""
-    found: list[tuple[Span, Place]] = []
-    at = float("-inf")
-    for (start, stop), place in sorted(wanted):
-        if stop > max(start, at):
-            found.append(((max(start, at), stop), place))
-            at = stop
-    return found
