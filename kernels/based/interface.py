@@ -51,7 +51,7 @@ def _unsupported_reason(q: Tensor, v: Tensor) -> str | None:
     if unsupported_reason is not None:
         return unsupported_reason
     if on_gpu(q) and q.dtype == torch.float32:
-        return "q has dtype torch.float32, which the kernel's products would round: convert it to torch.bfloat16"
+        return "q has dtype torch.float32, which the kernel would round to TF32: convert it to torch.bfloat16"
     for name, x, most in (("q", q, MAX_FEATURE_DIM), ("v", v, MAX_VALUE_DIM)):
         if x.shape[3] > most:
             return f"{name} has head_dim {x.shape[3]}: give at most {most}"

@@ -10,7 +10,7 @@ from kernels.common.rows import Rows
 
 
 def based_triton(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Compute `based` with Triton. The caller has checked the arguments and that there is no obstacle.
+    """Compute `based` with Triton. The caller has checked that the kernels support the arguments.
 
     Returns:
         o: [b, t, h, e] in v's dtype.

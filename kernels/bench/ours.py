@@ -29,15 +29,18 @@ def top1_chunk(
     """Build the contestant of Top-1 Chunk with one kind of score."""
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return top1_chunk_attention(
+        out, _ = top1_chunk_attention(
             q, k, v, score=score, chunk_size=chunk_size, top_k=top_k, implementation=implementation
         )
+        return out
 
     def run_with_choices(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return top1_chunk_attention(
+        out, chosen = top1_chunk_attention(
             q, k, v, score=score, chunk_size=chunk_size, top_k=top_k, return_selection=True,
             implementation=implementation,
         )  # fmt: skip
+        assert chosen is not None
+        return out, chosen
 
     def reference(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor | None, query_offset: int) -> Tensor:
         assert chosen is not None
@@ -55,12 +58,14 @@ def top1_element(shape: Shape, *, estimator: Estimator, chunk_size: int, impleme
     """Build the contestant of Top-1 Element with one estimator; `chunk_size` is only used to summarise its choices."""
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return top1_element_attention(q, k, v, estimator=estimator, implementation=implementation)
+        out, _ = top1_element_attention(q, k, v, estimator=estimator, implementation=implementation)
+        return out
 
     def run_with_choices(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         out, chosen = top1_element_attention(
             q, k, v, estimator=estimator, return_selection=True, implementation=implementation
         )
+        assert chosen is not None
         return out, chosen[..., None]
 
     def reference(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor | None, query_offset: int) -> Tensor:

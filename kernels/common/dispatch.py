@@ -4,7 +4,7 @@ import logging
 import math
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from importlib.util import find_spec
 from typing import NamedTuple
@@ -27,10 +27,10 @@ def choose(op: str, requested: str, available: Collection[str], automatic: Choic
 
     Args:
         op: name of the op, for messages.
-        requested: the implementation that the caller asked for; "auto" takes `automatic`.
+        requested: `implementation` of the caller; "auto" takes `automatic`.
         available: names of the op's implementations.
         automatic: the implementation that "auto" selects for these inputs, and the reason.
-        plain: the implementation that "auto" selects inside `plain_forms`.
+        plain: the implementation that "auto" selects inside `plain_torch`.
 
     Raises:
         ValueError: the requested implementation does not exist.
@@ -38,9 +38,9 @@ def choose(op: str, requested: str, available: Collection[str], automatic: Choic
     if requested not in ("auto", *available):
         raise ValueError(f"implementation is {requested!r}, but {op} has: use one of {['auto', *available]}")
     if requested != "auto":
-        chosen = Choice(requested, "asked for")
+        chosen = Choice(requested, "requested")
     else:
-        chosen = Choice(plain, "plain forms are asked for") if _plain_only else automatic
+        chosen = Choice(plain, "plain torch requested") if _plain_only.is_set else automatic
     if not torch.compiler.is_compiling():  # a log call would break the graph
         logger.debug("%s: %s (%s)", op, chosen.name, chosen.reason)
         for record in _records:
@@ -48,18 +48,28 @@ def choose(op: str, requested: str, available: Collection[str], automatic: Choic
     return chosen
 
 
-_plain_only = False
+class _Flag:
+    """Process-wide flag that is set within a context manager."""
+
+    def __init__(self) -> None:
+        self.is_set = False
+
+    @contextmanager
+    def set(self) -> Iterator[None]:
+        """Context manager that sets the flag and restores its previous value at the end."""
+        before, self.is_set = self.is_set, True
+        try:
+            yield
+        finally:
+            self.is_set = before
 
 
-@contextmanager
-def plain_forms() -> Iterator[None]:
+_plain_only = _Flag()
+
+
+def plain_torch() -> AbstractContextManager[None]:
     """Context manager in which "auto" selects plain torch in every op, as a baseline for the faster implementations."""
-    global _plain_only
-    before, _plain_only = _plain_only, True
-    try:
-        yield
-    finally:
-        _plain_only = before
+    return _plain_only.set()
 
 
 _records: list[list[tuple[str, Choice]]] = []
@@ -67,13 +77,17 @@ _records: list[list[tuple[str, Choice]]] = []
 
 @contextmanager
 def recorded_choices() -> Iterator[list[tuple[str, Choice]]]:
-    """Context manager that yields a list to which each call of an op appends (op, choice)."""
+    """Context manager that yields a list to which each call of an op appends (op, choice).
+
+    Contexts may overlap in any order, for example in generators. Each list receives the calls within its own context.
+    """
     record: list[tuple[str, Choice]] = []
     _records.append(record)
     try:
         yield record
     finally:
-        _records.pop()
+        # By identity, because equal lists are different records. The last record may belong to another context.
+        _records[:] = [other for other in _records if other is not record]
 
 
 def check_option(argument: str, value: str, allowed: Collection[str]) -> None:
@@ -88,16 +102,17 @@ def check_positive_int(argument: str, value: int) -> None:
         raise ValueError(f"{argument} is {value!r}: give a whole number of at least 1")
 
 
-def resolve_scale(scale: float | None, head_dim: int) -> float:
-    """Return the factor on the scores, head_dim**-0.5 for None.
+def resolve_scale(scale: float | None, default: float) -> float:
+    """Return the factor on the queries, or `default` for None.
 
     Raises:
-        ValueError: negative or not finite. A negative scale would reverse the order of the scores.
+        ValueError: the scale is not a positive finite number. Zero would make all scores equal, and a negative scale
+            would reverse their order.
     """
     if scale is None:
-        return head_dim**-0.5
-    if not (math.isfinite(scale) and scale >= 0):
-        raise ValueError(f"scale is {scale!r}: give a number that is not negative, or None for head_dim**-0.5")
+        return default
+    if not (math.isfinite(scale) and scale > 0):
+        raise ValueError(f"scale is {scale!r}: give a positive number, or None for {default:.6g}")
     return float(scale)
 
 
@@ -119,21 +134,21 @@ def check_floating(**tensors: Tensor) -> None:
             raise ValueError(f"{name} is on {x.device} but {first_name} is on {first.device}: move one of them")
 
 
-def check_shapes(q: Tensor, expected: Mapping[str, tuple[Tensor, Sequence[int]]], reader: str = "q") -> None:
-    """Raise ValueError unless each named tensor has the expected shape and q's device.
+def check_shapes(main: Tensor, expected: Mapping[str, tuple[Tensor, Sequence[int]]], main_name: str = "q") -> None:
+    """Raise ValueError unless each named tensor has the expected shape and the device of the main input.
 
     Args:
-        q: the op's main input.
+        main: the op's main input, on which the expected shapes depend.
         expected: tensors by name, each with its shape.
-        reader: the op's name of q, for messages.
+        main_name: the op's name of the main input, for messages.
     """
     for name, (x, shape) in expected.items():
         if tuple(x.shape) != tuple(shape):
             raise ValueError(
-                f"{name} has shape {list(x.shape)}: give {list(shape)}, to go with {reader} {list(q.shape)}"
+                f"{name} has shape {list(x.shape)}: give {list(shape)}, to match {main_name} {list(main.shape)}"
             )
-        if x.device != q.device:
-            raise ValueError(f"{name} is on {x.device} but {reader} is on {q.device}: move one of them")
+        if x.device != main.device:
+            raise ValueError(f"{name} is on {x.device} but {main_name} is on {main.device}: move one of them")
 
 
 def check_attention(q_bthd: Tensor, k_bshd: Tensor, v_bshe: Tensor, query_offset: int) -> None:
@@ -177,32 +192,26 @@ def check_query_offset(query_offset: int, num_queries: int, num_keys: int) -> No
 def on_gpu(x: Tensor) -> bool:
     """Return True if the GPU implementations apply: x is on a GPU, or on the meta device.
 
-    Memory planning runs a step on meta tensors (see `kernels.meta.unlaunched`). It must save the same
-    tensors as a GPU does.
+    Memory planning runs a step on meta tensors (see `kernels.meta.unlaunched`). It must save the same tensors for the
+    backward pass as a GPU does.
     """
     return x.is_cuda or x.is_meta
 
 
-_meta_is_this_gpu = False
+_meta_is_this_gpu = _Flag()
 
 
-@contextmanager
-def meta_as_this_gpu() -> Iterator[None]:
+def meta_as_this_gpu() -> AbstractContextManager[None]:
     """Context manager in which meta tensors stand for tensors of this machine's GPU.
 
-    Outside it they stand for those of any GPU, and nothing that depends on the GPU's model is asked.
+    Outside it they stand for tensors of any GPU, and conditions that depend on the GPU's model are not checked.
     """
-    global _meta_is_this_gpu
-    before, _meta_is_this_gpu = _meta_is_this_gpu, True
-    try:
-        yield
-    finally:
-        _meta_is_this_gpu = before
+    return _meta_is_this_gpu.set()
 
 
 def on_this_gpu(x: Tensor) -> bool:
-    """Return True if x is on a GPU of this machine, or stands for a tensor there (see `meta_as_this_gpu`)."""
-    return x.is_cuda or (x.is_meta and _meta_is_this_gpu)
+    """Return True if x is on a GPU of this machine, or stands for such a tensor (see `meta_as_this_gpu`)."""
+    return x.is_cuda or (x.is_meta and _meta_is_this_gpu.is_set)
 
 
 HAS_TRITON = find_spec("triton") is not None
@@ -241,16 +250,15 @@ def choose_fast_or_plain(
 
     Args:
         op: name of the op, for messages.
-        requested: the implementation that the caller asked for; "auto" takes the fast one on a GPU unless there is an
-            obstacle.
+        requested: `implementation` of the caller; "auto" takes the fast one on a GPU if it supports these inputs.
         x: an input of the op, for its device.
-        unsupported_reason: reason why the fast implementation does not support these inputs, and the fix; None: it
-            does.
+        unsupported_reason: reason why the fast implementation does not support these inputs, and the fix; None if it
+            supports them.
         fast: the fast implementation, and the reason why "auto" takes it.
         plain: names of the plain implementations; "auto" falls back to the first.
 
     Raises:
-        ValueError: the requested implementation does not exist, or it is the fast one and there is an obstacle.
+        ValueError: the requested implementation does not exist, or it is the fast one and does not support the inputs.
     """
     if not on_gpu(x):
         automatic = Choice(plain[0], f"{fast.name}'s kernels need a GPU, and the inputs are on {x.device}")
@@ -259,10 +267,10 @@ def choose_fast_or_plain(
     chosen = choose(op, requested, (*plain, fast.name), automatic, plain[0])
     if chosen.name == fast.name and unsupported_reason is not None:
         raise ValueError(f"implementation is {fast.name!r}, but {unsupported_reason}")
-    # Only for callers who did not ask for the plain implementation.
+    # A caller who requested the plain implementation needs no warning.
     if requested == "auto" and on_gpu(x) and unsupported_reason is not None and not torch.compiler.is_compiling():
         where = "a GPU" if x.is_meta else x.device
-        _warn_once(f"{op} takes its slow plain form on {where}, because {unsupported_reason}")
+        _warn_once(f"{op} uses its slow plain torch implementation on {where}, because {unsupported_reason}")
     return chosen
 
 

@@ -1,4 +1,4 @@
-"""flash-linear-attention (fla) on a GPU: choose it, find the reasons against it, and run its ops.
+"""Ops of flash-linear-attention (fla) on a GPU: choice of implementation, unsupported inputs, and calls.
 
 Yang, Zhang 2024, "FLA: A Triton-Based Library for Hardware-Efficient Implementations of Linear Attention Mechanism".
 """
@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 from packaging.version import Version
@@ -31,13 +30,13 @@ def choose_fla_or_plain(
 
     Args:
         op: name of the op, for messages.
-        requested: the implementation that the caller asked for.
+        requested: `implementation` of the caller.
         unsupported_reason: result of `fla_unsupported_reason`.
         q_bthd: queries, for their device.
         plain: names of the plain implementations, "chunked" among them.
 
     Raises:
-        ValueError: the implementation does not exist, or it is fla and there is an obstacle.
+        ValueError: the implementation does not exist, or it is fla and does not support the inputs.
     """
     others = ["chunked", *(name for name in plain if name != "chunked")]
     return choose_fast_or_plain(op, requested, q_bthd, unsupported_reason, FLA, others).name
@@ -48,8 +47,8 @@ def fla_unsupported_reason(q_bthd: Tensor, refused: Callable[[], str | None] = l
 
     Args:
         q_bthd: queries [b, t, h, dk].
-        refused: returns a further obstacle of the op, such as `refused_on_hopper`. It is called only if this
-            machine's GPU is meant.
+        refused: returns a further reason of the op, such as `refused_on_hopper`. It is called only for tensors of this
+            machine's GPU.
     """
     if find_spec("fla") is None:
         return "flash-linear-attention is not installed: pip install flash-linear-attention"
@@ -66,14 +65,14 @@ def fla_unsupported_reason(q_bthd: Tensor, refused: Callable[[], str | None] = l
 def refused_on_hopper() -> str | None:
     """Return the reason why fla refuses per-head decays on this GPU, and the fix; None if it accepts them.
 
-    In other ops fla can replace Triton with the tilelang package, but not in linear attention.
+    Other ops of fla can use the tilelang package instead of Triton, but linear attention cannot.
     """
     triton = _version("triton")
     if torch.cuda.get_device_capability()[0] != HOPPER or triton is None or not WRONG_SINCE <= triton < RIGHT_SINCE:
         return None
     return (
-        f"flash-linear-attention refuses decays of whole heads on a Hopper GPU under Triton {triton}, "
-        f"which gets their gradients wrong: pip install 'triton>={RIGHT_SINCE}'"
+        f"flash-linear-attention refuses per-head decays on a Hopper GPU under Triton {triton}, "
+        f"which computes wrong gradients for them: pip install 'triton>={RIGHT_SINCE}'"
     )
 
 
@@ -87,32 +86,32 @@ def _version(package: str) -> Version | None:
 def run_fla(
     op: Callable[..., tuple[Tensor, Tensor | None]],
     inputs: dict[str, Tensor],
-    scale: float | None,
+    scale: float,
     initial_state: Tensor | None,
-    return_final_state: bool,
+    output_final_state: bool,
     *,
     values_first: bool = False,
-) -> Any:
-    """Run an op of fla with the interface of `kernels.common.stateful.run_form`.
+) -> tuple[Tensor, Tensor | None]:
+    """Run an op of fla, with the interface of `kernels.common.stateful.run_plain`.
 
     Args:
         op: function of fla.
         inputs: tensors by fla's argument names, "v" among them.
         scale: factor on the queries.
-        initial_state: [b, h, dk, dv] before the first token; None for zeros.
-        return_final_state: also return the final state.
-        values_first: make the op store states as [dv, dk], which is faster for some ops.
+        initial_state: state before the first token [b, h, dk, dv], any floating dtype; None for zeros.
+        output_final_state: True to return the final state.
+        values_first: True to store states as [b, h, dv, dk] in the kernels, which is faster for some ops.
 
     Returns:
-        o [b, t, h, dv] in the values' dtype. With return_final_state also the final state [b, h, dk, dv] in fp32.
+        o: output [b, t, h, dv] in the values' dtype.
+        state: final state [b, h, dk, dv] in fp32, or None without `output_final_state`.
     """
     state = None if initial_state is None else initial_state.float()
     layout = {"state_v_first": True} if values_first else {}
     if values_first and state is not None:
         state = state.mT
     with full_precision(inputs["v"]):
-        out, last = op(**inputs, scale=scale, initial_state=state, output_final_state=return_final_state, **layout)
+        out, last = op(**inputs, scale=scale, initial_state=state, output_final_state=output_final_state, **layout)
     if values_first and last is not None:
         last = last.mT
-    out = out.to(inputs["v"].dtype)
-    return (out, last) if return_final_state else out
+    return out.to(inputs["v"].dtype), last

@@ -1,6 +1,6 @@
 """Public interface of the gated delta rule: argument checks and choice of an implementation."""
 
-from typing import Literal, overload
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from kernels.common.dispatch import (
     resolve_scale,
     triton_unsupported_reason,
 )
-from kernels.common.stateful import check_log_decay, check_state_op, run_form
+from kernels.common.stateful import check_log_decay, check_state_op, run_plain
 from kernels.gated_delta_rule.op import gated_delta_rule_triton
 from kernels.gated_delta_rule.reference import chunked, recurrent
 
@@ -23,32 +23,6 @@ Implementation = Literal["auto", "triton", "chunked", "recurrent"]
 _PLAIN = {"chunked": chunked, "recurrent": recurrent}
 
 
-@overload
-def gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    beta: Tensor,
-    *,
-    scale: float | None = ...,
-    initial_state: Tensor | None = ...,
-    return_final_state: Literal[False] = ...,
-    implementation: Implementation = ...,
-) -> Tensor: ...
-@overload
-def gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    beta: Tensor,
-    *,
-    scale: float | None = ...,
-    initial_state: Tensor | None = ...,
-    return_final_state: Literal[True],
-    implementation: Implementation = ...,
-) -> tuple[Tensor, Tensor]: ...
 def gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -58,13 +32,13 @@ def gated_delta_rule(
     *,
     scale: float | None = None,
     initial_state: Tensor | None = None,
-    return_final_state: bool = False,
+    output_final_state: bool = False,
     implementation: Implementation = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Gated delta rule: a state that decays by exp(g_t) and is corrected towards v_t at k_t with strength beta_t.
+) -> tuple[Tensor, Tensor | None]:
+    """Gated delta rule: the state decays by exp(g_t), then moves its value for key k_t by beta_t towards v_t.
 
     S <- exp(g_t) S;  S <- S + beta_t k_t (v_t - S^T k_t)^T;  o_t = scale * S^T q_t, all in fp32 (float64 for float64).
-    Normalise the keys first: keys longer than 1, with beta near 1, make the state grow.
+    Normalise the keys first. The state can grow without bound if keys are longer than 1 and beta is near 1.
 
     Args:
         q: queries [b, t, h, dk]; fp32, bf16, fp16 or float64.
@@ -74,13 +48,15 @@ def gated_delta_rule(
             for no decay.
         beta: write strength [b, t, h], in (0, 1); any floating dtype.
         scale: positive factor on q; None means dk**-0.5.
-        initial_state: [b, h, dk, dv] before the first token; None for zeros.
-        return_final_state: also return the state after the last token.
+        initial_state: state before the first token [b, h, dk, dv], any floating dtype; None for zeros.
+        output_final_state: True to return the state after the last token.
         implementation: "triton" for bf16 or fp16 and dk up to 256; "chunked" or "recurrent" in plain torch; "auto" for
             Triton on a GPU where it is supported, else chunked.
 
     Returns:
-        o [b, t, h, dv] in v's dtype. With return_final_state also the state [b, h, dk, dv] in fp32 (or float64).
+        o: output [b, t, h, dv] in v's dtype.
+        state: state after the last token [b, h, dk, dv] in fp32 (float64 for float64), or None without
+            `output_final_state`.
 
     Raises:
         ValueError: an argument does not fit; the message names it.
@@ -88,15 +64,15 @@ def gated_delta_rule(
     Source: Yang, Kautz, Hatamizadeh 2024, "Gated Delta Networks" (arXiv 2412.06464).
     """
     _check(q, k, v, g, beta, initial_state)
-    form = choose_triton_or_reference("gated_delta_rule", implementation, q, _unsupported_reason(q), tuple(_PLAIN)).name
-    if form == "triton":
-        scale = resolve_scale(scale, q.shape[-1])
+    scale = resolve_scale(scale, q.shape[-1] ** -0.5)
+    chosen = choose_triton_or_reference("gated_delta_rule", implementation, q, _unsupported_reason(q), tuple(_PLAIN))
+    if chosen.name == "triton":
         with full_precision(q):
             out, state = gated_delta_rule_triton(q, k, v, g, beta, scale=scale, initial_state=initial_state)
-        return (out, state) if return_final_state else out
+        return out, state if output_final_state else None
     if g is None:
         g = torch.zeros(q.shape[:3], device=q.device)
-    return run_form(_PLAIN[form], (q, k, v, g, beta), scale, initial_state, return_final_state)
+    return run_plain(_PLAIN[chosen.name], (q, k, v, g, beta), scale, initial_state, output_final_state)
 
 
 def _unsupported_reason(q: Tensor) -> str | None:

@@ -17,7 +17,7 @@ def gated_delta_rule_triton(
     scale: float,
     initial_state: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute `gated_delta_rule` with Triton. The caller has checked the arguments and that there is no obstacle.
+    """Compute `gated_delta_rule` with Triton. The caller has checked that the kernels support the arguments.
 
     Returns:
         o: [b, t, h, dv] in v's dtype.
@@ -41,10 +41,10 @@ class _DeltaRule(torch.autograd.Function):
         samples, length, heads, key = q.shape
         ctx.problem = triton_launch.Problem(samples, length, heads, key, v.shape[3], g is not None, scale)
         solved = triton_launch.solve(ctx.problem, k, beta, g)
-        walked = triton_launch.scan(ctx.problem, k, v, beta, solved, first)
+        scanned = triton_launch.scan(ctx.problem, k, v, beta, solved, first)
         # States and updates are recomputed in the backward pass: they take as much memory as four of the inputs.
         ctx.save_for_backward(q, k, v, beta, *solved, first)
-        return triton_launch.read(ctx.problem, q, k, solved, walked), walked.last
+        return triton_launch.read(ctx.problem, q, k, solved, scanned), scanned.last
 
     @staticmethod
     @once_differentiable

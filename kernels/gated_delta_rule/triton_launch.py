@@ -159,23 +159,23 @@ def scan(problem: Problem, k: Tensor, v: Tensor, beta: Tensor, solved: Solved, f
         first: contiguous fp32 [b, h, dk, dv], the state before the first token.
     """
     states = k.new_empty(problem.places, problem.chunks, problem.key, problem.value)
-    walked = Scanned(states, torch.empty_like(v), torch.empty_like(first))
+    scanned = Scanned(states, torch.empty_like(v), torch.empty_like(first))
     constants = problem.of_scan(k)
     with on_device(k):
         triton_forward.scan_chunks[-(-problem.value // constants["BLOCK_E"]), problem.places](
-            k, v, beta, solved.totals, solved.below, first, *walked, problem.length, problem.chunks, **constants
+            k, v, beta, solved.totals, solved.below, first, *scanned, problem.length, problem.chunks, **constants
         )
-    return walked
+    return scanned
 
 
-def read(problem: Problem, q: Tensor, k: Tensor, solved: Solved, walked: Scanned) -> Tensor:
+def read(problem: Problem, q: Tensor, k: Tensor, solved: Solved, scanned: Scanned) -> Tensor:
     """Return the output [b, t, h, dv]."""
-    out, pairs = torch.empty_like(walked.updates), multiply(problem, q, k, solved)
+    out, pairs = torch.empty_like(scanned.updates), multiply(problem, q, k, solved)
     constants = with_few_warps(problem.of_values(READ))
     with on_device(k):
         triton_forward.read_states[problem.places * problem.chunks, -(-problem.value // constants["BLOCK_E"])](
-            q, solved.totals, pairs, walked.states, walked.updates, out, problem.length, problem.chunks, problem.scale,
-            **constants,
+            q, solved.totals, pairs, scanned.states, scanned.updates, out,
+            problem.length, problem.chunks, problem.scale, **constants,
         )  # fmt: skip
     return out
 

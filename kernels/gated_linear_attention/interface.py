@@ -1,44 +1,20 @@
 """Public interface of gated linear attention: argument checks and choice of an implementation."""
 
 from collections.abc import Callable
-from typing import Literal, overload
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from kernels.common.dispatch import check_shapes, resolve_scale
 from kernels.common.fla import choose_fla_or_plain, fla_unsupported_reason, refused_on_hopper, run_fla
-from kernels.common.stateful import check_log_decay, check_state_op, run_form
+from kernels.common.stateful import check_log_decay, check_state_op, run_plain
 from kernels.gated_linear_attention.reference import chunked, recurrent
 
 Implementation = Literal["auto", "fla", "recurrent", "chunked"]
 _IMPLEMENTATIONS = {"recurrent": recurrent, "chunked": chunked}
 
 
-@overload
-def gated_linear_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None = ...,
-    *,
-    scale: float | None = ...,
-    initial_state: Tensor | None = ...,
-    return_final_state: Literal[False] = ...,
-    implementation: Implementation = ...,
-) -> Tensor: ...
-@overload
-def gated_linear_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None = ...,
-    *,
-    scale: float | None = ...,
-    initial_state: Tensor | None = ...,
-    return_final_state: Literal[True],
-    implementation: Implementation = ...,
-) -> tuple[Tensor, Tensor]: ...
 def gated_linear_attention(
     q: Tensor,
     k: Tensor,
@@ -47,12 +23,12 @@ def gated_linear_attention(
     *,
     scale: float | None = None,
     initial_state: Tensor | None = None,
-    return_final_state: bool = False,
+    output_final_state: bool = False,
     implementation: Implementation = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """Linear attention with decay: S <- diag(exp(g_t)) S + k_t v_t^T;  o_t = scale * S^T q_t.
 
-    Computed in fp32 (float64 for float64). Without g this is linear attention with neither feature map nor normaliser.
+    Computed in fp32 (float64 for float64). There is neither a feature map nor a normaliser.
 
     Args:
         q: queries [b, t, h, dk]; fp32, bf16, fp16 or float64.
@@ -61,13 +37,15 @@ def gated_linear_attention(
         g: log decay, finite and at most 0: per token [b, t, h], per key feature [b, t, h, dk], or constant over tokens
             [h]. In fp32 or float64, because 16-bit formats round long decays. None for no decay.
         scale: positive factor on q; None means dk**-0.5.
-        initial_state: [b, h, dk, dv] before the first token; None for zeros.
-        return_final_state: also return the state after the last token.
+        initial_state: state before the first token [b, h, dk, dv], any floating dtype; None for zeros.
+        output_final_state: True to return the state after the last token.
         implementation: "fla" (a GPU, bf16 or fp16); "recurrent" or "chunked" in plain torch; "auto" for fla where it is
             supported, else chunked.
 
     Returns:
-        o [b, t, h, dv] in v's dtype. With return_final_state also the state [b, h, dk, dv] in fp32 (or float64).
+        o: output [b, t, h, dv] in v's dtype.
+        state: state after the last token [b, h, dk, dv] in fp32 (float64 for float64), or None without
+            `output_final_state`.
 
     Raises:
         ValueError: an argument does not fit; the message names it.
@@ -76,26 +54,26 @@ def gated_linear_attention(
     with g [h], Sun et al. 2023, "Retentive Network" (arXiv 2307.08621).
     """
     _check(q, k, v, g, initial_state)
+    scale = resolve_scale(scale, q.shape[-1] ** -0.5)
     if g is not None and g.dim() == 1 and g.requires_grad:
-        g = g.expand(q.shape[:3])  # fla returns no gradient for a decay that is constant over tokens
+        g = g.expand(q.shape[:3])  # fla has no gradient for a decay that is constant over tokens
     unsupported_reason = fla_unsupported_reason(q, lambda: refused_on_hopper() if _decays_by_head(g) else None)
     chosen = choose_fla_or_plain("gated_linear_attention", implementation, unsupported_reason, q, _IMPLEMENTATIONS)
     if chosen == "fla":
-        scale = resolve_scale(scale, q.shape[-1])
         decays = {} if g is None else {"g_gamma" if g.dim() == 1 else "g": g}
         inputs, by_feature = {"q": q, "k": k, "v": v} | decays, g is not None and g.dim() == 4
-        return run_fla(_of_fla(g), inputs, scale, initial_state, return_final_state, values_first=by_feature)
+        return run_fla(_fla_op(g), inputs, scale, initial_state, output_final_state, values_first=by_feature)
     if g is None:
         g = torch.zeros(q.shape[:3], device=q.device)
     decay = g if g.dim() == 4 else g.expand(q.shape[:3])[..., None]
-    return run_form(_IMPLEMENTATIONS[chosen], (q, k, v, decay), scale, initial_state, return_final_state)
+    return run_plain(_IMPLEMENTATIONS[chosen], (q, k, v, decay), scale, initial_state, output_final_state)
 
 
 def _decays_by_head(g: Tensor | None) -> bool:
     return g is not None and g.dim() == 3
 
 
-def _of_fla(g: Tensor | None) -> Callable[..., tuple[Tensor, Tensor | None]]:
+def _fla_op(g: Tensor | None) -> Callable[..., tuple[Tensor, Tensor | None]]:
     if g is not None and g.dim() == 4:
         from fla.ops.gla import chunk_gla
 

@@ -22,8 +22,8 @@ from kernels.linear_cross_entropy.op import Rows, linear_cross_entropy_in_chunks
 Implementation = Literal["auto", "chunked", "reference", "triton"]
 
 CHUNK_BYTES = 2**29
-"""Default memory for the logits of a chunk. It holds some 5,000 rows for a vocabulary of 50,000 in 16 bits, enough for
-matrix products at full speed."""
+"""Default memory for the logits of a chunk. It holds about 5,000 rows for a vocabulary of 50,000 in 16 bits, enough
+for matrix products at full speed."""
 
 
 def linear_cross_entropy(
@@ -77,26 +77,35 @@ def linear_cross_entropy(
     )
     with full_precision(hidden):
         if choice.name == "reference":
-            if group is not None and group.size() > 1:
-                raise ValueError(f"group has {group.size()} ranks: implementation 'reference' has one; use 'chunked'")
+            _check_single_rank(group)
             return reference.linear_cross_entropy(flat_nh, weight_vh[:num_columns], label_n).view(labels.shape)
         counted_n = torch.ones_like(label_n, dtype=torch.bool) if counted is None else counted.flatten().contiguous()
-        if chunk_size is None:
-            chunk_size = max(1, CHUNK_BYTES // (len(weight_vh) * weight_vh.element_size()))
-        check_positive_int("chunk_size", chunk_size)
+        chunk_size = _resolve_chunk_size(chunk_size, weight_vh)
         losses_n = linear_cross_entropy_in_chunks(
             flat_nh, weight_vh, label_n, counted_n, first_label, num_columns, group, chunk_size, _rows(choice.name)
         )
         return losses_n.view(labels.shape)
 
 
-def _rows(form: str) -> Rows:
+def _rows(implementation: str) -> Rows:
     """Return the module that implements the operations on rows of logits. Triton is imported only if it is used."""
-    if form == "chunked":
+    if implementation == "chunked":
         return rows
     from kernels.linear_cross_entropy import triton_rows
 
     return triton_rows
+
+
+def _resolve_chunk_size(chunk_size: int | None, weight_vh: Tensor) -> int:
+    if chunk_size is None:
+        return max(1, CHUNK_BYTES // (len(weight_vh) * weight_vh.element_size()))
+    check_positive_int("chunk_size", chunk_size)
+    return chunk_size
+
+
+def _check_single_rank(group: dist.ProcessGroup | None) -> None:
+    if group is not None and group.size() > 1:
+        raise ValueError(f"group has {group.size()} ranks: implementation 'reference' needs one; use 'chunked'")
 
 
 def _checked_columns(num_columns: int | None, rows: int) -> int:
@@ -109,13 +118,13 @@ def _checked_columns(num_columns: int | None, rows: int) -> int:
 
 def _check(hidden: Tensor, weight_vh: Tensor, labels: Tensor, counted: Tensor | None) -> None:
     if hidden.dim() < 2 or hidden.numel() == 0:
-        raise ValueError(f"hidden has shape {list(hidden.shape)}: give [..., features], none of them 0")
+        raise ValueError(f"hidden has shape {list(hidden.shape)}: give [..., features], all at least 1")
     if weight_vh.dim() != 2 or len(weight_vh) == 0:
-        raise ValueError(f"weight has shape {list(weight_vh.shape)}: give [vocabulary, features], none of them 0")
+        raise ValueError(f"weight has shape {list(weight_vh.shape)}: give [vocabulary, features], all at least 1")
     expected = {"weight": (weight_vh, (len(weight_vh), hidden.shape[-1])), "labels": (labels, hidden.shape[:-1])}
     if counted is not None:
         expected["counted"] = (counted, hidden.shape[:-1])
-    check_shapes(hidden, expected, reader="hidden")
+    check_shapes(hidden, expected, main_name="hidden")
     check_floating(hidden=hidden, weight=weight_vh)
     if labels.dtype != torch.int64:
         raise ValueError(f"labels has dtype {labels.dtype}: give torch.int64")

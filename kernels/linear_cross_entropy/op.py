@@ -45,9 +45,9 @@ def linear_cross_entropy_in_chunks(
     Arguments as in `interface.linear_cross_entropy`, checked there, flattened and contiguous. `rows` is the module that
     processes the logits.
     """
-    # Inside `forward` grad mode is always off, so it is read here.
-    wanted = torch.is_grad_enabled() and (hidden_nh.requires_grad or weight_vh.requires_grad)
-    options = (first_label, num_columns, group, chunk_size, rows, wanted)
+    # Read here, because grad mode is always off inside `forward`.
+    with_gradients = torch.is_grad_enabled() and (hidden_nh.requires_grad or weight_vh.requires_grad)
+    options = (first_label, num_columns, group, chunk_size, rows, with_gradients)
     losses_n: Tensor = _LinearCrossEntropy.apply(hidden_nh, weight_vh, label_n, counted_n, options)
     return losses_n
 
@@ -118,8 +118,8 @@ def _common_factor(grad_n: Tensor, counted_n: Tensor) -> Tensor:
     """Return the common gradient [1] of the counted losses. A GPU checks asynchronously that they are equal."""
     first_1 = counted_n.int().argmax(0, keepdim=True)
     factor = grad_n.index_select(0, first_1) * counted_n.index_select(0, first_1)  # zero if no loss is counted
-    as_told = (grad_n == factor * counted_n) | ~grad_n.isfinite() | ~factor.isfinite()
+    are_equal = (grad_n == factor * counted_n) | ~grad_n.isfinite() | ~factor.isfinite()
     torch._assert_async(
-        as_told.all(), "linear_cross_entropy: gradients of the counted losses differ, or others have one"
+        are_equal.all(), "linear_cross_entropy: gradients of the counted losses differ, or an uncounted loss has one"
     )
     return factor

@@ -65,7 +65,7 @@ def native_sparse_attention(
         block_size: keys per block; tk need not be a multiple.
         num_selected: blocks per query, including its own, the one before and block 0; less than 3 is taken as 3.
         window: query t sees keys t - window + 1 .. t in the window branch.
-        scale: factor on q.k, not negative; None means d**-0.5.
+        scale: positive factor on q.k; None means d**-0.5.
         query_offset: global position of the first query; keys are at 0 .. tk-1.
         implementation: "reference"; "triton", which never materialises [tq, tk]; or "auto" for Triton where it is
             supported and there are at least `FEW_QUERIES` queries. Triton needs d = dv of 16 to 256, a block_size of 32
@@ -96,7 +96,7 @@ def native_sparse_attention(
             block_size=block_size,
             num_selected=num_selected,
             window=window,
-            scale=resolve_scale(scale, q.shape[3]),
+            scale=resolve_scale(scale, q.shape[3] ** -0.5),
             query_offset=query_offset,
         )
 
@@ -104,7 +104,7 @@ def native_sparse_attention(
 def _choice(implementation: str, q: Tensor, v: Tensor, block_size: int, num_selected: int) -> Choice:
     if implementation == "auto" and q.shape[1] < FEW_QUERIES:
         # FlexAttention would recompile for each decoded token.
-        few = Choice("reference", f"the scores of {q.shape[1]} queries are few")
+        few = Choice("reference", f"only {q.shape[1]} queries")
         return choose("native_sparse_attention", implementation, _IMPLEMENTATIONS, few, "reference")
     unsupported_reason = _unsupported_reason(q, v, block_size, num_selected)
     return choose_triton_or_reference("native_sparse_attention", implementation, q, unsupported_reason)

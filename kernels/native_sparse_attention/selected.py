@@ -47,11 +47,12 @@ def attend_selected(
             q_bthd, k_bshd, v_bshd, bits_bgt, block_size=block_size, scale=scale, query_offset=query_offset
         )
     earlier_bthm = earlier_btgm.repeat_interleave(q_bthd.shape[2] // k_bshd.shape[2], dim=2)
-    return top1_chunk_attention(
+    out, _ = top1_chunk_attention(
         q_bthd, k_bshd, v_bshd,
         chunk_size=block_size, top_k=num_earlier, selection=earlier_bthm, scale=scale, query_offset=query_offset,
         implementation="triton",
     )  # fmt: skip
+    return out
 
 
 def selection_bits(earlier_btgm: Tensor, block_size: int, query_offset: int) -> Tensor:

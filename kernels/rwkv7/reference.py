@@ -1,9 +1,9 @@
 """State update of RWKV-7 in plain torch: recurrent (the definition) and chunked (equivalent and faster).
 
 Peng et al. 2025, "RWKV-7 Goose" (arXiv 2503.14456), the generalised delta rule S_t = S_{t-1} (diag(w_t) + z_t^T b_t)
-+ v_t^T k_t of row vectors. Here the state S is its transpose, [dk, dv] per head, and a is its z:
++ v_t^T k_t of row vectors. Here the state S is its transpose, [dk, dv] per head, a is its z, and exp(g) is its w:
 
-    u_t = S^T a_t;  S <- diag(exp(w_t)) S + b_t u_t^T + k_t v_t^T;  o_t = scale * S^T r_t
+    u_t = S^T a_t;  S <- diag(exp(g_t)) S + b_t u_t^T + k_t v_t^T;  o_t = scale * S^T r_t
 
 Suffixes: b batch, h head, t position, n chunk, c and i, j position in a chunk, d key dim, e value dim.
 """
@@ -19,7 +19,7 @@ def recurrent(
     r_bthd: Tensor,
     k_bthd: Tensor,
     v_bthe: Tensor,
-    w_bthd: Tensor,
+    g_bthd: Tensor,
     a_bthd: Tensor,
     b_bthd: Tensor,
     *,
@@ -32,9 +32,9 @@ def recurrent(
         r_bthd: receptances [b, t, h, dk]. All arguments have one dtype, fp32 or float64.
         k_bthd: keys [b, t, h, dk].
         v_bthe: values [b, t, h, dv].
-        w_bthd: log decay [b, t, h, dk], at most 0.
+        g_bthd: log decay [b, t, h, dk], at most 0.
         a_bthd: direction in which the old state is read [b, t, h, dk].
-        b_bthd: direction to which the result of that read is added [b, t, h, dk].
+        b_bthd: direction in which the result of that read is written [b, t, h, dk].
         scale: factor on r.
         state_bhde: state before the first token [b, h, dk, dv].
 
@@ -46,7 +46,7 @@ def recurrent(
         u_bhe = torch.einsum("bhd,bhde->bhe", a_bthd[:, t], state_bhde)
         moved = b_bthd[:, t, :, :, None] * u_bhe[:, :, None, :]
         written = k_bthd[:, t, :, :, None] * v_bthe[:, t, :, None, :]
-        state_bhde = state_bhde * w_bthd[:, t, :, :, None].exp() + moved + written
+        state_bhde = state_bhde * g_bthd[:, t, :, :, None].exp() + moved + written
         outputs.append(torch.einsum("bhd,bhde->bhe", r_bthd[:, t] * scale, state_bhde))
     return torch.stack(outputs, dim=1), state_bhde
 
@@ -55,7 +55,7 @@ def chunked(
     r_bthd: Tensor,
     k_bthd: Tensor,
     v_bthe: Tensor,
-    w_bthd: Tensor,
+    g_bthd: Tensor,
     a_bthd: Tensor,
     b_bthd: Tensor,
     *,
@@ -64,7 +64,7 @@ def chunked(
 ) -> tuple[Tensor, Tensor]:
     """Scan over chunks of 16 tokens; the work within a chunk is batched over all chunks.
 
-    Let G be the running sum of w within a chunk, S the chunk's initial state and <x_i, y_j> = x_i . (e^(G_i-G_j) y_j).
+    Let G be the running sum of g within a chunk, S the chunk's initial state and <x_i, y_j> = x_i . (e^(G_i-G_j) y_j).
     The u of the chunk solve the triangular system (the WY form)
 
         u_i - sum_{j<i} <a'_i, b_j> u_j = S^T (e^(G_{i-1}) a_i) + sum_{j<i} <a'_i, k_j> v_j,
@@ -76,9 +76,9 @@ def chunked(
         r_bthd: receptances. Shapes and dtypes are those of `recurrent`.
         k_bthd: keys.
         v_bthe: values.
-        w_bthd: log decay.
+        g_bthd: log decay.
         a_bthd: direction of the read.
-        b_bthd: direction to which the result of the read is added.
+        b_bthd: direction of the write.
         scale: factor on r.
         state_bhde: state before the first token.
 
@@ -87,8 +87,8 @@ def chunked(
     """
     length = r_bthd.shape[1]
     size = min(CHUNK_SIZE_OF_VECTORS, length)
-    r, k, v, w, a, b = (to_chunks(x, size) for x in (r_bthd * scale, k_bthd, v_bthe, w_bthd, a_bthd, b_bthd))
-    total = w.cumsum(dim=-2)
+    r, k, v, g, a, b = (to_chunks(x, size) for x in (r_bthd * scale, k_bthd, v_bthe, g_bthd, a_bthd, b_bthd))
+    total = g.cumsum(dim=-2)
     (ab, ak), (rb, rk) = _products(a, r, b, k, total)
     own, reads = _solve_chunks(ab, ak @ v, _down(total).exp() * a)
     fade = (total[..., -1:, :] - total).exp()

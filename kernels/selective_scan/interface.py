@@ -1,7 +1,7 @@
 """Public interface of the selective scan: argument checks and choice of an implementation."""
 
-from collections.abc import Sequence
-from typing import Literal, overload
+from collections.abc import Callable, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -23,32 +23,6 @@ MAX_TRITON_STATE = 64
 """State size per channel for the Triton implementation; a larger state would not fit in a warp's registers."""
 
 
-@overload
-def selective_scan(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    *,
-    D: Tensor | None = ...,
-    initial_state: Tensor | None = ...,
-    return_final_state: Literal[False] = ...,
-    implementation: Implementation = ...,
-) -> Tensor: ...
-@overload
-def selective_scan(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    *,
-    D: Tensor | None = ...,
-    initial_state: Tensor | None = ...,
-    return_final_state: Literal[True],
-    implementation: Implementation = ...,
-) -> tuple[Tensor, Tensor]: ...
 def selective_scan(
     x: Tensor,
     dt: Tensor,
@@ -58,9 +32,9 @@ def selective_scan(
     *,
     D: Tensor | None = None,
     initial_state: Tensor | None = None,
-    return_final_state: bool = False,
+    output_final_state: bool = False,
     implementation: Implementation = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """Selective scan: h <- exp(dt_t A) h + dt_t B_t x_t;  y_t = C_t . h + D x_t, with a diagonal state per channel.
 
     Computed in fp32 (float64 for float64). Channel i uses B and C of group i // (c // g).
@@ -72,13 +46,14 @@ def selective_scan(
         B: input projection [b, t, n], or per group [b, t, g, n] with c a multiple of g; any floating dtype.
         C: output projection of B's shape; any floating dtype.
         D: skip connection [c], any floating dtype; None for none.
-        initial_state: [b, c, n] before the first token; None for zeros.
-        return_final_state: also return the state after the last token.
+        initial_state: state before the first token [b, c, n], any floating dtype; None for zeros.
+        output_final_state: True to return the state after the last token.
         implementation: "recurrent" or "chunked" in plain torch; "triton" for n a power of two up to 64 and fp32 dt and
             A; "auto" for Triton on a GPU where it is supported, else chunked.
 
     Returns:
-        y [b, t, c] in x's dtype. With return_final_state also the state [b, c, n] in fp32 (or float64).
+        y: output [b, t, c] in x's dtype.
+        state: state after the last token [b, c, n] in fp32 (float64 for float64), or None without `output_final_state`.
 
     Raises:
         ValueError: an argument does not fit; the message names it.
@@ -87,16 +62,23 @@ def selective_scan(
     """
     _check(x, dt, A, B, C, D, initial_state)
     unsupported_reason = _unsupported_reason(x, dt, A, B, C)
-    form = choose_triton_or_reference("selective_scan", implementation, x, unsupported_reason, tuple(_PLAIN)).name
-    if form == "triton":
+    chosen = choose_triton_or_reference("selective_scan", implementation, x, unsupported_reason, tuple(_PLAIN))
+    if chosen.name == "triton":
         y, state = selective_scan_triton(x, dt, A, B, C, D, initial_state)
     else:
-        y, state = _run_plain(form, x, dt, A, B, C, D, initial_state)
-    return (y, state) if return_final_state else y
+        y, state = _run_plain(_PLAIN[chosen.name], x, dt, A, B, C, D, initial_state)
+    return y, state if output_final_state else None
 
 
 def _run_plain(
-    form: str, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, initial_state: Tensor | None
+    function: Callable[..., tuple[Tensor, Tensor]],
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    initial_state: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     dtype, groups = compute_dtype(x), B.shape[2] if B.dim() == 4 else 1
     if initial_state is None:
@@ -105,7 +87,7 @@ def _run_plain(
         x_btge, dt_btge = (y.to(dtype).unflatten(2, (groups, -1)) for y in (x, dt))
         B_btgn, C_btgn = ((y if y.dim() == 4 else y[:, :, None]).to(dtype) for y in (B, C))
         A_gen, state_bgen = A.to(dtype).unflatten(0, (groups, -1)), initial_state.to(dtype).unflatten(1, (groups, -1))
-        y_btge, state_bgen = _PLAIN[form](x_btge, dt_btge, A_gen, B_btgn, C_btgn, state_bgen=state_bgen)
+        y_btge, state_bgen = function(x_btge, dt_btge, A_gen, B_btgn, C_btgn, state_bgen=state_bgen)
         y = y_btge.flatten(2)
         if D is not None:
             y = y + D.to(dtype) * x.to(dtype)
@@ -130,7 +112,7 @@ def _check(
 ) -> None:
     for name, tensor, dims in (("x", x, "[batch, length, channels]"), ("A", A, "[channels, state size]")):
         if tensor.dim() != dims.count(",") + 1 or tensor.numel() == 0:
-            raise ValueError(f"{name} has shape {list(tensor.shape)}: give {dims}, none of them 0")
+            raise ValueError(f"{name} has shape {list(tensor.shape)}: give {dims}, all at least 1")
     (batch, length, channels), size = x.shape, A.shape[1]
     groups = [B.shape[2]] if B.dim() == 4 else []
     if groups and (groups[0] == 0 or channels % groups[0]):
@@ -145,12 +127,14 @@ def _check(
         _check_tensor(name, tensor, shape, x)
     for name, tensor in (("dt", dt), ("A", A)):
         if tensor.dtype not in (torch.float32, torch.float64):
-            raise ValueError(f"{name} has dtype {tensor.dtype}: give what the decay is made from in torch.float32")
+            raise ValueError(
+                f"{name} has dtype {tensor.dtype}: convert it to torch.float32, as it determines the decay"
+            )
 
 
 def _check_tensor(name: str, tensor: Tensor, shape: Sequence[int], x: Tensor) -> None:
     if tuple(tensor.shape) != tuple(shape):
-        raise ValueError(f"{name} has shape {list(tensor.shape)}: give {list(shape)}, to go with x and A")
+        raise ValueError(f"{name} has shape {list(tensor.shape)}: give {list(shape)}, to match x and A")
     if tensor.device != x.device:
         raise ValueError(f"{name} is on {tensor.device} but x is on {x.device}: move one of them")
     check_any_floating(**{name: tensor})

@@ -12,7 +12,7 @@ from kernels.common.rows import Rows
 def selective_scan_triton(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, initial_state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Compute `selective_scan` with Triton. The caller has checked the arguments and that there is no obstacle.
+    """Compute `selective_scan` with Triton. The caller has checked that the kernels support the arguments.
 
     Returns:
         y: [b, t, c] in x's dtype.

@@ -19,10 +19,10 @@ from kernels.short_convolution.op import short_convolution_triton
 Implementation = Literal["auto", "reference", "triton"]
 
 MAX_TRITON_TAPS = 8
-"""Taps for the Triton implementation, which keeps the rows of that many positions in registers."""
+"""Maximum taps for the Triton implementation, which keeps as many rows of x in registers."""
 
 MAX_TRITON_UNIT_LENGTH = 256
-"""Width of a normalised part for the Triton implementation, in which one warp holds the whole vector."""
+"""Maximum width of a normalised part for the Triton implementation, in which one warp holds the whole vector."""
 
 
 def short_convolution(
@@ -39,7 +39,7 @@ def short_convolution(
 
     Args:
         x: [t, b, u, w] (sequence, batch, units such as heads, features), any strides; fp32, bf16, fp16 or float64.
-        before: the k - 1 rows before x, [k - 1, b, u, w] in x's dtype: zeros, or the last rows of earlier calls.
+        before: the k - 1 rows before x, [k - 1, b, u, w] in x's dtype: zeros, or the last rows of the preceding input.
         weight: taps [u, w, k], any floating dtype; the last tap multiplies the current position.
         bias: [u, w], any floating dtype; None for none.
         widths: widths of the parts into which the features are split; they sum to w.
@@ -61,8 +61,8 @@ def short_convolution(
     unit_length = [False] * len(widths) if unit_length is None else list(unit_length)
     _check(x, before, weight, bias, widths, unit_length)
     unsupported_reason = _unsupported_reason(x, weight, bias, widths, unit_length)
-    form = choose_triton_or_reference("short_convolution", implementation, x, unsupported_reason).name
-    if form == "triton":
+    chosen = choose_triton_or_reference("short_convolution", implementation, x, unsupported_reason)
+    if chosen.name == "triton":
         return short_convolution_triton(x, before, weight, bias, widths, unit_length)
     with full_precision(x):
         return reference.short_convolution(x, before, weight, bias, widths, unit_length)
@@ -80,7 +80,7 @@ def _unsupported_reason(
         return f"weight has {weight.shape[-1]} taps: give at most {MAX_TRITON_TAPS}"
     widest = max(width * unit for width, unit in zip(widths, unit_length, strict=True))
     if widest > MAX_TRITON_UNIT_LENGTH:
-        return f"widths has a part of unit length of {widest}: give at most {MAX_TRITON_UNIT_LENGTH}"
+        return f"widths has a normalised part of width {widest}: give at most {MAX_TRITON_UNIT_LENGTH}"
     return None
 
 
@@ -93,19 +93,19 @@ def _check(
     unit_length: Sequence[bool],
 ) -> None:
     if x.dim() != 4 or x.numel() == 0:
-        raise ValueError(f"x has shape {list(x.shape)}: give [length, batch, units, width], none of them 0")
+        raise ValueError(f"x has shape {list(x.shape)}: give [length, batch, units, width], all at least 1")
     if weight.dim() != 3 or weight.numel() == 0:
-        raise ValueError(f"weight has shape {list(weight.shape)}: give [units, width, taps], none of them 0")
-    of_head_group, taps = x.shape[2:], weight.shape[-1]
-    expected = {"weight": (weight, (*of_head_group, taps)), "before": (before, (taps - 1, *x.shape[1:]))}
+        raise ValueError(f"weight has shape {list(weight.shape)}: give [units, width, taps], all at least 1")
+    unit_shape, taps = x.shape[2:], weight.shape[-1]
+    expected = {"weight": (weight, (*unit_shape, taps)), "before": (before, (taps - 1, *x.shape[1:]))}
     if bias is not None:
-        expected["bias"] = (bias, of_head_group)
-    check_shapes(x, expected, reader="x")
+        expected["bias"] = (bias, unit_shape)
+    check_shapes(x, expected, main_name="x")
     check_floating(x=x, before=before)
     check_any_floating(**{name: tensor for name, (tensor, _) in expected.items()})
-    if min(widths, default=0) < 1 or sum(widths) != of_head_group[1]:
+    if min(widths, default=0) < 1 or sum(widths) != unit_shape[1]:
         raise ValueError(
-            f"widths is {list(widths)}: give whole numbers from 1 that sum to {of_head_group[1]}, the width of x"
+            f"widths is {list(widths)}: give whole numbers from 1 that sum to {unit_shape[1]}, the width of x"
         )
     if len(unit_length) != len(widths):
         raise ValueError(f"unit_length is {list(unit_length)}: give a bool for each of the {len(widths)} widths")

@@ -20,7 +20,7 @@ def short_convolution_triton(
     widths: Sequence[int],
     unit_length: Sequence[bool],
 ) -> tuple[Tensor, ...]:
-    """Compute `interface.short_convolution` with Triton. The caller has checked the arguments and the obstacles."""
+    """Compute `interface.short_convolution` with Triton. The caller has checked that it supports them."""
     return _Convolution.apply(widths, unit_length, x, before, weight, bias)
 
 

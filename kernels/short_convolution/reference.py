@@ -33,7 +33,7 @@ def short_convolution(
     if bias_uw is not None:
         y_tbuw = y_tbuw + bias_uw.to(dtype)
     parts = F.silu(y_tbuw).split(list(widths), -1)
-    parts = tuple(of_unit_length(y) if unit else y for y, unit in zip(parts, unit_length, strict=True))
+    parts = tuple(normalised(y) if unit else y for y, unit in zip(parts, unit_length, strict=True))
     return tuple(y.transpose(0, 1).to(x_tbuw.dtype).contiguous() for y in parts)
 
 
@@ -49,6 +49,6 @@ def convolve(x_tbuw: Tensor, before_kbuw: Tensor, weight_uwk: Tensor) -> Tensor:
     return out_tbuw
 
 
-def of_unit_length(x: Tensor) -> Tensor:
+def normalised(x: Tensor) -> Tensor:
     """Divide the vectors of the last dimension by their L2 norm."""
     return x * (x.square().sum(-1, keepdim=True) + EPSILON).rsqrt()

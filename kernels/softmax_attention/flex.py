@@ -1,4 +1,4 @@
-"""Causal softmax attention with torch's FlexAttention: windows, slopes and offsets without a mask of all pairs.
+"""Causal softmax attention with torch's FlexAttention: windows, slopes and offsets without a full mask.
 
 Dong et al. 2024, "Flex Attention: A Programming Model for Generating Optimized Attention Kernels" (arXiv 2412.05496).
 """

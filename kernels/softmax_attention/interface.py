@@ -24,7 +24,7 @@ _IMPLEMENTATIONS = {
     "flex": softmax_attention_flex,
 }
 FEW_QUERIES = 128
-"""Below this number of queries a mask is small. The number of keys may then change with each call, as in decoding."""
+"""Below this number of queries, a mask is small, and the number of keys may change with each call, as in decoding."""
 
 
 def softmax_attention(
@@ -46,7 +46,7 @@ def softmax_attention(
         q: queries [b, tq, hq, d]; fp32, bf16, fp16 or float64.
         k: keys [b, tk, hkv, d], hq a multiple of hkv; query head h uses key head h // (hq // hkv).
         v: values [b, tk, hkv, dv].
-        scale: factor on q.k; None means d**-0.5.
+        scale: positive factor on q.k; None means d**-0.5.
         window: query t sees keys t - window + 1 .. t; None for 0 .. t.
         alibi_slopes: [hq], for example from `alibi_slopes`; None for no bias. "sdpa" has no gradient for them on some
             devices.
@@ -80,7 +80,7 @@ def softmax_attention(
             q,
             k,
             v,
-            scale=resolve_scale(scale, q.shape[3]),
+            scale=resolve_scale(scale, q.shape[3] ** -0.5),
             window=window,
             alibi_slopes=alibi_slopes,
             query_offset=query_offset,
@@ -89,11 +89,13 @@ def softmax_attention(
 
 def _automatic(q: Tensor, plain: bool, flex_unsupported_reason: str | None) -> Choice:
     if plain:
-        return Choice("sdpa", "fused on CUDA" if on_gpu(q) else "plain causal: fused here too")
+        return Choice(
+            "sdpa", "fused on CUDA" if on_gpu(q) else f"plain causal attention, fused on {q.device.type} as well"
+        )
     if not on_gpu(q):
-        return Choice("reference", f"window, slopes or offset on {q.device.type}: a mask is built either way")
+        return Choice("reference", f"window, slopes or offset on {q.device.type}: sdpa needs a mask, too")
     if q.shape[1] < FEW_QUERIES:
-        return Choice("sdpa", f"a mask of {q.shape[1]} queries is small")
+        return Choice("sdpa", f"the mask of {q.shape[1]} queries is small")
     if flex_unsupported_reason is not None:
-        return Choice("sdpa", f"with a mask of all pairs, as {flex_unsupported_reason}")
-    return Choice("flex", "window, slopes or offset without a mask of all pairs")
+        return Choice("sdpa", f"with a full mask, because {flex_unsupported_reason}")
+    return Choice("flex", "window, slopes or offset without a full mask")

@@ -14,7 +14,7 @@ from kernels.common.dispatch import choose_triton_or_reference, full_precision, 
 from kernels.common.documents import flat_tokens
 from kernels.top1_chunk import reference
 from kernels.top1_chunk.chunks import Layout, table_of_some_keys
-from kernels.top1_chunk.interface import Implementation, Score, form_unsupported_reason
+from kernels.top1_chunk.interface import Implementation, Score, chunk_unsupported_reason
 from kernels.top1_chunk.op import by_query, chunks_of_slots
 
 
@@ -114,7 +114,7 @@ def best_by_keys(
     Returns:
         Scores and indices of the best chunks. The lowest index wins a tie.
     """
-    scale = resolve_scale(scale, q.shape[3])
+    scale = resolve_scale(scale, q.shape[3] ** -0.5)
     # Offset relative to the given keys.
     offset = query_offset - first_chunk * chunk_size
     if _takes_triton("best_by_keys", implementation, q, chunk_size):
@@ -146,7 +146,9 @@ def merge(a: Best, b: Best) -> Best:
 
 
 def _takes_triton(op: str, implementation: str, q: Tensor, chunk_size: int) -> bool:
-    return choose_triton_or_reference(op, implementation, q, form_unsupported_reason(q, q, chunk_size)).name == "triton"
+    return (
+        choose_triton_or_reference(op, implementation, q, chunk_unsupported_reason(q, q, chunk_size)).name == "triton"
+    )
 
 
 def _problem(q: Tensor, num_groups: int, num_held: int, chunk_size: int, query_offset: int, scale: float = 1.0) -> Any:

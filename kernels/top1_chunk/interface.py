@@ -1,6 +1,6 @@
 """Public interface of Top-1 Chunk attention: argument checks and choice of an implementation."""
 
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -26,40 +26,6 @@ MAX_TOP_K = 16
 TRITON_CHUNK_SIZES = (32, 64, 128, 256, 512)
 
 
-@overload
-def top1_chunk_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    chunk_size: int = ...,
-    top_k: int = ...,
-    score: Score = ...,
-    local: bool = ...,
-    scale: float | None = ...,
-    cu_seqlens: Tensor | None = ...,
-    query_offset: int = ...,
-    selection: Tensor | None = ...,
-    return_selection: Literal[False] = ...,
-    implementation: Implementation = ...,
-) -> Tensor: ...
-@overload
-def top1_chunk_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    chunk_size: int = ...,
-    top_k: int = ...,
-    score: Score = ...,
-    local: bool = ...,
-    scale: float | None = ...,
-    cu_seqlens: Tensor | None = ...,
-    query_offset: int = ...,
-    selection: Tensor | None = ...,
-    return_selection: Literal[True],
-    implementation: Implementation = ...,
-) -> tuple[Tensor, Tensor]: ...
 def top1_chunk_attention(
     q: Tensor,
     k: Tensor,
@@ -75,7 +41,7 @@ def top1_chunk_attention(
     selection: Tensor | None = None,
     return_selection: bool = False,
     implementation: Implementation = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """Top-1 Chunk attention: one softmax over the query's own chunk and its top_k best complete earlier chunks.
 
     A chunk's score for a query is q . mean of its keys ("approx"), the highest q.k ("exact"), or logsumexp of
@@ -91,7 +57,7 @@ def top1_chunk_attention(
         top_k: number of earlier chunks per query, at most 16.
         score: score of a chunk, see above.
         local: True if a query also attends to its own chunk, up to its own position.
-        scale: factor on q.k, not negative; None means d**-0.5.
+        scale: positive factor on q.k; None means d**-0.5.
         cu_seqlens: bounds of documents packed into one row (b = 1), int [documents + 1], see
             `kernels.common.documents`.
             Chunks start at a document's start, and attention stays within the document. On a GPU, `cu_seqlens` forces a
@@ -100,14 +66,15 @@ def top1_chunk_attention(
         selection: chunks to attend to instead of those with the best scores, int64 [b, tq, hq, top_k], in the format of
             `return_selection`: distinct, complete and earlier than the query's own, padded with -1 at the end. Not
             allowed with `cu_seqlens`.
-        return_selection: also return the selected chunks.
+        return_selection: True to return the selected chunks.
         implementation: "reference"; "triton", which never materialises [tq, tk]; or "auto" for Triton on a GPU where it
             is supported. Triton needs d = dv up to 256 and a chunk_size of 32 to 512, and rounds the mean key of
             "approx" to the inputs' dtype.
 
     Returns:
-        o [b, tq, hq, dv] in v's dtype. With return_selection also the selected chunk indices [b, tq, hq, top_k] int64,
-        counted within the row or document, best first, -1 for a missing chunk.
+        o: output [b, tq, hq, dv] in v's dtype.
+        selection: selected chunk indices [b, tq, hq, top_k] int64, counted within the row or document, best first, -1
+            for a missing chunk, or None without `return_selection`.
 
     Raises:
         ValueError: an argument does not fit; the message names it.
@@ -117,12 +84,12 @@ def top1_chunk_attention(
     check_attention(q, k, v, query_offset)
     _check_options(chunk_size, top_k, score)
     _check_selection(selection, q, top_k, cu_seqlens)
-    scale = resolve_scale(scale, q.shape[3])
-    unsupported_reason = form_unsupported_reason(q, v, chunk_size)
+    scale = resolve_scale(scale, q.shape[3] ** -0.5)
+    unsupported_reason = chunk_unsupported_reason(q, v, chunk_size)
     if choose_triton_or_reference("top1_chunk_attention", implementation, q, unsupported_reason).name == "triton":
         out, _, slots = top1_chunk(q, k, v, cu_seqlens, selection, chunk_size, top_k, score, local, scale, query_offset)
         if not return_selection:
-            return out
+            return out, None
         return out, relative_choice(slots, q, k, cu_seqlens, chunk_size, query_offset)
     options: dict[str, Any] = {"chunk_size": chunk_size, "top_k": top_k, "score": score, "local": local, "scale": scale}
     with full_precision(q):
@@ -131,7 +98,7 @@ def top1_chunk_attention(
         else:
             bounds = document_bounds(cu_seqlens, k.shape[0], k.shape[1])
             out, selection = by_document(top1_chunk_reference, q, k, v, bounds, query_offset=query_offset, **options)
-    return (out, selection) if return_selection else out
+    return out, selection if return_selection else None
 
 
 def _check_options(chunk_size: int, top_k: int, score: str) -> None:
@@ -154,7 +121,7 @@ def _check_selection(selection: Tensor | None, q: Tensor, top_k: int, cu_seqlens
     check_shapes(q, {"selection": (selection, [*q.shape[:3], top_k])})
 
 
-def form_unsupported_reason(q: Tensor, v: Tensor, chunk_size: int) -> str | None:
+def chunk_unsupported_reason(q: Tensor, v: Tensor, chunk_size: int) -> str | None:
     """Return the reason why the Triton implementation does not support these inputs, and the fix; None if it does."""
     if chunk_size not in TRITON_CHUNK_SIZES:
         return f"chunk_size is {chunk_size}: give one of {list(TRITON_CHUNK_SIZES)}"

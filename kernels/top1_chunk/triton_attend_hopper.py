@@ -220,7 +220,7 @@ def attend_hopper(
 def fits(problem: Problem) -> bool:
     """Return True if these kernels support the problem's shapes."""
     size = problem.layout.chunk_size
-    return problem.head_dim in (64, 128) and size in (64, 128) and problem.dtype != torch.float32 and problem.scale > 0
+    return problem.head_dim in (64, 128) and size in (64, 128) and problem.dtype != torch.float32
 
 
 def attend_chosen(

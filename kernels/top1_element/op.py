@@ -129,7 +129,7 @@ def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ..
     if grad is None:
         return (None,) * 8
     if not ctx.training:
-        raise RuntimeError("training is False: what the gradient needs was not kept")
+        raise RuntimeError("training is False: the tensors for the backward pass were not saved")
     *tensors, cu_seqlens = ctx.saved_tensors
     gradients = top1_element_backward(grad, *tensors, cu_seqlens, *ctx.options)
     return (*gradients, None, None, None, None, None)

@@ -91,7 +91,9 @@ class Mamba(Mixer):
         inputs = (x_btuw.flatten(2), dt_btc, -A_log.exp(), B_btn, C_btn)
 
         def from_state(state: Tensor | None) -> tuple[Tensor, Tensor]:
-            return selective_scan(*inputs, D=D, initial_state=state, return_final_state=True)
+            y_btc, last = selective_scan(*inputs, D=D, initial_state=state, output_final_state=True)
+            assert last is not None
+            return y_btc, last
 
         kept = (dt_btc.sum(1)[..., None] * inputs[2]).exp()
         return part.history.scan_diagonal("state", from_state, kept).unflatten(2, (part.num_head_groups, -1))

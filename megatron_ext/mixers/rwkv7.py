@@ -6,7 +6,8 @@ Peng et al. 2025 (arXiv 2503.14456).
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
+from functools import partial
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -82,7 +83,7 @@ class RWKV7(RWKVMixer):
         r, k, v, of_decay, of_rate, gate = x_tbuw, *part.more
         names = (self.decay_base, self.rate_base, self.removal_scale, self.key_rate)
         heads = moving_heads(r, k, v, of_decay, of_rate, *(self.own_head_groups(p, part) for p in names))
-        o = scan(_receptance_key_value_first, *heads, part=part)
+        o = scan(partial(rwkv7, log_decay_bound=LEAST_LOG_DECAY), *heads, part=part)
         r, k, v, *_ = heads
         return gated(o, r, k, v, self.own_head_groups(self.bonus, part), gate, *self.own_group_norm(part))
 
@@ -94,11 +95,6 @@ class RWKV7(RWKVMixer):
 def default_rank(factor: float, hidden_size: int) -> int:
     """Return the default rank of a low-rank projection, as in the authors' code."""
     return max(32, round(factor * math.sqrt(hidden_size) / 32) * 32)
-
-
-def _receptance_key_value_first(r: Tensor, k: Tensor, v: Tensor, w: Tensor, a: Tensor, b: Tensor, **more: Any) -> Any:
-    """Call `rwkv7` with inputs in the order of `walk`, and the decay bound that `moving_heads` guarantees."""
-    return rwkv7(r, w, k, v, a, b, log_decay_bound=LEAST_LOG_DECAY, **more)
 
 
 @fused

@@ -65,7 +65,7 @@ class Top1Chunk(KeyValueMixer):
         self, q_bthd: Tensor, k_bshd: Tensor, v_bshd: Tensor, query_offset: int, selection: Tensor | None = None
     ) -> Tensor:
         chosen = self.selection
-        return top1_chunk_attention(
+        out, _ = top1_chunk_attention(
             q_bthd,
             k_bshd,
             v_bshd,
@@ -76,6 +76,7 @@ class Top1Chunk(KeyValueMixer):
             query_offset=query_offset,
             selection=selection,
         )
+        return out
 
     def mixing_flops(self, seq_length: int) -> float:
         """Count attention to the query's own chunk and the chosen ones, and the scores of the choice."""

@@ -19,9 +19,10 @@ class Top1Element(KeyValueMixer):
 
     def attend(self, q_bthd: Tensor, k_bshd: Tensor, v_bshd: Tensor, query_offset: int, part: MixInput) -> Tensor:
         """Implement `KeyValueMixer.attend`."""
-        return top1_element_attention(
+        out, _ = top1_element_attention(
             q_bthd, k_bshd, v_bshd, estimator=self.mixer_config.estimator, query_offset=query_offset
         )
+        return out
 
     def mixing_flops(self, seq_length: int) -> float:
         """Count the scores over all keys up to a query; the value is only copied."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kernels.bench.contestant import NotRun
-from kernels.common.dispatch import plain_forms, recorded_choices
+from kernels.common.dispatch import plain_torch, recorded_choices
 from megatron_ext.bench.layers import ours, peers
 from megatron_ext.bench.layers.cases import SIZES, LayerPlan, LayerShape
 from megatron_ext.bench.layers.layer import Layer, hidden_states, training_pass
@@ -61,16 +61,16 @@ def test_every_mixer_is_checked_and_timed(meter: Any, shape: LayerShape) -> None
 def test_a_wrong_gradient_is_refused_and_not_timed(
     meter: Any, shape: LayerShape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wrong_outside_of_plain_forms(monkeypatch, lambda out: out.detach() + 0.95 * (out - out.detach()))
+    wrong_outside_of_plain_torch(monkeypatch, lambda out: out.detach() + 0.95 * (out - out.detach()))
     (row,) = bench(plan(shape), meter, CPU, tell=lambda _: None).rows
-    assert row.failed == "gradient of the hidden states off by 5.0e-02 from the plain forms', limit 2e-02"
+    assert row.failed == "gradient of the hidden states off by 5.0e-02 from plain torch, limit 2e-02"
     assert (meter.timed, row.measured) == (0, None)
 
 
 def test_a_wrong_output_is_refused(meter: Any, shape: LayerShape, monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong_outside_of_plain_forms(monkeypatch, lambda out: 1.03 * out)
+    wrong_outside_of_plain_torch(monkeypatch, lambda out: 1.03 * out)
     report = bench(plan(shape), meter, CPU, tell=lambda _: None)
-    assert report.rows[0].failed == "output off by 3.0e-02 from the plain forms', limit 2e-02"
+    assert report.rows[0].failed == "output off by 3.0e-02 from plain torch, limit 2e-02"
     assert report.failures == report.rows
 
 
@@ -83,15 +83,15 @@ def test_a_draw_that_magnifies_rounding_is_drawn_again(
     assert (row.failed, row.agreement) == (None, Agreement(2e-3, 1e-2))
 
 
-def wrong_outside_of_plain_forms(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
-    """Change GLA's output unless the plain forms are requested, like a wrong fast form."""
+def wrong_outside_of_plain_torch(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
+    """Change GLA's output unless plain torch is requested, like a wrong fast implementation."""
     gla = load_all()["gla"].module
     right = gla.forward
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         with recorded_choices() as choices:
             out, bias = right(self, *args, **kwargs)
-        plain = all(choice.reason == "plain forms are asked for" for _, choice in choices)
+        plain = all(choice.reason == "plain torch requested" for _, choice in choices)
         return (out if plain else change(out)), bias
 
     monkeypatch.setattr(gla, "forward", forward)
@@ -173,12 +173,12 @@ def test_weights_are_those_of_training_and_of_the_seed(shape: LayerShape, one_pr
     assert first.conv_weight.abs().max() <= 0.5
 
 
-def test_plain_forms_are_taken_and_left(shape: LayerShape, one_process: Any) -> None:
+def test_plain_torch_are_taken_and_left(shape: LayerShape, one_process: Any) -> None:
     """Attention has a faster form even on a CPU."""
     mixer = ours.build("attention", shape, CPU, one_process, 1)
     x = torch.zeros(5, 1, 32, dtype=torch.bfloat16)
     ((_, before),) = ours.choices(lambda: mixer(x))
-    with plain_forms():
+    with plain_torch():
         ((_, inside),) = ours.choices(lambda: mixer(x))
     ((_, after),) = ours.choices(lambda: mixer(x))
     assert (before.name, inside.name, after.name) == ("sdpa", "reference", "sdpa")

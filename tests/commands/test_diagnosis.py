@@ -29,7 +29,7 @@ def test_doctor_names_what_each_mixer_uses() -> None:
         reason = "(triton's kernels need a GPU, and the inputs are on cpu)"
         found = [text for name, text in lines if name == "mamba"]
         assert found == [f"short_convolution: reference {reason}", f"selective_scan: chunked {reason}"]
-        assert dict(lines)["attention"] == "softmax_attention: sdpa (plain causal: fused here too)"
+        assert dict(lines)["attention"] == "softmax_attention: sdpa (plain causal attention, fused on cpu as well)"
         assert dict(lines)["moba"] == f"top1_chunk_attention: reference {reason}"
         assert dict(lines)["nsa"].startswith("native_sparse_attention: reference (triton's kernels need a GPU")
     assert "torch" in done.stdout.partition("\n\n")[0]
@@ -45,7 +45,7 @@ def test_records_hold_the_choices_of_their_time() -> None:
     softmax_attention(q, q, q)
     assert inner == [("an op", Choice("fast", "it is there"))]
     assert [name for name, _ in outer] == ["softmax_attention", "an op", "softmax_attention"]
-    assert outer[0][1] == Choice("reference", "asked for")
+    assert outer[0][1] == Choice("reference", "requested")
 
 
 @pytest.mark.parametrize("triton", ["3.6.0", "3.7.1"])

@@ -48,6 +48,6 @@ def chunks_by_parts(
     chosen = choose_over_ranks(q, k, group=_world(), **rule)
     some_k, some_v, counted = fetch_chosen(k, v, chosen, chunk_size=rule["chunk_size"], group=_world())
     offset = some_k.shape[1] - q.shape[1]
-    out = top1_chunk_attention(q, some_k, some_v, **rule, local=local, query_offset=offset, selection=counted)
+    out, _ = top1_chunk_attention(q, some_k, some_v, **rule, local=local, query_offset=offset, selection=counted)
     gradients = torch.autograd.grad(out, [q, k, v], weights)
     return chosen, out.detach(), list(gradients), offset // rule["chunk_size"]

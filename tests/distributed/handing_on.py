@@ -33,7 +33,9 @@ def delta_rule_by_parts(
     q, k, v, g, beta = parts
 
     def scan(values: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        return gated_delta_rule(q, k, values, g, beta, initial_state=state, return_final_state=True)
+        out, last = gated_delta_rule(q, k, values, g, beta, initial_state=state, output_final_state=True)
+        assert last is not None
+        return out, last
 
     out = context_parallel_scan(scan, v, 4, group)
     gradients = torch.autograd.grad(out, parts, weights(length).to(out).chunk(world_size, 1)[rank])

@@ -16,7 +16,7 @@ WORLDS = pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("length", [4, 40])
 def test_the_delta_rule_by_parts_is_that_of_the_whole(pool: WorkerPool, world_size: int, length: int) -> None:
     inputs = [x.requires_grad_() for x in handing_on.delta_inputs(length)]
-    out = gated_delta_rule(*inputs)
+    out, _ = gated_delta_rule(*inputs)
     gradients = torch.autograd.grad(out, inputs, handing_on.weights(length))
     parts = pool.run(handing_on.delta_rule_by_parts, world_size, length)
     torch.testing.assert_close(torch.cat([part for part, _ in parts], 1), out, rtol=1e-12, atol=1e-12)
@@ -28,7 +28,7 @@ def test_the_delta_rule_by_parts_is_that_of_the_whole(pool: WorkerPool, world_si
 def test_in_16_bits_parts_are_little_further_off_than_a_rounded_output(pool: WorkerPool) -> None:
     """Rounding applies to the state, to what tokens read from it, and once to the sum of both parts of the output."""
     inputs = [x.bfloat16().double() for x in handing_on.delta_inputs(400)[:3]] + handing_on.delta_inputs(400)[3:]
-    exact = gated_delta_rule(*inputs)
+    exact, _ = gated_delta_rule(*inputs)
     parts = pool.run(handing_on.delta_rule_by_parts, 2, 400, torch.bfloat16)
     found = torch.cat([part for part, _ in parts], 1)
     rounded = (exact.bfloat16() - exact).norm()

@@ -137,7 +137,7 @@ def losses(vocabulary: int, dtype: torch.dtype) -> None:
 
 def main() -> None:
     driver.set_active(Target())
-    choice.form_unsupported_reason = lambda *_: None  # pretend there is a supported GPU
+    choice.chunk_unsupported_reason = lambda *_: None  # pretend there is a supported GPU
     JITFunction.__getitem__ = GluonJITFunction.__getitem__ = compile_only
     chunk(1100, 128, 128, "approx")
     chunk(300, 16, 32, "exact_lse", top_k=2)

@@ -62,7 +62,7 @@ def test_a_walk_may_begin_with_a_state() -> None:
     states: list[Tensor | None] = [None]
 
     def scan(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        options = {"scale": 1.0, "initial_state": states[-1], "return_final_state": True}
+        options = {"scale": 1.0, "initial_state": states[-1], "output_final_state": True}
         out, state = gated_linear_attention(q, k, v, **options)
         states.append(state)
         return out

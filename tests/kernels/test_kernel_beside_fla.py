@@ -19,7 +19,7 @@ from kernels.rwkv7 import rwkv7
 pytest.importorskip("fla", reason="flash-linear-attention is not installed")
 
 BATCH, LENGTH, HEADS, KEY, VALUE = 2, 70, 3, 16, 24
-Op = Callable[..., Tensor]
+Op = Callable[..., Any]
 
 
 def fla(path: str) -> Any:
@@ -86,10 +86,10 @@ CASES: dict[str, tuple[str, Op, Op]] = {
         lambda *x: _heads_first(fla("rwkv6.recurrent_naive.naive_recurrent_rwkv6"), *x[:4], u=x[4], scale=1.0),
     ),
     "rwkv7": (
-        "q gk k v a b",
+        "q k v gk a b",
         rwkv7,
-        lambda r, w, k, v, a, b: _heads_first(
-            fla("generalized_delta_rule.dplr.naive.dplr_recurrence"), r * KEY**0.5, k, v, a, b, w
+        lambda r, k, v, g, a, b: _heads_first(
+            fla("generalized_delta_rule.dplr.naive.dplr_recurrence"), r * KEY**0.5, k, v, a, b, g
         ),
     ),
 }
@@ -104,7 +104,7 @@ def test_it_is_that_of_flash_linear_attention(name: str) -> None:
     arguments, ours, theirs = CASES[name]
     inputs = [_inputs()[argument].requires_grad_() for argument in arguments.split()]
     expected = first(theirs(*inputs))
-    found = ours(*inputs)
+    found = first(ours(*inputs))
     upstream = torch.randn(found.shape, generator=torch.Generator().manual_seed(18))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     wanted = torch.autograd.grad(expected, inputs, upstream)

@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from kernels.common.dispatch import Choice, choose, choose_triton_or_reference, plain_forms
+from kernels.common.dispatch import Choice, choose, choose_triton_or_reference, plain_torch, recorded_choices
 
 Q = torch.zeros(1, 1, 1, 1)
 
@@ -44,17 +44,27 @@ def choose_scan(requested):
     return choose("walk", requested, ("swift", "slow"), Choice("swift", "it is dry"), "slow")
 
 
-def test_plain_forms_turn_auto_alone():
-    with plain_forms():
-        with plain_forms():
-            assert choose_scan("auto") == Choice("slow", "plain forms are asked for")
+def test_plain_torch_turn_auto_alone():
+    with plain_torch():
+        with plain_torch():
+            assert choose_scan("auto") == Choice("slow", "plain torch requested")
         assert choose_scan("auto").name == "slow"
-        assert choose_scan("swift") == Choice("swift", "asked for")
+        assert choose_scan("swift") == Choice("swift", "requested")
         assert choose_triton_or_reference("walk", "auto", Q, None, ("plain", "loop")).name == "plain"
     assert choose_scan("auto") == Choice("swift", "it is dry")
 
 
-def test_plain_forms_end_with_an_exception():
-    with pytest.raises(ValueError, match="use one of"), plain_forms():
+def test_plain_torch_end_with_an_exception():
+    with pytest.raises(ValueError, match="use one of"), plain_torch():
         choose_scan("swim")
     assert choose_scan("auto").name == "swift"
+
+
+def test_records_may_end_in_any_order():
+    first, second = recorded_choices(), recorded_choices()
+    in_first, in_second = first.__enter__(), second.__enter__()
+    first.__exit__(None, None, None)
+    choose_scan("swift")
+    second.__exit__(None, None, None)
+    choose_scan("slow")
+    assert (in_first, in_second) == ([], [("walk", Choice("swift", "requested"))])

@@ -29,8 +29,8 @@ OPS: dict[str, tuple[Callable[..., Any], str]] = {
     "decay a head": (gated_linear_attention, "q k v g"),
     "decay a feature": (gated_linear_attention, "q k v gk"),
     "rwkv6": (rwkv6, "q k v gk u"),
-    "rwkv7": (rwkv7, "q gk k v a b"),
-    "rwkv7, decays within a bound": (partial(rwkv7, log_decay_bound=-0.6), "q bounded k v a b"),
+    "rwkv7": (rwkv7, "q k v gk a b"),
+    "rwkv7, decays within a bound": (partial(rwkv7, log_decay_bound=-0.6), "q k v bounded a b"),
 }
 
 
@@ -56,8 +56,8 @@ def test_a_refusal_says_what_is_missing(hopper: Any) -> None:
     hopper("3.6.0")
     said = fla.refused_on_hopper()
     assert said is not None
-    assert said.startswith("flash-linear-attention refuses decays of whole heads on a Hopper GPU")
-    assert said.endswith("under Triton 3.6.0, which gets their gradients wrong: pip install 'triton>=3.7.1'")
+    assert said.startswith("flash-linear-attention refuses per-head decays on a Hopper GPU")
+    assert said.endswith("under Triton 3.6.0, which computes wrong gradients for them: pip install 'triton>=3.7.1'")
 
 
 def test_obstacles_name_the_mend(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +106,7 @@ def test_on_a_gpu_it_is_the_plain_form(name: str, key: int, value: int, length: 
 
         inputs = [None if n == "none" else cast(drawn[n]) for n in arguments.split()]
         first = cast(state)
-        results = op(*inputs, initial_state=first, return_final_state=True, implementation=implementation)
+        results = op(*inputs, initial_state=first, output_final_state=True, implementation=implementation)
         wanted = [x for x in (*inputs, first) if x is not None]
         grads = torch.autograd.grad(results, wanted, [g.to(r.dtype) for g, r in zip(upstream, results, strict=True)])
         return [x.double() for x in (*results, *grads)]

@@ -50,7 +50,7 @@ def test_matches_the_papers_recurrence(form, length, with_state, scale):
     arguments = inputs(length)
     state = first_state() if with_state else None
     out, last = gated_delta_rule(
-        *arguments, scale=scale, initial_state=state, return_final_state=True, implementation=form
+        *arguments, scale=scale, initial_state=state, output_final_state=True, implementation=form
     )
     expected, expected_last = brute_force(*arguments, scale=scale, state=state)
     torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-11)
@@ -62,7 +62,7 @@ def test_matches_the_papers_recurrence(form, length, with_state, scale):
 @pytest.mark.parametrize("forget", [0.0, 0.01, 1.0, 50.0])
 def test_low_precision_is_close_and_keeps_its_dtype(form, dtype, forget):
     arguments = inputs(130, dtype=dtype, forget=forget)
-    out, last = gated_delta_rule(*arguments, return_final_state=True, implementation=form)
+    out, last = gated_delta_rule(*arguments, output_final_state=True, implementation=form)
     expected, expected_last = brute_force(*arguments)
     assert (out.dtype, last.dtype) == (dtype, torch.float32)
     tolerance = 1e-5 if dtype == torch.float32 else torch.finfo(dtype).eps
@@ -75,10 +75,10 @@ def test_low_precision_is_close_and_keeps_its_dtype(form, dtype, forget):
 @pytest.mark.parametrize("cut", [1, 50, 64, 129])
 def test_two_parts_with_the_state_handed_over_make_the_whole(form, cut):
     arguments = inputs(130)
-    whole, last = gated_delta_rule(*arguments, return_final_state=True, implementation=form)
-    left, state = gated_delta_rule(*(x[:, :cut] for x in arguments), return_final_state=True, implementation=form)
+    whole, last = gated_delta_rule(*arguments, output_final_state=True, implementation=form)
+    left, state = gated_delta_rule(*(x[:, :cut] for x in arguments), output_final_state=True, implementation=form)
     right, right_last = gated_delta_rule(
-        *(x[:, cut:] for x in arguments), initial_state=state, return_final_state=True, implementation=form
+        *(x[:, cut:] for x in arguments), initial_state=state, output_final_state=True, implementation=form
     )
     torch.testing.assert_close(torch.cat([left, right], dim=1), whole, rtol=1e-9, atol=1e-11)
     torch.testing.assert_close(right_last, last, rtol=1e-9, atol=1e-11)
@@ -91,7 +91,7 @@ def test_gradient_by_finite_differences(form, length):
     state = first_state(2, 3, 2).requires_grad_()
 
     def op(q, k, v, g, beta, state):
-        return gated_delta_rule(q, k, v, g, beta, initial_state=state, return_final_state=True, implementation=form)
+        return gated_delta_rule(q, k, v, g, beta, initial_state=state, output_final_state=True, implementation=form)
 
     assert torch.autograd.gradcheck(op, (*arguments, state))
 
@@ -102,7 +102,7 @@ def test_gradient_of_the_chunked_form_across_chunks_by_finite_differences():
     weight = torch.randn(2, 67, 1, 2, dtype=torch.float64)
 
     def loss(*x):
-        return (gated_delta_rule(*x, implementation="chunked") * weight).sum()
+        return (gated_delta_rule(*x, implementation="chunked")[0] * weight).sum()
 
     slope = sum((g * d).sum() for g, d in zip(torch.autograd.grad(loss(*arguments), arguments), direction, strict=True))
     with torch.no_grad():
@@ -115,7 +115,7 @@ def test_both_forms_have_the_same_finite_gradient_in_fp32(forget):
     gradients = []
     for form in FORMS:
         arguments = [x.requires_grad_() for x in inputs(130, dtype=torch.float32, forget=forget)]
-        out = gated_delta_rule(*arguments, implementation=form)
+        out, _ = gated_delta_rule(*arguments, implementation=form)
         gradients.append(torch.autograd.grad(out.square().sum(), arguments))
     for a, b in zip(*gradients, strict=True):
         assert a.isfinite().all()
@@ -126,7 +126,8 @@ def test_both_forms_have_the_same_finite_gradient_in_fp32(forget):
 def test_auto_is_one_of_the_forms_and_survives_autocast():
     arguments = inputs(65, dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = gated_delta_rule(*arguments)
+        out, state = gated_delta_rule(*arguments)
+    assert state is None
     torch.testing.assert_close(out.double(), brute_force(*arguments)[0], rtol=1e-5, atol=1e-5)
 
 

@@ -47,7 +47,7 @@ def run(tensors, implementation, **options):
     """Return the output, the final state and the gradients of the inputs that are not None."""
     *inputs, dout, dlast = [None if x is None else x.detach().requires_grad_() for x in tensors]
     results = gated_delta_rule(
-        *inputs[:5], initial_state=inputs[5], return_final_state=True, implementation=implementation, **options
+        *inputs[:5], initial_state=inputs[5], output_final_state=True, implementation=implementation, **options
     )
     return *results, *torch.autograd.grad(results, [x for x in inputs if x is not None], (dout, dlast))
 
@@ -136,9 +136,10 @@ def test_nothing_is_written_where_beta_is_zero():
 def test_strides_are_any_and_a_first_state_is_not_needed():
     tensors = draw(70)
     turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors[:5]]
-    out = gated_delta_rule(*turned, implementation="triton")
+    out, state = gated_delta_rule(*turned, implementation="triton")
+    assert state is None
     again = gated_delta_rule(
-        *tensors[:5], initial_state=torch.zeros_like(tensors[5]), return_final_state=True, implementation="triton"
+        *tensors[:5], initial_state=torch.zeros_like(tensors[5]), output_final_state=True, implementation="triton"
     )
     assert torch.equal(out, again[0])
 
@@ -148,7 +149,7 @@ def test_recomputed_it_has_the_same_gradients():
     gradients = []
     for recompute in (False, True):
         q, *rest = [x.detach().requires_grad_() for x in tensors[:5]]
-        call = lambda q, *rest: gated_delta_rule(q, *rest, implementation="triton")  # noqa: E731
+        call = lambda q, *rest: gated_delta_rule(q, *rest, implementation="triton")[0]  # noqa: E731
         out = checkpoint(call, q, *rest, use_reentrant=False) if recompute else call(q, *rest)
         gradients.append(torch.autograd.grad(out, [q, *rest], tensors[6]))
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
@@ -162,7 +163,7 @@ def test_two_runs_give_the_same_bits():
 @needs_gpu
 def test_auto_takes_it_and_says_why_not():
     tensors = draw(10)
-    assert torch.equal(gated_delta_rule(*tensors[:5]), gated_delta_rule(*tensors[:5], implementation="triton"))
+    assert torch.equal(gated_delta_rule(*tensors[:5])[0], gated_delta_rule(*tensors[:5], implementation="triton")[0])
     with pytest.raises(ValueError, match=r"^implementation is 'triton', but q has dtype torch.float32, for "):
         gated_delta_rule(*draw(10, dtype=FP32)[:5], implementation="triton")
 

@@ -52,7 +52,7 @@ def inputs(length, decay, heads=3, dk=6, dv=5, dtype=torch.float64, forget=1.0, 
 def test_matches_the_sum_over_pairs(form, length, decay, with_state, scale):
     arguments = inputs(length, decay)
     state = first_state() if with_state else None
-    options = {"scale": scale, "initial_state": state, "return_final_state": True, "implementation": form}
+    options = {"scale": scale, "initial_state": state, "output_final_state": True, "implementation": form}
     out, last = gated_linear_attention(*arguments, **options)
     expected, expected_last = brute_force(*arguments, scale=scale, state=state)
     torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-10)
@@ -64,7 +64,7 @@ def test_matches_the_sum_over_pairs(form, length, decay, with_state, scale):
 @pytest.mark.parametrize("decay", DECAYS)
 def test_low_precision_is_close_and_keeps_its_dtype(form, dtype, decay):
     arguments = inputs(130, decay, dtype=dtype)
-    out, last = gated_linear_attention(*arguments, return_final_state=True, implementation=form)
+    out, last = gated_linear_attention(*arguments, output_final_state=True, implementation=form)
     expected, expected_last = brute_force(*arguments)
     assert (out.dtype, last.dtype) == (dtype, torch.float32)
     tolerance = 2e-5 if dtype == torch.float32 else torch.finfo(dtype).eps
@@ -78,7 +78,7 @@ def test_low_precision_is_close_and_keeps_its_dtype(form, dtype, decay):
 @pytest.mark.parametrize("cut", [1, 64, 129])
 def test_two_parts_with_the_state_handed_over_make_the_whole(form, decay, cut):
     arguments = inputs(130, decay)
-    options = {"return_final_state": True, "implementation": form}
+    options = {"output_final_state": True, "implementation": form}
     whole, last = gated_linear_attention(*arguments, **options)
     *qkv, g = arguments
     by_token = g is not None and g.dim() > 1
@@ -99,7 +99,7 @@ def test_gradient_by_finite_differences(form, decay, length):
     state = first_state(1, 2, 2).requires_grad_()
 
     def op(q, k, v, g, state):
-        return gated_linear_attention(q, k, v, g, initial_state=state, return_final_state=True, implementation=form)
+        return gated_linear_attention(q, k, v, g, initial_state=state, output_final_state=True, implementation=form)
 
     assert torch.autograd.gradcheck(op, (*arguments, state))
 
@@ -110,7 +110,7 @@ def test_both_forms_have_the_same_finite_gradient_in_fp32(decay, forget):
     gradients = []
     for form in FORMS:
         arguments = [x.requires_grad_() for x in inputs(130, decay, dtype=torch.float32, forget=forget)]
-        out = gated_linear_attention(*arguments, implementation=form)
+        out, _ = gated_linear_attention(*arguments, implementation=form)
         gradients.append(torch.autograd.grad(out.sin().sum(), arguments))
     for a, b in zip(*gradients, strict=True):
         assert a.isfinite().all()
@@ -120,7 +120,8 @@ def test_both_forms_have_the_same_finite_gradient_in_fp32(decay, forget):
 def test_auto_is_one_of_the_forms_and_survives_autocast():
     arguments = inputs(65, "head", dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = gated_linear_attention(*arguments)
+        out, state = gated_linear_attention(*arguments)
+    assert state is None
     torch.testing.assert_close(out.double(), brute_force(*arguments)[0], rtol=1e-5, atol=1e-5)
 
 

@@ -174,7 +174,7 @@ def test_gradients_that_were_not_announced_are_refused(upstream: str) -> None:
     hidden, weight, labels, counted = draw(20, 30)
     losses = linear_cross_entropy(hidden.requires_grad_(), weight, labels, counted)
     grad = torch.arange(20.0) * counted if upstream == "unlike" else torch.ones(20)
-    with pytest.raises(RuntimeError, match="gradients of the counted losses differ, or others have one"):
+    with pytest.raises(RuntimeError, match="gradients of the counted losses differ, or an uncounted loss has one"):
         losses.backward(grad)
 
 

@@ -300,7 +300,7 @@ def taken_by_itself(length, **options):
 
 
 def test_auto_says_what_it_takes_and_why():
-    assert taken_by_itself(9) == Choice("reference", "the scores of 9 queries are few")
+    assert taken_by_itself(9) == Choice("reference", "only 9 queries")
     found = taken_by_itself(200)
     if ON_GPU:
         assert found == Choice("triton", "fused on CUDA")

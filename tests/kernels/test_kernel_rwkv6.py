@@ -51,7 +51,7 @@ def inputs(length, heads=3, dk=6, dv=5, dtype=torch.float64, forget=1.0, seed=0)
 def test_matches_the_papers_sum_without_a_scale(form, length, with_state):
     arguments = inputs(length)
     state = first_state() if with_state else None
-    out, last = rwkv6(*arguments, initial_state=state, return_final_state=True, implementation=form)
+    out, last = rwkv6(*arguments, initial_state=state, output_final_state=True, implementation=form)
     expected, expected_last = brute_force(*arguments, state=state)
     torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-10)
     torch.testing.assert_close(last, expected_last, rtol=1e-9, atol=1e-10)
@@ -60,7 +60,7 @@ def test_matches_the_papers_sum_without_a_scale(form, length, with_state):
 @pytest.mark.parametrize("form", FORMS)
 def test_scale_multiplies_the_output_and_leaves_the_state(form):
     arguments, state = inputs(17), first_state()
-    out, last = rwkv6(*arguments, scale=0.3, initial_state=state, return_final_state=True, implementation=form)
+    out, last = rwkv6(*arguments, scale=0.3, initial_state=state, output_final_state=True, implementation=form)
     expected, expected_last = brute_force(*arguments, scale=0.3, state=state)
     torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-10)
     torch.testing.assert_close(last, expected_last, rtol=1e-9, atol=1e-10)
@@ -71,7 +71,7 @@ def test_a_token_is_read_before_its_own_decay(form):
     # Hand count with one feature: o_1 = r_1 (S_0 + u k_1 v_1) and S_1 = e^(g_1) S_0 + k_1 v_1.
     r, k, v = (torch.full((1, 1, 1, 1), x) for x in (2.0, 3.0, 5.0))
     g, u, state = torch.full((1, 1, 1, 1), 0.5).log(), torch.full((1, 1), 7.0), torch.full((1, 1, 1, 1), 11.0)
-    out, last = rwkv6(r, k, v, g, u, initial_state=state, return_final_state=True, implementation=form)
+    out, last = rwkv6(r, k, v, g, u, initial_state=state, output_final_state=True, implementation=form)
     assert (out.item(), last.item()) == (2.0 * (11.0 + 7.0 * 15.0), 0.5 * 11.0 + 15.0)
 
 
@@ -79,7 +79,7 @@ def test_a_token_is_read_before_its_own_decay(form):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_low_precision_is_close_and_keeps_its_dtype(form, dtype):
     arguments = inputs(50, dtype=dtype)
-    out, last = rwkv6(*arguments, return_final_state=True, implementation=form)
+    out, last = rwkv6(*arguments, output_final_state=True, implementation=form)
     expected, expected_last = brute_force(*arguments)
     assert (out.dtype, last.dtype) == (dtype, torch.float32)
     tolerance = 2e-5 if dtype == torch.float32 else torch.finfo(dtype).eps
@@ -92,7 +92,7 @@ def test_low_precision_is_close_and_keeps_its_dtype(form, dtype):
 @pytest.mark.parametrize("cut", [1, 16, 33, 49])
 def test_two_parts_with_the_state_handed_over_make_the_whole(form, cut):
     *arguments, u = inputs(50)
-    options = {"return_final_state": True, "implementation": form}
+    options = {"output_final_state": True, "implementation": form}
     whole, last = rwkv6(*arguments, u, **options)
     left, state = rwkv6(*(x[:, :cut] for x in arguments), u, **options)
     right, right_last = rwkv6(*(x[:, cut:] for x in arguments), u, initial_state=state, **options)
@@ -104,7 +104,7 @@ def test_two_parts_with_the_state_handed_over_make_the_whole(form, cut):
 def test_the_last_state_is_affine_in_the_first_and_can_be_read_off(form):
     r, k, v, g, u = inputs(50)
     state, identity = first_state(), torch.eye(6, dtype=torch.float64).expand(2, 3, 6, 6)
-    options = {"return_final_state": True, "implementation": form}
+    options = {"output_final_state": True, "implementation": form}
     wide_v = torch.cat([v, torch.zeros_like(k)], dim=-1)
     _, wide = rwkv6(r, k, wide_v, g, u, initial_state=torch.cat([torch.zeros_like(state), identity], dim=-1), **options)
     own, transition = wide.split([5, 6], dim=-1)
@@ -120,7 +120,7 @@ def test_gradient_by_finite_differences(form, length):
     state = first_state(1, 2, 2).requires_grad_()
 
     def op(r, k, v, g, u, state):
-        return rwkv6(r, k, v, g, u, initial_state=state, return_final_state=True, implementation=form)
+        return rwkv6(r, k, v, g, u, initial_state=state, output_final_state=True, implementation=form)
 
     assert torch.autograd.gradcheck(op, (*arguments, state))
 
@@ -131,7 +131,7 @@ def test_both_forms_have_the_same_finite_gradient_in_fp32(forget):
     for form in FORMS:
         arguments = [x.requires_grad_() for x in inputs(50, dtype=torch.float32, forget=forget)]
         state = first_state().requires_grad_()
-        out, last = rwkv6(*arguments, initial_state=state, return_final_state=True, implementation=form)
+        out, last = rwkv6(*arguments, initial_state=state, output_final_state=True, implementation=form)
         gradients.append(torch.autograd.grad(out.sin().sum() + last.sin().sum(), (*arguments, state)))
     for one, other in zip(*gradients, strict=True):
         assert one.isfinite().all()
@@ -143,7 +143,7 @@ def test_features_that_forget_at_once_harm_nothing(form):
     *arguments, g, u = inputs(50, dtype=torch.float32)
     g[..., ::2] = -60
     arguments = [x.requires_grad_() for x in (*arguments, g, u)]
-    out, last = rwkv6(*arguments, return_final_state=True, implementation=form)
+    out, last = rwkv6(*arguments, output_final_state=True, implementation=form)
     expected, expected_last = brute_force(*(x.detach() for x in arguments))
     torch.testing.assert_close(out.double(), expected, rtol=2e-5, atol=2e-5)
     torch.testing.assert_close(last.double(), expected_last, rtol=2e-5, atol=2e-5)
@@ -154,7 +154,7 @@ def test_features_that_forget_at_once_harm_nothing(form):
 @pytest.mark.parametrize("form", FORMS)
 def test_without_decay_and_with_a_bonus_of_one_it_is_linear_attention(form):
     r, k, v, g, u = inputs(50)
-    options = {"initial_state": first_state(), "return_final_state": True}
+    options = {"initial_state": first_state(), "output_final_state": True}
     out, last = rwkv6(r, k, v, torch.zeros_like(g), torch.ones_like(u), **options, implementation=form)
     expected, expected_last = gated_linear_attention(r, k, v, scale=1.0, **options, implementation="recurrent")
     torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-10)
@@ -164,7 +164,8 @@ def test_without_decay_and_with_a_bonus_of_one_it_is_linear_attention(form):
 def test_auto_is_one_of_the_forms_and_survives_autocast():
     arguments = inputs(50, dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = rwkv6(*arguments)
+        out, state = rwkv6(*arguments)
+    assert state is None
     torch.testing.assert_close(out.double(), brute_force(*arguments)[0], rtol=2e-5, atol=2e-5)
 
 
@@ -183,7 +184,7 @@ def test_auto_is_one_of_the_forms_and_survives_autocast():
         ({"u": torch.zeros(6)}, r"u has shape \[6\]: give \[3, 6\]"),
         ({"u": torch.zeros(3, 6, dtype=torch.int64)}, "u has dtype torch.int64"),
         ({"initial_state": torch.zeros(2, 3, 5, 6)}, r"initial_state has shape \[2, 3, 5, 6\]"),
-        ({"scale": float("nan")}, "scale is nan"),
+        ({"scale": float("nan")}, "scale is nan: give a positive number, or None for 1$"),
         ({"implementation": "fla"}, "implementation is 'fla'"),
     ],
 )

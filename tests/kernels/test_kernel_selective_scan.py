@@ -56,7 +56,7 @@ def skip_and_state(channels=CHANNELS, size=SIZE, batch=BATCH):
 def test_matches_the_loop(form, length, groups, with_rest):
     arguments = inputs(length, groups)
     skip, state = skip_and_state() if with_rest else (None, None)
-    options = {"D": skip, "initial_state": state, "return_final_state": True, "implementation": form}
+    options = {"D": skip, "initial_state": state, "output_final_state": True, "implementation": form}
     y, last = selective_scan(*arguments, **options)
     expected, expected_last = brute_force(*arguments, skip, state)
     torch.testing.assert_close(y, expected, rtol=1e-10, atol=1e-11)
@@ -67,7 +67,7 @@ def test_matches_the_loop(form, length, groups, with_rest):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_low_precision_is_close_and_keeps_its_dtype(form, dtype):
     arguments, (skip, _) = inputs(50, 2, dtype), skip_and_state()
-    y, last = selective_scan(*arguments, D=skip, return_final_state=True, implementation=form)
+    y, last = selective_scan(*arguments, D=skip, output_final_state=True, implementation=form)
     expected, expected_last = brute_force(*arguments, skip)
     assert (y.dtype, last.dtype) == (dtype, torch.float32)
     tolerance = 1e-5 if dtype == torch.float32 else torch.finfo(dtype).eps
@@ -80,7 +80,7 @@ def test_low_precision_is_close_and_keeps_its_dtype(form, dtype):
 @pytest.mark.parametrize("cut", [1, 16, 36])
 def test_two_parts_with_the_state_handed_over_make_the_whole(form, cut):
     x, dt, A, B, C = inputs(37, 2)
-    options = {"D": skip_and_state()[0], "return_final_state": True, "implementation": form}
+    options = {"D": skip_and_state()[0], "output_final_state": True, "implementation": form}
     whole, last = selective_scan(x, dt, A, B, C, **options)
     left, state = selective_scan(x[:, :cut], dt[:, :cut], A, B[:, :cut], C[:, :cut], **options)
     right, right_last = selective_scan(
@@ -97,7 +97,7 @@ def test_gradient_by_finite_differences(form, length):
     arguments = [*inputs(length, 2, **small), *skip_and_state(**small)]
 
     def op(x, dt, A, B, C, skip, state):
-        return selective_scan(x, dt, A, B, C, D=skip, initial_state=state, return_final_state=True, implementation=form)
+        return selective_scan(x, dt, A, B, C, D=skip, initial_state=state, output_final_state=True, implementation=form)
 
     assert torch.autograd.gradcheck(op, [x.requires_grad_() for x in arguments])
 
@@ -109,7 +109,7 @@ def test_both_forms_have_the_same_finite_gradient_in_fp32(groups, step):
     for form in FORMS:
         arguments = [x.requires_grad_() for x in inputs(37, groups, torch.float32, step)]
         # Step sizes near 0 or 1000 give states near 0 or near 1000.
-        y, last = selective_scan(*arguments, return_final_state=True, implementation=form)
+        y, last = selective_scan(*arguments, output_final_state=True, implementation=form)
         gradients.append(torch.autograd.grad(y.sin().sum() + last.cos().sum(), arguments))
     for name, a, b in zip(["x", "dt", "A", "B", "C"], *gradients, strict=True):
         assert a.isfinite().all(), name
@@ -121,7 +121,7 @@ def test_both_forms_have_the_same_finite_gradient_in_fp32(groups, step):
 def test_a_decay_of_minus_fifty_a_token_forgets_and_stays_finite(form):
     x, _, _, B, C = inputs(37, dtype=torch.float32)
     dt, A = torch.full_like(x, 5.0).requires_grad_(), torch.full((CHANNELS, SIZE), -10.0).requires_grad_()
-    y = selective_scan(x, dt, A, B, C, implementation=form)
+    y, _ = selective_scan(x, dt, A, B, C, implementation=form)
     # Earlier tokens decay to nothing, so each token reads only its own update.
     torch.testing.assert_close(y, 5.0 * x * (B * C).sum(-1, keepdim=True), rtol=1e-5, atol=1e-5)
     for gradient in torch.autograd.grad(y.sum(), (dt, A)):
@@ -137,7 +137,7 @@ def test_the_backward_pass_holds_the_arguments_and_one_state_a_chunk():
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(hold, lambda x: x):
-        y = selective_scan(*arguments, implementation="chunked")
+        y, _ = selective_scan(*arguments, implementation="chunked")
     numbers = sum(held.values()) - sum(held.get(x.untyped_storage().data_ptr(), 0) for x in arguments)
     assert 0 < numbers <= BATCH * CHANNELS * SIZE * 160 / 16
     assert y.requires_grad
@@ -145,17 +145,18 @@ def test_the_backward_pass_holds_the_arguments_and_one_state_a_chunk():
 
 def test_without_a_backward_pass_nothing_is_checkpointed(monkeypatch):
     x, dt, A, B, C = inputs(40)
-    expected = selective_scan(x, dt, A, B, C, implementation="chunked")
+    expected, _ = selective_scan(x, dt, A, B, C, implementation="chunked")
     monkeypatch.setattr(reference, "checkpoint", None)  # importing checkpoint loads torch's compiler
     with torch.no_grad():
-        found = selective_scan(x, dt, A, B, C, implementation="chunked")
+        found, _ = selective_scan(x, dt, A, B, C, implementation="chunked")
     assert torch.equal(found, expected)
 
 
 def test_auto_is_one_of_the_forms_and_survives_autocast():
     arguments = inputs(37, dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        y = selective_scan(*arguments)
+        y, state = selective_scan(*arguments)
+    assert state is None
     torch.testing.assert_close(y.double(), brute_force(*arguments)[0], rtol=1e-5, atol=1e-5)
 
 

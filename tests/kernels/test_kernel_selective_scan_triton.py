@@ -49,7 +49,7 @@ def run(tensors, implementation, *, rest=True):
     *tensors, dy, dlast = tensors
     inputs = [x.detach().requires_grad_() for x in (tensors if rest else tensors[:5])]
     options = dict(zip(["D", "initial_state"], inputs[5:], strict=False))
-    y, last = selective_scan(*inputs[:5], return_final_state=True, implementation=implementation, **options)
+    y, last = selective_scan(*inputs[:5], output_final_state=True, implementation=implementation, **options)
     return y, last, *torch.autograd.grad((y, last), inputs, (dy, dlast))
 
 
@@ -122,7 +122,7 @@ def test_only_the_last_state_is_used():
     tensors = [x.requires_grad_() for x in draw(18)[:5]]
     gradients = []
     for form in ("triton", "recurrent"):
-        _, last = selective_scan(*tensors, return_final_state=True, implementation=form)
+        _, last = selective_scan(*tensors, output_final_state=True, implementation=form)
         gradients.append(torch.autograd.grad(last.sin().sum(), tensors, materialize_grads=True))
     for a, b in zip(*gradients, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
@@ -132,8 +132,8 @@ def test_recompute_gives_the_same_gradients():
     tensors = [x.requires_grad_() for x in draw(18)[:5]]
 
     def two_calls(*inputs):  # as with context parallelism: one call's final state is the next one's initial state
-        _, state = selective_scan(*inputs, return_final_state=True, implementation="triton")
-        return selective_scan(*inputs, initial_state=state, implementation="triton")
+        _, state = selective_scan(*inputs, output_final_state=True, implementation="triton")
+        return selective_scan(*inputs, initial_state=state, implementation="triton")[0]
 
     plain = torch.autograd.grad(two_calls(*tensors).sum(), tensors)
     again = torch.autograd.grad(checkpoint(two_calls, *tensors, use_reentrant=False).sum(), tensors)
@@ -142,7 +142,8 @@ def test_recompute_gives_the_same_gradients():
 
 def test_a_gradient_of_the_gradient_is_refused():
     tensors = [x.requires_grad_() for x in draw(5)[:5]]
-    y = selective_scan(*tensors, implementation="triton")
+    y, state = selective_scan(*tensors, implementation="triton")
+    assert state is None
     (dx,) = torch.autograd.grad(y.square().sum(), tensors[0], create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dx.sum().backward()
@@ -157,7 +158,7 @@ def test_two_runs_give_the_same_bits():
 def test_without_a_gradient_no_states_are_kept():
     tensors = draw(18)
     with torch.no_grad():
-        y = selective_scan(*tensors[:5], D=tensors[5], initial_state=tensors[6], implementation="triton")
+        y, _ = selective_scan(*tensors[:5], D=tensors[5], initial_state=tensors[6], implementation="triton")
     assert torch.equal(y, run(tensors, "triton")[0])
     rows = triton_launch.Rows(1, 18, 18, 1)
     B, C = (x[:, :, None] for x in tensors[3:5])
@@ -178,7 +179,7 @@ def test_more_elements_than_int32_counts():
     tensors = [z.requires_grad_() for z in (x, dt, B, C)]
     results = []
     for form, (x, dt, B, C) in (("triton", tensors), ("recurrent", ends)):
-        y = selective_scan(x, dt, A.to(dt.dtype), B, C, implementation=form)
+        y, _ = selective_scan(x, dt, A.to(dt.dtype), B, C, implementation=form)
         dy = torch.zeros_like(y)
         dy[:, -size:] = C[:, -size:, :1].detach()
         results.append([z[:, -size:].detach() for z in (y, *torch.autograd.grad(y, (x, dt, B, C), dy))])

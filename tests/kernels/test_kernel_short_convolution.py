@@ -262,7 +262,7 @@ def test_what_triton_cannot_take_is_named(monkeypatch):
     refuse("x has stride 2 in its last dimension", [x.repeat_interleave(2, -1)[..., ::2], before, weight, bias])
     refuse("weight has 9 taps: give at most 8", draw(5, taps=9))
     wide = {"widths": [300, 3], "unit_length": [True, False]}
-    refuse("widths has a part of unit length of 300: give at most 256", draw(5, width=303), **wide)
+    refuse("widths has a normalised part of width 300: give at most 256", draw(5, width=303), **wide)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     refuse("x is on cpu: move it to a GPU", [y.cpu() for y in tensors])
 
@@ -271,9 +271,9 @@ def test_what_triton_cannot_take_is_named(monkeypatch):
     ("change", "message"),
     [
         ({"x": torch.zeros(5, 2, 16)}, r"x has shape \[5, 2, 16\]: give \[length, batch, units, width\]"),
-        ({"x": torch.zeros(0, 2, 3, 16)}, r"x has shape \[0, 2, 3, 16\]: give .* none of them 0"),
+        ({"x": torch.zeros(0, 2, 3, 16)}, r"x has shape \[0, 2, 3, 16\]: give .* all at least 1"),
         ({"weight": torch.zeros(48, 4)}, r"weight has shape \[48, 4\]: give \[units, width, taps\]"),
-        ({"weight": torch.zeros(3, 15, 4)}, r"weight has shape \[3, 15, 4\]: give \[3, 16, 4\], to go with x"),
+        ({"weight": torch.zeros(3, 15, 4)}, r"weight has shape \[3, 15, 4\]: give \[3, 16, 4\], to match x"),
         ({"weight": torch.zeros(3, 16, 4).long()}, "weight has dtype torch.int64"),
         ({"before": torch.zeros(4, 2, 3, 16)}, r"before has shape \[4, 2, 3, 16\]: give \[3, 2, 3, 16\]"),
         ({"before": torch.zeros(3, 2, 3, 16, dtype=BF16)}, "before has dtype torch.bfloat16 but x has torch.float32"),

@@ -147,7 +147,9 @@ def test_gradient_by_finite_differences(score, local):
     q, k, v = (x.requires_grad_() for x in inputs(tq=8, tk=11, d=3, dv=2))
 
     def op(q, k, v):
-        return top1_chunk_attention(q, k, v, chunk_size=4, top_k=2, score=score, local=local, query_offset=3)
+        out, selection = top1_chunk_attention(q, k, v, chunk_size=4, top_k=2, score=score, local=local, query_offset=3)
+        assert selection is None
+        return out
 
     assert torch.autograd.gradcheck(op, (q, k, v))
 
@@ -178,7 +180,7 @@ def test_the_choice_carries_no_gradient():
         ({"implementation": "triton", "chunk_size": 16}, "but chunk_size is 16: give one of .32, 64"),
         ({"top_k": 1.5}, "top_k is 1.5"),
         ({"score": "mean"}, "score is 'mean': use one of"),
-        ({"scale": -1.0}, "scale is -1.0"),
+        ({"scale": 0.0}, "scale is 0.0: give a positive number"),
         ({"query_offset": 3}, "query_offset is 3"),
         ({"implementation": "cuda"}, "implementation is 'cuda'"),
         pytest.param(

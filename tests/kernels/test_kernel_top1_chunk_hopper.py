@@ -22,7 +22,6 @@ BOTH, CHOSEN, NONE = ["chosen", "local"], ["chosen"], []
         ({"dtype": FP32}, NONE),
         ({"d": 32}, NONE),
         ({"chunk_size": 32}, NONE),
-        ({"scale": 0.0}, NONE),
         ({"hopper": False}, NONE),
     ],
 )

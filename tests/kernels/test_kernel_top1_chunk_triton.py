@@ -134,15 +134,6 @@ def test_many_ties(score, top_k):
     check(tensors, chunk_size=32, score=score, top_k=top_k)
 
 
-@pytest.mark.parametrize("score", SCORES)
-def test_scale_zero_mixes_evenly(score):
-    chosen, (dq, dk, _) = check(draw(100), chunk_size=32, score=score, scale=0.0)
-    assert not dq.any()
-    assert not dk.any()
-    if score == "exact_lse":  # then all chunks tie
-        assert chosen[0, :, 0, 0].tolist() == [-1] * 32 + [0] * 68
-
-
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("length", [100, *([20_000] if ON_GPU else [])])
 def test_one_chunk_that_every_query_chooses(length):
@@ -225,7 +216,7 @@ def test_under_activation_checkpointing():
     inputs = [x.requires_grad_() for x in inputs]
 
     def op(q, k, v):
-        return top1_chunk_attention(q, k, v, chunk_size=32, implementation="triton")
+        return top1_chunk_attention(q, k, v, chunk_size=32, implementation="triton")[0]
 
     expected = torch.autograd.grad(op(*inputs), inputs, grad)
     again = torch.utils.checkpoint.checkpoint(op, *inputs, use_reentrant=False)
@@ -241,7 +232,7 @@ def test_compiles_without_a_graph_break(bounds):
     bounds = None if bounds is None else torch.tensor(bounds)
 
     def op(q, k, v):
-        return top1_chunk_attention(q * 1.5, k, v, chunk_size=32, cu_seqlens=bounds) + 1
+        return top1_chunk_attention(q * 1.5, k, v, chunk_size=32, cu_seqlens=bounds)[0] + 1
 
     expected, got = op(*inputs), torch.compile(op, fullgraph=True)(*inputs)
     assert torch.allclose(got, expected, rtol=2**-7, atol=2**-7)

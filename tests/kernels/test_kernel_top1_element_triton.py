@@ -121,9 +121,8 @@ def test_a_scale_cannot_make_two_different_products_equal():
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_scale_zero(estimator):
-    check(draw(70), estimator=estimator, scale=0.0)
-    # The softmax is uniform, also for a document that begins in a later tile.
+def test_a_uniform_softmax_covers_the_document(estimator):
+    # The operator's scale 0, which the interface refuses, makes the softmax uniform. A document begins in a later tile.
     q, k, v, _ = draw(70)
     bounds = torch.tensor([0, 40, 70])
     _, soft, lse, _ = top1_element(q, k, v, bounds, estimator, True, 0.0, 0)
@@ -189,7 +188,7 @@ def test_without_a_gradient_nothing_is_kept_for_one():
     assert torch.equal(out, run([q, k, v, grad], "triton")[0])
     assert chosen.dtype == torch.int32
     with torch.no_grad():
-        assert not top1_element_attention(q.requires_grad_(), k, v, implementation="triton").requires_grad
+        assert not top1_element_attention(q.requires_grad_(), k, v, implementation="triton")[0].requires_grad
     forgot = top1_element(q, k, v, None, "straight_through", False, 0.25, 0)[0]
     with pytest.raises(RuntimeError, match="training is False"):
         forgot.sum().backward()

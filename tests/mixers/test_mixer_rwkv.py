@@ -135,9 +135,9 @@ def test_rwkv7_keeps_the_bound_it_tells_the_op(
     pytest.importorskip("fla", reason="flash-linear-attention is not installed")
     mixer, seen = make_mixer("rwkv7"), []
 
-    def op(r: Tensor, w: Tensor, *more: Tensor, log_decay_bound: float, **options: Any) -> Any:
-        seen.append((float(w.min()), log_decay_bound))
-        return rwkv7(r, w, *more, **options)
+    def op(r: Tensor, k: Tensor, v: Tensor, g: Tensor, *more: Tensor, log_decay_bound: float, **options: Any) -> Any:
+        seen.append((float(g.min()), log_decay_bound))
+        return rwkv7(r, k, v, g, *more, **options)
 
     with torch.no_grad():
         mixer.decay_base.copy_(torch.linspace(-300, 300, mixer.decay_base.numel()).view_as(mixer.decay_base))

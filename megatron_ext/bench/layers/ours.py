@@ -10,7 +10,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from kernels.bench.checks import relative_error
-from kernels.common.dispatch import Choice, plain_forms, recorded_choices
+from kernels.common.dispatch import Choice, plain_torch, recorded_choices
 from megatron_ext.bench.layers.cases import LayerShape
 from megatron_ext.bench.layers.layer import Layer, hidden_states
 from megatron_ext.mixers.core.base import Mixer
@@ -21,13 +21,13 @@ LIMIT = 2e-2
 """Maximum relative error ||found - expected|| / ||expected|| of an output or gradient in bf16."""
 
 CHECKED_LENGTH = 512
-"""Tokens for the comparison: few enough for plain forms that hold all scores, and for MoBA's selection to be
+"""Tokens for the comparison: few enough for plain torch, which materialises all scores, and for MoBA's selection to be
 independent of rounding.
 """
 
 DRAWS = 3
 """Maximum number of random inputs to compare with. For one input, a norm may divide by almost zero and amplify rounding
-in bf16. An incorrect form fails for all inputs.
+in bf16. An incorrect implementation fails for all inputs.
 """
 
 QUERY_GROUPS = {"nsa": 1}
@@ -38,7 +38,7 @@ need 16 per group.
 
 @dataclass(frozen=True)
 class Agreement:
-    """Deviation of a mixer from its plain torch forms.
+    """Deviation of a mixer from its plain torch implementation.
 
     Attributes:
         output: relative error of the output.
@@ -53,7 +53,7 @@ class Agreement:
         """Description of an error above the limit, or NaN; None: there is none."""
         for name, error in (("output", self.output), ("gradient of the hidden states", self.gradient)):
             if not error <= LIMIT:
-                return f"{name} off by {error:.1e} from the plain forms', limit {LIMIT:.0e}"
+                return f"{name} off by {error:.1e} from plain torch, limit {LIMIT:.0e}"
         return None
 
 
@@ -100,7 +100,7 @@ def _check_once(mixer: Mixer, shape: LayerShape, seed: int, device: torch.device
     x = hidden_states(layer, length=length, batch=1, hidden=shape.size.hidden, seed=seed, device=device)
     grad = torch.randn_like(x)
     found = _output_and_gradient(layer, x, grad)
-    with plain_forms():
+    with plain_torch():
         expected = _output_and_gradient(layer, x, grad)
     # Relative errors are computed over [b, t, heads, width]; here with one row and one head.
     errors = (relative_error(f.transpose(0, 1)[:, :, None], e.transpose(0, 1)[:, :, None])

@@ -37,7 +37,7 @@ def scan(
     """
 
     def from_state(values: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        return op(q_bthd, k_bthd, values, *more_bth, scale=scale, initial_state=state, return_final_state=True)
+        return op(q_bthd, k_bthd, values, *more_bth, scale=scale, initial_state=state, output_final_state=True)
 
     return part.history.scan("state", from_state, v_bthe, q_bthd.shape[-1])
 
