@@ -15,10 +15,11 @@ from kernels.based import based, by_features, num_features
 from kernels.common.fusion import cut, fused
 from kernels.gated_linear_attention import gated_linear_attention
 from megatron_ext.config.traits import MixerTraits
-from megatron_ext.mixers.core.base import Mixer, MixInput, StateShape, batch_first
+from megatron_ext.mixers.core.base import Mixer, MixInput, batch_first
 from megatron_ext.mixers.core.history import BEGINNING
 from megatron_ext.mixers.core.registry import register
 from megatron_ext.mixers.core.settings import BasedConfig
+from megatron_ext.mixers.core.shapes import StateShape
 from megatron_ext.mixers.core.stateful import scan
 
 

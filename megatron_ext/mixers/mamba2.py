@@ -11,11 +11,12 @@ from kernels.common.fusion import cut, fused
 from kernels.gated_linear_attention import gated_linear_attention
 from kernels.short_convolution import short_convolution
 from megatron_ext.config.traits import MixerTraits
-from megatron_ext.mixers.core.base import Mixer, MixInput, StateShape, batch_first
+from megatron_ext.mixers.core.base import Mixer, MixInput, batch_first
 from megatron_ext.mixers.core.convolution import previous_rows
 from megatron_ext.mixers.core.decay import inverse_softplus_step, log_uniform_decay
 from megatron_ext.mixers.core.registry import register
 from megatron_ext.mixers.core.settings import Mamba2Config
+from megatron_ext.mixers.core.shapes import StateShape
 from megatron_ext.mixers.core.stateful import scan
 from megatron_ext.parallel.parameters import ones, uniform_within
 

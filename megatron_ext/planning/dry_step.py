@@ -23,7 +23,8 @@ from kernels.meta.unlaunched import unlaunched
 from megatron_ext.config.layout import layout_of
 from megatron_ext.config.schema import RunConfig
 from megatron_ext.data.batches import Batch
-from megatron_ext.mixers.core.base import Mixer, Rounds
+from megatron_ext.mixers.core.base import Mixer
+from megatron_ext.mixers.core.shapes import Rounds
 from megatron_ext.model.build import build_model, check_tiles
 from megatron_ext.model.forward_backward import TokenLosses, summed_loss
 from megatron_ext.model.meta_device import on_meta

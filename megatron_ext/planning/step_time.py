@@ -32,7 +32,7 @@ from megatron_ext.planning.memory import shares
 from megatron_ext.planning.rates import PartRate, filled, is_measured, mixer_rate, part_of_feed_forward, rate_of
 
 if TYPE_CHECKING:
-    from megatron_ext.mixers.core.base import Rounds
+    from megatron_ext.mixers.core.shapes import Rounds
     from megatron_ext.planning.dry_step import Footprint, Layer
     from megatron_ext.planning.ledger import Message
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from math import gcd
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +30,7 @@ from megatron_ext.config.traits import MixerTraits
 from megatron_ext.mixers.core.decode_cache import HistoryModule
 from megatron_ext.mixers.core.documents import mix_by_document
 from megatron_ext.mixers.core.history import BEGINNING, SequenceHistory
+from megatron_ext.mixers.core.shapes import Rounds, StateShape
 from megatron_ext.parallel.aligned_linear import AlignedColumnParallelLinear
 from megatron_ext.parallel.exchange import copy_to_group, gather_sequence
 from megatron_ext.parallel.fp32_values import fp32_values, in_fp32, stored
@@ -65,32 +66,6 @@ class MixInput:
     history: SequenceHistory = BEGINNING
     shared: Tensor | None = None
     more: tuple[Tensor, ...] = ()
-
-
-class StateShape(NamedTuple):
-    """Shape of the recurrent states of a head group.
-
-    Attributes:
-        states: number of states.
-        key_dim: rows of each state.
-        value_dim: columns of each state: the width of the values that are written to it.
-    """
-
-    states: int
-    key_dim: int
-    value_dim: int
-
-
-class Rounds(NamedTuple):
-    """Number of parts in which a rank exchanges its features for whole sequences; see `Mixer.exchange_rounds`.
-
-    Attributes:
-        samples: number of parts that the samples are split into.
-        head_groups: number of parts that the head groups of each of those are split into.
-    """
-
-    samples: int
-    head_groups: int
 
 
 class Mixer(HistoryModule, ABC):

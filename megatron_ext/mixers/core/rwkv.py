@@ -11,7 +11,8 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from megatron_ext.config.traits import MixerTraits
-from megatron_ext.mixers.core.base import Mixer, MixInput, StateShape, batch_first
+from megatron_ext.mixers.core.base import Mixer, MixInput, batch_first
+from megatron_ext.mixers.core.shapes import StateShape
 from megatron_ext.mixers.core.token_shift import layers_left
 from megatron_ext.parallel.exchange import copy_to_group
 from megatron_ext.parallel.parameters import Initializer, constant, new_parameter, normal, zeros

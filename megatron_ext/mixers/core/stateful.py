@@ -11,7 +11,8 @@ from torch import Tensor
 
 from kernels.common.fusion import fused
 from megatron_ext.config.traits import MixerTraits
-from megatron_ext.mixers.core.base import Mixer, MixInput, StateShape, batch_first
+from megatron_ext.mixers.core.base import Mixer, MixInput, batch_first
+from megatron_ext.mixers.core.shapes import StateShape
 from megatron_ext.parallel.parameters import new_parameter, ones
 
 
