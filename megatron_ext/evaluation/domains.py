@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
-from megatron.core.process_groups_config import ProcessGroupCollection
 
 from data_prep.manifest import Manifest
 from megatron_ext.data.batches import NO_PACKING, Batch, Packing, evaluation_batch, micro_batch_indices
@@ -17,18 +16,7 @@ from megatron_ext.data.samples import PADDING_DOCUMENT, EvaluationSamples
 from megatron_ext.data.shards import TokenStore
 from megatron_ext.evaluation.domain_results import MANIFEST_SPLITS
 from megatron_ext.evaluation.progress import progress
-
-
-class LossModel(Protocol):
-    """Interface that evaluation requires of a trainer: forward passes under its parallel layout."""
-
-    groups: ProcessGroupCollection
-
-    def losses(self, batches: Sequence[Batch]) -> list[torch.Tensor]:
-        """Return the losses [b, t/cp], fp32, of each micro-batch; empty except on the last pipeline stage."""
-
-    def reduce(self, sums: torch.Tensor) -> torch.Tensor:
-        """Sum over the data- and context-parallel group, in float64; every rank gets the result."""
+from megatron_ext.model.forward_backward import TokenLosses
 
 
 @dataclass(frozen=True)
@@ -96,7 +84,7 @@ class DomainEvaluator:
 
     def __init__(
         self,
-        model: LossModel,
+        model: TokenLosses,
         domains: Sequence[EvaluationDomain],
         micro_batch_size: int,
         packing: Packing = NO_PACKING,

@@ -42,11 +42,11 @@ class GlobalStepInfo:
         grad_norm: of the step, before clipping; nan if it is not finite.
     """
 
-    peak_memory: int = 0
-    is_asked_to_stop: bool = False
-    is_saving: bool = False
-    loss: float = 0.0
-    grad_norm: float = 0.0
+    peak_memory: int
+    is_asked_to_stop: bool
+    is_saving: bool
+    loss: float
+    grad_norm: float
 
 
 @dataclass
