@@ -43,14 +43,16 @@ def check(config: RunConfig, processes: int | None) -> None:
     """Check a configuration for a number of processes; None: as many as one replica of the model needs.
 
     Raises:
-        UserError: fields contradict each other.
+        UserError: fields contradict each other, or a suite or logger is unknown or lacks its package.
     """
     from megatron_ext.config.layout import model_parallel_size
     from megatron_ext.config.rules import check
     from megatron_ext.evaluation.registry import check_suites
+    from megatron_ext.training.loggers.core.registry import check_loggers
 
     check(config, model_parallel_size(config.parallel) if processes is None else processes, mixers())
     check_suites(config)
+    check_loggers(config.logging.backends)
 
 
 def load_checked(path: Path, overrides: Sequence[str], processes: int | None) -> RunConfig:

@@ -46,6 +46,7 @@ _BY_EFFECT: dict[Effect, dict[str, str]] = {
         "training": "micro_batch_size recompute checkpoint_every keep_checkpoints keep_every async_checkpoints",
         "optimizer": "sharding offload offload_parameters deepspeed",
         "resilience": "retries limit heartbeat_seconds straggler_every straggler_factor",
+        "logging": "backends",
         "run": "dir name backend device hang_timeout branch_from allow_changed allow_other_data",
     },
     Effect.MEASURED: {

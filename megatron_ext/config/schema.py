@@ -315,6 +315,20 @@ class ResilienceConfig:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class LoggingConfig:
+    """Destinations of a run's metrics. Only the first rank logs.
+
+    JSON lines (metrics.jsonl, evaluation.jsonl, suites.jsonl) and the progress line are always on, because resuming and
+    reports read the former.
+
+    Attributes:
+        backends: names of further loggers (see `training/loggers/`): tensorboard, wandb, mlflow, trackio. Empty: none.
+    """
+
+    backends: list[str] = Field(default_factory=lambda: ["tensorboard"])
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class RunSection:
     """Run folder, device and resume options.
 
@@ -358,6 +372,7 @@ class RunConfig:
     training: TrainingConfig = Field(default_factory=TrainingConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     resilience: ResilienceConfig = Field(default_factory=ResilienceConfig)
+    logging: LoggingConfig = Field(default_factory=LoggingConfig)
     run: RunSection = Field(default_factory=RunSection)
     retrieval: dict[str, Any] = Field(default_factory=dict)
     fewshot: dict[str, Any] = Field(default_factory=dict)

@@ -16,7 +16,7 @@ def trial_config(config: RunConfig, steps: int) -> RunConfig:
     """Shorten a run to a trial: fewer steps, a scaled schedule, each evaluation once, one checkpoint.
 
     Model, batch, precision, layout and optimizer stay the same. Shards are only checked by size. A run with
-    `branch_from` starts from initial weights.
+    `branch_from` starts from initial weights. A trial logs to files only, not to tracking services.
 
     Args:
         config: the checked configuration of the whole run.
@@ -41,6 +41,7 @@ def trial_config(config: RunConfig, steps: int) -> RunConfig:
             keep_every=0,
         ),
         optimizer=_scaled(config.optimizer, training.steps, steps),
+        logging=replace(config.logging, backends=[one for one in config.logging.backends if one == "tensorboard"]),
         run=replace(config.run, dir=str(Path(config.run.dir) / FOLDER), branch_from=None),
     )
 

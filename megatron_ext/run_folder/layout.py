@@ -11,6 +11,8 @@ SUITES = "suites.jsonl"
 DECISIONS = "decisions.jsonl"
 STRAGGLERS = "stragglers.jsonl"
 TENSORBOARD = "tensorboard"
+MLFLOW = "mlflow.db"
+"""MLflow's database, unless MLFLOW_TRACKING_URI is set."""
 MODEL = "model.json"
 CHECKPOINTS = "checkpoints"
 EVALUATIONS = "evaluation"
@@ -22,6 +24,11 @@ _STEP = re.compile(r"step_([0-9]{1,18})")
 def step_name(step: int) -> str:
     """Return the name of the folder of a step's checkpoint or evaluation results."""
     return f"step_{step}"
+
+
+def tracked_name(service: str) -> str:
+    """Return the name of the file with the run's identifier at a tracking service (`wandb`, `mlflow`, `trackio`)."""
+    return f"tracked_{service}.json"
 
 
 def step_of(name: str) -> int | None:

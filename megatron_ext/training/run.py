@@ -19,6 +19,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_ext.checkpoint.folder import CheckpointFolder, Progress, Record, Retention
 from megatron_ext.checkpoint.store import CheckpointStore
+from megatron_ext.config.effects import flat
 from megatron_ext.config.layout import layout_of
 from megatron_ext.config.schema import RunConfig
 from megatron_ext.data import skipped_shards
@@ -305,7 +306,16 @@ def _records(
         if progress.step and branch is None:
             CheckpointFolder(folder / CHECKPOINTS).go_back(progress.step)  # before later records are dropped
         texts = {METRICS: data.record["train"][:DIGITS], EVALUATION: data.record["evaluation"][:DIGITS]}
-        return RunRecords(folder, config.run.name, progress.step, config.training.steps, lock.check_soon, texts)
+        return RunRecords(
+            folder,
+            config.run.name,
+            progress.step,
+            config.training.steps,
+            lock.check_soon,
+            texts,
+            config.logging.backends,
+            {**flat(config), **{name: value for name, value in about.items() if name not in (DATA, CHANGED)}},
+        )
     except OSError as error:
         raise UserError(str(folder), f"cannot be written ({os_reason(error)})", "choose another run.dir") from error
 

@@ -50,6 +50,7 @@ def test_keys_stand_in_the_schemas_order_and_lists_on_one_line() -> None:
         "training",
         "optimizer",
         "resilience",
+        "logging",
         "run",
         "retrieval: {}",
         "fewshot: {}",

@@ -1,0 +1,1 @@
+"""Base classes, registry and shared parts of the loggers."""

@@ -1,0 +1,171 @@
+"""Base class of loggers that send values to a tracking service."""
+
+from __future__ import annotations
+
+import json
+import queue
+import sys
+import threading
+import uuid
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass as checked_dataclass
+from tqdm import tqdm
+
+from megatron_ext.run_folder.layout import tracked_name
+from megatron_ext.training.loggers.core.base import LoggedRun, Logger, Start, scalars
+from megatron_ext.utils.atomic_files import read_regular, write_whole
+from megatron_ext.utils.credentials import redacted
+from megatron_ext.utils.printable import printable
+
+CLOSE_SECONDS = 120.0
+"""Longest wait for a service to receive the last values when a run ends."""
+
+PROJECT = "selectron"
+"""Project or experiment at a service, unless the service's own environment variable names another."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """Values of a step by tag."""
+
+    step: int
+    metrics: Mapping[str, float]
+
+
+@checked_dataclass(frozen=True, config=ConfigDict(extra="ignore", strict=True))
+class Tracked:
+    """Run at a service, as the run folder contains it.
+
+    Attributes:
+        run: identifier of the run at the service.
+        records: number of records that were sent to it.
+    """
+
+    run: str
+    records: int
+
+
+class Tracker(Logger):
+    """Logger that sends values to a tracking service from its own thread, so that training never waits for a network.
+
+    The services cannot take back steps. A resumed run therefore continues its run at the service only if that has
+    exactly the run's records. Otherwise (the process was killed after its last checkpoint, the run rolled back, or the
+    service had failed), a new run at the service begins with all records so far.
+
+    An error of the service is printed once, and nothing more is sent until the next start.
+    """
+
+    service: str
+    """Name in `logging.backends`."""
+
+    def __init__(self, run: LoggedRun) -> None:
+        super().__init__(run)
+        self._jobs: queue.SimpleQueue[tuple[bool, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._records = self._last_step = 0
+        self._id: str | None = None
+        self._failed = self._warned = False
+
+    @abstractmethod
+    def begin(self, run_id: str | None) -> str:
+        """Open a run at the service.
+
+        Args:
+            run_id: identifier of the run to continue. None: create one.
+
+        Returns:
+            Its identifier.
+        """
+
+    @abstractmethod
+    def send(self, points: Sequence[Point]) -> None:
+        """Send values in the order of their steps, which may repeat."""
+
+    @abstractmethod
+    def finish(self, *, finished: bool) -> None:
+        """Send what is buffered and close the run. `finished`: it has reached its last step."""
+
+    def start(self, start: Start) -> None:
+        """Begin or continue a run at the service. See the class."""
+        if self._thread is None:
+            tracked = self._read()
+            continues = tracked is not None and tracked.records == start.records and not start.has_dropped
+            run_id = tracked.run if tracked is not None and continues else None
+            self._thread = threading.Thread(target=self._work, name=f"{self.service} logger", daemon=True)
+            self._thread.start()
+        elif start.has_dropped:
+            run_id = None
+        else:  # rolled back without repeating a recorded step
+            return
+        earlier = [] if run_id else [Point(int(one["step"]), scalars(name, one)) for name, one in start.history()]
+        earlier.sort(key=lambda point: point.step)
+        self._records = start.records
+        self._last_step = start.step
+        self._jobs.put((True, lambda: self._begin(run_id, earlier)))
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Queue the values for the thread."""
+        self._records += 1
+        self._last_step = step
+        self._jobs.put((False, lambda: self.send([Point(step, dict(metrics))])))
+
+    def close(self) -> None:
+        """Wait until the service has received all values, and note its run in the run folder."""
+        if self._thread is None:
+            return
+        finished = self._last_step >= self.run.steps
+        self._jobs.put((False, lambda: self.finish(finished=finished)))
+        self._jobs.put(None)
+        self._thread.join(CLOSE_SECONDS)
+        if self._thread.is_alive():
+            self._warn(f"did not receive the last values within {CLOSE_SECONDS:.0f} s")
+        elif not self._failed and self._id is not None:
+            tracked = json.dumps(asdict(Tracked(self._id, self._records)))
+            write_whole(self.run.folder / tracked_name(self.service), (tracked + "\n").encode())
+
+    def _read(self) -> Tracked | None:
+        """Return the run at the service that the run folder names; None: there is none, or the file is damaged."""
+        path = self.run.folder / tracked_name(self.service)
+        try:
+            found: Tracked = TypeAdapter(Tracked).validate_json(read_regular(path))
+        except (FileNotFoundError, ValidationError):
+            return None
+        return found
+
+    def _begin(self, run_id: str | None, earlier: Sequence[Point]) -> None:
+        if self._id is not None and not self._failed:
+            self.finish(finished=False)
+        self._id, self._failed = None, False
+        self._id = self.begin(run_id)
+        if earlier:
+            self.send(earlier)
+
+    def _work(self) -> None:
+        """Do queued jobs until None. After an error only a job that begins a run is tried."""
+        while (queued := self._jobs.get()) is not None:
+            begins, job = queued
+            if self._failed and not begins:
+                continue
+            try:
+                job()
+            except Exception as error:  # any error of a service: training goes on
+                self._failed = True
+                self._warn(f"{type(error).__name__}: {error}")
+
+    def _warn(self, problem: str) -> None:
+        """Print the first problem in one line."""
+        if self._warned:
+            return
+        self._warned = True
+        text = printable(redacted(" ".join(problem.split())[:200].rstrip(".")))
+        line = f"selectron: warning: {self.service}: {text}; training goes on, and the next start sends all steps"
+        tqdm.write(line, file=sys.stderr)
+
+
+def new_id() -> str:
+    """Return a random identifier of 8 hexadecimal digits."""
+    return uuid.uuid4().hex[:8]
