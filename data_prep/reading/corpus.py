@@ -3,43 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from data_prep.documents import (
-    LONGEST_RECORD,
-    Advance,
-    Document,
-    MalformedError,
-    Problems,
-    check_length,
-    ignore_progress,
-)
+from data_prep.documents import Advance, Document, Problems, ignore_progress
 from data_prep.reading.fields import Fields, Found
 from data_prep.reading.inputs import InputFile, list_files, without_protocol
-from data_prep.reading.lines import BOM
-from data_prep.reading.records import read_records
-from data_prep.reading.selection import (
-    INDEX_SUFFIX,
-    STRUCTURED,
-    TABLE_SUFFIX,
-    TAR_SUFFIX,
-    Selection,
-    is_records,
-    select,
-    split_folder,
-)
-from data_prep.reading.tables import read_table
-from data_prep.reading.tars import read_tar
+from data_prep.reading.registry import format_of, formats
+from data_prep.reading.selection import Selection, holds_tokens, select, split_folder
 from data_prep.tokenization.vocabularies import TextTokenizer
 from megatron_ext.utils.atomic_files import is_url
 from megatron_ext.utils.errors import UserError
 from megatron_ext.utils.printable import printable
-
-Reader = Callable[[InputFile, Fields, Problems, Advance], Iterator[Found]]
-"""Reads the well-formed records of one file."""
 
 
 def open_files(source: str | Path, fields: Fields | None = None, tokenizer: TextTokenizer | None = None) -> FileCorpus:
@@ -56,7 +33,7 @@ def open_files(source: str | Path, fields: Fields | None = None, tokenizer: Text
     """
     source = without_protocol(str(source))
     selection = select(source, list_files(source))
-    if tokenizer is None and any(file.suffix == INDEX_SUFFIX for file in selection.files):
+    if tokenizer is None and any(holds_tokens(file) for file in selection.files):
         problem = f"is not given, but {source} contains tokens"
         raise UserError("--source-tokenizer", problem, "give the tokenizer that made the tokens")
     return FileCorpus(_own_name(source), selection, fields or Fields(), tokenizer)
@@ -91,7 +68,7 @@ class FileCorpus:
     @property
     def has_own_domains(self) -> bool:
         """Return True if there are token files, whose names are the default domains."""
-        return any(file.suffix == INDEX_SUFFIX for file in self.files)
+        return any(holds_tokens(file) for file in self.files)
 
     @property
     def units(self) -> int:
@@ -106,7 +83,7 @@ class FileCorpus:
     def read(self, unit: int, problems: Problems, advance: Advance = ignore_progress) -> Iterator[Document]:
         """Yield every well-formed document of one file."""
         file = self.files[unit]
-        for found in self._reader(file)(file, self._fields, problems, advance):
+        for found in self._found(file, problems, advance):
             name = f"{file.source}{found.place}"
             yield Document(name, found.text, found.domain, file.source, split_folder(file), found.changes)
 
@@ -121,49 +98,13 @@ class FileCorpus:
             digest.update(file.key + f"\0{file.size}\0{file.stamp}\0".encode())
         return digest.hexdigest()
 
-    def _reader(self, file: InputFile) -> Reader:
-        if is_records(file):
-            return read_records
-        if file.suffix == TABLE_SUFFIX:
-            return read_table
-        if file.suffix == TAR_SUFFIX:
-            return read_tar
-        if file.suffix == INDEX_SUFFIX:
-            from data_prep.reading.indexed import IndexedReader  # imports Megatron and torch, only needed here
-
-            assert self._tokenizer is not None
-            return IndexedReader(self._tokenizer)
-        return self._read_text
-
-    def _read_text(self, file: InputFile, fields: Fields, problems: Problems, advance: Advance) -> Iterator[Found]:
-        """Read a text file as one document; its domain is its first-level folder. A file without text is malformed."""
-        with file.open() as stream:
-            content = stream.read(LONGEST_RECORD + 1)
-        advance(file.size)
-        try:
-            text = _text_of(content, file.size)
-        except MalformedError as error:
-            problems.report(file.location, None, error.reason, error.detail, error.hint)
-            return
-        yield Found("", text, printable(file.parts[0]) if len(file.parts) > 1 else fields.default or self.name)
-
-
-def _text_of(content: bytes, size: int) -> str:
-    """Return the text in the content of a file.
-
-    Raises:
-        MalformedError: it is too long, not UTF-8, or blank.
-    """
-    if len(content) > LONGEST_RECORD:
-        raise MalformedError("too long", f"{size:,} bytes, at most {LONGEST_RECORD:,} are supported")
-    try:
-        text = content.removeprefix(BOM).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise MalformedError("not UTF-8", f"byte {error.start}") from None
-    if not text.strip():
-        raise MalformedError("no text")
-    check_length(len(text))
-    return text
+    def _found(self, file: InputFile, problems: Problems, advance: Advance) -> Iterator[Found]:
+        """Yield the well-formed records of a file."""
+        form, fields = format_of(file), self._fields
+        assert form is not None, "`select` has selected it"
+        if form.is_plain_text and not fields.default:
+            fields = replace(fields, default=self.name)
+        return form.open_reader(self._tokenizer)(file, fields, problems, advance)
 
 
 def _own_name(source: str) -> str:
@@ -171,5 +112,6 @@ def _own_name(source: str) -> str:
     path = PurePosixPath(source) if is_url(source) else Path(source).resolve()
     if isinstance(path, Path) and path.is_dir():
         return printable(path.name)
-    packed = next((suffix for suffix in STRUCTURED if path.name.lower().endswith(suffix)), path.suffix)
+    suffixes = [suffix for form in formats() if not form.is_plain_text for suffix in form.suffixes]
+    packed = next((suffix for suffix in suffixes if path.name.lower().endswith(suffix)), path.suffix)
     return printable(path.name[: len(path.name) - len(packed)])

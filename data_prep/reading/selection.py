@@ -9,24 +9,16 @@ from typing import Any
 
 from data_prep.documents import SPLITS
 from data_prep.reading.inputs import InputFile
+from data_prep.reading.registry import format_of, formats
 from megatron_ext.utils.errors import UserError
 from megatron_ext.utils.printable import printable
 
-RECORD_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
-TABLE_SUFFIX, TAR_SUFFIX, INDEX_SUFFIX = ".parquet", ".tar", ".idx"
-STRUCTURED = (*RECORD_SUFFIXES, TABLE_SUFFIX, TAR_SUFFIX, INDEX_SUFFIX)
-TEXT_SUFFIXES = frozenset(
-    {".txt", ".text", ".md", ".markdown", ".rst", ".tex", ".org", ".html", ".css", ".sql", ".sh"}
-    | {".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".java", ".js", ".ts", ".go", ".rs", ".rb", ".r", ".jl"}
-    | {".scala", ".kt", ".swift", ".php", ".pl", ".lua", ".hs", ".ml"}
-)
 PACKED_SUFFIXES = frozenset({".gz", ".xz", ".bz2", ".zst", ".lz4", ".zip"})
 """Suffixes of compressed files, whose kind depends on the suffix before."""
 
 UNKNOWN = "of no form that is read"
 BESIDE = "text beside files of records"
 OUTSIDE = f"outside the folders {', '.join(SPLITS)}"
-NO_INDEX = "without an .idx beside it"
 
 MOST_KINDS = 20
 """Maximum number of kinds of unread files that are listed separately; names may have arbitrary suffixes."""
@@ -50,7 +42,7 @@ class Selection:
 
 
 def select(source: str, files: list[InputFile]) -> Selection:
-    """Select the files to read: records, tables, tars and token files; only those in split folders if there are any.
+    """Select the files of a known format to read; only those in split folders if there are any.
 
     Text files are read if there is nothing else.
 
@@ -62,9 +54,9 @@ def select(source: str, files: list[InputFile]) -> Selection:
         UserError: there is nothing to read, a link is broken, or split folders are not at the top level.
     """
     structured = [file for file in files if is_structured(file)]
-    texts = [file for file in files if file.suffix in TEXT_SUFFIXES]
+    texts = [file for file in files if is_text(file)]
     if not structured and not texts:
-        known = ", ".join(STRUCTURED)
+        known = ", ".join(suffix for form in formats() if not form.is_plain_text for suffix in form.suffixes)
         raise UserError("--input", f"{source} contains no {known} or text files", "give a folder that does")
     inside = [file for file in structured if split_folder(file)]
     if not inside:
@@ -75,16 +67,22 @@ def select(source: str, files: list[InputFile]) -> Selection:
     return Selection(read, folders, _not_read(files, read))
 
 
-def is_records(file: InputFile) -> bool:
-    """Return True if a file has one record per line."""
-    return file.name.lower().endswith(RECORD_SUFFIXES)
-
-
 def is_structured(file: InputFile) -> bool:
-    """Return True if a file contains records, a table, a tar or a token index, judged by its name."""
-    if file.suffix == INDEX_SUFFIX:
-        return file.name.endswith(INDEX_SUFFIX)  # Megatron opens no other spelling
-    return is_records(file) or file.suffix in (TABLE_SUFFIX, TAR_SUFFIX)
+    """Return whether a file has a known format other than plain text, judged by its name."""
+    form = format_of(file)
+    return form is not None and not form.is_plain_text
+
+
+def is_text(file: InputFile) -> bool:
+    """Return whether a file is plain text, judged by its name."""
+    form = format_of(file)
+    return form is not None and form.is_plain_text
+
+
+def holds_tokens(file: InputFile) -> bool:
+    """Return whether a file holds tokens, judged by its name."""
+    form = format_of(file)
+    return form is not None and form.holds_tokens
 
 
 def split_folder(file: InputFile) -> str | None:
@@ -139,18 +137,21 @@ def _not_read(files: list[InputFile], read: list[InputFile]) -> list[dict[str, A
 
 
 def _others(files: list[InputFile], read: list[InputFile]) -> Iterator[tuple[InputFile, str]]:
-    """Yield the files that are not read, each with the reason; a .bin is read with its .idx."""
+    """Yield the files that are not read, each with the reason; a companion, such as a .bin, is read with its file."""
     taken = {file.parts for file in read}
-    indexed = {file.source.removesuffix(INDEX_SUFFIX) for file in files if file.name.endswith(INDEX_SUFFIX)}
+    companions = {form.companion: form.suffixes[0] for form in formats() if form.companion is not None}
+    found = {file.source for file in files}
     for file in files:
-        if file.parts in taken or (file.name.endswith(".bin") and file.source.removesuffix(".bin") in indexed):
+        suffix = companions.get(file.suffix)
+        own = suffix is not None and file.name.endswith(file.suffix)
+        if file.parts in taken or (own and file.source.removesuffix(file.suffix) + str(suffix) in found):
             continue
         if is_structured(file):
             yield file, OUTSIDE
-        elif file.suffix in TEXT_SUFFIXES:
+        elif is_text(file):
             yield file, BESIDE
         else:
-            yield file, NO_INDEX if file.suffix == ".bin" else UNKNOWN
+            yield file, UNKNOWN if suffix is None else f"without an {suffix} beside it"
 
 
 def _add(kind: dict[str, Any], files: int, examples: list[str]) -> None:

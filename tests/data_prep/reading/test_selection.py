@@ -41,7 +41,7 @@ def test_files_of_other_forms_are_counted(tmp_path):
         ("", selection.UNKNOWN): (1, ["README"]),
         (".bak", selection.UNKNOWN): (1, ["Law.idx.bak"]),
         (".idx", selection.UNKNOWN): (1, ["X.IDX"]),
-        (".bin", selection.NO_INDEX): (2, ["Law.bin", "model.bin"]),
+        (".bin", "without an .idx beside it"): (2, ["Law.bin", "model.bin"]),
         (".txt", selection.BESIDE): (1, ["notes.txt"]),
         (".py", selection.BESIDE): (1, ["sub/code.py"]),
     }

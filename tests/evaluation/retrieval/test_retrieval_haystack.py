@@ -50,7 +50,7 @@ def test_records_are_read_whatever_they_are_packed_in(tmp_path: Path) -> None:
     [
         ("none.txt", None, "none.txt does not exist; name a file or folder with text in it"),
         ("blank.txt", b" \n", "blank.txt: no text"),
-        ("image.png", b"x", "holds neither .jsonl"),
+        ("image.png", b"x", "contains no .jsonl"),
         ("tokens.idx", b"x", "tokens.idx holds tokens, no text; name a file or folder with text in it"),
         ("latin.txt", b"caf\xe9", "latin.txt: not UTF-8 (byte 3); repair it or name another"),
         (

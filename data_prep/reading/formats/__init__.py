@@ -1,0 +1,1 @@
+"""Formats of input files, a module each, which registers a reader."""
