@@ -54,7 +54,7 @@ def group_runs(runs: Sequence[Run]) -> list[Architecture]:
         for other in members:
             if other.seed == run.seed:
                 problem = f"has the same settings and seed ({run.seed}) as {other.path}"
-                raise UserError(str(run.path), problem, "leave one of them out or change training.seed")
+                raise UserError(str(run.path), problem, "remove one of them or change training.seed")
         members.append(run)
     members_of = list(groups.values())
     recipe_of = {id(run): fields for run, fields in zip(runs, recipes, strict=True)}

@@ -79,7 +79,7 @@ def training_curves(architectures: Sequence[Architecture], decided: Sequence[Dec
         legend_above(figure, lines.legend, theme, narrow=stacked)
         return png(figure)
 
-    alt = "Training loss over training tokens, a line a run"
+    alt = "Training loss over training tokens, one line per run"
     tables = {"training_loss.csv": as_csv(TRAINING, rows)}
     if any(decisions.values()):
         alt += f"; an upright tick where a step went wrong: {_told(decided)}"
@@ -137,7 +137,7 @@ def domain_curves(architectures: Sequence[Architecture]) -> Picture:
         legend_above(figure, lines.legend, theme, narrow=stacked)
         return png(figure)
 
-    alt = "Loss over training tokens on each evaluated domain, a panel a domain and a line a run"
+    alt = "Loss over training tokens on each evaluated domain, one panel per domain and one line per run"
     return Picture("domain_loss", alt, {"domain_loss.csv": as_csv(DOMAINS, _domain_rows(architectures))}, draw)
 
 

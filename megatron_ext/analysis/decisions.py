@@ -100,7 +100,7 @@ def decision_table(decided: Sequence[Decided]) -> Table:
         for of in decided
         for one in of.decisions
     ]
-    caption = "Steps that went wrong, what was done about each, and why"
+    caption = "Failed steps, the action taken for each, and the reason"
     return Table(caption, ["run", "time", "step", "done", "why"], rows)
 
 

@@ -45,7 +45,7 @@ row per architecture and training loss, with the 95 % interval."""
 def matched_loss(comparison: Comparison) -> Picture:
     """Build the figure with its numbers."""
     rows = [*_loss_rows(comparison), *_gap_rows(comparison)]
-    alt = "Loss out of domain and in domain over training loss, one line an architecture"
+    alt = "Loss out of domain and in domain over training loss, one line per architecture"
     if _has_gaps(comparison):
         alt += f"; below them the gaps to {comparison.baseline.label} at matched training loss"
     tables = {"matched_loss_drawn.csv": as_csv(DRAWN, rows)}

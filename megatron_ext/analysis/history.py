@@ -58,7 +58,7 @@ def happened(run: Run) -> dict[str, Cell]:
         "time in steps": duration(run.seconds),
         "tokens/s (median)": count(round(float(np.median(rates)))) if rates.size else NOTHING,
         "of peak FLOP/s (median)": NOTHING if run.mfu is None else Cell(f"{100 * run.mfu:.1f} %", run.mfu),
-        "peak memory a process": _memory(run.peak_memory),
+        "peak memory per process": _memory(run.peak_memory),
         **_started(run.path),
     }
 
@@ -157,6 +157,6 @@ def skipped(run: Run) -> list[SkippedRange]:
         lines = read_regular(path).splitlines() if path.exists() else []
         records = [TypeAdapter(Skipped).validate_json(line) for line in lines]
     except (OSError, ValidationError):
-        raise UserError(str(path), "is not what training has written", "restore the file or remove it") from None
+        raise UserError(str(path), "was not written by training", "restore the file or remove it") from None
     ends: list[int | None] = [*(record.step for record in records[1:]), None][: len(records)]
     return [SkippedRange(record, end) for record, end in zip(records, ends, strict=True) if record.shards]

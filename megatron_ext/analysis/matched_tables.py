@@ -79,7 +79,7 @@ def unmatched(comparison: Comparison) -> str:
     highest, above = max(ranges, key=lambda pair: float(pair[1].min()))
     lowest, below = min(ranges, key=lambda pair: float(pair[1].max()))
     return (
-        "No training loss is common to all runs, so nothing is compared at matched training loss: "
+        "The runs have no training loss in common, so nothing is compared at matched training loss: "
         f"{highest.name} was evaluated at training losses of {_range(above)}, {lowest.name} at {_range(below)}; "
         f"train {highest.name} longer, or evaluate {lowest.name} from earlier on"
     )

@@ -245,8 +245,8 @@ def _skipped_table(runs: Sequence[Run]) -> Table:
             )
             shards = text("; ".join(shard.problem for shard in found.shards))
             rows.append([text(run.name), *steps, count(len(found.shards)), count(found.tokens), left, shards])
-    columns = ["run", "from step", "until step", "shards", "tokens", "samples left an epoch", "problems"]
-    return Table("Data that could not be read, and that a run did without", columns, rows)
+    columns = ["run", "from step", "until step", "shards", "tokens", "samples left per epoch", "problems"]
+    return Table("Data that could not be read and was skipped", columns, rows)
 
 
 def _shown(picture: Picture) -> dict[str, Any]:

@@ -82,7 +82,7 @@ def write_files(
         write_whole(output / "index.html", page.encode())
     except OSError as error:
         problem = f"the report cannot be written ({os_reason(error)})"
-        raise UserError(str(output), problem, "give another folder with --output or make room") from None
+        raise UserError(str(output), problem, "give another folder with --output or free disk space") from None
     for line in (f"report: {output / 'index.html'}", *answer_lines(comparison)):
         say(line)
     return output / "index.html"

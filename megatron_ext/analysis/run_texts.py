@@ -36,8 +36,8 @@ def text_warnings(runs: Sequence[Run]) -> list[str]:
         if run.other_text_until
     ]
     said += [
-        f"{run.name} is evaluated on {', '.join(run.left_out)} at some of its steps only, as its test domains were "
-        "changed on its way: that is left out"
+        f"{run.name} is evaluated on {', '.join(run.left_out)} at only some of its steps, because its test domains "
+        "were changed: these evaluations are not used"
         for run in runs
         if run.left_out
     ]
@@ -45,7 +45,7 @@ def text_warnings(runs: Sequence[Run]) -> list[str]:
     for run in changed:
         assert run.size is not None
         what = ", ".join(f"{one['field']} at step {one['step']}" for one in run.size.changed)
-        said.append(f"{run.name} was changed on its way ({what}): no single configuration makes it")
+        said.append(f"{run.name} was changed during training ({what}): no single configuration reproduces it")
     return said
 
 
@@ -76,10 +76,10 @@ def _how(data: Texts, other: Texts, splits: Sequence[str]) -> str:
                 f"{one[key]['documents']:,} documents, {one[key]['tokens']:,} tokens" if key in one else "none"
                 for one in (mine, theirs)
             ]
-            same = "as many documents and tokens, and others"
+            same = "the same number of documents and tokens, but different text"
             phrases.append(f"{key[1]} ({key[0]}): {same if counts[0] == counts[1] else ' against '.join(counts)}")
     more = f"; and {len(phrases) - _MOST_NAMED} more" if len(phrases) > _MOST_NAMED else ""
-    return "; ".join(phrases[:_MOST_NAMED]) + more or "its domains come in another order"
+    return "; ".join(phrases[:_MOST_NAMED]) + more or "its domains have a different order"
 
 
 def _some(names: Sequence[str]) -> str:

@@ -197,12 +197,12 @@ def read_runs(paths: Sequence[Path], *, evaluated: bool = True) -> list[Run]:
             evaluated on different data, or a required evaluation is missing.
     """
     if not paths:
-        raise UserError("RUN", "no run folder given", "name at least one")
+        raise UserError("RUN", "no run folder given", "give at least one")
     folders = [folder for path in paths for folder in run_folders(path)]
     resolved = [path.resolve() for path in folders]
     for index, path in enumerate(resolved):
         if path in resolved[:index]:
-            raise UserError(str(folders[index]), "is given twice", "name every run folder once")
+            raise UserError(str(folders[index]), "is given twice", "give every run folder once")
     runs = _without_left_out([read_run(path, evaluated=evaluated) for path in folders])
     first = next((run for run in runs if run.domains), runs[0])
     for run in runs:
@@ -284,8 +284,8 @@ def _read_bytes(path: Path, hint: str) -> bytes:
 def _read_config(path: Path) -> dict[str, Any]:
     """Read config.yaml as plain mappings and check presence and type of the fields that identify a run."""
     file = path / CONFIG
-    data = _read_bytes(file, "give the folder of a run: it holds config.yaml, metrics.jsonl and evaluation.jsonl")
-    hint = "put back the configuration that was saved with the run"
+    data = _read_bytes(file, "give the folder of a run: it contains config.yaml, metrics.jsonl and evaluation.jsonl")
+    hint = "restore the configuration that was saved with the run"
     try:
         config = redacted_tree(parse_yaml(data.decode("utf-8")))
     except MarkedYAMLError as error:
@@ -306,7 +306,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 def _read_size(path: Path) -> ModelSize | None:
     if not path.exists():
         return None
-    hint = "restore the file or continue the run, which writes it anew"
+    hint = "restore the file or resume the run, which rewrites it"
     try:
         return TypeAdapter(ModelSize).validate_json(_read_bytes(path, hint))
     except ValidationError as error:
@@ -352,7 +352,7 @@ def _read_metrics(path: Path) -> list[StepRecord]:
     """Read the steps of a run in ascending order; of a step that was written twice the later line counts."""
     by_step = {line.record.step: line.record for line in parse_lines(path, StepRecord, "give the folder of a run")}
     if not by_step:
-        raise UserError(str(path), "holds no step", "train the run first")
+        raise UserError(str(path), "contains no step", "train the run first")
     return [by_step[step] for step in sorted(by_step)]
 
 
@@ -410,14 +410,14 @@ def _read_evaluations(path: Path, steps: IntArray, *, needed: bool) -> _Evaluati
         del by_step[step]
     if not by_step:
         if needed:
-            raise UserError(str(path), "holds no evaluation after a training step", hint)
+            raise UserError(str(path), "contains no evaluation after a training step", hint)
         return _Evaluations(np.empty(0, dtype=np.int64))
     order = sorted(by_step)
     keys = sorted(set.intersection(*(set(scores) for scores in by_step.values())))
     left_out = sorted({key for scores in by_step.values() for key in scores} - set(keys))
     names = tuple(f"{domain} ({split})" for split, domain in left_out)
     if names:
-        problem = "left out, as only some evaluations have it: data.test_domains was changed on the run's way"
+        problem = "not used, because only some evaluations have it: data.test_domains was changed during the run"
         _warn(str(path), f"{', '.join(names)} {problem}")
     domains = tuple(_stack(key, [by_step[step][key] for step in order]) for key in keys)
     newest = texts[order[-1]]

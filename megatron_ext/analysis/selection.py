@@ -10,7 +10,7 @@ from megatron_ext.analysis.architecture import Architecture, group_runs
 from megatron_ext.analysis.runs import Run, check_same_data, read_run, read_runs, run_folders
 from megatron_ext.utils.errors import UserError
 
-NOT_EVALUATED = "has no out-of-domain evaluation: its training loss alone is shown"
+NOT_EVALUATED = "has no out-of-domain evaluation: only its training loss is shown"
 
 
 @dataclass(frozen=True)

@@ -200,7 +200,7 @@ def _parsed(path: Path | None, kind: type[File]) -> File | None:
     try:
         return TypeAdapter(kind).validate_json(read_regular(path))
     except (OSError, ValidationError):
-        raise UserError(str(path), "is not what a suite has written", _AGAIN) from None
+        raise UserError(str(path), "was not written by a suite", _AGAIN) from None
 
 
 def to_dict(found: Sequence[Suites]) -> dict[str, Any]:

@@ -151,7 +151,7 @@ def test_baseline_comes_first():
 def test_same_settings_and_seed_twice():
     with pytest.raises(UserError) as caught:
         group_runs([make_run("attention*4", name="a"), make_run("attention*4", name="b")])
-    hint = "leave one of them out or change training.seed"
+    hint = "remove one of them or change training.seed"
     assert str(caught.value) == f"b: has the same settings and seed (1) as a; {hint}"
 
 

@@ -20,7 +20,7 @@ def test_what_a_run_recorded(tmp_path):
     rates = [5000.0 + step % 3 for step in range(1, 41)]
     assert found["time in steps"].value == pytest.approx(sum(TOKENS_A_STEP / rate for rate in rates))
     assert found["tokens/s (median)"].value == sorted(rates)[20]
-    assert found["peak memory a process"].text == "1.00 GiB"
+    assert found["peak memory per process"].text == "1.00 GiB"
     assert found["of peak FLOP/s (median)"] == found["parameters"] == found["starts"] == NOTHING
 
 
@@ -67,7 +67,7 @@ def test_skipped_shards_are_named_until_they_are_whole_again(tmp_path):
     assert [(one.record.step, one.until, len(one.record.shards)) for one in found] == [(0, 20, 1), (20, 30, 2)]
     assert "Skipped shards" in write_report([folder], tmp_path / "report").read_text()
     (folder / "skipped_shards.jsonl").write_text("{}\n")
-    with pytest.raises(UserError, match=r"skipped_shards\.jsonl: is not what training has written; "):
+    with pytest.raises(UserError, match=r"skipped_shards\.jsonl: was not written by training; "):
         write_report([folder], tmp_path / "report")
 
 

@@ -203,7 +203,7 @@ def test_full_disk_leaves_the_earlier_report_whole(folders, tmp_path, monkeypatc
     with pytest.raises(UserError) as caught:
         write_report(folders[:1], tmp_path)
     problem = "the report cannot be written (No space left on device)"
-    assert str(caught.value) == f"{tmp_path}: {problem}; give another folder with --output or make room"
+    assert str(caught.value) == f"{tmp_path}: {problem}; give another folder with --output or free disk space"
     assert os.listdir(tmp_path) == ["matched_loss.png"]
     assert (tmp_path / "matched_loss.png").read_text() == "old"
 

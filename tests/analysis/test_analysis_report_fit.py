@@ -123,7 +123,7 @@ def test_tables_hold_what_pictures_show(written: Path) -> None:
 def test_runs_that_no_law_can_be_fitted_to(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     few = [str(runs / f"attention-480-{size}") for size in range(4)]
     assert main(["report", *few, "--fit", "--output", str(tmp_path / "report")]) == 2
-    problem = "4 points of unlike params or tokens, and the law has 5 constants; give 5 points or more"
+    problem = "4 points with distinct params or tokens, but the law has 5 constants; give 5 points or more"
     assert capsys.readouterr().err == f"selectron: error: {', '.join(few)} (attention): {problem}\n"
     assert not (tmp_path / "report").exists()
     assert main(["report", *few, "--output", str(tmp_path / "report")]) == 0

@@ -105,7 +105,7 @@ def test_pieces_of_a_document_are_one_document(folder):
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
-        ("config.yaml", "give the folder of a run: it holds config.yaml, metrics.jsonl and evaluation.jsonl"),
+        ("config.yaml", "give the folder of a run: it contains config.yaml, metrics.jsonl and evaluation.jsonl"),
         ("metrics.jsonl", "give the folder of a run"),
         ("evaluation.jsonl", "train with training.evaluate_every above 0"),
     ],
@@ -171,7 +171,7 @@ def test_damaged_bytes_are_named(folder):
 )
 def test_damaged_configuration(folder, text, message):
     (folder / "config.yaml").write_text(text)
-    hint = "put back the configuration that was saved with the run"
+    hint = "restore the configuration that was saved with the run"
     assert re.fullmatch(re.escape(f"{folder}/config.yaml") + message + "; " + hint, message_of(read_run, folder))
 
 
@@ -179,9 +179,9 @@ def test_empty_files(folder):
     (folder / "evaluation.jsonl").write_text("")
     hint = "train with training.evaluate_every above 0"
     where = f"{folder}/evaluation.jsonl"
-    assert message_of(read_run, folder) == f"{where}: holds no evaluation after a training step; {hint}"
+    assert message_of(read_run, folder) == f"{where}: contains no evaluation after a training step; {hint}"
     (folder / "metrics.jsonl").write_text("")
-    assert message_of(read_run, folder) == f"{folder}/metrics.jsonl: holds no step; train the run first"
+    assert message_of(read_run, folder) == f"{folder}/metrics.jsonl: contains no step; train the run first"
 
 
 def test_gap_among_evaluations_is_refused(folder):
@@ -224,9 +224,9 @@ def test_nothing_out_of_domain(tmp_path):
 
 
 def test_no_folder_and_the_same_twice(folder):
-    assert message_of(read_runs, []) == "RUN: no run folder given; name at least one"
+    assert message_of(read_runs, []) == "RUN: no run folder given; give at least one"
     twice = folder / ".." / folder.name
-    assert message_of(read_runs, [folder, twice]) == f"{twice}: is given twice; name every run folder once"
+    assert message_of(read_runs, [folder, twice]) == f"{twice}: is given twice; give every run folder once"
 
 
 SIZE = {"parameters": 1000, "embedding_parameters": 300, "output_layer_parameters": 0}
@@ -242,7 +242,7 @@ def test_a_folder_of_runs_is_those_runs(tmp_path):
         (tmp_path / "sweep" / "a", 1097),
         (tmp_path / "sweep" / "b", 1098),
     ]
-    assert "/a: is given twice; name every run folder once" in message_of(
+    assert "/a: is given twice; give every run folder once" in message_of(
         read_runs, [tmp_path / "sweep", tmp_path / "sweep" / "a"]
     )
     assert "report/config.yaml: is missing; give the folder of a run" in message_of(
@@ -262,7 +262,9 @@ def test_a_run_need_not_be_evaluated_where_none_asks(tmp_path, evaluations, caps
     runs = read_runs([plain, evaluated], evaluated=False)
     assert [len(run.domains) for run in runs] == [0, 3]
     assert runs[0].evaluation_steps.tolist() == []
-    with pytest.raises(UserError, match=r"evaluation\.jsonl: (is missing|holds no evaluation after a training step)"):
+    with pytest.raises(
+        UserError, match=r"evaluation\.jsonl: (is missing|contains no evaluation after a training step)"
+    ):
         read_runs([plain, evaluated])
     assert ("evaluation at step 999 ignored" in capsys.readouterr().err) == (evaluations == "beyond")
     other = write_run(tmp_path / "other", Synthetic(seed=3, corpus_seed=8))
@@ -282,7 +284,7 @@ def test_a_run_need_not_be_evaluated_where_none_asks(tmp_path, evaluations, caps
 )
 def test_a_damaged_size(folder, text, problem):
     (folder / "model.json").write_text(text)
-    hint = "restore the file or continue the run, which writes it anew"
+    hint = "restore the file or resume the run, which rewrites it"
     assert message_of(read_run, folder) == f"{folder}/model.json: {problem}; {hint}"
 
 
@@ -290,4 +292,4 @@ def test_a_damaged_size(folder, text, problem):
 def test_what_has_no_end_is_not_read(folder, name):
     (folder / name).unlink()
     (folder / name).symlink_to("/dev/zero")
-    assert f"{folder}/{name}: cannot be read (is no regular file)" in message_of(read_run, folder)
+    assert f"{folder}/{name}: cannot be read (is not a regular file)" in message_of(read_run, folder)

@@ -204,5 +204,5 @@ def test_a_diverged_run_has_no_numbers(folders, tmp_path):
 @pytest.mark.parametrize("name", ["domains", "retrieval", "fewshot"])
 def test_a_damaged_file_is_named(folders, tmp_path, name):
     write(folders[1], 20, name, {"step": 20})
-    with pytest.raises(UserError, match=rf"1/evaluation/step_20/{name}\.json: is not what a suite has written; "):
+    with pytest.raises(UserError, match=rf"1/evaluation/step_20/{name}\.json: was not written by a suite; "):
         write_report(folders, tmp_path / "out")

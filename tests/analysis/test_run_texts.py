@@ -48,7 +48,7 @@ def test_earlier_versions_and_changed_runs_are_said() -> None:
     changed = [{"step": 4, "field": "optimizer.lr", "before": 1e-3, "after": 1e-4}]
     earlier, lowered = text_warnings([a_run("a", texts(), changed), a_run("b", None)])
     assert earlier.startswith("b is of an earlier version and did not keep which text")
-    assert lowered == "a was changed on its way (optimizer.lr at step 4): no single configuration makes it"
+    assert lowered == "a was changed during training (optimizer.lr at step 4): no single configuration reproduces it"
 
 
 @pytest.mark.usefixtures("unpainted")
@@ -109,14 +109,16 @@ def test_a_run_whose_test_domains_were_changed_is_compared_on_those_it_always_ha
     whole = read_run(write_run(tmp_path / "whole", Synthetic(name="whole")))
     code = next(domain.domain for domain in whole.domains if domain.split == "test")
     run = read_run(domains_changed(tmp_path / "a", 100, code))
-    said = f"{code} (test) left out, as only some evaluations have it: data.test_domains was changed on the run's way"
+    said = (
+        f"{code} (test) not used, because only some evaluations have it: data.test_domains was changed during the run"
+    )
     assert capsys.readouterr().err == f"warning: {tmp_path}/a/evaluation.jsonl: {said}\n"
     assert run.evaluation_steps.tolist() == whole.evaluation_steps.tolist()
     kept = [domain for domain in whole.domains if domain.domain != code]
     assert [(one.split, one.domain) for one in run.domains] == [(one.split, one.domain) for one in kept]
     assert all(np.array_equal(one.losses, other.losses) for one, other in zip(run.domains, kept, strict=True))
     (line,) = text_warnings([run])
-    assert line.startswith(f"a is evaluated on {code} (test) at some of its steps only, as its test domains were")
+    assert line.startswith(f"a is evaluated on {code} (test) at only some of its steps, because its test domains were")
     assert line in write_report([tmp_path / "a"], tmp_path / "report").read_text()
     both = read_runs([tmp_path / "whole", tmp_path / "a"])
     assert [[one.domain for one in found.domains] for found in both] == [[one.domain for one in kept]] * 2

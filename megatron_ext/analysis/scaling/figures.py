@@ -92,7 +92,7 @@ def budgets_picture(name: str, budgets: Sequence[Budget], title: str) -> Picture
         figure.legend(frameon=False, fontsize=8.5, loc=place, ncols=columns, labelcolor=theme.ink)
         return png(figure)
 
-    alt = f"{title}: loss over parameters at equal compute, with a parabola a budget and a star where it is lowest"
+    alt = f"{title}: loss over parameters at equal compute, with one parabola per budget and a star at its minimum"
     return Picture(name, alt, {f"{name}.csv": as_csv(ISOFLOP, _budget_rows(budgets))}, draw)
 
 
@@ -117,7 +117,7 @@ def transfer_picture(name: str, lines: Mapping[str, Line]) -> Picture:
         ax.legend(frameon=False, fontsize=9, labelcolor=theme.ink)
         return png(figure)
 
-    alt = "Test loss over training loss, a point a model, and each mixer's power law with its 95 % interval"
+    alt = "Test loss over training loss, one point per model, and each mixer's power law with its 95 % interval"
     return Picture(name, alt, {f"{name}.csv": as_csv(TEST_LOSS, _transfer_rows(lines))}, draw)
 
 

@@ -35,7 +35,9 @@ from megatron_ext.utils.atomic_files import os_reason
 from megatron_ext.utils.errors import UserError
 from megatron_ext.utils.markdown import table, write_both
 
-WHY_NOT_FALLING = "an exponent is not above 0: loss does not fall with it, and the law says nothing of larger models"
+WHY_NOT_FALLING = (
+    "an exponent is not above 0: loss does not fall with it, so the law predicts nothing for larger models"
+)
 
 INTERVALS = (
     "95 % profile-likelihood intervals, in which the noise of the models' losses about the law varies (their seeds, "
@@ -150,7 +152,7 @@ def write(found: Fitting, output: Path, *, keep: Path | None = None) -> None:
         replace_files(output, files, "fit.json", WRITTEN, keep=keep)
         write_both(output, "fit", {**numbers_of(found), "files": list(files)}, text_of(found))
     except OSError as error:
-        hint = "give another folder with --output or make room"
+        hint = "give another folder with --output or free disk space"
         raise UserError(str(output), f"cannot be written ({os_reason(error)})", hint) from None
 
 
@@ -286,7 +288,7 @@ def _numbers_of_test(tested: BackTest | None) -> dict[str, Any] | None:
 
 def text_of(found: Fitting) -> str:
     """Return the contents of fit.md."""
-    lines = [f"L(N, D) = E + A / N^alpha + B / D^beta, nats a token, with {INTERVALS}.", ""]
+    lines = [f"L(N, D) = E + A / N^alpha + B / D^beta, nats per token, with {INTERVALS}.", ""]
     columns = ["mixer", "points", *CONSTANTS, "objective"]
     rows = []
     for mixer, one in found.mixers.items():
@@ -303,7 +305,7 @@ def text_of(found: Fitting) -> str:
             lines += [f"{_title(mixer, 'Test loss')}: {transfer_line(one.transfer)}", ""]
     lines += _difference_lines(found.apart)
     if found.runs.left_out:
-        lines += ["Runs that are left out:", "", *(f"- {one}" for one in found.runs.left_out)]
+        lines += ["Runs that are not used:", "", *(f"- {one}" for one in found.runs.left_out)]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -346,7 +348,7 @@ def allocation_line(found: Found) -> str:
 def test_line(tested: BackTest | None) -> str:
     """Describe a back-test."""
     if tested is None:
-        return "without the largest models too little is left to fit a law to."
+        return "without the largest models, too few are left to fit a law."
     errors, n = np.abs(tested.errors), len(tested.held_out)
     smallest = f"{tested.held_out.params.min():.3g}"
     return (

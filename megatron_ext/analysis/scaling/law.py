@@ -258,20 +258,20 @@ def check_points(points: Points, where: str = "points") -> None:
     """
     unlike = len(np.unique([points.params, points.tokens], axis=1).T)
     if unlike < FEWEST_POINTS:
-        problem = f"{unlike} points of unlike params or tokens, and the law has {FEWEST_POINTS} constants"
+        problem = f"{unlike} points with distinct params or tokens, but the law has {FEWEST_POINTS} constants"
         raise UserError(where, problem, f"give {FEWEST_POINTS} points or more")
     ratio = points.tokens / points.params
     for name, values, spread, why in (
         ("parameters", points.params, ALIKE, "A and alpha cannot be told from E"),
         ("tokens", points.tokens, ALIKE, "B and beta cannot be told from E"),
-        ("tokens a parameter", ratio, ALIKE, "what more parameters do and what more tokens do is one"),
-        ("nats of loss", points.losses, SAME_LOSS, "nothing is seen of what makes it fall"),
+        ("tokens per parameter", ratio, ALIKE, "the effects of more parameters and more tokens cannot be separated"),
+        ("nats of loss", points.losses, SAME_LOSS, "nothing shows what reduces it"),
     ):
         low, high = float(values.min()), float(values.max())
         if np.log(high / low) <= spread:
             about = f"{low:,.6g}" if np.log(high / low) <= SAME_LOSS else f"about {np.sqrt(low * high):,.3g}"
             hint = "add points with other sizes and other numbers of tokens"
-            raise UserError(where, f"all have {about} {name}, and so {why}", hint)
+            raise UserError(where, f"all have {about} {name}, so {why}", hint)
 
 
 def number_unlike(values: FloatArray) -> int:

@@ -65,13 +65,13 @@ def read_points(path: Path) -> dict[str, Points]:
     except (UnicodeDecodeError, csv.Error) as error:
         raise UserError(str(path), f"is not CSV ({error})", "give a CSV file in UTF-8") from None
     if not rows:
-        raise UserError(str(path), "holds no points", "give a line for each trained model")
+        raise UserError(str(path), "contains no points", "give one line per trained model")
     numbers = [*NUMBERS, TEST_LOSS] if TEST_LOSS in columns else NUMBERS
     found: dict[str, list[list[float]]] = {}
     for where, row in rows:
         mixer = (row.get(MIXER) or "").strip()
         if MIXER in columns and not mixer:
-            raise UserError(where, f"{MIXER} is empty", "name the mixer of every point, or leave the column out")
+            raise UserError(where, f"{MIXER} is empty", "give the mixer of every point, or remove the column")
         found.setdefault(mixer, []).append([_number(where, name, row.get(name)) for name in numbers])
     return {mixer: Points(*np.array(values).T) for mixer, values in found.items()}
 
@@ -90,5 +90,5 @@ def _number(where: str, name: str, text: str | None) -> float:
     except ValueError:
         value = math.nan
     if not (math.isfinite(value) and value > 0):
-        raise UserError(where, f"{name} is {text!r}, not a number above 0", "mend the value or leave the line out")
+        raise UserError(where, f"{name} is {text!r}, not a number above 0", "fix the value or remove the line")
     return value

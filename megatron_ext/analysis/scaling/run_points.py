@@ -117,7 +117,7 @@ def points_of(runs: Sequence[Run], named: Sequence[Path] = (), *, embeddings: bo
     asked = {path.resolve() for path in named}
     for path, reason in reasons.items():
         if path.resolve() in asked:
-            raise UserError(str(path), reason, "finish it with --resume, or leave it out")
+            raise UserError(str(path), reason, "finish it with --resume, or remove it")
     left_out = [LeftOut(path, reason) for path, reason in reasons.items()]
     if len(left_out) == len(runs):
         raise _none_finished(left_out)
@@ -168,7 +168,7 @@ def _none_finished(left_out: Sequence[LeftOut]) -> UserError:
 
 def _warn(left_out: Sequence[LeftOut]) -> None:
     for one in left_out:
-        print(f"warning: {one}: it is left out of the fit", file=sys.stderr)
+        print(f"warning: {one}: it is not used in the fit", file=sys.stderr)
 
 
 def by_mixer(points: Sequence[RunPoint]) -> dict[str, Points]:

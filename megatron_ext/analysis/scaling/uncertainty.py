@@ -21,7 +21,9 @@ HELD_OUT = 0.1
 PARAMS_EXPONENT, TOKENS_EXPONENT = "params_exponent", "tokens_exponent"
 """Exponents a and b of the optimal numbers of parameters and tokens over compute: N ~ C^a, D ~ C^b, a + b = 1."""
 
-NO_FREEDOM = f"{FEWEST_POINTS} points for {FEWEST_POINTS} constants leave nothing that shows the noise: no intervals"
+NO_FREEDOM = (
+    f"{FEWEST_POINTS} points for {FEWEST_POINTS} constants leave no residual to estimate the noise: no intervals"
+)
 
 
 @dataclass(frozen=True)

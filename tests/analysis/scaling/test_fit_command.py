@@ -136,7 +136,7 @@ def test_five_points_have_a_law_and_no_intervals(tmp_path: Path, capsys: pytest.
     assert main(arguments) == 0
     printed = capsys.readouterr()
     assert "(unknown)" in printed.out
-    reason = "5 points for 5 constants leave nothing that shows the noise: no intervals"
+    reason = "5 points for 5 constants leave no residual to estimate the noise: no intervals"
     assert f"warning: {tmp_path / 'points.csv'}: {reason}\n" in printed.err
     assert f"Warning: {reason}.\n" in printed.out
     numbers = json.loads((tmp_path / "fit" / "fit.json").read_text())
@@ -292,7 +292,7 @@ def test_the_highest_losses_can_be_left_out(tmp_path: Path, capsys: pytest.Captu
         (["--drop-highest", "-1"], "--drop-highest: -1 is below 0; "),
         (
             ["--drop-highest", "17"],
-            "points.csv: 3 points of unlike params or tokens, and the law has 5 constants; give 5 points or more",
+            "points.csv: 3 points with distinct params or tokens, but the law has 5 constants; give 5 points or more",
         ),
     ],
 )
@@ -308,7 +308,7 @@ def test_a_mixer_without_a_law_stops_all(tmp_path: Path, capsys: pytest.CaptureF
     points.write_text(points.read_text() + "1e9,2e10,3,rwkv7\n")
     assert main(["fit", str(points), "--output", str(tmp_path / "fit")]) == 2
     assert (
-        "points.csv (rwkv7): 1 points of unlike params or tokens, and the law has 5 constants; "
+        "points.csv (rwkv7): 1 points with distinct params or tokens, but the law has 5 constants; "
         in capsys.readouterr().err
     )
 

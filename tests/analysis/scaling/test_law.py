@@ -145,14 +145,17 @@ def test_values_that_are_unlike() -> None:
 def test_points_that_say_too_little() -> None:
     points = grid()
     for some, said in (
-        (points.take(np.arange(4)), "4 points of unlike params or tokens, and the law has 5 constants"),
-        (points.take(np.array([0, 8, 16, 24, 24, 0])), "4 points of unlike params or tokens, and the law has 5"),
-        (points.take(points.params == points.params[0]), "all have 5e+07 parameters, and so A and alpha cannot"),
-        (points.take(points.tokens == points.tokens[0]), "all have 1e+09 tokens, and so B and beta cannot"),
-        (Points(points.params, 20 * points.params, points.losses), "all have 20 tokens a parameter, and so what more"),
-        (of_plan(np.geomspace(2e7, 2e9, 6), 131_072), "all have about 20 tokens a parameter, and so what more"),
-        (of_plan(np.geomspace(2e5, 3e6, 6), 131_072), "tokens a parameter, and so what more"),
-        (Points(points.params, points.tokens, np.full(42, 2.5)), "all have 2.5 nats of loss, and so nothing is seen"),
+        (points.take(np.arange(4)), "4 points with distinct params or tokens, but the law has 5 constants"),
+        (points.take(np.array([0, 8, 16, 24, 24, 0])), "4 points with distinct params or tokens, but the law has 5"),
+        (points.take(points.params == points.params[0]), "all have 5e+07 parameters, so A and alpha cannot"),
+        (points.take(points.tokens == points.tokens[0]), "all have 1e+09 tokens, so B and beta cannot"),
+        (
+            Points(points.params, 20 * points.params, points.losses),
+            "all have 20 tokens per parameter, so the effects of",
+        ),
+        (of_plan(np.geomspace(2e7, 2e9, 6), 131_072), "all have about 20 tokens per parameter, so the effects of"),
+        (of_plan(np.geomspace(2e5, 3e6, 6), 131_072), "tokens per parameter, so the effects of"),
+        (Points(points.params, points.tokens, np.full(42, 2.5)), "all have 2.5 nats of loss, so nothing shows"),
     ):
         with pytest.raises(UserError) as caught:
             fit(some)

@@ -51,14 +51,14 @@ def test_losses_on_other_text(tmp_path: Path) -> None:
             "points.csv: has no column tokens; its columns are params, loss; name the columns params",
         ),
         ("", "points.csv: has no column params, tokens, loss; its columns are none; "),
-        ("params,tokens,loss\n", "points.csv: holds no points; "),
-        ("params,tokens,loss\n1,2,3\n1,2,x\n", "points.csv:3: loss is 'x', not a number above 0; mend the value"),
+        ("params,tokens,loss\n", "points.csv: contains no points; "),
+        ("params,tokens,loss\n1,2,3\n1,2,x\n", "points.csv:3: loss is 'x', not a number above 0; fix the value"),
         ("params,tokens,loss\n1,2,3\n1,2\n", "points.csv:3: loss is None, not a number above 0; "),
         ("params,tokens,loss\n0,2,3\n", "points.csv:2: params is '0', not a number above 0; "),
         ("params,tokens,loss\n1,nan,3\n", "points.csv:2: tokens is 'nan', not a number above 0; "),
         ("params,tokens,loss\n1,2,inf\n", "points.csv:2: loss is 'inf', not a number above 0; "),
         ("params,tokens,loss,test_loss\n1,2,3,-1\n", "points.csv:2: test_loss is '-1', not a number above 0; "),
-        ("params,tokens,loss,mixer\n1,2,3,\n", "points.csv:2: mixer is empty; name the mixer of every point"),
+        ("params,tokens,loss,mixer\n1,2,3,\n", "points.csv:2: mixer is empty; give the mixer of every point"),
     ],
 )
 def test_what_is_no_point(tmp_path: Path, text: str, said: str) -> None:

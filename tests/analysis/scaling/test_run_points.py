@@ -121,7 +121,7 @@ def test_runs_at_fault(tmp_path: Path) -> None:
         points_of_runs([folder])
     metrics = folder / "metrics.jsonl"
     metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:150]))
-    with pytest.raises(UserError, match=r"run: stopped at step 150 of 200; finish it with --resume, or leave it out"):
+    with pytest.raises(UserError, match=r"run: stopped at step 150 of 200; finish it with --resume, or remove it"):
         points_of_runs([folder])
 
 
@@ -149,14 +149,14 @@ def test_runs_of_a_folder_that_are_not_finished_are_left_out(
     printed = capsys.readouterr()
     expected = [f"{folder}/{name}: {reason}" for name, reason in left_out.items()]
     assert printed.err.splitlines() == [
-        *(f"warning: {line}: it is left out of the fit" for line in expected),
+        *(f"warning: {line}: it is not used in the fit" for line in expected),
         *("fitting a law to 7 points of attention", "fitting a law to 8 points of mamba"),
     ]
     numbers = json.loads(printed.out)
     assert [mixer["points"] for mixer in numbers["mixers"].values()] == [7, 8]
     assert numbers["left_out"] == [{"run": f"{folder}/{name}", "reason": why} for name, why in left_out.items()]
     said = (output / "fit.md").read_text()
-    assert said.endswith("Runs that are left out:\n\n" + "".join(f"- {line}\n" for line in expected))
+    assert said.endswith("Runs that are not used:\n\n" + "".join(f"- {line}\n" for line in expected))
     with (output / "points.csv").open() as file:
         assert {Path(row["run"]).name for row in csv.DictReader(file)} == {
             run.name for run in folder.iterdir() if run.name not in left_out
@@ -168,7 +168,7 @@ def test_a_run_that_is_named_must_be_finished(tmp_path: Path, capsys: pytest.Cap
     cut(folder / "mamba_8_60", 50)
     runs = [str(run) for run in sorted(folder.iterdir())]
     assert main(["fit", *runs, "--output", str(tmp_path / "fit")]) == 2
-    problem = "stopped at step 50 of 60; finish it with --resume, or leave it out"
+    problem = "stopped at step 50 of 60; finish it with --resume, or remove it"
     assert capsys.readouterr().err == f"selectron: error: {folder}/mamba_8_60: {problem}\n"
     assert not (tmp_path / "fit").exists()
 
@@ -180,7 +180,7 @@ def test_too_few_finished_runs_are_refused(tmp_path: Path, capsys: pytest.Captur
     assert main(["fit", str(folder), "--output", str(tmp_path / "fit")]) == 2
     *warnings, error = capsys.readouterr().err.splitlines()
     assert len(warnings) == 3
-    assert error.startswith(f"selectron: error: {folder} (mamba): 3 points of unlike params or tokens, and the law")
+    assert error.startswith(f"selectron: error: {folder} (mamba): 3 points with distinct params or tokens, but the law")
     for run in folder.iterdir():
         cut(run, 0 if run.name.startswith("mamba") else 10)
     assert main(["fit", str(folder), "--output", str(tmp_path / "fit")]) == 2
@@ -241,6 +241,6 @@ def test_runs_of_other_recipes_are_no_points_of_one_law(tmp_path: Path, capsys: 
     assert "weight_decay 0.3" in names["decay"]
     assert "text bbbbbbbb" in names["other"]
     said = capsys.readouterr().err
-    assert "warning: other is trained on other text than base: its domains come in another order" in said
+    assert "warning: other is trained on other text than base: its domains have a different order" in said
     assert "warning: the runs of attention are not all of one recipe, and a law is fitted to each: " in said
     assert set(by_mixer(points_of_runs([tmp_path / "runs"]))) == set(names.values())
