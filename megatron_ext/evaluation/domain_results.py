@@ -24,7 +24,16 @@ MANIFEST_SPLITS = {"validation": "validation", "test": "test", "test_in_domain":
 """Split in the manifest of each split of an evaluation. Test text of a training domain has a split of its own: it is
 never out of domain, and the two kinds of test text are never summed."""
 
-COLUMNS = ("domain", "split", "documents", "tokens", "nats a token", "{} % interval", "nats a byte", "bits a byte")
+COLUMNS = (
+    "domain",
+    "split",
+    "documents",
+    "tokens",
+    "nats per token",
+    "{} % interval",
+    "nats per byte",
+    "bits per byte",
+)
 """Columns of the table; `{}` is replaced by the confidence of the interval in per cent."""
 
 
@@ -50,7 +59,7 @@ class DomainOptions:
         if not given:
             return []
         have = "has" if len(given) == 1 else "have"
-        return [f"selectron: warning: {' and '.join(given)} {have} no effect any more; leave out"]
+        return [f"selectron: warning: {' and '.join(given)} {have} no effect any more; remove"]
 
 
 @dataclass(frozen=True)
@@ -155,14 +164,16 @@ def _used(options: DomainOptions) -> dict[str, Any]:
 
 def notes_of(losses: Sequence[DomainLoss]) -> list[str]:
     """Return notes for the reader on wide or missing intervals and on empty columns."""
-    notes = ["Intervals: over the choice of documents (t, documents as clusters); another training run is not in them."]
+    notes = [
+        "Intervals cover the choice of documents (t, documents as clusters), not the variation between training runs."
+    ]
     if none := [loss for loss in losses if loss.interval is None]:
-        notes.append(f"No interval from fewer than {FEWEST_DOCUMENTS} documents: {_names(none)}.")
+        notes.append(f"No interval for fewer than {FEWEST_DOCUMENTS} documents: {_names(none)}.")
     if few := [loss for loss in losses if loss.interval is not None and loss.documents < FEW_DOCUMENTS]:
         notes.append(f"Fewer than {FEW_DOCUMENTS} documents, so intervals are rough: {_names(few)}.")
     if part := [loss for loss in losses if loss.bits_per_byte is None]:
-        reason = "only a part was evaluated, and bytes are known of all of it alone; domains.sequences=0 evaluates all"
-        notes.append(f"Nothing a byte for {_names(part)}: {reason}.")
+        reason = "only a part was evaluated, and bytes are known only for the whole; domains.sequences=0 evaluates all"
+        notes.append(f"No values per byte for {_names(part)}: {reason}.")
     return notes
 
 

@@ -139,12 +139,12 @@ class ParallelTextModel:
 
     def _check_length(self, length: int) -> None:
         if length > self._max_length:
-            raise ValueError(f"{length} tokens are more than the {self._max_length} that the model takes")
+            raise ValueError(f"{length} tokens exceed the {self._max_length} that the model supports")
 
 
 def _text_of(request: Request) -> Text:
     if not request.context or not request.continuation:
-        raise ValueError("a request needs a context and a continuation of a token each, at least")
+        raise ValueError("a request needs a context and a continuation of at least one token each")
     tokens = [*request.context, *request.continuation]
     return Text(tokens[:-1], request.continuation)
 
@@ -152,7 +152,7 @@ def _text_of(request: Request) -> Text:
 def _with_targets(text: TeacherForcedQuery) -> Text:
     """Cut the text before its last asked token; targets are `NOTHING` at positions that are not asked for."""
     if not text.asked or text.asked[0] < 1:
-        raise ValueError("a text needs a token to foretell, and one before it")
+        raise ValueError("a text needs at least two tokens")
     first, last = text.asked[0], text.asked[-1]
     targets = [NOTHING] * (last + 1 - first)
     for position in text.asked:

@@ -119,8 +119,8 @@ def check_suites(config: RunConfig) -> dict[str, Any]:
     for name in kinds:
         fields = getattr(config, name)
         if fields and name not in names:
-            problem = "is of a suite that training.evaluate_suites does not name"
-            raise UserError(f"{name}.{next(iter(fields))}", problem, f"add {name} there, or leave it out")
+            problem = "belongs to a suite that is not in training.evaluate_suites"
+            raise UserError(f"{name}.{next(iter(fields))}", problem, f"add {name} there, or remove it")
     options = {name: kinds[name].options_of(name, getattr(config, name)) for name in dict.fromkeys(names)}
     if "retrieval" in options:
         _check_lengths(options["retrieval"], config.model.max_position_embeddings)
@@ -133,8 +133,8 @@ def _check_lengths(options: Any, longest: int | None) -> None:
     assert longest is not None, "derived"
     too_long = [length for length in options.lengths if length > longest]
     if too_long and options.unfit == "refuse":
-        problem = f"{too_long[0]}, and the model takes {longest} tokens at most"
-        hint = "give shorter ones, a larger model.max_position_embeddings, or set retrieval.unfit to skip"
+        problem = f"{too_long[0]}, but the model supports at most {longest} tokens"
+        hint = "reduce them, increase model.max_position_embeddings, or set retrieval.unfit=skip"
         raise UserError("retrieval.lengths", problem, hint)
 
 
@@ -143,4 +143,8 @@ def _check_fewshot(options: Any) -> None:
 
     check_installed()
     if options.data is not None and not options.data.is_dir():
-        raise UserError("fewshot.data", f"{options.data} is no folder", "name one with the files of the test sets")
+        raise UserError(
+            "fewshot.data",
+            f"{options.data} is not a directory",
+            "choose a directory that contains the files of the test sets",
+        )

@@ -44,8 +44,8 @@ def test_bytes_count_where_all_of_a_domain_was_read(tmp_path: Path) -> None:
     assert "| 80 % interval |" in said
     assert [domain["loss"] for domain in written["domains"]] == [2.5, 2.5]
     assert "| Other | test | 1 | 7 | 2.5000 |  |  |  |" in said
-    assert "\nNo interval from fewer than 3 documents: Other (test), Other (test).\n" in said
-    assert "\nNothing a byte for Other (test): only a part was evaluated" in said
+    assert "\nNo interval for fewer than 3 documents: Other (test), Other (test).\n" in said
+    assert "\nNo values per byte for Other (test): only a part was evaluated" in said
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_what_has_no_effect_any_more_is_said(
     monkeypatch.setattr(suite, "_open_domains", lambda *_: None)
     evaluated: Any = SimpleNamespace(config=SimpleNamespace(data=None))
     suite.check_domains(evaluated, read_overrides("domains", fields))
-    said = f"selectron: warning: {named} no effect any more; leave out\n"
+    said = f"selectron: warning: {named} no effect any more; remove\n"
     assert capsys.readouterr().err == ("" if named is None else said)
 
 

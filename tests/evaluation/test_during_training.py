@@ -128,7 +128,7 @@ def test_generators_go_on_as_if_nothing_had_been_drawn() -> None:
     ("arguments", "line"),
     [
         (RETRIEVAL[:1], "training.evaluate_suites_every: 0, with training.evaluate_suites retrieval; give the steps"),
-        (RETRIEVAL[1:], "training.evaluate_suites_every: 2, without training.evaluate_suites; name them"),
+        (RETRIEVAL[1:], "training.evaluate_suites_every: 2, but training.evaluate_suites is not set; set it"),
         (
             ["training.evaluate_suites=[recall]", RETRIEVAL[1]],
             "training.evaluate_suites: no suite 'recall'; choose from: retrieval, fewshot",
@@ -139,7 +139,7 @@ def test_generators_go_on_as_if_nothing_had_been_drawn() -> None:
         ),
         (
             [*RETRIEVAL, "retrieval.lengths=[512, 1024]"],
-            "retrieval.lengths: 1024, and the model takes 512 tokens at most; give shorter ones",
+            "retrieval.lengths: 1024, but the model supports at most 512 tokens; reduce them",
         ),
         (
             [*RETRIEVAL, "retrieval=64"],
@@ -149,16 +149,16 @@ def test_generators_go_on_as_if_nothing_had_been_drawn() -> None:
         ([*RETRIEVAL, "retrieval.samples=0"], "retrieval.samples: 0 is out of range; give a value greater than 0"),
         (
             [*RETRIEVAL, *OPTIONS, "fewshot.limit=3"],
-            "fewshot.limit: is of a suite that training.evaluate_suites does not name; add fewshot there",
+            "fewshot.limit: belongs to a suite that is not in training.evaluate_suites; add fewshot there",
         ),
         (
             ["training.evaluate_suites=[fewshot]", RETRIEVAL[1], "fewshot.data=/nowhere"],
-            "fewshot.data: /nowhere is no folder; name one",
+            "fewshot.data: /nowhere is not a directory; choose a directory",
         ),
-        ([*RETRIEVAL, *OPTIONS], "retrieval.lengths: 64 does not fit for passkey: the shortest one takes "),
+        ([*RETRIEVAL, *OPTIONS], "retrieval.lengths: 64 does not fit passkey: the shortest sample takes "),
         (
             [*RETRIEVAL, "retrieval.lengths=[512]", "retrieval.haystack=/nowhere"],
-            "retrieval.haystack: /nowhere does not exist; name a file",
+            "retrieval.haystack: /nowhere does not exist; give a file",
         ),
     ],
 )

@@ -91,7 +91,10 @@ def test_what_suites_find_stands_in_the_report(run: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["retrieval.lengths=[4096]"], "retrieval.lengths: 4096 does not fit for passkey: the model takes 64 tokens"),
+        (
+            ["retrieval.lengths=[4096]"],
+            "retrieval.lengths: 4096 does not fit passkey: the model supports at most 64 tokens",
+        ),
         (["retrieval.lengths=[64]", "retrieval.haystack=/nowhere"], "retrieval.haystack: /nowhere does not exist"),
         (["retrieval.tasks=[mqar]", "retrieval.lengths=[64]", "data.path=/nowhere"], "/nowhere"),
         (
@@ -184,7 +187,7 @@ def test_a_step_without_a_checkpoint_is_answered_by_those_there_are(
     write_config(run, tmp_path / "data", tmp_path)
     checkpoints = CheckpointFolder(run / "checkpoints")
     missing = f"{run}/checkpoints/step_7: is not there; "
-    bring = "there is no other: bring it back from a copy, or train the run until it has written one"
+    bring = "there is no other: restore it from a backup, or train the run until it writes one"
     assert _refused(capsys, f"{run}/checkpoints/step_7") == missing + bring
     for step in (2, 4):
         checkpoints.begin(step)

@@ -118,7 +118,7 @@ def test_a_folder_that_is_no_run_or_holds_no_checkpoint(
 ) -> None:
     hint = "give the folder of a run: run.dir/run.name"
     assert _generate(tmp_path / "none", "--prompt", "a") == 2
-    assert capsys.readouterr().err == f"selectron: error: {tmp_path}/none: is no folder; {hint}\n"
+    assert capsys.readouterr().err == f"selectron: error: {tmp_path}/none: is not a directory; {hint}\n"
     assert _generate(tmp_path, "--prompt", "a") == 2
     assert capsys.readouterr().err == f"selectron: error: {tmp_path}: holds no config.yaml; {hint}\n"
     shutil.copy(run / "config.yaml", tmp_path)

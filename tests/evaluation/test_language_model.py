@@ -192,7 +192,7 @@ def test_bf16_is_near(pool: Any, prompts: list[list[int]], requests_and_expected
 
 def test_what_is_too_long_or_empty_is_refused(pool: Any) -> None:
     assert pool.run(asked.too_long, 1)[0] == [
-        "11 tokens are more than the 10 that the model takes",
-        "11 tokens are more than the 10 that the model takes",
-        "a request needs a context and a continuation of a token each, at least",
+        "11 tokens exceed the 10 that the model supports",
+        "11 tokens exceed the 10 that the model supports",
+        "a request needs a context and a continuation of at least one token each",
     ]

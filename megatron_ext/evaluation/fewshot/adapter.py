@@ -71,18 +71,20 @@ def generation_of(arguments: Mapping[str, Any], max_length: int) -> Generation:
         others |= {"do_sample": draws, "num_beams": num_beams}
     if others:
         asked = ", ".join(f"{name}={value}" for name, value in others.items())
-        hint = "leave the task out, or run it with lm-eval on an exported checkpoint"
-        raise UserError("fewshot.tasks", f"the task asks for what is not done here: {asked}", hint)
+        hint = "remove the task, or run it with lm-eval on an exported checkpoint"
+        raise UserError("fewshot.tasks", f"the task requests an unsupported option: {asked}", hint)
     if max_tokens >= max_length:
-        problem = f"the task generates up to {max_tokens} tokens, and the model takes {max_length} with the question"
-        raise UserError("fewshot.tasks", problem, "leave the task out for this model")
+        problem = (
+            f"the task generates up to {max_tokens} tokens, but the model supports {max_length} including the question"
+        )
+        raise UserError("fewshot.tasks", problem, "remove the task for this model")
     if num_beams < 1:
         raise _unfit("searches", "num_beams", num_beams)
     return Generation(tuple(until), max_tokens, _draw_of(shape) if draws else None, num_beams)
 
 
 def _unfit(does: str, name: str, value: Any) -> UserError:
-    hint = "mend the task's generation_kwargs, or leave the task out"
+    hint = "fix the task's generation_kwargs, or remove the task"
     return UserError("fewshot.tasks", f"the task {does} with {name}={value}", hint)
 
 

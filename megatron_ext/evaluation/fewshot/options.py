@@ -47,4 +47,4 @@ class FewshotOptions:
     def __post_init__(self) -> None:
         if self.split != "published" and self.data is None:
             problem = f"{self.split!r} chooses among the files in fewshot.data, which is not set"
-            raise UserError("fewshot.split", problem, "set fewshot.data or leave fewshot.split out")
+            raise UserError("fewshot.split", problem, "set fewshot.data or remove fewshot.split")

@@ -89,7 +89,7 @@ def _hellaswag(row: Row, number: int) -> Row:
 
 def _one_of(value: Any, known: Any) -> Any:
     if value not in known:
-        raise ValueError(f"the answer {value!r} is none of {list(known)}")
+        raise ValueError(f"the answer {value!r} is not one of {list(known)}")
     return value
 
 
@@ -174,9 +174,9 @@ def find_file(task: str, split: str, data: Path) -> Path:
             return found[0]
     hint = f"get the file from {test_set.home}"
     if split != "validation":
-        hint += ", or set fewshot.split=validation to do with the validation rows alone"
+        hint += ", or set fewshot.split=validation to use only the validation rows"
     missing = folder / test_set.files[split][0]
-    raise UserError("fewshot.data", f"{task}'s {split} rows are not there: {missing}", hint)
+    raise UserError("fewshot.data", f"{task}'s {split} rows are missing: {missing}", hint)
 
 
 def read_rows(task: str, path: Path) -> list[Row]:
@@ -202,7 +202,7 @@ def read_rows(task: str, path: Path) -> list[Row]:
     return rows
 
 
-_GET_AGAIN = "take the file as its authors publish it"
+_GET_AGAIN = "use the file as published by its authors"
 
 
 def _with_labels(path: Path) -> Iterator[tuple[int, Row]]:
@@ -233,7 +233,7 @@ def _parsed(path: Path) -> Iterator[tuple[int, Row]]:
         try:
             row = parse_json(line)
         except ValueError as error:
-            raise UserError(f"{path}:{number}", f"no JSON: {error}", _GET_AGAIN) from error
+            raise UserError(f"{path}:{number}", f"not JSON: {error}", _GET_AGAIN) from error
         if not isinstance(row, dict):
             raise UserError(f"{path}:{number}", "a row is an object with named fields", _GET_AGAIN)
         yield number, row

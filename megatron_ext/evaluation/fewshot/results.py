@@ -117,7 +117,7 @@ def markdown(results: FewshotResults) -> str:
     said = [f"lm-eval {results.lm_eval}, {results.seconds:.0f} s."]
     if results.truncated:
         said.append(
-            f"{results.truncated} of {results.asked} texts were longer than the model takes and lost their beginning."
+            f"{results.truncated} of {results.asked} texts exceeded the model's length limit and lost their beginning."
         )
     return "\n".join([" ".join(said), "", *lines, *_source_lines(results)]) + "\n"
 

@@ -76,7 +76,7 @@ def local_task(task: str, data: Path, num_fewshot: int, split: Split) -> LocalTa
     rows = {name: read_rows(task, path) for name, path in sources.items()}
     if num_fewshot and len(rows[examples]) <= num_fewshot:
         problem = f"{num_fewshot} examples before each question, of the {len(rows[examples])} in {sources[examples]}"
-        raise UserError("fewshot.num_fewshot", problem, "ask for fewer than there are rows")
+        raise UserError("fewshot.num_fewshot", problem, "request fewer examples than there are rows")
     config["validation_split"] = "validation" if "validation" in rows else None
     return LocalTask(config, rows, sources)
 
@@ -92,7 +92,11 @@ def load_tasks(options: FewshotOptions, max_length: int) -> dict[str, Any]:
         UserError: as in `evaluate_fewshot`.
     """
     if options.include_path is not None and not options.include_path.is_dir():
-        raise UserError("fewshot.include_path", f"{options.include_path} is no folder", "name one with lm-eval's YAMLs")
+        raise UserError(
+            "fewshot.include_path",
+            f"{options.include_path} is not a directory",
+            "choose a directory that contains lm-eval's YAML files",
+        )
     manager = TaskManager(include_path=options.include_path, include_defaults=False)  # only the user's definitions
     local = set() if options.data is None else set(PUBLISHED_SETS) - set(manager.all_tasks)
     if others := [name for name in options.tasks if name not in local and not _knows(manager, name)]:
@@ -143,12 +147,12 @@ def _load(manager: TaskManager, specs: list[str | LocalTask]) -> dict[str, Any]:
         return manager.load(specs)
     except OSError as error:
         known = ", ".join(PUBLISHED_SETS)
-        hint = f"have the rows in the Hugging Face cache, or the files of {known} in a folder (fewshot.data)"
+        hint = f"provide the rows in the Hugging Face cache, or the files of {known} in a folder (fewshot.data)"
         raise _not_loaded("rows could not be read", specs, error, hint) from error
     except ImportError as error:
-        raise _not_loaded("a package is missing", specs, error, "install it, or leave the task out") from error
+        raise _not_loaded("a package is missing", specs, error, "install it, or remove the task") from error
     except Exception as error:  # a task's own code may raise anything
-        hint = "mend the task or what it needs, or leave it out"
+        hint = "fix the task or what it needs, or remove it"
         raise _not_loaded(f"{type(error).__name__} in the task's definition", specs, error, hint) from error
 
 
@@ -160,12 +164,12 @@ def _not_loaded(problem: str, specs: list[str | LocalTask], error: Exception, hi
 
 def _check_task(name: str, task: Any, options: FewshotOptions, max_length: int) -> None:
     """Raise a `UserError` for a task that a text model cannot run, before the first forward pass."""
-    elsewhere = "leave the task out"
+    elsewhere = "remove the task"
     if getattr(task, "UNSAFE_CODE", False) and not options.confirm_run_unsafe_code:
-        hint = f"set fewshot.confirm_run_unsafe_code to true where it may run, or {elsewhere}"
-        raise UserError("fewshot.tasks", f"{name} runs code that a model has written", hint)
+        hint = f"set fewshot.confirm_run_unsafe_code=true if it may run, or {elsewhere}"
+        raise UserError("fewshot.tasks", f"{name} runs code written by a model", hint)
     if getattr(task, "MULTIMODAL", False):
-        raise UserError("fewshot.tasks", f"{name} shows pictures or plays sounds", elsewhere)
+        raise UserError("fewshot.tasks", f"{name} uses images or audio", elsewhere)
     if task.OUTPUT_TYPE == "generate_until":
         generation_of(task.config.generation_kwargs or {}, max_length)
 

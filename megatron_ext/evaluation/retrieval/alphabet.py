@@ -32,7 +32,9 @@ def draw(rng: random.Random, alphabet: Sequence[int], count: int, place: Place) 
         Unfit: no token would remain.
     """
     if count >= len(alphabet):
-        raise Unfit(f"{place.task} takes more than {count} different tokens, and ordinary ones are {len(alphabet)}")
+        raise Unfit(
+            f"{place.task} needs more than {count} different tokens, but there are only {len(alphabet)} ordinary ones"
+        )
     shuffled = rng.sample(list(alphabet), len(alphabet))
     return shuffled[:count], shuffled[count:]
 
@@ -40,4 +42,4 @@ def draw(rng: random.Random, alphabet: Sequence[int], count: int, place: Place) 
 def check_length(place: Place, shortest: int) -> None:
     """Raise `Unfit` if the place's length is below `shortest`, the minimum of the task."""
     if place.length < shortest:
-        raise Unfit(f"the shortest one takes {shortest} tokens")
+        raise Unfit(f"the shortest sample takes {shortest} tokens")

@@ -19,7 +19,7 @@ LONGEST_SENTENCE = 60
 """Maximum number of words of a sentence. Text without full stops, such as a table, is cut after as many."""
 
 WHERE = "retrieval.haystack"
-MEND = "repair it or name another"
+MEND = "repair it or choose another"
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def read_haystack(path: str | None) -> Haystack:
         if characters >= CHARACTERS:
             break
     if not sentences:
-        raise UserError(WHERE, f"{path} holds no text", "name a file or folder with text in it")
+        raise UserError(WHERE, f"{path} contains no text", "give a file or folder that contains text")
     return Haystack(path, sentences, " ")
 
 
@@ -95,8 +95,8 @@ def _texts(source: str) -> Iterator[str]:
         corpus = open_files(source, Fields(default="text"))
     except UserError as error:
         holds_tokens = error.where == "--source-tokenizer"
-        problem = f"{source} holds tokens, no text" if holds_tokens else error.problem
-        raise UserError(WHERE, problem, "name a file or folder with text in it") from error
+        problem = f"{source} contains tokens, not text" if holds_tokens else error.problem
+        raise UserError(WHERE, problem, "give a file or folder that contains text") from error
     # The user chose this text: malformed records are errors, not skipped.
     try:
         for document in corpus.documents(Problems("stop")):

@@ -34,7 +34,7 @@ LENGTHS = tuple(1024 * 2**power for power in range(8))
 
 def _each_once(values: list[TaskName] | list[int] | list[float]) -> list[TaskName] | list[int] | list[float]:
     if len(set(values)) != len(values):
-        raise PydanticCustomError("each_once", "the same one twice")
+        raise PydanticCustomError("each_once", "the same value twice")
     return values
 
 

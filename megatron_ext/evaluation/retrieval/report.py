@@ -77,7 +77,7 @@ def markdown(results: RetrievalResults) -> str:
     found = {(one.task, one.length): one for one in results.by_length()}
     rows = [[task, *(_cell(found.get((task, length))) for length in lengths)] for task in options.tasks]
     lines = [
-        f"Mean scores in per cent, with Wilson's interval of {100 * CONFIDENCE:.0f} %; {options.samples} samples of a "
+        f"Mean scores in per cent, with Wilson's interval of {100 * CONFIDENCE:.0f} %; {options.samples} samples per "
         f"task, length and depth; depths {', '.join(f'{100 * depth:.3g} %' for depth in options.depths)}; "
         f"haystack: {results.haystack}; seed {options.seed}.",
         "",

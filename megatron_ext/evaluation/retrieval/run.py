@@ -62,8 +62,8 @@ def _plan(model: TextModel, options: RetrievalOptions) -> tuple[Material, list[l
             if reason is None:
                 cells.append(here)
             elif options.unfit == "refuse":
-                hint = "leave it out, or set retrieval.unfit to skip"
-                raise UserError("retrieval.lengths", f"{length} does not fit for {name}: {reason}", hint)
+                hint = "remove it, or set retrieval.unfit=skip"
+                raise UserError("retrieval.lengths", f"{length} does not fit {name}: {reason}", hint)
             else:
                 skipped.append(Skipped(name, length, reason))
     return material, cells, skipped
@@ -90,7 +90,7 @@ def _places(name: TaskName, length: int, options: RetrievalOptions) -> list[Plac
 def _why_not(model: TextModel, places: Sequence[Place], material: Material) -> str | None:
     place = places[0]
     if place.length > model.max_length:
-        return f"the model takes {model.max_length} tokens at most"
+        return f"the model supports at most {model.max_length} tokens"
     task = TASKS[place.task]
     try:
         # The length of a token sequence does not depend on the sample. That of a text does, through its words.

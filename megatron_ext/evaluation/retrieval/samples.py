@@ -141,7 +141,7 @@ def shortest(draft: Draft, place: Place, encode: Encode, max_tokens: int) -> lis
     """
     tokens = encode(draft.prompt(draft.smallest))
     if len(tokens) + max_tokens > place.length:
-        raise Unfit(f"the shortest one takes {len(tokens) + max_tokens} tokens of this model")
+        raise Unfit(f"the shortest sample takes {len(tokens) + max_tokens} tokens of this model")
     return tokens
 
 

@@ -63,7 +63,7 @@ def test_results_are_written_for_machines_and_readers(model: PlainModel, data: P
     lines = (tmp_path / "fewshot.md").read_text().splitlines()
     accuracy = piqa["metrics"][0]
     assert f"| piqa | 1.0 | 0 | 5 of 6 | none | acc | {accuracy['value']:.4f} | {accuracy['stderr']:.4f} |" in lines
-    assert f"{numbers['truncated']} of 20 texts were longer" in lines[0]
+    assert f"{numbers['truncated']} of 20 texts exceeded" in lines[0]
     assert numbers["truncated"] > 0
 
 
@@ -154,13 +154,16 @@ def test_rows_that_cannot_be_read(model: PlainModel, tmp_path: Path) -> None:
         ("generation_kwargs: {do_sample: true, max_gen_toks: 4, temperature: 0}\n", "draws with temperature=0"),
         ("generation_kwargs: {temperature: 0.7, max_gen_toks: 4, top_p: 1.5}\n", "draws with top_p=1.5"),
         ("generation_kwargs: {do_sample: true, max_gen_toks: 4, top_k: -1}\n", "draws with top_k=-1"),
-        ("generation_kwargs: {do_sample: true, max_gen_toks: 4, typical_p: 0.2}\n", "not done here: typical_p=0.2"),
-        ("generation_kwargs: {do_sample: true, num_beams: 4}\n", "not done here: do_sample=True, num_beams=4"),
-        ("generation_kwargs: {num_beams: 4, length_penalty: 2.0}\n", "not done here: length_penalty=2.0"),
+        (
+            "generation_kwargs: {do_sample: true, max_gen_toks: 4, typical_p: 0.2}\n",
+            "unsupported option: typical_p=0.2",
+        ),
+        ("generation_kwargs: {do_sample: true, num_beams: 4}\n", "unsupported option: do_sample=True, num_beams=4"),
+        ("generation_kwargs: {num_beams: 4, length_penalty: 2.0}\n", "unsupported option: length_penalty=2.0"),
         ("generation_kwargs: {num_beams: 0, max_gen_toks: 4}\n", "searches with num_beams=0"),
-        ("generation_kwargs: {until: ['x']}\n", f"up to 256 tokens, and the model takes {MAX_LENGTH}"),
+        ("generation_kwargs: {until: ['x']}\n", f"up to 256 tokens, but the model supports {MAX_LENGTH}"),
         ("generation_kwargs: {until: ['x'], max_gen_toks: 4}\nunsafe_code: true\n", "runs code"),
-        ("generation_kwargs: {until: ['x'], max_gen_toks: 4}\ndoc_to_image: text\n", "shows pictures"),
+        ("generation_kwargs: {until: ['x'], max_gen_toks: 4}\ndoc_to_image: text\n", "uses images"),
     ],
 )
 def test_what_a_text_model_does_not_do_is_refused_before_it_is_asked(
@@ -184,7 +187,7 @@ metric_list: [{metric: !function judge.ran, aggregation: mean, higher_is_better:
 def test_a_task_that_runs_code_runs_with_leave(model: PlainModel, tmp_path: Path) -> None:
     (tmp_path / "judge.py").write_text(JUDGE)
     options = own_task(tmp_path, more=RUNS_CODE)
-    assert "set fewshot.confirm_run_unsafe_code to true where it may run" in refused(model, options).hint
+    assert "set fewshot.confirm_run_unsafe_code=true if it may run" in refused(model, options).hint
     results = evaluate_fewshot(model, replace(options, confirm_run_unsafe_code=True))
     assert results is not None
     assert [metric.value for metric in results.tasks[0].metrics] == [1.0]
@@ -195,7 +198,7 @@ def test_a_task_that_runs_code_runs_with_leave(model: PlainModel, tmp_path: Path
     ("code", "said", "hint"),
     [
         ("import no_such_package\n", "a package is missing (own): No module named 'no_such_package'", "install it"),
-        ("int('x')\n", "ValueError in the task's definition (own): invalid literal", "mend the task"),
+        ("int('x')\n", "ValueError in the task's definition (own): invalid literal", "fix the task"),
     ],
 )
 def test_a_task_whose_code_fails_is_named(code: str, said: str, hint: str, model: PlainModel, tmp_path: Path) -> None:

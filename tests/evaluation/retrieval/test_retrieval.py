@@ -112,13 +112,13 @@ def test_a_text_of_the_users_is_the_haystack(tmp_path: Path) -> None:
 
 def test_what_does_not_fit_is_refused_or_said() -> None:
     model = Letters(read, after_the_last_one_like_it, max_length=4000)
-    with pytest.raises(UserError, match=r"14000 does not fit for passkey: the model takes 4000 tokens at most"):
+    with pytest.raises(UserError, match=r"14000 does not fit passkey: the model supports at most 4000 tokens"):
         run(model, tasks=["passkey"], lengths=LENGTHS)
     assert model.prompts == []  # the model was never called
     results = run(model, tasks=["passkey", "vt"], lengths=[100, 3500], unfit="skip")
     assert [(one.task, one.length) for one in results.skipped] == [("passkey", 100), ("vt", 100)]
     assert {record.length for record in results.records} == {3500}
-    assert "* vt at 100 tokens: the shortest one takes" in markdown(results)
+    assert "* vt at 100 tokens: the shortest sample takes" in markdown(results)
 
 
 @pytest.mark.parametrize(

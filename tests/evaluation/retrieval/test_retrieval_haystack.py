@@ -48,21 +48,21 @@ def test_records_are_read_whatever_they_are_packed_in(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "problem"),
     [
-        ("none.txt", None, "none.txt does not exist; name a file or folder with text in it"),
+        ("none.txt", None, "none.txt does not exist; give a file or folder that contains text"),
         ("blank.txt", b" \n", "blank.txt: no text"),
         ("image.png", b"x", "contains no .jsonl"),
-        ("tokens.idx", b"x", "tokens.idx holds tokens, no text; name a file or folder with text in it"),
-        ("latin.txt", b"caf\xe9", "latin.txt: not UTF-8 (byte 3); repair it or name another"),
+        ("tokens.idx", b"x", "tokens.idx contains tokens, not text; give a file or folder that contains text"),
+        ("latin.txt", b"caf\xe9", "latin.txt: not UTF-8 (byte 3); repair it or choose another"),
         (
             "bad.jsonl",
             b'{"text": "Good."}\n{"txt": 1}\n',
-            "bad.jsonl:2: no text (no `text` among its keys: txt); repair it or name another",
+            "bad.jsonl:2: no text (no `text` among its keys: txt); repair it or choose another",
         ),
         ("cut.jsonl.gz", gzip.compress(b'{"text": "Good."}' * 99, mtime=0)[:-9], "cut.jsonl.gz:1: compressed stream"),
         ("cut.jsonl.zst", zstandard.compress(b'{"text": "Good."}\n' * 99)[:-1], "the file ends too early"),
         ("packed.jsonl.zst", b"no such thing", "packed.jsonl.zst:1: compressed stream broken"),
         ("bytes.jsonl", b'{"text": "caf\xe9"}', "bytes.jsonl:1: not UTF-8 (byte 13"),
-        ("number.jsonl", b'{"text": 1}\n', "number.jsonl:1: no text (`text` is a number); repair it or name another"),
+        ("number.jsonl", b'{"text": 1}\n', "number.jsonl:1: no text (`text` is a number); repair it or choose another"),
     ],
 )
 def test_what_cannot_be_read_is_refused(tmp_path: Path, name: str, content: bytes | None, problem: str) -> None:

@@ -77,7 +77,9 @@ def test_one_cell_is_the_same_whatever_else_is_tested(found: RetrievalResults) -
 
 def test_a_length_beyond_the_model_is_refused_before_it_is_called() -> None:
     model = FakeModel(Words(), read, max_length=2048)
-    with pytest.raises(UserError, match=r"retrieval.lengths: 4096 does not fit for passkey: the model takes 2048") as e:
+    with pytest.raises(
+        UserError, match=r"retrieval.lengths: 4096 does not fit passkey: the model supports at most 2048"
+    ) as e:
         evaluate_retrieval(model, _options())
     assert "\n" not in str(e.value)
     assert model.asked == 0
@@ -88,7 +90,7 @@ def test_a_length_that_is_skipped_is_reported(tmp_path: Path) -> None:
     results = evaluate_retrieval(model, _options(tasks=["passkey", "vt"], unfit="skip"))
     assert {(one.task, one.length) for one in results.skipped} == {("passkey", 4096), ("vt", 4096)}
     assert {one.length for one in results.records} == {1024}
-    assert "* vt at 4096 tokens: the model takes 2048 tokens at most\n" in markdown(results)
+    assert "* vt at 4096 tokens: the model supports at most 2048 tokens\n" in markdown(results)
 
 
 @pytest.mark.parametrize(

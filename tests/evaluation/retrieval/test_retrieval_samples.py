@@ -251,12 +251,12 @@ def test_the_segment_comes_again(depth: float) -> None:
 
 def test_a_length_too_short_is_told() -> None:
     characters = _material(tokenizer=Characters())
-    with pytest.raises(Unfit, match=r"the shortest one takes 19\d\d tokens"):
+    with pytest.raises(Unfit, match=r"the shortest sample takes 19\d\d tokens"):
         TASKS["cwe"].sample(_place("cwe", 1024), characters)
     with pytest.raises(Unfit, match="64 tokens"):
         TASKS["mqar"].sample(_place("mqar", 63), characters)
     few = Material(characters.encode, characters.haystack, range(20))
-    with pytest.raises(Unfit, match="ordinary ones are 20"):
+    with pytest.raises(Unfit, match="only 20 ordinary ones"):
         TASKS["mqar"].sample(_place("mqar", 512), few)
 
 
