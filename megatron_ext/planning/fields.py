@@ -74,10 +74,10 @@ def split_plan(fields: Sequence[str], more: Sequence[str]) -> tuple[PlanFields |
     budgets = [name for name in BUDGETS if getattr(plan, name) is not None]
     if len(budgets) > 1:
         one, other = ((PLAN + name, f"{getattr(plan, name):g}") for name in budgets[:2])
-        raise UserError(other[0], f"{other[1]} is given, and {one[0]} {one[1]}, too", "give one of them")
+        raise UserError(other[0], f"{other[1]} is given, but so is {one[0]} {one[1]}", "give one of them")
     named = {name: value for name, _, value in (field.partition("=") for field in own)}
     for name, derived in DERIVED.items():
         if getattr(plan, name) is not None and derived in named:
-            problem = f"{named[derived]} is given, and follows from {PLAN}{name} {getattr(plan, name):g}"
-            raise UserError(derived, problem, "leave one of them out")
+            problem = f"{named[derived]} is given, but follows from {PLAN}{name} {getattr(plan, name):g}"
+            raise UserError(derived, problem, "remove one of them")
     return plan, own, given

@@ -78,5 +78,5 @@ def gpu_of(name: str) -> Gpu:
         UserError: the name is unknown.
     """
     if name not in GPUS:
-        raise UserError("--gpu", f"{name!r} is not known", f"give one of {', '.join(GPUS)}")
+        raise UserError("--gpu", f"{name!r} is not supported", f"give one of {', '.join(GPUS)}")
     return GPUS[name]

@@ -32,7 +32,7 @@ def matched_width(config: RunConfig, measure: str, target: int, match: MatchPara
     least, next_one = (parameters(with_width(config, n * multiple)) for n in (1, 2))
     if least == next_one:
         problem = f"a layer of model.block {config.model.block} has no feed-forward whose width could match parameters"
-        raise UserError("match_parameters", problem, "choose another model.block, or make it one of runs")
+        raise UserError("match_parameters", problem, "choose another model.block, or list the run under `runs`")
     width = max(1, 1 + round((target - least) / (next_one - least))) * multiple
     found = parameters(with_width(config, width))
     if abs(found - target) > match.within * target:

@@ -55,8 +55,8 @@ class MemoryByPurpose:
     def why_not(self, gpu: Gpu) -> str:
         """Describe by how much the memory is exceeded, and the largest kind."""
         largest = max(self.kinds, key=lambda kind: self.kinds[kind])
-        needs = f"tensors of rank {self.rank} take {self.total / GIB:.1f} GiB of {USABLE * gpu.memory / GIB:.1f} usable"
-        return f"{needs}, most of it {largest} ({self.kinds[largest] / GIB:.1f})"
+        needs = f"tensors of rank {self.rank} take {self.total / GIB:.1f} of {USABLE * gpu.memory / GIB:.1f} usable GiB"
+        return f"{needs}, mostly {largest} ({self.kinds[largest] / GIB:.1f})"
 
 
 def memory_of(config: RunConfig, footprint: Footprint) -> MemoryByPurpose:

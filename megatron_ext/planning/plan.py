@@ -180,9 +180,9 @@ def _ends_gone_through(config: RunConfig, vocab_size: int, machine: Machine) -> 
 def _check_8_bits(config: RunConfig, gpu: Gpu) -> None:
     """Reject FP8 training on a kind of GPU without FP8 matrix products."""
     if config.training.fp8 != "none" and not gpu.has_8_bits:
-        problem = f"{config.training.fp8}, and an {gpu.name.upper()} has no products in 8 bits"
+        problem = f"{config.training.fp8}, but {gpu.name.upper()} GPUs do not support FP8"
         kinds = ", ".join(kind.name for kind in GPUS.values() if kind.has_8_bits)
-        raise UserError("training.fp8", problem, f"plan with training.fp8=none, or --gpu one of {kinds}")
+        raise UserError("training.fp8", problem, f"plan with training.fp8=none, or choose --gpu from {kinds}")
 
 
 def _rank_of_each_stage(config: RunConfig, world_size: int) -> list[int]:

@@ -94,7 +94,7 @@ class PlanReport:
             write_both(folder, "plan", self.numbers(), self.markdown() + "\n")
         except OSError as error:
             raise UserError(
-                "--output", f"{folder} cannot be written ({os_reason(error)})", "name another one"
+                "--output", f"{folder} cannot be written ({os_reason(error)})", "choose another folder"
             ) from error
 
     def numbers(self) -> dict[str, Any]:
@@ -169,15 +169,14 @@ class PlanReport:
 
     def _timed(self, time: StepTime) -> list[str]:
         per_gpu = time.tokens_per_second / self.machine.world_size
-        speed = (
-            f"**{1e3 * time.seconds:,.0f} ms a step, {time.tokens_per_second:,.0f} tokens/s** ({per_gpu:,.0f} a GPU)"
-        )
+        pace = f"{1e3 * time.seconds:,.0f} ms per step, {time.tokens_per_second:,.0f} tokens/s"
+        speed = f"**{pace}** ({per_gpu:,.0f} per GPU)"
         hours = self._gpu_hours(time)
         days = hours / self.machine.world_size / 24
         cost = f"{self.tokens:,.0f} tokens: {days:,.1f} days, {hours:,.0f} GPU hours"
         price = self._price(time)
         if price is not None:
-            cost += f", {price:,.0f} at {self.price} an hour"
+            cost += f", {price:,.0f} at {self.price} per hour"
         rows = [
             [part, digits(1e3 * seconds), f"{100 * seconds / time.seconds:.0f} %"]
             for part, seconds in time.parts.items()
@@ -189,7 +188,7 @@ class PlanReport:
                 [name, digits(volume.within_node / 1e9), digits(volume.between_nodes / 1e9)]
                 for name, volume in time.volumes.items()
             ]
-            lines += ["", *table(("a rank sends in a step", "GB over NVLink", "GB over the network"), sent)]
+            lines += ["", *table(("a rank sends per step", "GB over NVLink", "GB over the network"), sent)]
         return lines
 
     def _gpu_hours(self, time: StepTime) -> float:
@@ -207,7 +206,7 @@ class PlanReport:
         lines = [f"{len(self.layouts)} layouts: {len(good)} fit, {len(large)} do not, {len(broken)} break a rule."]
         rows = [self._row(one) for one in good[: self.shown]]
         if rows:
-            lines += ["", *table(("tokens/s", "ms a step", "GiB", "replicas x micro-batches", "overrides"), rows)]
+            lines += ["", *table(("tokens/s", "ms per step", "GiB", "replicas x micro-batches", "overrides"), rows)]
             lines += _not_measured(good)
         if large:
             lines += ["", "The smallest that do not fit:", ""]

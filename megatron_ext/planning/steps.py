@@ -34,6 +34,6 @@ def planned_steps(name: str, budget: float, config: RunConfig, counts: Callable[
         per_step /= counts(config).parameters
     steps = round(budget / per_step)
     if steps < 1:
-        hint = "give more, or a smaller training.global_batch_size"
-        raise UserError(PLAN + name, f"{budget:g} is less than a step, which takes {per_step:.4g}", hint)
+        hint = "increase it, or reduce training.global_batch_size"
+        raise UserError(PLAN + name, f"{budget:g} is less than the {per_step:.4g} of one step", hint)
     return steps

@@ -57,7 +57,7 @@ def sweep_runs(
     """
     swept = read_sweep(path)
     if not swept.config.is_file():
-        raise UserError(f"{path}: config", f"there is no file {swept.config}", "give a path beside the sweep's file")
+        raise UserError(f"{path}: config", f"there is no file {swept.config}", "give a path relative to the sweep file")
     drafts: dict[str, _Draft] = {}
     for name, fields in swept.runs.items():
         with of_sweep(path, name):
@@ -131,8 +131,8 @@ def _match(
     width = matched_width(draft.config, measure, target, match, lambda config: counter(config).parameters)
     draft.derive(WIDTH, width)
     if (given := draft.config.model.ffn_hidden_size) != width:
-        problem = f"{given} on the command line, and match_parameters makes it {width}"
-        raise UserError(WIDTH, problem, "leave one of them out")
+        problem = f"{given} on the command line, but match_parameters sets it to {width}"
+        raise UserError(WIDTH, problem, "remove one of them")
 
 
 def _plan(draft: _Draft, plan: PlanFields, counter: Counter, check: Check) -> None:

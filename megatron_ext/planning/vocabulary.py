@@ -23,6 +23,6 @@ def vocab_size(path: str, cache_dir: str | None) -> int:
     if is_url(path):
         return ShardCache(path, Path(cache_dir or "")).manifest.tokenizer.vocab_size
     if not (Path(path) / MANIFEST_NAME).is_file():
-        problem = f"no prepared data in {path} on this machine, and a model's size follows from their tokenizer"
-        raise UserError("data.path", problem, f"prepare them, or put a copy of their {MANIFEST_NAME} there")
+        problem = f"there is no prepared data in {path} on this machine, but the model's size depends on its tokenizer"
+        raise UserError("data.path", problem, f"prepare the data, or copy its {MANIFEST_NAME} there")
     return load_manifest(Path(path)).tokenizer.vocab_size

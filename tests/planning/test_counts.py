@@ -111,8 +111,8 @@ def peak_memory(counter: Counter) -> int:
 def test_data_that_are_not_here(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         vocab_size(str(tmp_path), None)
-    problem = f"no prepared data in {tmp_path} on this machine, and a model's size follows from their tokenizer"
-    assert str(caught.value) == f"data.path: {problem}; prepare them, or put a copy of their manifest.json there"
+    problem = f"there is no prepared data in {tmp_path} on this machine, but the model's size depends on its tokenizer"
+    assert str(caught.value) == f"data.path: {problem}; prepare the data, or copy its manifest.json there"
 
 
 ONE_STEP = [

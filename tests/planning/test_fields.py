@@ -24,15 +24,15 @@ def test_most_runs_have_none() -> None:
     [
         (
             ["plan.tokens=1e9", "plan.training_flops=1e18"],
-            "plan.tokens: 1e+09 is given, and plan.training_flops 1e+18, too; give one of them",
+            "plan.tokens: 1e+09 is given, but so is plan.training_flops 1e+18; give one of them",
         ),
         (
             ["plan.tokens=1e9", "training.steps=5"],
-            "training.steps: 5 is given, and follows from plan.tokens 1e+09; leave one of them out",
+            "training.steps: 5 is given, but follows from plan.tokens 1e+09; remove one of them",
         ),
         (
             ["plan.decay_share=0.1", "optimizer.decay_steps=5"],
-            "optimizer.decay_steps: 5 is given, and follows from plan.decay_share 0.1; leave one of them out",
+            "optimizer.decay_steps: 5 is given, but follows from plan.decay_share 0.1; remove one of them",
         ),
         (["plan.tokens=0"], "plan.tokens: 0 is out of range; give a value greater than 0"),
         (["plan.tokens=many"], 'plan.tokens: "many" is not a number; give a number, without quotes'),

@@ -33,7 +33,7 @@ def call(capsys: Any, *arguments: str) -> tuple[int, str, str]:
     [
         (["--nodes", "0"], "--nodes: 0 is less than 1: give 1 or more"),
         (["--gpus-per-node", "-1"], "--gpus-per-node: -1 is less than 1: give 1 or more"),
-        (["--gpu", "h300"], "--gpu: 'h300' is not known: give one of a100, h100, h200, b200"),
+        (["--gpu", "h300"], "--gpu: 'h300' is not supported: give one of a100, h100, h200, b200"),
         (["--price", "-2"], "--price: -2.0 is not a finite number above 0: give one"),
         (["--tokens", "nan"], "--tokens: nan is not a finite number above 0: give one"),
         (
@@ -54,7 +54,7 @@ def test_options_that_cannot_be(capsys: Any, arguments: list[str], said: str) ->
 def test_a_layout_that_cannot_be_is_refused_as_in_training(capsys: Any) -> None:
     code, out, err = call(capsys, BIG, "--gpus-per-node", "6")
     assert (code, out) == (2, "")
-    assert "tensor 1 * pipeline 1 * context 4 = 4 processes a replica, and 6 do not divide by that" in err
+    assert "tensor 1 * pipeline 1 * context 4 = 4 processes per replica, which does not divide the world size 6" in err
 
 
 def test_copy_engines_between_nodes_are_refused_as_in_a_launch(capsys: Any) -> None:
@@ -69,8 +69,8 @@ def test_eight_bits_are_not_planned_for_a_gpu_without(capsys: Any, option: list[
     code, out, err = call(capsys, SMALL, "training.fp8=blockwise", "--gpu", "a100", *option)
     assert (code, out) == (2, "")
     assert err == (
-        "selectron: error: training.fp8: blockwise, and an A100 has no products in 8 bits; "
-        "plan with training.fp8=none, or --gpu one of h100, h200, b200\n"
+        "selectron: error: training.fp8: blockwise, but A100 GPUs do not support FP8; "
+        "plan with training.fp8=none, or choose --gpu from h100, h200, b200\n"
     )
 
 

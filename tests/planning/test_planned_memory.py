@@ -52,5 +52,5 @@ def test_what_does_not_fit_is_told_with_what_takes_most() -> None:
     assert fits.fits(gpu)
     assert not large.fits(gpu)
     usable = f"{room / GIB:.1f}"
-    said = f"tensors of rank 3 take 88.0 GiB of {usable} usable, most of it mixer ({usable})"
+    said = f"tensors of rank 3 take 88.0 of {usable} usable GiB, mostly mixer ({usable})"
     assert large.why_not(gpu) == said

@@ -140,23 +140,23 @@ def test_no_model_is_counted_without_need(base: Path, monkeypatch: pytest.Monkey
         (
             "axes: {plan.tokens: [1e5]}\nfields: {training.steps: 5}",
             [],
-            "run tokens100000: training.steps: 5 is given, and follows from plan.tokens 100000; leave one of them out",
+            "run tokens100000: training.steps: 5 is given, but follows from plan.tokens 100000; remove one of them",
         ),
         (
             "axes: {plan.tokens: [1e5]}",
             ["plan.training_flops=1e12"],
-            "run tokens100000: plan.tokens: 100000 is given, and plan.training_flops 1e+12, too; give one of them",
+            "run tokens100000: plan.tokens: 100000 is given, but so is plan.training_flops 1e+12; give one of them",
         ),
         (
             "axes: {plan.training_flops: [1e3]}",
             [],
-            "run training_flops1000: plan.training_flops: 1000 is less than a step, which takes ",
+            "run training_flops1000: plan.training_flops: 1000 is less than the ",
         ),
         (
             "axes: {plan.tokens: [257]}",
             [],
             "run tokens257: optimizer.warmup_steps: 2 is not less than training.steps 1; give at most 0, or more steps "
-            "(selectron train --trial scales the schedule for a look at a few steps)",
+            "(selectron train --trial scales the schedule for a short run)",
         ),
         (
             "axes: {plan.tokens: [1e5]}\nfields: {plan.decay_share: 0.1}",
@@ -171,7 +171,7 @@ def test_no_model_is_counted_without_need(base: Path, monkeypatch: pytest.Monkey
         (
             f"axes:{MIXERS}match_parameters: {{axis: mixer, to: full, within: 0.1}}",
             ["model.ffn_hidden_size=128"],
-            "run delta: model.ffn_hidden_size: 128 on the command line, and match_parameters makes it ",
+            "run delta: model.ffn_hidden_size: 128 on the command line, but match_parameters sets it to ",
         ),
         (
             f"axes:{MIXERS}match_parameters: {{axis: mixer, to: full}}",
@@ -181,7 +181,7 @@ def test_no_model_is_counted_without_need(base: Path, monkeypatch: pytest.Monkey
         (
             f"axes:{MIXERS}match_parameters: {{axis: mixer, to: full}}",
             ["model.num_attention_heads=3"],
-            "run full: model.num_attention_heads: model.hidden_size 32 does not divide by 3 heads",
+            "run full: model.num_attention_heads: model.hidden_size 32 is not divisible by 3 heads",
         ),
     ],
 )

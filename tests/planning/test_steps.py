@@ -31,12 +31,12 @@ def test_the_nearest_number(name: str, budget: float, steps: int) -> None:
 @pytest.mark.parametrize(
     ("name", "budget", "line"),
     [
-        ("tokens", 499.0, "plan.tokens: 499 is less than a step, which takes 1000;"),
-        ("training_flops", 1e8, "plan.training_flops: 1e+08 is less than a step, which takes 3e+08;"),
-        ("tokens_per_parameter", 0.001, "plan.tokens_per_parameter: 0.001 is less than a step, which takes 0.02;"),
+        ("tokens", 499.0, "plan.tokens: 499 is less than the 1000 of one step;"),
+        ("training_flops", 1e8, "plan.training_flops: 1e+08 is less than the 3e+08 of one step;"),
+        ("tokens_per_parameter", 0.001, "plan.tokens_per_parameter: 0.001 is less than the 0.02 of one step;"),
     ],
 )
 def test_less_than_a_step(name: str, budget: float, line: str) -> None:
     with pytest.raises(UserError) as caught:
         planned_steps(name, budget, CONFIG, lambda _: COUNTS)
-    assert str(caught.value) == f"{line} give more, or a smaller training.global_batch_size"
+    assert str(caught.value) == f"{line} increase it, or reduce training.global_batch_size"
