@@ -64,6 +64,6 @@ def storage_problem(error: BaseException | None) -> str | None:
             if getattr(error, "errno", None) == code or os.strerror(code) in str(error):
                 return os.strerror(code)
         if any(text in str(error) for text in _TORCH_STORAGE_ERRORS):
-            problem = "the disk refuses; it may be full"  # unless a cause is more specific
+            problem = "the write failed; the disk may be full"  # unless a cause is more specific
         error = error.__cause__ or error.__context__
     return problem

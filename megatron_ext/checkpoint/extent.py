@@ -53,7 +53,7 @@ def check_extent(value: Any, kinds: Collection[type] = ()) -> None:
             continue
         container = top.inner.pop()
         if id(container) in on_path:
-            raise RefusedPickle("has a container that holds itself")
+            raise RefusedPickle("has a container that contains itself")
         if id(container) not in known:
             within = _Open(container, kinds)
             held += within.items

@@ -28,7 +28,7 @@ _MOST = 1 << 62
 """Upper bound of any number of steps, samples or tokens. Fits into int64."""
 
 
-TO_TRAIN = "name another step with --from-step"
+TO_TRAIN = "choose another step with --from-step"
 """Advice to users of `selectron train` if a checkpoint is unusable."""
 
 
@@ -137,8 +137,8 @@ class CheckpointFolder:
         step = step_of(name)
         if step is None:
             there = ", ".join(step_name(step) for step in self.steps())
-            hint = f"write one of them into it: {there}" if there else "no checkpoint is there: remove the file"
-            raise UserError(str(pointer), f"{name!r} names no checkpoint", hint)
+            hint = f"write one of them into it: {there}" if there else "there is no checkpoint: remove the file"
+            raise UserError(str(pointer), f"{name!r} is not a checkpoint", hint)
         return step
 
     def go_back(self, step: int) -> None:
@@ -220,7 +220,7 @@ class CheckpointFolder:
         if not self.path(step).is_dir():
             raise DamagedCheckpoint(str(self.path(step)), "is not there", self._mend(step))
         if not path.is_file():
-            raise self.damage(step, RECORD, "is not there, so the checkpoint is not whole")
+            raise self.damage(step, RECORD, "is missing, so the checkpoint is incomplete")
         try:
             raw = parse_json(read_regular(path))
             files = {relative_name(name, str(path)): FileDigest(**content) for name, content in raw["files"].items()}
@@ -245,7 +245,7 @@ class CheckpointFolder:
         """
         path = self.path(step) / name
         if not path.is_file():
-            raise self.damage(step, name, "is not there, so the checkpoint is damaged")
+            raise self.damage(step, name, "is missing, so the checkpoint is damaged")
         if (size := path.stat().st_size) != expected.size:
             raise self.damage(step, name, f"has {size} bytes instead of {expected.size}, so the checkpoint is damaged")
         try:
@@ -253,7 +253,7 @@ class CheckpointFolder:
         except OSError as error:
             raise self.damage(step, name, f"cannot be read ({os_reason(error)})") from error
         if found != expected:
-            problem = f"has the checksum {found.xxh3_128} instead of {expected.xxh3_128}, so the checkpoint is damaged"
+            problem = f"has checksum {found.xxh3_128} instead of {expected.xxh3_128}, so the checkpoint is damaged"
             raise self.damage(step, name, problem)
 
     def damage(self, step: int, name: str, problem: str) -> DamagedCheckpoint:
@@ -263,7 +263,7 @@ class CheckpointFolder:
     def _mend(self, step: int) -> str:
         others = [str(other) for other in self.steps() if other != step]
         if not others:
-            return "there is no other: bring it back from a copy, or train the run until it has written one"
+            return "there is no other: restore it from a backup, or train the run until it writes one"
         return f"{self._another} (there are: {', '.join(others)})"
 
 

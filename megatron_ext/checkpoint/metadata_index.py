@@ -20,7 +20,7 @@ from megatron_ext.utils.errors import UserError
 FILE_NAME = ".metadata"
 """Name of the file in torch."""
 
-MEND = "copy the checkpoint again, whole, or give another one"
+MEND = "copy the whole checkpoint again, or give another one"
 MAX_BYTES = 1 << 30
 """Largest index. That of 30,000 tensors on 1,000 ranks takes a tenth of it."""
 
@@ -88,7 +88,7 @@ def types(kinds: Kinds) -> dict[tuple[str, str], Any]:
     def layout(name: Any) -> Any:
         found = kinds.layouts.get(name) if type(name) is str else None
         if found is None:
-            raise RefusedPickle("has a layout that is none")
+            raise RefusedPickle("has an invalid layout")
         return found
 
     return {
@@ -125,7 +125,7 @@ def _data_class(kind: type, fields: Mapping[str, Callable[[Any], bool]]) -> Name
 def _path(*parts: Any) -> PurePath:
     # A long shared string would be copied into every path built from it.
     if not all(type(part) is str for part in parts) or sum(map(len, parts)) > _MAX_PATH:
-        raise RefusedPickle("has a path that is none")
+        raise RefusedPickle("has an invalid path")
     return PurePath(*parts)
 
 
@@ -150,7 +150,7 @@ def names(kinds: Kinds) -> Names:
 
     def encoding(value: Any) -> Any:
         if type(value) is not int:
-            raise RefusedPickle("has a memory format that is none")
+            raise RefusedPickle("has an invalid memory format")
         return kinds.encoding(value)
 
     return {
@@ -216,7 +216,7 @@ def read_index(folder: Path, kinds: Kinds, named: Names) -> Any:
     try:
         return _checked(load(read_regular(path, MAX_BYTES), named), kinds)
     except FileNotFoundError:
-        raise UserError(str(path), "is not there, so the checkpoint is damaged", MEND) from None
+        raise UserError(str(path), "is missing, so the checkpoint is damaged", MEND) from None
     except OSError as error:
         raise UserError(str(path), f"cannot be read ({os_reason(error)})", MEND) from error
     except RefusedPickle as error:
@@ -238,7 +238,7 @@ def _checked(found: Any, kinds: Kinds) -> Any:
     stored = sum(place.length for place in places.values() if type(place) is kinds.place and "length" in vars(place))
     for key, entry in entries.items():
         if type(key) is not str or type(entry) not in (kinds.tensor, kinds.object):
-            raise RefusedPickle("describes what is no tensor and no object")
+            raise RefusedPickle("describes something that is neither a tensor nor an object")
         if type(entry) is kinds.tensor:
             _check_tensor(entry, stored, kinds)
     for index, place in places.items():
@@ -256,9 +256,9 @@ def _check_tensor(entry: Any, stored: int, kinds: Kinds) -> None:
         raise RefusedPickle("describes a tensor that is larger than the whole checkpoint")
     for chunk in entry.chunks:
         if type(chunk) is not kinds.chunk or vars(chunk).keys() != {"offsets", "sizes"}:
-            raise RefusedPickle("describes a part that is none")
+            raise RefusedPickle("describes an invalid part")
         if not len(chunk.offsets) == len(chunk.sizes) == len(entry.size):
-            raise RefusedPickle("describes a part of other dimensions than its tensor's")
+            raise RefusedPickle("describes a part with a different number of dimensions than its tensor")
         if any(a + b > c for a, b, c in zip(chunk.offsets, chunk.sizes, entry.size, strict=True)):
             raise RefusedPickle("describes a part that lies beyond its tensor")
 
@@ -270,4 +270,4 @@ def _check_place(place: Any) -> None:
     if not name or name.startswith(".") or "/" in name or "\\" in name or not name.isprintable():
         raise RefusedPickle("names a file that is not in the checkpoint's folder")
     if place.transform_descriptors:
-        raise RefusedPickle("says that its tensors are compressed, which is not read")
+        raise RefusedPickle("states that its tensors are compressed, which is not supported")

@@ -97,13 +97,13 @@ class RestrictedReader(FileSystemReader):
             for item in items:
                 place = self.storage_data[item.storage_index]
                 if place.offset + place.length > size:
-                    raise RefusedPickle("is cut off")
+                    raise RefusedPickle("is truncated")
                 value = load_part(descriptor, place.offset, place.length)
                 if item.type == LoadItemType.BYTE_IO:
                     cast(_Planner, planner).take_object(item, value)
                     continue
                 if not isinstance(value, Tensor):
-                    raise RefusedPickle("holds no tensor where one is to be")
+                    raise RefusedPickle("contains no tensor where one is expected")
                 _hand_over(item, value, planner)
         finally:
             os.close(descriptor)
@@ -115,7 +115,7 @@ def _hand_over(item: ReadItem, tensor: Tensor, planner: LoadPlanner) -> None:
         offset + length > size
         for offset, length, size in zip(item.storage_offsets, item.lengths, tensor.shape, strict=True)
     ):
-        raise RefusedPickle("holds a tensor of another shape than the index says")
+        raise RefusedPickle("contains a tensor whose shape differs from the index")
     part = narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths)
     target = planner.resolve_tensor(item).detach()
     assert target.size() == part.size(), f"{item.storage_index}: {target.size()} and {part.size()}"
@@ -217,7 +217,7 @@ def load_state(state: dict[str, Any], folder: Path) -> dict[str, Any]:
         _check_tensors(state, reader.read_metadata(), folder)
         common.append(read_common(folder))
         if not isinstance(common[0], dict):
-            raise UserError(str(folder / COMMON_STATE_FNAME), "holds no dictionary", MEND)
+            raise UserError(str(folder / COMMON_STATE_FNAME), "contains no dictionary", MEND)
 
     raise_on_all_ranks(read)
     try:

@@ -95,7 +95,7 @@ def load(data: bytes, names: Names, persistent: Callable[[Any], Any] | None = No
         raise
     except Exception as error:
         text = "".join(c if c.isprintable() else "?" for c in str(error))[:_MAX_NAME]
-        raise RefusedPickle(f"is no pickle that can be read ({type(error).__name__}: {text})") from error
+        raise RefusedPickle(f"is not a readable pickle ({type(error).__name__}: {text})") from error
 
 
 class _Machine:
@@ -151,7 +151,7 @@ class _Machine:
 
     def proto(self) -> None:
         if not 2 <= self._byte() <= 5:
-            raise RefusedPickle("is of a protocol that is not read")
+            raise RefusedPickle("has an unsupported protocol")
 
     def frame(self) -> None:
         self._bytes(8)
@@ -234,7 +234,7 @@ class _Machine:
 
     def _last(self, count: int) -> None:
         if len(self._stack) < count:
-            raise RefusedPickle("takes more from its stack than it has put there")
+            raise RefusedPickle("pops more from its stack than it has pushed")
         self._stack[-count:] = [tuple(self._stack[-count:])]
 
     def append(self) -> None:
@@ -246,7 +246,7 @@ class _Machine:
 
     def _extend(self, values: list[Any]) -> None:
         if type(self._stack[-1]) is not list:
-            raise RefusedPickle("appends to what is no list")
+            raise RefusedPickle("appends to something that is not a list")
         self._stack[-1].extend(values)
 
     def item(self) -> None:
@@ -259,7 +259,7 @@ class _Machine:
     def _set(self, pairs: list[Any]) -> None:
         into = self._stack[-1]
         if type(into) not in (dict, OrderedDict):
-            raise RefusedPickle("sets items of what is no dictionary")
+            raise RefusedPickle("sets items of something that is not a dictionary")
         if len(pairs) % 2:
             raise RefusedPickle("has a key without a value")
         for number in range(0, len(pairs), 2):
@@ -268,7 +268,7 @@ class _Machine:
             if isinstance(key, tuple) and not (
                 len(key) <= _MAX_KEY and all(isinstance(part, _SCALARS) for part in key)
             ):
-                raise RefusedPickle("has a key that is no plain value")
+                raise RefusedPickle("has a key that is not a plain value")
             self._count_comparisons(into, key)
             into[key] = pairs[number + 1]
 
@@ -295,7 +295,7 @@ class _Machine:
             self._comparisons += 15 * len(into)  # instances are compared in Python, which is slower
         self._comparisons += len(into)
         if self._comparisons > _MOST_COMPARISONS:
-            raise RefusedPickle("has more keys that are numbers than can be told apart in time")
+            raise RefusedPickle("has too many colliding numeric keys")
 
     # --- references --------------------------------------------------------------------------------------------------
 
@@ -333,35 +333,35 @@ class _Machine:
 
     def _find(self, module: Any, name: Any) -> None:
         if type(module) is not str or type(name) is not str:
-            raise RefusedPickle("has a name that is no text")
+            raise RefusedPickle("has a name that is not text")
         if (module, name) not in self._names:
             said = "".join(c if c.isprintable() else "?" for c in f"{module}.{name}"[:_MAX_NAME])
-            raise RefusedPickle(f"names {said}, which is no part of a checkpoint")
+            raise RefusedPickle(f"names {said}, which is not allowed in a checkpoint")
         self._stack.append(self._names[module, name])
 
     def reduce(self) -> None:
         arguments, called = self._stack.pop(), self._stack.pop()
         if type(called) is not Name or called.call is None or type(arguments) is not tuple:
-            raise RefusedPickle("calls what may not be called")
+            raise RefusedPickle("calls something that may not be called")
         value = called.call(*arguments)
         if type(value) is bytes:
             # A shared string could be encoded repeatedly until memory is full.
             self._bytes_of_calls += len(value)
             if self._bytes_of_calls > len(self._data):
-                raise RefusedPickle("makes more bytes than it holds")
+                raise RefusedPickle("creates more bytes than it contains")
         self._stack.append(value)
 
     def new(self) -> None:
         arguments, made = self._stack.pop(), self._stack.pop()
         if type(made) is not Name or made.new is None or type(arguments) is not tuple or arguments:
-            raise RefusedPickle("makes an instance of what has none")
+            raise RefusedPickle("instantiates something that is not a class")
         self._stack.append(made.new())
 
     def build(self) -> None:
         state = self._stack.pop()
         fill = self._fillers.get(type(self._stack[-1]))
         if fill is None:
-            raise RefusedPickle("sets the state of what has none")
+            raise RefusedPickle("sets the state of something without state")
         fill(self._stack[-1], state)
 
 

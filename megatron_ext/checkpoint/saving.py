@@ -254,4 +254,4 @@ def _check(path: Path, written: FileDigest) -> None:
     """Read a file back and compare it with what was written."""
     found = content_of(path)
     if found != written:
-        raise NotAsWritten(f"{path.name} does not hold what was written into it ({found} instead of {written})")
+        raise NotAsWritten(f"{path.name} does not contain what was written to it ({found} instead of {written})")

@@ -86,7 +86,7 @@ def restore_model(model: dict[str, Any], chunks: Sequence[torch.nn.Module]) -> N
 def _load_model(model: torch.nn.Module, state: dict[str, Any]) -> None:
     missing, unexpected = model.load_state_dict(state, strict=False)
     different = unexpected + [name for name in missing if not name.endswith("_extra_state")]
-    assert not different, f"in the checkpoint or in the model alone: {different}"
+    assert not different, f"only in the checkpoint or only in the model: {different}"
 
 
 def _generators(groups: ProcessGroupCollection, platform: Platform) -> ShardedObject:

@@ -191,7 +191,9 @@ class CheckpointStore:
         if failure.problem is None:
             return RuntimeError(f"the checkpoint of step {step} could not be saved\n{failure.trace}")
         kept = self.folder.steps()
-        room = "make room and start again with " + (f"--resume (from step {kept[-1]})" if kept else "--resume=auto")
+        room = "free disk space and start again with " + (
+            f"--resume (from step {kept[-1]})" if kept else "--resume=auto"
+        )
         return UserError(str(self.folder.path(step)), f"cannot be saved: {failure.problem}", failure.hint or room)
 
     # --- loading -----------------------------------------------------------------------------------------------------
@@ -237,8 +239,8 @@ class CheckpointStore:
             except DamagedCheckpoint as damage:
                 damages.append(damage)
         said = "; ".join(f"{damage.where} {damage.problem}" for damage in damages) or "there is none"
-        hint = "bring one back from a copy, or choose another run.name to begin anew"
-        raise UserError(str(self.folder.root), f"holds no checkpoint that is whole: {said}", hint)
+        hint = "restore one from a backup, or choose another run.name to start a new run"
+        raise UserError(str(self.folder.root), f"contains no complete checkpoint: {said}", hint)
 
     def load(self, optimizer: RunOptimizer, record: Record) -> None:
         """Load model, optimizer, schedule and random generators from a checked checkpoint. A collective call.

@@ -56,7 +56,7 @@ def _rebuild_with_dtype(
 
 def _rebuild_parameter(data: Any, grad: Any, hooks: Any) -> Tensor:
     if type(data) is not Tensor:
-        raise RefusedPickle("has a parameter that is no tensor")
+        raise RefusedPickle("has a parameter that is not a tensor")
     return data
 
 
@@ -65,7 +65,7 @@ def _tensor(storage: Any, dtype: Any, offset: Any, size: Any, stride: Any) -> Te
         raise RefusedPickle("has a tensor without a storage")
     sizes, strides, (start,) = size_of(size), size_of(stride), size_of((offset,))
     if len(sizes) != len(strides):
-        raise RefusedPickle("has a tensor whose sizes and strides do not fit")
+        raise RefusedPickle("has a tensor whose sizes and strides do not match")
     held = storage.bytes_x.numel() // dtype.itemsize
     last = start + sum((length - 1) * step for length, step in zip(sizes, strides, strict=True))
     # A stride of 0 would expand one element into a large tensor at the first copy.
@@ -77,7 +77,7 @@ def _tensor(storage: Any, dtype: Any, offset: Any, size: Any, stride: Any) -> Te
 
 def _text_to_bytes(text: Any, coding: Any) -> bytes:
     if type(text) is not str or coding != "latin1":
-        raise RefusedPickle("has bytes in a coding that is not read")
+        raise RefusedPickle("has bytes in an unsupported encoding")
     return text.encode("latin1")
 
 
@@ -167,13 +167,13 @@ class _Records:
             with zipfile.ZipFile(part) as archive:
                 found = {info.filename: info for info in archive.infolist()}
         except (zipfile.BadZipFile, OSError, ValueError, struct.error, NotImplementedError) as error:
-            raise RefusedPickle("is no file of torch.save's, or cut off") from error
+            raise RefusedPickle("was not written by torch.save, or is truncated") from error
         pickles = [name for name in found if name.count("/") == 1 and name.endswith(f"/{_PICKLE}")]
         if len(pickles) != 1:
-            raise RefusedPickle("is no file of torch.save's")
+            raise RefusedPickle("was not written by torch.save")
         self._prefix, self._infos = pickles[0].removesuffix(_PICKLE), found
         if "byteorder" in self and self.read("byteorder") != b"little":
-            raise RefusedPickle("has another order of bytes than this machine")
+            raise RefusedPickle("has a different byte order than this machine")
 
     def __contains__(self, name: str) -> bool:
         return self._prefix + name in self._infos
@@ -191,7 +191,7 @@ class _Records:
         self._part.fill(memoryview(header), info.header_offset)
         start = info.header_offset + _LOCAL_HEADER + sum(struct.unpack_from("<HH", header, 26))
         if header[:4] != b"PK\x03\x04" or start + info.file_size > self._part.length:
-            raise RefusedPickle("is cut off")
+            raise RefusedPickle("is truncated")
         return start, info.file_size
 
     def read(self, name: str) -> bytes:
@@ -266,7 +266,7 @@ def _load(part: _Part, names: Names, bytes_at: Callable[[int, int], Tensor]) -> 
         if key not in storages:
             start, length = records.place(f"data/{key}")
             if length != count * kind.dtype.itemsize:
-                raise RefusedPickle("has a storage of another size than it says")
+                raise RefusedPickle("has a storage whose size differs from the stated one")
             bytes_x = bytes_at(start, length) if length else torch.empty(0, dtype=torch.uint8)
             storages[key] = _Storage(bytes_x, kind.dtype)
         if storages[key].dtype != kind.dtype:

@@ -49,7 +49,7 @@ def _stream() -> None:
         (_cause, "No space left on device"),
         (_context, "Disk quota exceeded"),
         (_text, "No space left on device"),
-        (_stream, "the disk refuses; it may be full"),
+        (_stream, "the write failed; the disk may be full"),
     ],
 )
 def test_a_failure_of_the_disk_is_recognised_wherever_it_hides(raise_it, problem: str) -> None:

@@ -188,17 +188,17 @@ def _half_a_file(path: Path) -> str:
 
 def _another_bit(path: Path) -> str:
     (path / "data.bin").write_bytes(b"statd")  # same size
-    return "data.bin: has the checksum "
+    return "data.bin: has checksum "
 
 
 def _no_file(path: Path) -> str:
     (path / "nested" / "more.bin").unlink()
-    return "nested/more.bin: is not there"
+    return "nested/more.bin: is missing"
 
 
 def _no_record(path: Path) -> str:
     (path / RECORD).unlink()
-    return "checkpoint.json: is not there"
+    return "checkpoint.json: is missing"
 
 
 def _half_a_record(path: Path) -> str:
@@ -260,7 +260,7 @@ def test_damage_is_named_with_the_way_on(folder: CheckpointFolder, damage) -> No
     with pytest.raises(DamagedCheckpoint) as raised:
         read(folder, 6)
     assert f"{folder.path(6)}/{said}" in str(raised.value)
-    assert "name another step with --from-step (there are: 3, 9)" in str(raised.value)
+    assert "choose another step with --from-step (there are: 3, 9)" in str(raised.value)
     assert "\n" not in str(raised.value)
     assert read(folder, 3).progress.step == 3
 
@@ -269,7 +269,7 @@ def test_damage_is_named_with_the_way_on(folder: CheckpointFolder, damage) -> No
 def test_a_pointer_to_no_step_is_an_error(folder: CheckpointFolder, text: str) -> None:
     save(folder, 3)
     (folder.root / LATEST).write_text(text)
-    with pytest.raises(UserError, match=r"latest: .* names no checkpoint; .*3"):
+    with pytest.raises(UserError, match=r"latest: .* is not a checkpoint; .*3"):
         folder.latest()
 
 

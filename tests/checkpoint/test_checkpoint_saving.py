@@ -59,7 +59,7 @@ def test_a_disk_that_is_full_on_one_rank_is_an_error_on_all(pool: Any, tmp_path:
     for said, left, steps in pool.run(saves.fail, 2, tmp_path, saves.FULL):
         assert said == [
             f"UserError: {tmp_path}/step_2: cannot be saved: No space left on device; "
-            "make room and start again with --resume (from step 1)"
+            "free disk space and start again with --resume (from step 1)"
         ]
         assert left == LEFT
         assert steps == [1, 3]  # training can continue all the same
@@ -74,7 +74,7 @@ def test_an_error_of_ours_on_one_rank_is_raised_on_all_with_its_traceback(pool: 
 
 def test_files_are_read_again_before_they_count(pool: Any, tmp_path: Path) -> None:
     for said in pool.run(saves.disk_that_forgets, 2, tmp_path):
-        assert f"UserError: {tmp_path}/step_1: cannot be saved: __1_0.distcp does not hold what was written" in said
+        assert f"UserError: {tmp_path}/step_1: cannot be saved: __1_0.distcp does not contain what was written" in said
     assert list(tmp_path.iterdir()) == []
 
 

@@ -73,12 +73,12 @@ def test_burdens_are_refused(kind: str, tmp_path: Path) -> None:
         ("doubled lists", "shares its parts so often"),
         ("doubled dictionaries", "shares its parts so often"),
         ("doubled namespace", "shares its parts so often"),
-        ("doubled tuple as a key", "is no pickle that can be read"),
-        ("layout of doubled lists", "has a layout that is none"),
-        ("layout of doubled tuples", "has a layout that is none"),
-        ("long key", "has a key that is no plain value"),
-        ("list that holds itself", "has a container that holds itself"),
-        ("bytes made again and again", "makes more bytes than it holds"),
+        ("doubled tuple as a key", "is not a readable pickle"),
+        ("layout of doubled lists", "has an invalid layout"),
+        ("layout of doubled tuples", "has an invalid layout"),
+        ("long key", "has a key that is not a plain value"),
+        ("list that holds itself", "has a container that contains itself"),
+        ("bytes made again and again", "creates more bytes than it contains"),
     ],
 )
 def test_what_stands_for_more_than_it_is(kind: str, problem: str) -> None:
@@ -112,7 +112,7 @@ def test_an_index_that_shares_its_parts(tmp_path: Path) -> None:
         (hostile.index(file="/etc/passwd"), "names a file that is not in the checkpoint's folder"),
         (hostile.index(file="a\nb"), "names a file that is not in the checkpoint's folder"),
         (hostile.index(storage_data={}), "is no checkpoint's metadata"),
-        (hostile.index(state_dict_metadata={"a": None}), "describes what is no tensor and no object"),
+        (hostile.index(state_dict_metadata={"a": None}), "describes something that is neither a tensor nor an object"),
         (hostile.index(more=1), "has a Metadata with other fields than its own"),
         (pickle.dumps({"a": torch.Size([1])}), "is no checkpoint's metadata"),
     ],
@@ -158,7 +158,7 @@ def test_stand_ins_are_named_as_torchs_classes_are() -> None:
 
 def test_a_pipe_is_no_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / FILE_NAME)
-    with pytest.raises(UserError, match=r"cannot be read \(is no regular file\)"):
+    with pytest.raises(UserError, match=r"cannot be read \(is not a regular file\)"):
         read_metadata(tmp_path)
 
 
@@ -193,7 +193,7 @@ def test_depth_has_a_bound() -> None:
         check_extent([value, value])
     value = []
     value.append((value,))
-    with pytest.raises(RefusedPickle, match="holds itself"):
+    with pytest.raises(RefusedPickle, match="contains itself"):
         check_extent(value)
 
 
@@ -262,7 +262,7 @@ def test_a_file_that_is_cut_off_or_compressed(tmp_path: Path, on_disk: bool) -> 
     content = (tmp_path / "file.pt").read_bytes()
     for length in (0, 1, 100, len(content) // 2, len(content) - 1):
         (tmp_path / "cut.pt").write_bytes(content[:length])
-        with pytest.raises(RefusedPickle, match="or cut off"):
+        with pytest.raises(RefusedPickle, match="or is truncated"):
             load_file(tmp_path / "cut.pt", on_disk=on_disk)
     hostile.compress(tmp_path / "file.pt", tmp_path / "packed.pt")
     with pytest.raises(RefusedPickle, match="has no plain record"):
@@ -294,10 +294,10 @@ def test_keys_of_one_hash_are_refused(kind: str, keys: list[Any], monkeypatch: p
     monkeypatch.setattr(restricted_pickle, "_MOST_COMPARISONS", 200_000)
     assert len({hash(key) for key in keys}) == 1
     assert len(load(written(keys[: len(keys) // 2]), METADATA_NAMES)) == len(keys) // 2
-    with pytest.raises(RefusedPickle, match="has more keys that are numbers than can be told apart in time"):
+    with pytest.raises(RefusedPickle, match="has too many colliding numeric keys"):
         load(written(keys), METADATA_NAMES)
     half = [written([*keys[: len(keys) * 2 // 5], str(part)])[2:-1] for part in range(10)]  # in several dictionaries
-    with pytest.raises(RefusedPickle, match="has more keys that are numbers than can be told apart in time"):
+    with pytest.raises(RefusedPickle, match="has too many colliding numeric keys"):
         load(b"\x80\x02(" + b"".join(half) + b"t.", METADATA_NAMES)
 
 

@@ -60,7 +60,7 @@ def edited(folder: Path, **fields: Any) -> None:
 
 def _no_shard(folder: Path) -> str:
     (folder / "model-00002-of-00002.safetensors").unlink()
-    return "model-00002-of-00002.safetensors: is not there, and model.safetensors.index.json names it; "
+    return "model-00002-of-00002.safetensors: is missing, but model.safetensors.index.json names it; "
 
 
 def _half_a_shard(folder: Path) -> str:
@@ -77,7 +77,7 @@ def _no_index(folder: Path) -> str:
 def _no_weights(folder: Path) -> str:
     for path in folder.glob("model*"):
         path.unlink()
-    return "hf: holds neither model.safetensors nor model.safetensors.index.json; "
+    return "hf: contains neither model.safetensors nor model.safetensors.index.json; "
 
 
 def _another_width(folder: Path) -> str:
@@ -87,7 +87,7 @@ def _another_width(folder: Path) -> str:
 
 def _more_layers(folder: Path) -> str:
     edited(folder, num_hidden_layers=3)
-    return "hf: does not hold the tensors of its configuration: lacks model.layers.2.input_layernorm.weight, "
+    return "hf: does not contain the tensors of its configuration: lacks model.layers.2.input_layernorm.weight, "
 
 
 def _fewer_layers(folder: Path) -> str:
@@ -109,17 +109,17 @@ def _no_field(folder: Path) -> str:
 
 def _foreign(folder: Path) -> str:
     edited(folder, architectures=["BertForMaskedLM"])
-    return "config.json: architecture BertForMaskedLM is not known here; give one of LlamaForCausalLM, "
+    return "config.json: architecture BertForMaskedLM is not supported; give one of LlamaForCausalLM, "
 
 
 def _scaled_rotation(folder: Path) -> str:
     edited(folder, rope_parameters={"rope_type": "llama3", "rope_theta": 1e4})
-    return 'config.json: rope_parameters.rope_type: "llama3", which no model of ours has; only "default" can be read'
+    return 'config.json: rope_parameters.rope_type: "llama3" is not supported; only "default" is supported'
 
 
 def _biases(folder: Path) -> str:
     edited(folder, attention_bias=True)
-    return "config.json: attention_bias: true, which no model of ours has; only false can be read"
+    return "config.json: attention_bias: true is not supported; only false is supported"
 
 
 def _no_heads(folder: Path) -> str:
@@ -129,22 +129,22 @@ def _no_heads(folder: Path) -> str:
 
 def _heads_of_no_group(folder: Path) -> str:
     edited(folder, num_key_value_heads=3)
-    return "config.json: num_attention_heads: 4 does not divide by num_key_value_heads 3; "
+    return "config.json: num_attention_heads: 4 is not divisible by num_key_value_heads 3; "
 
 
 def _no_rotation(folder: Path) -> str:
     edited(folder, rope_parameters=[1])
-    return "config.json: rope_parameters: [1] is no section of fields; "
+    return "config.json: rope_parameters: [1] is not a mapping of fields; "
 
 
 def _part_of_a_rotation(folder: Path) -> str:
     edited(folder, partial_rotary_factor=0.5)
-    return "config.json: partial_rotary_factor: 0.5, which no model of ours has; only 1.0 can be read"
+    return "config.json: partial_rotary_factor: 0.5 is not supported; only 1.0 is supported"
 
 
 def _no_names(folder: Path) -> str:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": 5}}))
-    return "model.safetensors.index.json: names 5, which is no text"
+    return "model.safetensors.index.json: names 5, which is not text"
 
 
 def _no_json(folder: Path) -> str:
@@ -174,11 +174,9 @@ def test_a_damaged_run(run: Path, convert: Convert, tmp_path: Path, capsys: pyte
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
-    assert f"step_2/{shard.name}: has the checksum " in refused(convert, capsys, copy, tmp_path)
+    assert f"step_2/{shard.name}: has checksum " in refused(convert, capsys, copy, tmp_path)
     shard.unlink()
-    assert f"step_2/{shard.name}: is not there, so the checkpoint is damaged" in refused(
-        convert, capsys, copy, tmp_path
-    )
+    assert f"step_2/{shard.name}: is missing, so the checkpoint is damaged" in refused(convert, capsys, copy, tmp_path)
 
 
 def test_a_folder_of_something_else(convert: Convert, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -186,13 +184,13 @@ def test_a_folder_of_something_else(convert: Convert, tmp_path: Path, capsys: py
     assert "empty: is no checkpoint: there is no checkpoint.json" in refused(
         convert, capsys, tmp_path / "empty", tmp_path
     )
-    assert "none: is not there; " in refused(convert, capsys, tmp_path / "none", tmp_path)
+    assert "none: does not exist; " in refused(convert, capsys, tmp_path / "none", tmp_path)
     (tmp_path / "empty" / "latest").write_text("global_step5")
     (tmp_path / "empty" / "global_step5").mkdir()
     (tmp_path / "empty" / "global_step5" / "mp_rank_00_model_states.pt").write_bytes(b"")
     for folder in (tmp_path / "empty", tmp_path / "empty" / "global_step5"):
         said = refused(convert, capsys, folder, tmp_path)
-        assert "is a checkpoint of DeepSpeed's that only the layout which wrote it can read; make it universal" in said
+        assert "is a DeepSpeed checkpoint that only the layout that wrote it can read; convert it" in said
 
 
 def test_an_older_record_says_what_to_give(
@@ -204,7 +202,7 @@ def test_an_older_record_says_what_to_give(
     content = json.loads(record.read_text())
     del content["identity"]["data.vocab_size"]
     record.write_text(json.dumps(content))
-    assert "does not say data.vocab_size of the model; give the run's config.yaml with --model-config" in refused(
+    assert "does not contain data.vocab_size of the model; give the run's config.yaml with --model-config" in refused(
         convert, capsys, copy, tmp_path
     )
 
@@ -215,7 +213,10 @@ def test_an_older_record_says_what_to_give(
         (["--to", "onnx"], "argument --to: invalid choice: 'onnx'"),
         ([], "the following arguments are required: --to"),
         (["--to", "deepspeed-universal", "--dtype", "bf16"], "--dtype: bfloat16 is for the numbers of a model, and "),
-        (["--to", "megatron", "--dtype", "fp16"], "--dtype: float16 is no precision of a run; give one of bf16, fp32"),
+        (
+            ["--to", "megatron", "--dtype", "fp16"],
+            "--dtype: float16 is not a precision of a run; give one of bf16, fp32",
+        ),
         (["--to", "hf", "--shard-size", "0"], "--shard-size: 0 is not above 0; "),
         (["--to", "hf", "--shard-size", "inf"], "--shard-size: inf is not above 0; "),
         (
@@ -225,7 +226,7 @@ def test_an_older_record_says_what_to_give(
         (["--to", "megatron", "--architecture", "LlamaForCausalLM"], "--architecture: LlamaForCausalLM has no effect"),
         (
             ["--to", "hf", "--architecture", "MambaForCausalLM"],
-            "--architecture: MambaForCausalLM cannot hold the model",
+            "--architecture: MambaForCausalLM cannot represent the model",
         ),
     ],
 )
@@ -244,7 +245,7 @@ def test_what_is_there_is_kept(
     assert convert(run, hf, "--to", "hf") == 2
     assert "hf is there; give another folder, or add --overwrite" in error(capsys)
     assert convert(hf, hf / "in it", "--to", "megatron", "--overwrite") == 2
-    assert "lie in each other" in error(capsys)
+    assert "contain each other" in error(capsys)
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "one.png").write_bytes(b"")
     assert convert(run, tmp_path / "photos", "--to", "hf", "--overwrite") == 2
@@ -252,10 +253,10 @@ def test_what_is_there_is_kept(
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "vocab.txt").write_text("a")
     assert convert(run, tmp_path / "other", "--to", "hf", "--overwrite") == 2
-    assert "other holds no model to overwrite" in error(capsys)
+    assert "other contains no model to overwrite" in error(capsys)
     (tmp_path / "file").write_text("a")
     assert convert(run, tmp_path / "file", "--to", "hf", "--overwrite") == 2
-    assert "file is a file, and no model to overwrite" in error(capsys)
+    assert "file is a file, not a model to overwrite" in error(capsys)
     edited(hf, architectures=["BertForMaskedLM"])
     assert convert(hf, tmp_path / "photos", "--to", "hf") == 2
     (hf / "metrics.jsonl").write_text("")  # a file of a training run
@@ -322,7 +323,7 @@ def test_what_is_said_of_a_model_that_says_it_itself(
     hf: Path, convert: Convert, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = refused(convert, capsys, hf, tmp_path, "--model-config", "model.yaml")
-    assert said == f"--model-config: {hf}/config.json tells the model already; leave it out"
+    assert said == f"--model-config: {hf}/config.json already describes the model; leave it out"
 
 
 def test_a_dry_run_says_sizes_and_writes_nothing(
@@ -349,7 +350,7 @@ def test_wrong_bits_are_found(
         lambda parts, head_groups: parts[0].repeat(2, 1) if head_groups == 1 else together(parts, head_groups),
     )
     assert convert(run, tmp_path / "hf", "--to", "hf") == 2
-    assert "mlp.linear_fc1.weight is not what was to be written" in error(capsys)
+    assert "mlp.linear_fc1.weight differs from the converted tensor" in error(capsys)
     # A fault that a round trip hides shows in the logits.
     order = {1: -1}
     monkeypatch.setattr(

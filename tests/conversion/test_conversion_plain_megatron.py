@@ -81,7 +81,7 @@ def test_sizes_that_nobody_knows(
     folder, expected = save(extra={})
     assert convert(folder, tmp_path / "hf", "--to", "hf") == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "holds no args" in line
+    assert "contains no args" in line
     assert "--model-config" in line
     (tmp_path / "model.yaml").write_text(MODEL)
     assert convert(folder, tmp_path / "hf", "--to", "hf", "--model-config", tmp_path / "model.yaml") == 0
@@ -93,19 +93,19 @@ def test_sizes_that_nobody_knows(
 @pytest.mark.parametrize(
     ("changed", "line"),
     [
-        ({"swiglu": False}, "args.swiglu: false, which no model of ours has; only true can be read"),
+        ({"swiglu": False}, "args.swiglu: false is not supported; only true is supported"),
         (
             {"normalization": "LayerNorm"},
-            'args.normalization: "LayerNorm", which no model of ours has; only "RMSNorm" can be read',
+            'args.normalization: "LayerNorm" is not supported; only "RMSNorm" is supported',
         ),
         (
             {"position_embedding_type": "yarn"},
-            'args.position_embedding_type: "yarn", which no model of ours has; only "rope" or ',
+            'args.position_embedding_type: "yarn" is not supported; only "rope" or ',
         ),
         ({"ffn_hidden_size": 128}, "decoder.layers.0.mlp.linear_fc1.weight is [192, 64], its configuration makes it"),
         ({"num_layers": "4"}, 'args.num_layers: "4" is not a whole number above 0; '),
         ({"num_layers": 10**9}, "args.num_layers: 1000000000 is more than 10000 layers; "),
-        ({"num_query_groups": 3}, "args.num_attention_heads: 4 does not divide by num_query_groups 3; "),
+        ({"num_query_groups": 3}, "args.num_attention_heads: 4 is not divisible by num_query_groups 3; "),
         ({"consumed_train_samples": [0]}, "args.consumed_train_samples: [0] is not a whole number above 0; "),
         ({"num_layers": 3}, "has besides decoder.layers.3.input_layernorm.weight"),
     ],
@@ -136,5 +136,5 @@ def test_code_in_a_checkpoint_is_not_run(
 
     (folder / ".metadata").write_bytes(pickle.dumps(Runs(tmp_path / "ran")))
     assert convert(folder, tmp_path / "hf", "--to", "hf") == 2
-    assert "mkdir, which is no part of a checkpoint" in capsys.readouterr().err
+    assert "mkdir, which is not allowed in a checkpoint" in capsys.readouterr().err
     assert not (tmp_path / "ran").exists()

@@ -152,8 +152,8 @@ def test_what_flash_linear_attention_itself_has_saved(
         (line,) = capsys.readouterr().err.splitlines()
         assert line == (
             "selectron: error: model.layers.1.attn.v_lora.lora.0.weight: mixes the first layer's values into this "
-            "one's (its value residual), which no model of ours does; only a model in which it is turned off can "
-            "be read: biases -256, weights 0"
+            "one's (value residual), which is not supported; only models with it disabled are "
+            "supported: biases -256, weights 0"
         )
         assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "theirs"]
         for name, parameter in theirs.named_parameters():

@@ -157,10 +157,10 @@ def test_what_deepspeed_itself_has_written(
     parameters = pool.run(universal_runs.save_by_deepspeed, world_size, *places, stage, pattern, model)[0]
     capsys.readouterr()
     assert convert(theirs, back, "--to", "megatron") == 2
-    assert "universal: holds no selectron.json, and DeepSpeed's files do not tell the model's sizes; " in error(capsys)
+    assert "universal: contains no selectron.json, and DeepSpeed's files do not contain the model's " in error(capsys)
     (tmp_path / "model.yaml").write_text(to_yaml(universal_runs.config_of(*case)))
     assert convert(theirs, back, "--to", "megatron", "--model-config", tmp_path / "model.yaml") == 0
-    assert "the optimizer's state is of another library's form, and is left out" in capsys.readouterr().err
+    assert "the optimizer state has another library's format and is not converted" in capsys.readouterr().err
     found = TorchDistTensors(back / "checkpoints" / "step_0")
     assert found.infos().keys() == parameters.keys()
     assert [key for key, tensor in parameters.items() if not torch.equal(found.read(key), tensor)] == []
@@ -201,7 +201,7 @@ def test_a_model_without_optimizer_state(
     capsys.readouterr()
     assert convert(hf, folder, "--to", "deepspeed-universal") == 0
     said = capsys.readouterr().err
-    assert "no optimizer state of ours is there: DeepSpeed finds moments of zero after 0 steps, as Adam begins" in said
+    assert "the source has no optimizer state of Selectron: DeepSpeed starts with zero moments at step 0" in said
     moment = folder / "global_step0" / "zero" / "embedding.word_embeddings.weight" / "exp_avg.pt"
     assert moment.stat().st_size < 10_000 < saved_runs.VOCABULARY * 64 * 4
     pattern, _, model, *_ = RUNS["pp2 zero1"][1]
@@ -227,9 +227,9 @@ def test_optimizer_state_goes_along_where_types_stay(
     run, folder, _ = converted("tp2_pp2 tied")
     capsys.readouterr()
     assert convert(run, tmp_path / "same", "--to", "megatron") == 0
-    assert "verified: every tensor and the optimizer's state; logits" in capsys.readouterr().err
+    assert "verified: every tensor and the optimizer state; logits" in capsys.readouterr().err
     assert convert(folder, tmp_path / "bf16", "--to", "megatron", "--dtype", "bf16", "--no-verify") == 0
-    assert "belongs to a run of the types it has, and is left out" in capsys.readouterr().err
+    assert "belongs to a run of the types it has and is not converted" in capsys.readouterr().err
     assert inspected(capsys, tmp_path / "same")["optimizer_state"]
     assert not inspected(capsys, tmp_path / "bf16")["optimizer_state"]
     assert convert(run, tmp_path / "fp32", "--to", "deepspeed-universal", "--dtype", "fp32") == 2
@@ -249,23 +249,23 @@ def test_wrong_optimizer_state_is_found(
     monkeypatch.setattr(universal_writing, "MOMENTS", ("exp_avg", "exp_avg"))
     capsys.readouterr()
     assert convert(folder, tmp_path / "again", "--to", "deepspeed-universal") == 2
-    assert "does not hold the tensors of its configuration: lacks exp_avg_sq." in error(capsys)
+    assert "does not contain the tensors of its configuration: lacks exp_avg_sq." in error(capsys)
     monkeypatch.setattr(universal_writing, "MOMENTS", ("exp_avg", "exp_avg_sq"))
     monkeypatch.setattr(universal_writing, "_alone", lambda tensor: tensor + 1 if tensor.dim() == 1 else tensor)
     assert convert(folder, tmp_path / "again", "--to", "deepspeed-universal") == 2
-    assert "is not what was to be written" in error(capsys)
+    assert "differs from the converted tensor" in error(capsys)
     assert not list(tmp_path.iterdir())
 
 
 def _half_a_file(folder: Path) -> str:
     path = folder / "global_step2" / "zero" / "decoder.final_layernorm.weight" / "fp32.pt"
     path.write_bytes(path.read_bytes()[:-100])
-    return "fp32.pt: is not what was written, so the checkpoint is damaged; "
+    return "fp32.pt: differs from what was written, so the checkpoint is damaged; "
 
 
 def _no_moment(folder: Path) -> str:
     (folder / "global_step2" / "zero" / "decoder.final_layernorm.weight" / "exp_avg.pt").unlink()
-    return "exp_avg.pt: is not there, so the checkpoint is damaged; "
+    return "exp_avg.pt: is missing, so the checkpoint is damaged; "
 
 
 def _no_tag(folder: Path) -> str:
@@ -276,7 +276,7 @@ def _no_tag(folder: Path) -> str:
 def _no_description(folder: Path) -> str:
     path = folder / "global_step2" / "selectron.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "dtypes": {"weight": "load"}}))
-    return "selectron.json: is no description of a checkpoint ("
+    return "selectron.json: is not a description of a checkpoint ("
 
 
 @pytest.mark.parametrize("damage", [_half_a_file, _no_moment, _no_tag, _no_description])
@@ -310,5 +310,5 @@ def test_files_of_others_run_no_code(tmp_path: Path) -> None:
     torch.save({"param": tensor, "sub_param_shape": shape}, tmp_path / "fp32.pt")
     assert torch.equal(universal._tensor(tmp_path / "fp32.pt"), tensor)
     torch.save({"param": tensor, "more": Harmful()}, tmp_path / "fp32.pt")
-    with pytest.raises(UserError, match=r"fp32.pt: cannot be read: it names __builtin__.exec, which is no part "):
+    with pytest.raises(UserError, match=r"fp32.pt: cannot be read: it names __builtin__.exec, which is not allowed "):
         universal._tensor(tmp_path / "fp32.pt")

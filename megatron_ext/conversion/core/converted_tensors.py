@@ -64,8 +64,8 @@ class ConvertedTensors(Tensors):
             outputs = step.make(inputs)
         except (RuntimeError, ValueError, IndexError) as error:
             shapes = ", ".join(f"{key} {list(infos[key].shape)}" for key in step.inputs)
-            problem = f"has tensors that do not fit its configuration: {shapes}"
-            raise UserError(where, problem, "give the configuration that the model was made with") from error
+            problem = f"has tensors that do not match its configuration: {shapes}"
+            raise UserError(where, problem, "give the configuration with which the model was trained") from error
         assert len(outputs) == len(step.outputs), step.outputs
         pairs = zip(step.outputs, outputs, strict=True)
         return {key: TensorInfo(tuple(tensor.shape), tensor.dtype) for key, tensor in pairs}

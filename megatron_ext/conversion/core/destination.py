@@ -125,8 +125,10 @@ class Megatron:
         """Implement `Destination.remark`."""
         if not source.has_optimizer or self.carries_training(source, wish):
             return None
-        reason = "is of another library's form" if source.training is None else "belongs to a run of the types it has"
-        return f"the optimizer's state {reason}, and is left out: the run can generate text, and not be continued"
+        reason = "has another library's format" if source.training is None else "belongs to a run of the types it has"
+        return (
+            f"the optimizer state {reason} and is not converted: the run can generate text, but training cannot resume"
+        )
 
     def check(self, source: Source, wish: WriteOptions) -> None:
         """Implement `Destination.check`."""
@@ -156,7 +158,7 @@ class Megatron:
         names = _precisions(dtype)
         if not names:
             kind = str(dtype).removeprefix("torch.")
-            raise UserError("--dtype", f"{kind} is no precision of a run", f"give one of {', '.join(PRECISIONS)}")
+            raise UserError("--dtype", f"{kind} is not a precision of a run", f"give one of {', '.join(PRECISIONS)}")
         return names[0]
 
 
@@ -171,7 +173,7 @@ class DeepSpeedUniversal:
         """Implement `Destination.remark`."""
         if source.training is not None:
             return None
-        return "no optimizer state of ours is there: DeepSpeed finds moments of zero after 0 steps, as Adam begins"
+        return "the source has no optimizer state of Selectron: DeepSpeed starts with zero moments at step 0"
 
     def check(self, source: Source, wish: WriteOptions) -> None:
         """Implement `Destination.check`."""

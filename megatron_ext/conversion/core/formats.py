@@ -34,14 +34,14 @@ def form_of(path: Path) -> Form:
         UserError: the folder does not exist, is no checkpoint, or has an unsupported format.
     """
     if not path.is_dir():
-        problem = "is no folder" if path.exists() else "is not there"
+        problem = "is not a directory" if path.exists() else "does not exist"
         raise UserError(str(path), problem, "give the folder of a run, of a checkpoint or of a Hugging Face model")
     # Checked before runs, because DeepSpeed also writes a file `latest` for its other checkpoints.
     if (path / UNIVERSAL).is_file() or (path / ZERO).is_dir():
         return "universal"
     if any(path.glob(_OF_DEEPSPEED)) or any(path.glob(f"*/{_OF_DEEPSPEED}")):
-        problem = "is a checkpoint of DeepSpeed's that only the layout which wrote it can read"
-        hint = "make it universal by `python -m deepspeed.checkpoint.ds_to_universal`, and give that"
+        problem = "is a DeepSpeed checkpoint that only the layout that wrote it can read"
+        hint = "convert it with `python -m deepspeed.checkpoint.ds_to_universal`, and give the result"
         raise UserError(str(path), problem, hint)
     if (path / CHECKPOINTS).is_dir() or (path / LATEST).is_file():
         return "run"
@@ -55,4 +55,4 @@ def form_of(path: Path) -> Form:
         f"is no checkpoint: there is no {RECORD} or {CHECKPOINTS}/ (ours), no {CONFIG} (Hugging Face), "
         f"no {UNIVERSAL} or {ZERO}/ (DeepSpeed), and no {METADATA} (Megatron's torch_dist)"
     )
-    raise UserError(str(path), problem, "give a folder that holds one of them")
+    raise UserError(str(path), problem, "give a folder that contains one of them")

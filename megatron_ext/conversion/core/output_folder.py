@@ -45,20 +45,20 @@ def check_destination(source: Path, destination: Path, *, overwrite: bool) -> No
     """
     ours, theirs = source.resolve(), destination.resolve()
     if ours == theirs or ours in theirs.parents or theirs in ours.parents:
-        raise UserError("DESTINATION", f"{destination} and SOURCE lie in each other", "give another folder")
+        raise UserError("DESTINATION", f"{destination} and SOURCE contain each other", "give another folder")
     if not theirs.exists():
         return
     if not overwrite:
-        raise UserError("DESTINATION", f"{destination} is there", "give another folder, or add --overwrite")
+        raise UserError("DESTINATION", f"{destination} already exists", "give another folder, or add --overwrite")
     if not theirs.is_dir():
-        raise UserError("DESTINATION", f"{destination} is a file, and no model to overwrite", "give another folder")
+        raise UserError("DESTINATION", f"{destination} is a file, not a model to overwrite", "give another folder")
     names = sorted(path.name for path in theirs.iterdir())
     foreign = [name for name in names if not _is_ours(theirs / name)]
     if foreign:
         problem = f"{destination} holds {foreign[0]}, which no conversion writes, and overwriting would remove it"
         raise UserError("DESTINATION", problem, "move it away, or give another folder")
     if names and not set(names) & set(_MODELS):
-        raise UserError("DESTINATION", f"{destination} holds no model to overwrite", "give another folder")
+        raise UserError("DESTINATION", f"{destination} contains no model to overwrite", "give another folder")
 
 
 def _is_ours(path: Path) -> bool:
@@ -82,8 +82,8 @@ def check_space(destination: Path, needed: int) -> None:
     there = next(path for path in destination.resolve().parents if path.is_dir())
     free = shutil.disk_usage(there).free
     if free < needed:
-        problem = f"needs {needed / 1e6:,.1f} MB, and {there} has {free / 1e6:,.1f} MB left"
-        raise UserError("DESTINATION", problem, "make room, or give a folder on another disk")
+        problem = f"needs {needed / 1e6:,.1f} MB, but {there} has only {free / 1e6:,.1f} MB free"
+        raise UserError("DESTINATION", problem, "free disk space, or give a folder on another disk")
 
 
 @contextmanager
@@ -119,7 +119,7 @@ def beside(destination: Path) -> Iterator[Path]:
                 raise _as_if_in_place(error, partial, destination) from error
             if not isinstance(error, Exception) or problem is None:
                 raise
-            hint = "make room, or give a folder that can be written"
+            hint = "free disk space, or give a writable folder"
             raise UserError(str(destination), f"cannot be written: {problem}", hint) from error
 
 

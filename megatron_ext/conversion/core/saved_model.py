@@ -39,7 +39,7 @@ def saved_model(identity: Mapping[str, Any], where: str) -> SavedModel:
     missing = [field for field in needed if field not in identity]
     if missing:
         hint = "give the run's config.yaml with --model-config, and its tokenizer.json with --tokenizer"
-        raise UserError(where, f"does not say {missing[0]} of the model", hint)
+        raise UserError(where, f"does not contain {missing[0]} of the model", hint)
     model = validate(ModelConfig, _section(identity, "model."), "model.")
     layers = tuple(parse_pattern(model.pattern))
     mixers = {name: _mixer(name, _section(identity, f"mixers.{name}.")) for name in sorted(set(layers))}

@@ -42,7 +42,7 @@ def newest_step(path: Path) -> Path:
     root = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
     step = CheckpointFolder(root).latest()
     if step is None:
-        raise UserError(str(root), "holds no checkpoint", "train the run until it has written one")
+        raise UserError(str(root), "contains no checkpoint", "train the run until it has written one")
     return root / step_name(step)
 
 
@@ -57,7 +57,9 @@ def open_step(path: Path, options: SourceOptions) -> Source:
     record = checked_record(path)
     stored = TorchDistTensors(path)
     source = source_of(path, record, stored, options, has_optimizer=stored.has_optimizer)
-    return replace(source, training=_training(source, record, stored, is_told=options.model_config is not None))
+    return replace(
+        source, training=_training(source, record, stored, has_model_config=options.model_config is not None)
+    )
 
 
 def checked_record(path: Path) -> Record:
@@ -68,7 +70,7 @@ def checked_record(path: Path) -> Record:
     """
     step = step_of(path.resolve().name)
     if step is None:
-        raise UserError(str(path), "is a checkpoint whose folder is not called step_N", "give it its name back")
+        raise UserError(str(path), "is a checkpoint, but its folder is not named step_N", "restore its name")
     checkpoints = CheckpointFolder(path.resolve().parent, "give the folder of another step")
     record = checkpoints.read_record(step)
     for name, content in record.files.items():
@@ -108,10 +110,10 @@ def _run(path: Path) -> Path:
     return path.resolve().parents[1]
 
 
-def _training(source: Source, record: Record, stored: TorchDistTensors, *, is_told: bool) -> Training | None:
+def _training(source: Source, record: Record, stored: TorchDistTensors, *, has_model_config: bool) -> Training | None:
     """Return the state to resume training from; None: there is none.
 
-    `is_told` means that the user gave the model's configuration, which then completes an incomplete record.
+    `has_model_config` means that the user gave the model's configuration, which then completes an incomplete record.
     """
     from megatron_ext.conversion.megatron.torch_dist import read_optimizer
     from megatron_ext.optim.state import MOMENTS
@@ -122,9 +124,11 @@ def _training(source: Source, record: Record, stored: TorchDistTensors, *, is_to
         return None
     if {key.partition(".")[0] for key in optimizer.tensors.infos()} != {"param", *MOMENTS}:
         return None  # no other format can hold the state of an optimizer other than AdamW
-    told = identity_of(saved, record.identity[PRECISION]) if is_told and PRECISION in record.identity else {}
+    identity = (
+        identity_of(saved, record.identity[PRECISION]) if has_model_config and PRECISION in record.identity else {}
+    )
     config = read_tree(run / CONFIG) if (run / CONFIG).is_file() else None
-    return Training(tensors=stored, optimizer=optimizer, identity={**record.identity, **told}, config=config)
+    return Training(tensors=stored, optimizer=optimizer, identity={**record.identity, **identity}, config=config)
 
 
 def _saved(path: Path, record: Record, stored: Tensors, options: SourceOptions, tokens: int | None) -> SavedModel:

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 def add_source_options(parser: argparse.ArgumentParser) -> None:
     """Add the options for information that a checkpoint may lack."""
-    config = "YAML file with the `model` section, where the checkpoint does not tell it"
+    config = "YAML file with the `model` section, if the checkpoint does not contain it"
     parser.add_argument("--model-config", type=Path, metavar="FILE", help=config)
-    tokenizer = "tokenizer.json, where the checkpoint has none"
+    tokenizer = "tokenizer.json, if the checkpoint has none"
     parser.add_argument("--tokenizer", type=Path, metavar="FILE", help=tokenizer)
 
 

@@ -191,8 +191,8 @@ def check_keys(expected: Iterable[str], found: Iterable[str], where: str) -> Non
     if missing or unexpected:
         kinds = {"lacks": missing, "has besides": unexpected}
         parts = [f"{kind} {_names(names)}" for kind, names in kinds.items() if names]
-        problem = f"does not hold the tensors of its configuration: {'; '.join(parts)}"
-        raise UserError(where, problem, "give a whole checkpoint with the configuration it was made with")
+        problem = f"does not contain the tensors of its configuration: {'; '.join(parts)}"
+        raise UserError(where, problem, "give a complete checkpoint with the configuration of its training")
 
 
 def check_shapes(expected: Mapping[str, TensorInfo], found: Mapping[str, TensorInfo], where: str) -> None:
@@ -210,9 +210,9 @@ def check_shapes(expected: Mapping[str, TensorInfo], found: Mapping[str, TensorI
     wrong = [key for key, info in expected.items() if info.shape != found[key].shape]
     if wrong:
         key = wrong[0]
-        more = f", and {len(wrong) - 1} more do not fit" if len(wrong) > 1 else ""
+        more = f", and {len(wrong) - 1} more do not match" if len(wrong) > 1 else ""
         problem = f"{key} is {list(found[key].shape)}, its configuration makes it {list(expected[key].shape)}{more}"
-        raise UserError(where, problem, "give the configuration that the model was made with")
+        raise UserError(where, problem, "give the configuration with which the model was trained")
 
 
 def _names(names: Sequence[str]) -> str:

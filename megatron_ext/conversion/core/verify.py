@@ -25,7 +25,7 @@ MOST_LOGITS = 1 << 25
 Beyond it, one sequence is compared. The logits of both models are in memory at the same time.
 """
 
-_MEND = "nothing was written; please report it, or leave the check out with --no-verify"
+_MEND = "nothing was written; please report it, or skip the check with --no-verify"
 
 
 def verify(source: Source, written: Source, dtype: torch.dtype | None, *, with_training: bool = False) -> str:
@@ -49,12 +49,12 @@ def verify(source: Source, written: Source, dtype: torch.dtype | None, *, with_t
     compared = "every tensor"
     if with_training:
         _compare_training(source, written)
-        compared += " and the optimizer's state"
+        compared += " and the optimizer state"
     silent = [one for one in (source, written) if one.family is not None and not hf_model.can_answer(one.family)]
     if silent:
         (family,) = (one.family for one in silent[:1])
         assert family is not None
-        return f"verified: {compared}; {family.architecture} runs on a GPU alone, so logits were not compared"
+        return f"verified: {compared}; {family.architecture} runs only on a GPU, so logits were not compared"
     parameters = sum(info.num_elements for info in expected.infos().values())
     found = [_compare_answers(source, written, expected, t) for t in lengths(source.saved, parameters)]
     return f"verified: {compared}; logits differ by {', '.join(found)}; at most {LIMIT:.0e}"
@@ -98,13 +98,13 @@ def _compare_training(source: Source, written: Source) -> None:
     }
     for name, is_the_same in said.items():
         if not is_the_same:
-            raise UserError(where, f"{name} is not what was to be written", _MEND)
+            raise UserError(where, f"{name} differs from the converted tensor", _MEND)
 
 
 def _compare_bits(expected: Tensors, written: Tensors, where: str) -> None:
     for key in written.infos():  # digests, so that only one of the two tensors is in memory
         if _digest(written.read(key)) != _digest(expected.read(key)):
-            raise UserError(where, f"{key} is not what was to be written", _MEND)
+            raise UserError(where, f"{key} differs from the converted tensor", _MEND)
 
 
 def _digest(tensor: Tensor) -> bytes:

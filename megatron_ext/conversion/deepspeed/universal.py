@@ -47,7 +47,7 @@ DESCRIPTION = "selectron.json"
 PRECISE = "fp32"
 """Stem of the file with a parameter's fp32 values. The files of the moments are named after the moments."""
 
-_MEND = "copy the checkpoint again, whole, or give another one"
+_MEND = "copy the whole checkpoint again, or give another one"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ def open_folder(path: Path, options: SourceOptions) -> Source:
     if (path / DESCRIPTION).is_file():
         return _ours(path, options, _description(path), tokenizer)
     if options.model_config is None:
-        problem = f"holds no {DESCRIPTION}, and DeepSpeed's files do not tell the model's sizes"
+        problem = f"contains no {DESCRIPTION}, and DeepSpeed's files do not contain the model's sizes"
         raise UserError(str(path), problem, "give them in a YAML file with --model-config (its `model` section)")
     stored = _kind(path, PRECISE)
     tokens = _rows(path, stored, options.model_config) if tokenizer is None else tokenizer.size
@@ -96,7 +96,7 @@ def _rows(path: Path, stored: Tensors, model_config: Path) -> int:
     """Return the number of rows of the embedding, which is flat if DeepSpeed converted it from ZeRO-3."""
     info = stored.infos().get(VOCABULARY[0])
     if info is None:
-        problem = f"holds no {VOCABULARY[0]}, so it is of no GPTModel of megatron-core"
+        problem = f"contains no {VOCABULARY[0]}, so it is not a GPTModel of megatron-core"
         raise UserError(str(path / ZERO), problem, "give a checkpoint of one")
     return info.num_elements // configured_model(model_config, 1).model.hidden_size
 
@@ -105,7 +105,7 @@ def _newest(path: Path) -> Path:
     tag = read_name(path / NEWEST)
     folder = path_within(path, tag, str(path / NEWEST), follow_links=True)
     if not (folder / ZERO).is_dir():
-        raise UserError(str(path / NEWEST), f"names {tag!r}, and {folder / ZERO} is not there", _MEND)
+        raise UserError(str(path / NEWEST), f"names {tag!r}, but {folder / ZERO} does not exist", _MEND)
     return folder
 
 
@@ -159,16 +159,16 @@ def _description(path: Path) -> Description:
             raise ValueError("its dtypes or its schedule are none")
         return Description(**{**raw, "progress": progress, "files": files})
     except (TypeError, KeyError, AttributeError, ValueError) as error:
-        raise UserError(str(file), f"is no description of a checkpoint ({error})", _MEND) from None
+        raise UserError(str(file), f"is not a description of a checkpoint ({error})", _MEND) from None
 
 
 def _check_files(path: Path, files: Mapping[str, FileDigest]) -> None:
     for name, expected in files.items():
         file = path_within(path, name, str(path / DESCRIPTION), follow_links=True)
         if not file.is_file():
-            raise UserError(str(file), "is not there, so the checkpoint is damaged", _MEND)
+            raise UserError(str(file), "is missing, so the checkpoint is damaged", _MEND)
         if file.stat().st_size != expected.size or content_of(file) != expected:
-            raise UserError(str(file), "is not what was written, so the checkpoint is damaged", _MEND)
+            raise UserError(str(file), "differs from what was written, so the checkpoint is damaged", _MEND)
 
 
 def _kind(path: Path, kind: str) -> Tensors:
@@ -177,7 +177,7 @@ def _kind(path: Path, kind: str) -> Tensors:
     for file in sorted((path / ZERO).glob(f"*/{kind}.pt")):
         files[file.parent.name.removeprefix("module.")] = file  # prefix of an engine around Megatron's bf16 wrapper
     if not files and kind == PRECISE:
-        raise UserError(str(path / ZERO), f"holds no {kind}.pt of any parameter", _MEND)
+        raise UserError(str(path / ZERO), f"contains no {kind}.pt of any parameter", _MEND)
     infos = {}
     for key, file in files.items():
         tensor = _tensor(file)
@@ -195,7 +195,7 @@ def _tensor(file: Path) -> Tensor:
         raise UserError(str(file), f"cannot be read ({os_reason(error)})", _MEND) from error
     tensor = content.get("param") if isinstance(content, dict) else content
     if not isinstance(tensor, Tensor):
-        raise UserError(str(file), "holds no tensor", _MEND)
+        raise UserError(str(file), "contains no tensor", _MEND)
     return tensor
 
 

@@ -26,7 +26,7 @@ def open_folder(path: Path, options: SourceOptions) -> Source:
         UserError: the architecture is unknown, the configuration is not supported, or the folder is damaged.
     """
     if options.model_config is not None:
-        raise UserError("--model-config", f"{path / CONFIG} tells the model already", "leave it out")
+        raise UserError("--model-config", f"{path / CONFIG} already describes the model", "leave it out")
     family, saved = read_model(path)
     stored = SafetensorsTensors(path)
     return Source(
@@ -55,8 +55,8 @@ def read_model(path: Path) -> tuple[Family, SavedModel]:
 def _architecture(config: dict[str, Any], where: str) -> str:
     architectures = config.get("architectures")
     if not isinstance(architectures, list) or len(architectures) != 1:
-        problem = f"architectures is {show(architectures)}, and names no model"
-        raise UserError(where, problem, "give a folder that save_pretrained wrote")
+        problem = f"architectures is {show(architectures)}, which names no model"
+        raise UserError(where, problem, "give a folder written by save_pretrained")
     return str(architectures[0])
 
 

@@ -55,7 +55,7 @@ def _transformers() -> ModuleType:
     try:
         import transformers
     except ImportError:
-        hint = "install selectron[hf], or leave the check out with --no-verify"
+        hint = "install selectron[hf], or skip the check with --no-verify"
         raise UserError("--verify", "needs transformers, which is not installed", hint) from None
     return transformers
 

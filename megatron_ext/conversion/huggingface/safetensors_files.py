@@ -43,7 +43,7 @@ _DTYPES = {
 
 _NAMES = {f"torch.{dtype}": name for name, dtype in _DTYPES.items()}
 _ALIGNMENT = 8
-_MEND = "copy the checkpoint again, whole"
+_MEND = "copy the whole checkpoint again"
 
 
 def _dtype_of_torch(name: str) -> torch.dtype:
@@ -96,11 +96,11 @@ def _files_of(folder: Path) -> list[Path]:
     elif (folder / SINGLE).is_file():
         paths = [folder / SINGLE]
     else:
-        problem = f"holds neither {SINGLE} nor {INDEX}"
+        problem = f"contains neither {SINGLE} nor {INDEX}"
         raise UserError(str(folder), problem, "save the model as safetensors (save_pretrained does)")
     for path in paths:
         if not path.is_file():
-            raise UserError(str(path), f"is not there, and {INDEX} names it", _MEND)
+            raise UserError(str(path), f"is missing, but {INDEX} names it", _MEND)
     return paths
 
 
@@ -113,7 +113,7 @@ def _header(path: Path, dtype_of: Callable[[str], Any]) -> dict[str, TensorInfo]
     except (SafetensorError, OSError) as error:
         raise UserError(str(path), f"is damaged ({' '.join(str(error).split())})", _MEND) from error
     except KeyError as error:
-        raise UserError(str(path), f"has numbers of type {error}", f"give one of {', '.join(_DTYPES)}") from None
+        raise UserError(str(path), f"has unsupported dtype {error}", f"give one of {', '.join(_DTYPES)}") from None
 
 
 @dataclass

@@ -104,7 +104,7 @@ def open_folder(path: Path, options: SourceOptions) -> Source:
     path = _newest(path) if (path / NEWEST).is_file() else path
     stored = TorchDistTensors(path)
     if VOCABULARY[0] not in stored.infos():
-        problem = f"holds no {VOCABULARY[0]}, so it is no GPTModel of megatron-core"
+        problem = f"contains no {VOCABULARY[0]}, so it is not a GPTModel of megatron-core"
         raise UserError(str(path), problem, "give a checkpoint of one")
     tokenizer = kept_tokenizer(path, options.tokenizer)
     args = None if options.model_config is not None else _arguments(path)
@@ -127,7 +127,9 @@ def _newest(path: Path) -> Path:
     name = f"iter_{int(iteration):07d}" if is_number else iteration
     folder = path_within(path, name, str(path / NEWEST), follow_links=True)
     if not folder.is_dir():
-        raise UserError(str(path / NEWEST), f"names {iteration}, and {folder} is not there", "copy it again, whole")
+        raise UserError(
+            str(path / NEWEST), f"names {iteration}, but {folder} does not exist", "copy the whole checkpoint again"
+        )
     return folder
 
 
@@ -140,7 +142,7 @@ def _arguments(path: Path) -> Namespace:
         raise UserError(error.where, error.problem, hint) from error
     args = common.get("args") if isinstance(common, dict) else None
     if not isinstance(args, Namespace):
-        problem = "holds no args, and the tensors do not tell the number of heads, of query groups and the rotary base"
+        problem = "contains no args, and the tensors do not give the number of heads, query groups and the rotary base"
         raise UserError(str(path / COMMON_STATE_FNAME), problem, hint)
     return args
 

@@ -78,7 +78,7 @@ class TorchDistTensors(Tensors):
             offsets[0], sizes[0] = layer, 1
         wanted = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
         items = create_read_items_for_chunk_list(stored, entry, [wanted])
-        assert sum(item.lengths.numel() for item in items) == math.prod(sizes), f"{stored} is not whole"
+        assert sum(item.lengths.numel() for item in items) == math.prod(sizes), f"{stored} is incomplete"
         into = _Into(torch.Size(sizes), entry.properties.dtype)
         self._reader.read_data(LoadPlan(items), into)
         return into.tensor if layer is None else into.tensor[0]

@@ -66,7 +66,7 @@ def _check_files(folder: Path, metadata: Any) -> None:
     for name, size in sizes.items():
         path = path_within(folder, name, str(folder / FILE_NAME), follow_links=True)
         if not path.is_file():
-            raise UserError(str(path), "is not there, so the checkpoint is damaged", MEND)
+            raise UserError(str(path), "is missing, so the checkpoint is damaged", MEND)
         if path.stat().st_size < size:
             problem = f"has {path.stat().st_size} bytes, fewer than {size}, so the checkpoint is damaged"
             raise UserError(str(path), problem, MEND)

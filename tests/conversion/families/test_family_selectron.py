@@ -55,7 +55,7 @@ def test_a_mixer_without_files_is_named() -> None:
         ({"vocab_size": "many"}, 'config.json: vocab_size: "many" is not a whole number above 0; give one'),
         ({"seq_length": None}, "config.json: seq_length: null is not a whole number above 0; give one"),
         ({"hidden_size": 0.5}, "config.json: hidden_size: 0.5 is not a whole number"),
-        ({"layer_mixers": ["attention"]}, "config.json: layer_mixers: is not what pattern"),
+        ({"layer_mixers": ["attention"]}, "config.json: layer_mixers: differs from pattern"),
         ({"pattern": "attention*"}, "model.pattern: 'attention*' cannot be read"),
         ({"pattern": "atention", "layer_mixers": ["atention"]}, "config.json: layer_mixers: "),
         ({"mixers": []}, "config.json: mixers.attention: missing"),

@@ -38,7 +38,7 @@ def family_of_architecture(architecture: str, where: str) -> Family:
         UserError: the architecture is unknown.
     """
     if architecture not in FAMILIES:
-        raise UserError(where, f"architecture {architecture} is not known here", f"give one of {', '.join(FAMILIES)}")
+        raise UserError(where, f"architecture {architecture} is not supported", f"give one of {', '.join(FAMILIES)}")
     return FAMILIES[architecture]
 
 
@@ -56,7 +56,7 @@ def family_for(saved: SavedModel, architecture: str | None = None) -> Family:
         family = family_of_architecture(architecture, "--architecture")
         reason = family.why_not(saved)
         if reason is not None:
-            raise UserError("--architecture", f"{architecture} cannot hold the model: {reason}", "leave it out")
+            raise UserError("--architecture", f"{architecture} cannot represent the model: {reason}", "leave it out")
         return family
     fitting = next((family for family in FAMILIES.values() if family.why_not(saved) is None), None)
     if fitting is None:

@@ -11,8 +11,8 @@ from megatron_ext.conversion.huggingface.families.fields import Fields
 from megatron_ext.conversion.huggingface.families.fla_models import (
     DEFAULTS,
     FlaTransformer,
+    expanded_head_fields,
     read_expanded_heads,
-    told_expanded_heads,
 )
 from megatron_ext.conversion.huggingface.families.tensors import renamed, rows, through
 from megatron_ext.mixers.core.settings import DeltaNetConfig
@@ -45,14 +45,14 @@ class DeltaNetFamily(FlaTransformer):
         """Implement `OneMixerFamily.why_not_mixer`."""
         return None
 
-    def told_of_mixer(self, model: ModelConfig, mixer: DeltaNetConfig) -> dict[str, Any]:
-        """Implement `FlaTransformer.told_of_mixer`."""
+    def mixer_fields(self, model: ModelConfig, mixer: DeltaNetConfig) -> dict[str, Any]:
+        """Implement `FlaTransformer.mixer_fields`."""
         more = {"use_gate": mixer.output_gate, "conv_size": mixer.conv_kernel_size}
-        return self.told_heads(model, mixer.expand_v) | more
+        return self.head_fields(model, mixer.expand_v) | more
 
-    def told_heads(self, model: ModelConfig, expand_v: int) -> dict[str, Any]:
+    def head_fields(self, model: ModelConfig, expand_v: int) -> dict[str, Any]:
         """Return the fields of config.json for the number and the widths of heads."""
-        return told_expanded_heads(model, expand_v)
+        return expanded_head_fields(model, expand_v)
 
     def read_mixer(self, fields: Fields) -> tuple[dict[str, Any], dict[str, Any]]:
         """Implement `FlaTransformer.read_mixer`."""

@@ -72,7 +72,7 @@ class Fields:
         value = self.whole(name)
         if value > MAX_LAYERS:
             raise UserError(
-                self.where(name), f"{show(value)} is more than {MAX_LAYERS} layers", "give that many at most"
+                self.where(name), f"{show(value)} is more than {MAX_LAYERS} layers", "give at most that many"
             )
         return value
 
@@ -130,9 +130,7 @@ class Fields:
         # Python treats 0 as equal to False and 1 as equal to True. JSON does not.
         if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed):
             choices = " or ".join(show(one) for one in allowed)
-            raise UserError(
-                self.where(name), f"{show(value)}, which no model of ours has", f"only {choices} can be read"
-            )
+            raise UserError(self.where(name), f"{show(value)} is not supported", f"only {choices} is supported")
 
     def per(self, name: str, whole: float, by: str, of: int) -> int:
         """Return `whole` / `of`, which must be an integer above 0.
@@ -151,7 +149,7 @@ class Fields:
         if times < 1 or not math.isclose(times * of, whole, rel_tol=1e-9):
             raise UserError(
                 self.where(name),
-                f"{show(self[name])}{made} does not divide by {by} {of}",
-                "only a whole number of times can be read",
+                f"{show(self[name])}{made} is not divisible by {by} {of}",
+                "only a multiple is supported",
             )
         return times

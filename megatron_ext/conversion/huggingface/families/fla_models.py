@@ -39,24 +39,24 @@ class FlaTransformer(OneMixerFamily):
     mixer_name: ClassVar[str] = "attn"
 
     @abstractmethod
-    def told_of_mixer(self, model: ModelConfig, mixer: Any) -> dict[str, Any]:
+    def mixer_fields(self, model: ModelConfig, mixer: Any) -> dict[str, Any]:
         """Return the fields of config.json that describe the mixer."""
 
     @abstractmethod
     def read_mixer(self, fields: Fields) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the fields of `ModelConfig` and of the mixer's configuration that describe the mixer.
 
-        This is the inverse of `told_of_mixer`.
+        This is the inverse of `mixer_fields`.
         """
 
-    def told(self, model: ModelConfig, mixer: Any) -> dict[str, Any]:
-        """Implement `OneMixerFamily.told`."""
+    def config_fields(self, model: ModelConfig, mixer: Any) -> dict[str, Any]:
+        """Implement `OneMixerFamily.config_fields`."""
         return {
             "intermediate_size": model.ffn_hidden_size,
             "hidden_act": "swish",
             "norm_eps": model.norm_epsilon,
             "max_position_embeddings": model.max_position_embeddings,
-            **self.told_of_mixer(model, mixer),
+            **self.mixer_fields(model, mixer),
         }
 
     def read(self, fields: Fields) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -113,7 +113,7 @@ def read_expanded_heads(fields: Fields) -> tuple[dict[str, Any], int]:
     )
 
 
-def told_expanded_heads(model: ModelConfig, expand_v: int) -> dict[str, Any]:
+def expanded_head_fields(model: ModelConfig, expand_v: int) -> dict[str, Any]:
     """Return `num_heads`, `expand_k` and `expand_v` of config.json; the inverse of `read_expanded_heads`."""
     assert model.head_dim is not None
     width = model.num_attention_heads * model.head_dim

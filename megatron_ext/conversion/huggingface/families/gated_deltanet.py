@@ -36,8 +36,8 @@ class GatedDeltaNetFamily(DeltaNetFamily):
 
     scalars: ClassVar[tuple[str, ...]] = ("b_proj.weight", "a_proj.weight")
 
-    def told_heads(self, model: ModelConfig, expand_v: int) -> dict[str, Any]:
-        """Implement `DeltaNetFamily.told_heads`."""
+    def head_fields(self, model: ModelConfig, expand_v: int) -> dict[str, Any]:
+        """Implement `DeltaNetFamily.head_fields`."""
         return {"num_heads": model.num_attention_heads, "head_dim": model.head_dim, "expand_v": float(expand_v)}
 
     def read_heads(self, fields: Fields) -> tuple[dict[str, Any], int]:

@@ -11,8 +11,8 @@ from megatron_ext.conversion.huggingface.families.fields import Fields
 from megatron_ext.conversion.huggingface.families.fla_models import (
     DEFAULTS,
     FlaTransformer,
+    expanded_head_fields,
     read_expanded_heads,
-    told_expanded_heads,
 )
 from megatron_ext.conversion.huggingface.families.tensors import flattened, renamed, rows
 from megatron_ext.mixers.core.settings import GLAConfig
@@ -47,12 +47,13 @@ class GLAFamily(FlaTransformer):
         """Implement `OneMixerFamily.why_not_mixer`."""
         for name in ("decay_rank", "decay_temperature"):
             if getattr(mixer, name) != getattr(FIXED, name):
-                return f"mixers.gla.{name} is {getattr(mixer, name):g}, and it has {getattr(FIXED, name):g} always"
+                fixed = getattr(FIXED, name)
+                return f"mixers.gla.{name} is {getattr(mixer, name):g}, but the architecture fixes it at {fixed:g}"
         return None
 
-    def told_of_mixer(self, model: ModelConfig, mixer: GLAConfig) -> dict[str, Any]:
-        """Implement `FlaTransformer.told_of_mixer`."""
-        return told_expanded_heads(model, mixer.expand_v) | {"use_output_gate": mixer.output_gate}
+    def mixer_fields(self, model: ModelConfig, mixer: GLAConfig) -> dict[str, Any]:
+        """Implement `FlaTransformer.mixer_fields`."""
+        return expanded_head_fields(model, mixer.expand_v) | {"use_output_gate": mixer.output_gate}
 
     def read_mixer(self, fields: Fields) -> tuple[dict[str, Any], dict[str, Any]]:
         """Implement `FlaTransformer.read_mixer`."""

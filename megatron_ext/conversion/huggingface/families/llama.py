@@ -128,7 +128,7 @@ def _rotary_base(fields: Fields) -> float:
     fields.require("partial_rotary_factor", 1.0)
     rope = {} if fields["rope_parameters"] is None else fields["rope_parameters"]
     if not isinstance(rope, dict):
-        raise UserError(where("rope_parameters"), f"{show(rope)} is no section of fields", "leave it out")
+        raise UserError(where("rope_parameters"), f"{show(rope)} is not a mapping of fields", "leave it out")
     base = 10000.0 if fields["rope_theta"] is None else fields.number("rope_theta")
     defaults = {"rope_type": "default", "partial_rotary_factor": 1.0, "rope_theta": base}
     parameters = Fields(rope, defaults, prefix=where("rope_parameters."))

@@ -35,12 +35,12 @@ class MambaModels(OneMixerFamily):
     mixer_name: ClassVar[str] = "mixer"
 
     @abstractmethod
-    def told_of_mixer(self, model: ModelConfig, mixer: Any) -> dict[str, Any]:
+    def mixer_fields(self, model: ModelConfig, mixer: Any) -> dict[str, Any]:
         """Return the fields of config.json that only this one of the two models has."""
 
     @abstractmethod
     def read_mixer(self, fields: Fields) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the fields of `ModelConfig` and of the mixer's configuration; the inverse of `told_of_mixer`."""
+        """Return the fields of `ModelConfig` and of the mixer's configuration; the inverse of `mixer_fields`."""
 
     @abstractmethod
     def width(self, model: ModelConfig, mixer: Any) -> int:
@@ -56,8 +56,8 @@ class MambaModels(OneMixerFamily):
             )
         return None
 
-    def told(self, model: ModelConfig, mixer: Any) -> dict[str, Any]:
-        """Implement `OneMixerFamily.told`."""
+    def config_fields(self, model: ModelConfig, mixer: Any) -> dict[str, Any]:
+        """Implement `OneMixerFamily.config_fields`."""
         return {
             "state_size": mixer.state_size,
             "expand": self.width(model, mixer) // model.hidden_size,
@@ -67,7 +67,7 @@ class MambaModels(OneMixerFamily):
             "hidden_act": "silu",
             "layer_norm_epsilon": model.norm_epsilon,
             "residual_in_fp32": False,
-            **self.told_of_mixer(model, mixer),
+            **self.mixer_fields(model, mixer),
         }
 
     def read(self, fields: Fields) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -114,8 +114,8 @@ class MambaFamily(MambaModels):
         assert model.head_dim is not None
         return model.num_attention_heads * model.head_dim * mixer.expand
 
-    def told_of_mixer(self, model: ModelConfig, mixer: MambaConfig) -> dict[str, Any]:
-        """Implement `MambaModels.told_of_mixer`."""
+    def mixer_fields(self, model: ModelConfig, mixer: MambaConfig) -> dict[str, Any]:
+        """Implement `MambaModels.mixer_fields`."""
         return {"time_step_rank": mixer.dt_rank or _rank(model.hidden_size)}
 
     def read_mixer(self, fields: Fields) -> tuple[dict[str, Any], dict[str, Any]]:

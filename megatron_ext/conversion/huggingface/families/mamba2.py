@@ -59,11 +59,11 @@ class Mamba2Family(MambaModels):
         for name in ("convolution", "decay", "group_norm"):
             found, plain = getattr(mixer, name), getattr(PLAIN, name)
             if found != plain:
-                return f"mixers.mamba2.{name} is {show(found)}, and it has {show(plain)} always"
+                return f"mixers.mamba2.{name} is {show(found)}, but the architecture fixes it at {show(plain)}"
         return super().why_not_mixer(model, mixer)
 
-    def told_of_mixer(self, model: ModelConfig, mixer: Mamba2Config) -> dict[str, Any]:
-        """Implement `MambaModels.told_of_mixer`."""
+    def mixer_fields(self, model: ModelConfig, mixer: Mamba2Config) -> dict[str, Any]:
+        """Implement `MambaModels.mixer_fields`."""
         assert model.head_dim is not None
         return {
             "num_heads": model.num_attention_heads,
@@ -79,7 +79,7 @@ class Mamba2Family(MambaModels):
         expand = fields.whole("expand")
         if fields.whole("hidden_size") * expand != heads * head_dim:
             problem = f"{expand} times hidden_size is not num_heads * head_dim = {heads * head_dim}"
-            raise UserError("config.json: expand", problem, "mend the one that is wrong")
+            raise UserError("config.json: expand", problem, "correct the wrong field")
         expand = expand if head_dim % expand == 0 else 1
         model = {"num_attention_heads": heads, "num_query_groups": groups, "head_dim": head_dim // expand}
         return model, {"expand": expand}

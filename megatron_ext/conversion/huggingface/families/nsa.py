@@ -38,7 +38,7 @@ class NSAFamily(FlaTransformer):
         """Implement `OneMixerFamily.why_not_mixer`."""
         assert model.num_query_groups is not None
         if mixer.position_encoding != "rope":
-            return f"mixers.nsa.position_encoding is {mixer.position_encoding}, and it rotates always"
+            return f"mixers.nsa.position_encoding is {mixer.position_encoding}, but it always uses rotary embeddings"
         group = model.num_attention_heads // model.num_query_groups
         if group < LEAST_GROUP or group & (group - 1):
             return (
@@ -47,8 +47,8 @@ class NSAFamily(FlaTransformer):
             )
         return None
 
-    def told_of_mixer(self, model: ModelConfig, mixer: NSAConfig) -> dict[str, Any]:
-        """Implement `FlaTransformer.told_of_mixer`."""
+    def mixer_fields(self, model: ModelConfig, mixer: NSAConfig) -> dict[str, Any]:
+        """Implement `FlaTransformer.mixer_fields`."""
         return {
             "num_heads": model.num_attention_heads,
             "num_kv_heads": model.num_query_groups,

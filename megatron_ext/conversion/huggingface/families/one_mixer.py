@@ -58,12 +58,12 @@ class OneMixerFamily(ABC):
         """
 
     @abstractmethod
-    def told(self, model: ModelConfig, mixer: Any) -> dict[str, Any]:
+    def config_fields(self, model: ModelConfig, mixer: Any) -> dict[str, Any]:
         """Return the fields of config.json that are specific to this architecture."""
 
     @abstractmethod
     def read(self, fields: Fields) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the fields of `ModelConfig` and of the mixer's configuration; the inverse of `told`.
+        """Return the fields of `ModelConfig` and of the mixer's configuration; the inverse of `config_fields`.
 
         Raises:
             UserError: config.json has a value that our model does not support.
@@ -81,20 +81,20 @@ class OneMixerFamily(ABC):
         """Implement `Family.why_not`."""
         others = sorted(set(saved.layers) - {self.mixer})
         if others:
-            return f"model.pattern has {', '.join(others)}, and all its layers are {self.mixer}"
+            return f"model.pattern has {', '.join(others)}, but all layers of the architecture are {self.mixer}"
         if saved.model.block != self.block:
-            return f"model.block is {saved.model.block}, and its block is ours called {self.block}"
+            return f"model.block is {saved.model.block}, but the architecture's block is {self.block}"
         if saved.model.normalization != self.normalization:
-            return f"model.normalization is {saved.model.normalization}, and it has {self.normalization}"
+            return f"model.normalization is {saved.model.normalization}, but the architecture uses {self.normalization}"
         return self.why_not_mixer(saved.model, saved.mixers[self.mixer])
 
     def config(self, saved: SavedModel) -> dict[str, Any]:
         """Implement `Family.config`."""
-        told = self._told(saved)
-        unidentifiable = _differences(saved, self._read(told), self.mixer)
-        return told | ({SECTION: unidentifiable} if unidentifiable else {})
+        fields = self._all_fields(saved)
+        extra = _differences(saved, self._read(fields), self.mixer)
+        return fields | ({SECTION: extra} if extra else {})
 
-    def _told(self, saved: SavedModel) -> dict[str, Any]:
+    def _all_fields(self, saved: SavedModel) -> dict[str, Any]:
         model = saved.model
         return {
             "architectures": [self.architecture],
@@ -104,7 +104,7 @@ class OneMixerFamily(ABC):
             "num_hidden_layers": len(saved.layers),
             "tie_word_embeddings": model.tie_embeddings,
             "initializer_range": model.init_std,
-            **self.told(model, saved.mixers[self.mixer]),
+            **self.config_fields(model, saved.mixers[self.mixer]),
         }
 
     def saved_model(self, config: dict[str, Any]) -> SavedModel:
@@ -112,10 +112,14 @@ class OneMixerFamily(ABC):
         plain = self._read(config)
         if SECTION not in config:
             return plain
-        saved = _with_untold(plain, config[SECTION], self.mixer)
-        if set(saved.layers) != {self.mixer} or self.why_not(saved) or self._told(saved) != self._told(plain):
+        saved = _with_extra(plain, config[SECTION], self.mixer)
+        if (
+            set(saved.layers) != {self.mixer}
+            or self.why_not(saved)
+            or self._all_fields(saved) != self._all_fields(plain)
+        ):
             raise UserError(
-                where(SECTION), "contradicts the other fields", f"leave out what is not so, or the whole of {SECTION}"
+                where(SECTION), "contradicts the other fields", f"remove the wrong field, or all of {SECTION}"
             )
         return saved
 
@@ -161,7 +165,7 @@ class OneMixerFamily(ABC):
 
 
 def _differences(saved: SavedModel, read: SavedModel, mixer: str) -> dict[str, Any]:
-    """Return the values of a model that config.json does not determine, in the form that `_with_untold` reads.
+    """Return the values of a model that config.json does not determine, in the form that `_with_extra` reads.
 
     Args:
         saved: the model.
@@ -180,16 +184,16 @@ def _differences(saved: SavedModel, read: SavedModel, mixer: str) -> dict[str, A
     return found | ({"seq_length": saved.seq_length} if saved.seq_length != read.seq_length else {})
 
 
-def _with_untold(plain: SavedModel, section: Any, mixer: str) -> SavedModel:
+def _with_extra(plain: SavedModel, section: Any, mixer: str) -> SavedModel:
     """Return the model as read from config.json, with the values of the section applied."""
     prefix = where(SECTION)
     parts: dict[str, Any] = {"model": {}, "mixer": {}, "seq_length": plain.seq_length}
     if not isinstance(section, dict) or not section.keys() <= parts.keys():
-        raise UserError(prefix, f"{show(section)} is not as it is written", "leave it out")
+        raise UserError(prefix, f"{show(section)} is not a valid section", "leave it out")
     given = parts | section
     for name in ("model", "mixer"):
         if not isinstance(given[name], dict):
-            raise UserError(f"{prefix}.{name}", f"{show(given[name])} is no section of fields", "leave it out")
+            raise UserError(f"{prefix}.{name}", f"{show(given[name])} is not a mapping of fields", "leave it out")
     model = validate(ModelConfig, asdict(plain.model) | given["model"], f"{prefix}.model.")
     settings = asdict(plain.mixers[mixer]) | given["mixer"]
     return replace(

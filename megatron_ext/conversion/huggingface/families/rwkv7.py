@@ -77,8 +77,8 @@ class RWKV7Family(OneMixerFamily):
             )
         return None
 
-    def told(self, model: ModelConfig, mixer: RWKV7Config) -> dict[str, Any]:
-        """Implement `OneMixerFamily.told`. Ranks that are None have the same default in both libraries."""
+    def config_fields(self, model: ModelConfig, mixer: RWKV7Config) -> dict[str, Any]:
+        """Implement `OneMixerFamily.config_fields`. Ranks that are None have the same default in both libraries."""
         return {
             "head_dim": model.head_dim,
             "num_heads": model.num_attention_heads,
@@ -185,10 +185,8 @@ def _with_neutral_residual(values: Rule) -> Rule:
         for name, tensor, neutral in zip(names, residual, (0.0, 0.0, NEUTRAL), strict=True):
             # A tensor on the meta device has no values to check.
             if not tensor.is_meta and bool((tensor != neutral).any()):
-                problem = (
-                    "mixes the first layer's values into this one's (its value residual), which no model of ours does"
-                )
-                hint = f"only a model in which it is turned off can be read: biases {NEUTRAL:g}, weights 0"
+                problem = "mixes the first layer's values into this layer's (value residual), which is not supported"
+                hint = f"only models with it disabled are supported: biases {NEUTRAL:g}, weights 0"
                 raise UserError(name, problem, hint)
         return values.to_ours([weight])
 

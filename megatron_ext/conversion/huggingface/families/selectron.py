@@ -105,8 +105,8 @@ class Selectron:
         model = validate(ModelConfig, fields, "config.json: ")
         layers = parse_pattern(model.pattern)
         if _field(config, "layer_mixers") != layers:
-            hint = "one of them was changed alone: give the file as it was written"
-            raise UserError("config.json: layer_mixers", f"is not what pattern {model.pattern!r} says", hint)
+            hint = "only one of them was changed: give the original file"
+            raise UserError("config.json: layer_mixers", f"differs from pattern {model.pattern!r}", hint)
         return SavedModel(
             model=model,
             layers=tuple(layers),
