@@ -158,8 +158,9 @@ def test_print_config_starts_nothing_and_can_be_read_back(
     [
         (
             ["train", QUICKSTART],
-            "parallel: tensor 2 * pipeline 1 * context 1 = 2 processes a replica, and 1 do not divide by that; "
-            "start a multiple of 2 (--processes 2), or lower one of the three",
+            "parallel: tensor 2 * pipeline 1 * context 1 = 2 processes per replica, which does not divide the "
+            "world size 1; "
+            "start a multiple of 2 (--processes 2), or lower one of the sizes",
         ),
         (["train", QUICKSTART, "--processes", "0"], "--processes: 0 is less than 1; give 1 or more"),
         (["train", "none.yaml"], "none.yaml: no such file; give the path of a configuration, see examples/"),

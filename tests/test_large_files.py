@@ -82,7 +82,7 @@ def test_what_has_no_size_is_read_up_to_the_limit(tmp_path: Path) -> None:
 def test_a_file_of_another_size_is_not_summed(tmp_path: Path) -> None:
     with (tmp_path / "shard").open("wb") as file:
         os.truncate(file.fileno(), 2 << 40)
-    with pytest.raises(UserError, match="is not what was written"):
+    with pytest.raises(UserError, match="differs from what was written"):
         universal._check_files(tmp_path, {"shard": FileDigest(5, "0")})
 
 

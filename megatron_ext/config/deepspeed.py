@@ -51,7 +51,7 @@ them, which fails an assertion.
 """
 
 _WHY_OURS = {
-    f"zero_optimization.{_PREFETCH}": "DeepSpeed's prefetch from a disk fails where backward follows forward",
+    f"zero_optimization.{_PREFETCH}": "DeepSpeed's prefetch from disk fails when backward follows forward",
 }
 """Reason for the value of a field that no field of the run's own configuration sets."""
 
@@ -134,12 +134,13 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         content = parse_json(read_regular(path, LARGEST_VOCABULARY))
     except OSError as error:
-        hint = "name a file with DeepSpeed's configuration, or leave it out"
+        hint = "give a file with DeepSpeed's configuration, or remove it"
         raise UserError("optimizer.deepspeed", f"{path} cannot be read ({os_reason(error)})", hint) from error
     except ValueError as error:
-        raise UserError(str(path), f"is not JSON ({error})", "mend it, or leave optimizer.deepspeed out") from error
+        raise UserError(str(path), f"is not JSON ({error})", "fix it, or remove optimizer.deepspeed") from error
     if not isinstance(content, dict):
-        raise UserError(str(path), f"holds a {type(content).__name__}, not an object", "give DeepSpeed's configuration")
+        problem = f"contains a {type(content).__name__}, not an object"
+        raise UserError(str(path), problem, "give DeepSpeed's configuration")
     return content
 
 
@@ -148,7 +149,7 @@ def _refuse_what_is_not_theirs(theirs: Mapping[str, Any], optimizer: OptimizerCo
         section = theirs.get(name)
         is_off = section is None or (isinstance(section, dict) and section.get("enabled") is False)
         if not is_off:
-            raise UserError(f"{path}: {name}", reason, "take it out of the file")
+            raise UserError(f"{path}: {name}", reason, "remove it from the file")
     _refuse_what_goes_nowhere(theirs, optimizer.sharding, path)
     if optimizer.sharding == "zero1":
         for name, reason, hint in _unread_by_zero1(theirs, optimizer, path):
@@ -160,20 +161,20 @@ def _refuse_what_goes_nowhere(theirs: Mapping[str, Any], sharding: str, path: Pa
     for section, devices in _AT_STAGE_3_ALONE.items():
         device = _section(theirs, path, "zero_optimization", section).get("device")
         if device in devices and sharding != "zero3":
-            where, reason = f"zero_optimization.{section}.device", f"{device}, which DeepSpeed does at stage 3 alone"
+            where, reason = f"zero_optimization.{section}.device", f"{device}, which DeepSpeed supports only at stage 3"
             raise UserError(f"{path}: {where}", reason, "set optimizer.sharding=zero3, or another device")
     for section, offload in on_disk(_section(theirs, path, "zero_optimization")).items():
         if not offload.get("nvme_path"):
             where = f"{path}: zero_optimization.{section}.nvme_path"
-            raise UserError(where, "is not there, and the device is nvme", "name a folder on a local disk")
+            raise UserError(where, "is missing, but the device is nvme", "give a folder on a local disk")
 
 
 def _unread_by_zero1(
     theirs: Mapping[str, Any], optimizer: OptimizerConfig, path: Path
 ) -> Iterator[tuple[str, str, str]]:
     """Yield (name, reason, mend) of each field that would have no effect under zero1."""
-    engines = "is read by DeepSpeed's engine, which zero1 does without"
-    hint = "take it out of the file, or set optimizer.sharding=zero2"
+    engines = "is read by DeepSpeed's engine, which zero1 does not use"
+    hint = "remove it from the file, or set optimizer.sharding=zero2"
     known = {*_of_the_run(OptimizerConfig(sharding="zero1"), TrainingConfig()), "train_batch_size", "optimizer"}
     yield from ((name, engines, hint) for name in theirs if name not in known | _UNREAD | _NOT_OURS.keys())
     zero = _section(theirs, path, "zero_optimization")
@@ -182,8 +183,8 @@ def _unread_by_zero1(
         if name not in _OF_ZERO1:
             yield f"zero_optimization.{name}", engines, hint
         elif name == "reduce_bucket_size" and not is_offloaded:
-            reason = "zero1 reduces gradients in buckets where the optimizer is offloaded alone; else all at once"
-            yield f"zero_optimization.{name}", reason, "take it out of the file"
+            reason = "zero1 reduces gradients in buckets only if the optimizer is offloaded, otherwise all at once"
+            yield f"zero_optimization.{name}", reason, "remove it from the file"
 
 
 def _section(theirs: Mapping[str, Any], path: Path, *names: str) -> Mapping[str, Any]:
@@ -193,20 +194,18 @@ def _section(theirs: Mapping[str, Any], path: Path, *names: str) -> Mapping[str,
         section = section.get(name) or {}
         if not isinstance(section, Mapping):
             where = f"{path}: {'.'.join(names[:depth])}"
-            raise UserError(
-                where, f"{json.dumps(section)} is not an object", "give DeepSpeed's section, or leave it out"
-            )
+            raise UserError(where, f"{json.dumps(section)} is not an object", "give DeepSpeed's section, or remove it")
     return section
 
 
 def _refuse_contradictions(theirs: Mapping[str, Any], ours: Mapping[str, Any], path: Path) -> None:
     for name, value, own in _in_both(theirs, ours):
         if value != AUTO and not _means_the_same(value, own):
-            problem = f"the run's own configuration says {json.dumps(own)}"
-            hint = "change the run's, or take it out of the file"
+            problem = f"the run's configuration has {json.dumps(own)}"
+            hint = "change the run's configuration, or remove it from the file"
             if name in _WHY_OURS:
-                problem, hint = _WHY_OURS[name], f"set it to {json.dumps(own)}, or take it out of the file"
-            raise UserError(f"{path}: {name}", f"{json.dumps(value)}, and {problem}", hint)
+                problem, hint = _WHY_OURS[name], f"set it to {json.dumps(own)}, or remove it from the file"
+            raise UserError(f"{path}: {name}", f"{json.dumps(value)}, but {problem}", hint)
 
 
 def _in_both(theirs: Mapping[str, Any], ours: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -38,7 +38,7 @@ def _head_dim(model: ModelConfig) -> int:
     if model.hidden_size % model.num_attention_heads:
         raise UserError(
             "model.num_attention_heads",
-            f"model.hidden_size {model.hidden_size} does not divide by {model.num_attention_heads} heads",
+            f"model.hidden_size {model.hidden_size} is not divisible by {model.num_attention_heads} heads",
             "change one of them, or set model.head_dim",
         )
     return model.hidden_size // model.num_attention_heads

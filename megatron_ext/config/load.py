@@ -107,7 +107,7 @@ def read_tree(path: Path, what: str = "configuration", first: str = "a section l
     if tree is None:
         return {}
     if not isinstance(tree, dict):
-        raise UserError(str(path), "is not a mapping of sections", f"begin with {first}, see examples/")
+        raise UserError(str(path), "is not a mapping of sections", f"start with {first}, see examples/")
     return tree
 
 
@@ -214,10 +214,10 @@ def _parse(text: str, where: str) -> Any:
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"{where}:{mark.line + 1}" if mark is not None and "\n" in text.strip() else where
-        raise UserError(place, f"is not valid YAML ({_problem(error)})", "mend the line") from None
+        raise UserError(place, f"is not valid YAML ({_problem(error)})", "fix the line") from None
     except TooLargeError as error:
         raise UserError(
-            where, f"is too large for a configuration ({error})", "give what a run or a sweep needs"
+            where, f"is too large for a configuration ({error})", "remove what a run or a sweep does not need"
         ) from None
     except (YAMLError, ValueError, RecursionError) as error:
         raise UserError(where, f"is not valid YAML ({_one_line(error)})", "give plain YAML text") from None

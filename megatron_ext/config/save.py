@@ -97,5 +97,5 @@ def save_config(config: RunConfig, path: Path) -> None:
         write_whole(Path(path), to_yaml(config).encode())
     except OSError as error:
         raise UserError(
-            str(path), f"cannot be written ({os_reason(error)})", "check the folder and its space"
+            str(path), f"cannot be written ({os_reason(error)})", "check the folder's permissions and free space"
         ) from None

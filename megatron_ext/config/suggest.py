@@ -39,7 +39,7 @@ def unknown_mixer(where: str, name: str, known: Iterable[str]) -> UserError:
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     hint = f"did you mean {close[0]}? " if close else ""
-    return UserError(where, f"no mixer is called {name!r}", f"{hint}known: {', '.join(names)}")
+    return UserError(where, f"there is no mixer {name!r}", f"{hint}known: {', '.join(names)}")
 
 
 def _same_ending(name: str, names: list[str]) -> list[str]:

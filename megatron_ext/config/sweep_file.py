@@ -125,7 +125,7 @@ def _swept(path: Path, tree: SweepFile) -> SweptRuns:
 
 def _check_match(match: MatchParameters, axes: Mapping[str, Sequence[tuple[str, Fields]]]) -> None:
     if match.axis not in axes:
-        hint = f"choose from: {', '.join(axes)}" if axes else "give axes, or leave match_parameters out"
+        hint = f"choose from: {', '.join(axes)}" if axes else "give axes, or remove match_parameters"
         raise UserError("match_parameters.axis", f"there is no axis {match.axis}", hint)
     labels = [label for label, _ in axes[match.axis]]
     if match.to not in labels:
@@ -133,8 +133,10 @@ def _check_match(match: MatchParameters, axes: Mapping[str, Sequence[tuple[str, 
         raise UserError("match_parameters.to", problem, f"choose from: {', '.join(labels)}")
     for label, fields in axes[match.axis]:
         if label != match.to and WIDTH in fields:
-            problem = f"{show(fields[WIDTH])}, and match_parameters finds this width"
-            raise UserError(f"axes.{match.axis}.{label}.{WIDTH}", problem, "leave it out there, or match_parameters")
+            problem = f"{show(fields[WIDTH])}, but match_parameters determines this width"
+            raise UserError(
+                f"axes.{match.axis}.{label}.{WIDTH}", problem, "remove it there, or remove match_parameters"
+            )
 
 
 def _values(name: str, axis: Any) -> list[tuple[str, Fields]]:
@@ -142,14 +144,14 @@ def _values(name: str, axis: Any) -> list[tuple[str, Fields]]:
     where = f"axes.{name}"
     if isinstance(axis, list) and axis:
         if "." not in name:
-            problem = f"{show(axis)} is a list of values, and {name} is no field"
-            raise UserError(where, problem, "call the axis for the field, e.g. training.seed")
+            problem = f"{show(axis)} is a list of values, but {name} is not a field"
+            raise UserError(where, problem, "name the axis after the field, e.g. training.seed")
         last = name.rsplit(".", 1)[1]
         return [(f"{last}{_label(name, value)}", {name: value}) for value in axis]
     if isinstance(axis, dict) and axis and all(isinstance(fields, dict) for fields in axis.values()):
         return [(str(label), fields) for label, fields in axis.items()]
     hint = "give labels with their fields below, or a list of a field's values"
-    raise UserError(where, f"{show(axis)} is no axis", hint)
+    raise UserError(where, f"{show(axis)} is not an axis", hint)
 
 
 def _label(name: str, value: Any) -> str:
@@ -159,7 +161,9 @@ def _label(name: str, value: Any) -> str:
 
 def _add(runs: dict[str, list[str]], where: str, name: str, layers: list[Fields]) -> None:
     if name == LAUNCH:
-        raise UserError(where, f"a run called {name}, as the folder of the sweep's own jobs is", "choose another name")
+        raise UserError(
+            where, f"a run named {name}, which is reserved for the folder of the sweep's jobs", "choose another name"
+        )
     if name in runs:
-        raise UserError(where, f"there are two runs called {name}", "give each run labels of its own")
+        raise UserError(where, f"there are two runs named {name}", "give each run distinct labels")
     runs[name] = [f"{key}={json.dumps(value)}" for fields in layers for key, value in fields.items()]

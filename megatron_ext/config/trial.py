@@ -27,7 +27,7 @@ def trial_config(config: RunConfig, steps: int) -> RunConfig:
     """
     training = config.training
     if not 1 <= steps <= training.steps:
-        problem = f"{steps} steps, and the run has training.steps {training.steps}"
+        problem = f"{steps} steps, but the run has training.steps {training.steps}"
         raise UserError("--trial", problem, f"give 1 to {training.steps}")
     return replace(
         config,

@@ -21,8 +21,8 @@ T = TypeVar("T")
 
 # pydantic's error type -> (problem, mend). {value} is the invalid value, the other names are pydantic's context.
 _MESSAGES = {
-    "int_type": ("{value} is not a whole number", "give a whole number, without point or exponent"),
-    "int_from_float": ("{value} is not a whole number", "give a whole number, without point or exponent"),
+    "int_type": ("{value} is not a whole number", "give a whole number, without decimal point or exponent"),
+    "int_from_float": ("{value} is not a whole number", "give a whole number, without decimal point or exponent"),
     "float_type": ("{value} is not a number", "give a number, without quotes"),
     "bool_type": ("{value} is not true or false", "write true or false, without quotes"),
     "string_type": ("{value} is not text", "give text; put it in quotes if it looks like a number, true or null"),

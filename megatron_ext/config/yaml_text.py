@@ -92,9 +92,9 @@ def _check_size(root: Node) -> None:
         if is_counted:
             sizes[id(node)] = total = 1 + sum(sizes[id(one)] for one in inner)
             if total == math.inf:
-                raise TooLargeError("an alias stands inside what it is an alias of")
+                raise TooLargeError("an alias refers to a value that contains it")
             if total > MAX_NODES:
-                raise TooLargeError(f"more than {MAX_NODES} values, aliases written out")
+                raise TooLargeError(f"more than {MAX_NODES} values with aliases expanded")
         elif id(node) not in sizes:
             sizes[id(node)] = math.inf  # marks a node in progress, to detect recursion
             waiting.append((node, True))

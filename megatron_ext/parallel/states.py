@@ -96,7 +96,7 @@ def previous_rows(x_tbuw: Tensor, count: int, group: ProcessGroup) -> Tensor:
         return x_tbuw[:0]
     if len(x_tbuw) < count:
         raise ValueError(
-            f"a part of the sequence has {len(x_tbuw)} positions, and the convolution looks back {count}: "
+            f"a part of the sequence has {len(x_tbuw)} positions, but the convolution looks back {count}: "
             "lower parallel.context, or set parallel.context_exchange=heads"
         )
     tails = gather_sequence(x_tbuw[len(x_tbuw) - count :], group)

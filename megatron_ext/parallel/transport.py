@@ -85,7 +85,7 @@ class _Outbox:
             self._shared: Any = symmetric_memory.rendezvous(own, group)
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
-            problem = f"copy_engine, and the GPUs share no memory ({reason})"
+            problem = f"copy_engine, but the GPUs cannot share memory ({reason})"
             raise UserError("parallel.context_transport", problem, "choose nccl") from error
         self._parts: dict[Any, tuple[Tensor, ...]] = {}
 
@@ -122,7 +122,7 @@ class CopyEngines:
         if len(set(hosts)) > 1:
             raise UserError(
                 "parallel.context_transport",
-                f"copy_engine, and ranks of a context-parallel group are on the hosts {', '.join(sorted(set(hosts)))}",
+                f"copy_engine, but the ranks of a context-parallel group are on {', '.join(sorted(set(hosts)))}",
                 "choose nccl, or a tensor * context that divides the GPUs of a node",
             )
         self._device = torch.device("cuda", torch.cuda.current_device())

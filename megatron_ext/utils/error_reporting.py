@@ -68,7 +68,7 @@ def disk_refusal(error: Exception) -> UserError | None:
     if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
         return None
     problem = f"cannot be written ({os_reason(error)})"
-    return UserError(str(error.filename or "a file"), problem, "make room, or choose another place")
+    return UserError(str(error.filename or "a file"), problem, "free disk space, or choose another location")
 
 
 def has_peers() -> bool:

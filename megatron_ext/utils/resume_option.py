@@ -21,7 +21,7 @@ def add_resume(parser: argparse.ArgumentParser | argparse._ArgumentGroup, what: 
         parser: a parser or argument group. Its arguments must first pass through `with_resume`.
         what: help text: what is done if there is something to resume.
     """
-    what = f"{what}; {_RESUME_AUTO}: or begin where there is none"
+    what = f"{what}; {_RESUME_AUTO}: or start a new run if there is none"
     parser.add_argument("--resume", action="store_const", const=True, default=False, help=what)
     parser.add_argument(_OPTION, dest="resume", action="store_const", const=AUTO, help=argparse.SUPPRESS)
 

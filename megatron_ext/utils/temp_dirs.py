@@ -97,7 +97,7 @@ def own_folder() -> Path:
         folder.mkdir(mode=0o700)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise PermissionError(errno.EPERM, "is not this user's alone", str(folder))
+        raise PermissionError(errno.EPERM, "does not belong only to this user", str(folder))
     return folder
 
 

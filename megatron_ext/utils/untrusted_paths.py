@@ -29,7 +29,7 @@ def check_text(where: str, text: str) -> None:
     """
     if found := control_characters(text):
         shown = printable(repr(text)) if len(text) <= 100 else printable(repr(text[:100])) + "..."
-        raise UserError(where, f"{shown} holds the control character {found[0]!a}", "give it without")
+        raise UserError(where, f"{shown} holds the control character {found[0]!a}", "remove it")
 
 
 def relative_name(name: object, where: str) -> str:
@@ -50,7 +50,7 @@ def relative_name(name: object, where: str) -> str:
     if problem is not None:
         shown = printable(repr(name))
         shown = shown if len(shown) <= 120 else f"{shown[:120]}..."
-        raise UserError(where, f"names {shown}, which {problem}", "use files of a source that you trust")
+        raise UserError(where, f"names {shown}, which {problem}", "use only files from a trusted source")
     return PurePosixPath(str(name)).as_posix()
 
 
@@ -77,15 +77,15 @@ def path_within(folder: Path, name: object, where: str, *, follow_links: bool = 
 def _problem(name: object) -> str | None:
     """Return the reason why a path is refused, or None."""
     if not isinstance(name, str):
-        return "is no text"
+        return "is not text"
     if not PurePosixPath(name).parts:
         return "is empty"
     if control_characters(name):
-        return "holds control characters"
+        return "contains control characters"
     if name.startswith(("/", "~")) or _DRIVE.match(name) or "://" in name:
-        return "is no relative path"
+        return "is not a relative path"
     if "\\" in name:
-        return "holds a backslash"
+        return "contains a backslash"
     if ".." in PurePosixPath(name).parts:
         return "leads out of its folder"
     if len(name.encode()) > MAX_PATH_BYTES or any(len(p.encode()) > MAX_NAME_BYTES for p in PurePosixPath(name).parts):

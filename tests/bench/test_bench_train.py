@@ -217,7 +217,7 @@ def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "train", *options, "--output", str(output), str(config)]) == 1
     raw = json.loads((output / "train.json").read_text())
     bad, tp = raw["rows"]
-    assert "does not divide by 5 heads" in bad["failed"]
+    assert "is not divisible by 5 heads" in bad["failed"]
     assert tp["configuration"]["training"]["seed"] == 7
     assert "failed" not in tp
     measured = tp["measured"]

@@ -142,7 +142,7 @@ def test_zero1_reduces_in_buckets_where_it_is_offloaded(tmp_path: Path) -> None:
 )
 def test_what_stage_3_alone_offloads(tmp_path: Path, sharding: str, section: str, device: str) -> None:
     content = {"zero_optimization": {section: {"device": device, "nvme_path": "/local"}}}
-    with pytest.raises(UserError, match=f"{device}, .* stage 3 alone") as raised:
+    with pytest.raises(UserError, match=f"{device}, .* only at stage 3") as raised:
         merged(tmp_path, content, sharding)
     assert raised.value.where.endswith(f": zero_optimization.{section}.device")
     assert merged(tmp_path, content, "zero3")["zero_optimization"][section]["device"] == device
@@ -165,7 +165,7 @@ def test_parameters_on_a_disk_are_not_prefetched(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("section", ["offload_optimizer", "offload_param"])
 def test_a_disk_needs_a_folder(tmp_path: Path, section: str) -> None:
-    with pytest.raises(UserError, match="name a folder") as raised:
+    with pytest.raises(UserError, match="give a folder") as raised:
         merged(tmp_path, {"zero_optimization": {section: {"device": "nvme"}}}, "zero3")
     assert raised.value.where.endswith(f": zero_optimization.{section}.nvme_path")
 
@@ -180,7 +180,7 @@ def test_a_section_is_an_object(tmp_path: Path, zero: Any, field: str) -> None:
     assert merged(tmp_path, {"zero_optimization": {"offload_param": None}}, "zero3")["zero_optimization"]["stage"] == 3
 
 
-@pytest.mark.parametrize(("content", "words"), [("{", "is not JSON"), ("[]", "holds a list")])
+@pytest.mark.parametrize(("content", "words"), [("{", "is not JSON"), ("[]", "contains a list")])
 def test_a_file_that_is_no_configuration(tmp_path: Path, content: str, words: str) -> None:
     with pytest.raises(UserError, match=words):
         merged(tmp_path, content)

@@ -55,7 +55,7 @@ def test_resolving_twice_changes_nothing() -> None:
 
 def test_hidden_size_must_divide(tmp_path: Path) -> None:
     assert message(BASE, tmp_path, "model.hidden_size=100") == (
-        "model.num_attention_heads: model.hidden_size 100 does not divide by 12 heads; "
+        "model.num_attention_heads: model.hidden_size 100 is not divisible by 12 heads; "
         "change one of them, or set model.head_dim"
     )
 
@@ -101,7 +101,7 @@ def test_a_file_laid_over_another_takes_the_place_of_its_fields_alone(tmp_path: 
     ("text", "expected"),
     [
         (None, "no such file; give the path of a configuration, see examples/"),
-        ("- a list", "is not a mapping of sections; begin with a section like `data:`, see examples/"),
+        ("- a list", "is not a mapping of sections; start with a section like `data:`, see examples/"),
         ("training: {stps: 7}", "training.stps: no such field; did you mean steps?"),
         ("training: 7", "training: 7 is not a section of fields; write its fields below it, indented"),
     ],
@@ -136,7 +136,7 @@ def test_a_later_override_wins_and_empty_sections_are_absent(tmp_path: Path) -> 
         ("training.steps",
          "training.steps: is not an override; write it like training.steps=200, or give a .yaml file"),
         ("training.steps=1.5",
-         "training.steps: 1.5 is not a whole number; give a whole number, without point or exponent"),
+         "training.steps: 1.5 is not a whole number; give a whole number, without decimal point or exponent"),
         ("training.steps=0", "training.steps: 0 is out of range; give a value greater than 0"),
         ("training.seed=-1", "training.seed: -1 is out of range; give a value of at least 0"),
         ("optimizer.betas=[0.9,1]", "optimizer.betas.1: 1 is out of range; give a value less than 1"),
@@ -152,7 +152,7 @@ def test_a_later_override_wins_and_empty_sections_are_absent(tmp_path: Path) -> 
             "mixers.top1_chunk.score=exct",
             "mixers.top1_chunk.score: \"exct\" is not one of the choices; choose 'approx', 'exact' or 'exact_lse'",
         ),
-        ("model.pattern=atention*4", "model.pattern: no mixer is called 'atention'; did you mean attention? "
+        ("model.pattern=atention*4", "model.pattern: there is no mixer 'atention'; did you mean attention? "
          "known: attention, gated_deltanet, retnet, rwkv6, top1_chunk, top1_element"),
     ],
 )  # fmt: skip
@@ -176,17 +176,17 @@ def test_bad_override_values_keep_to_one_line(tmp_path: Path) -> None:
         ("dta: {path: x}", "dta: no such field; did you mean data? (and 1 more: data.path)"),
         ("data: 5", "data: 5 is not a section of fields; write its fields below it, indented"),
         (BASE + "mixers: 5", "mixers: 5 is not a section of fields; write its fields below it, indented"),
-        (BASE + "mixers: {moba: {}}", "mixers.moba: no mixer is called 'moba'; "
+        (BASE + "mixers: {moba: {}}", "mixers.moba: there is no mixer 'moba'; "
          "known: attention, gated_deltanet, retnet, rwkv6, top1_chunk, top1_element"),
         (BASE + "mixers: {top1_chunk: {chunk_siz: 3}}",
          "mixers.top1_chunk.chunk_siz: no such field; did you mean chunk_size?"),
         (BASE + "mixers: {top1_chunk: {chunk_size: 0}}",
          "mixers.top1_chunk.chunk_size: 0 is out of range; give a value greater than 0"),
-        ("- a\n- b", "DIR/config.yaml: is not a mapping of sections; begin with a section like `data:`, see examples/"),
+        ("- a\n- b", "DIR/config.yaml: is not a mapping of sections; start with a section like `data:`, see examples/"),
         ("data:\n  path: a\n  path: b\n", "DIR/config.yaml:3: is not valid YAML "
-         '(found duplicate key "path" with value "b" (original value: "a")); mend the line'),
+         '(found duplicate key "path" with value "b" (original value: "a")); fix the line'),
         ("data:\n  path: [a\n", "DIR/config.yaml:3: is not valid YAML (expected ',' or ']', but got '<stream end>'); "
-         "mend the line"),
+         "fix the line"),
     ],
 )  # fmt: skip
 def test_bad_file(tmp_path: Path, text: str, expected: str) -> None:
@@ -227,7 +227,7 @@ def test_unreadable_files(tmp_path: Path) -> None:
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match="cannot be read"):
         load_config(tmp_path / "binary.yaml", [], MIXERS)
-    with pytest.raises(UserError, match="an alias stands inside what it is an alias of"):
+    with pytest.raises(UserError, match="an alias refers to a value that contains it"):
         load("data: &a {path: *a}", tmp_path)
     with pytest.raises(UserError, match="not valid YAML"):
         load("data: !!python/object:os.system {}", tmp_path)

@@ -21,8 +21,9 @@ CASES: dict[str, tuple[int, Sections, str, Sections]] = {
     "world_holds_whole_replicas": (
         3,
         {"parallel": {"tensor": 2}},
-        "parallel: tensor 2 * pipeline 1 * context 1 = 2 processes a replica, and 3 do not divide by that; "
-        "start a multiple of 2 (--processes 4), or lower one of the three",
+        "parallel: tensor 2 * pipeline 1 * context 1 = 2 processes per replica, which does not divide the world "
+        "size 3; "
+        "start a multiple of 2 (--processes 4), or lower one of the sizes",
         {"parallel": {"tensor": 1}, "training": {"global_batch_size": 12}},
     ),
     "sequence_parallel_needs_tensor_parallel": (
@@ -48,21 +49,21 @@ CASES: dict[str, tuple[int, Sections, str, Sections]] = {
     "copy_engines_are_of_gpus": (
         2,
         {"parallel": {"context": 2, "context_transport": "copy_engine"}, "run": {"device": "cpu"}},
-        "parallel.context_transport: copy_engine, with run.device cpu; choose nccl, which is gloo there, or set "
+        "parallel.context_transport: copy_engine, with run.device cpu; choose nccl (gloo on CPU), or set "
         "run.device=cuda",
         {"parallel": {"context": 2, "context_transport": "copy_engine"}},
     ),
     "heads_divide_by_query_groups": (
         1,
         {"model": {"num_query_groups": 3}},
-        "model.num_query_groups: model.num_attention_heads 8 does not divide by num_query_groups 3; "
+        "model.num_query_groups: model.num_attention_heads 8 is not divisible by num_query_groups 3; "
         "give a divisor of model.num_attention_heads",
         {"model": {"num_query_groups": 4}},
     ),
     "heads_divide_by_tensor": (
         3,
         {"parallel": {"tensor": 3}},
-        "model.num_attention_heads: num_attention_heads 8 does not divide by parallel.tensor 3; change one of them",
+        "model.num_attention_heads: num_attention_heads 8 is not divisible by parallel.tensor 3; change one of them",
         {
             "parallel": {"tensor": 3},
             "model": {"num_attention_heads": 6, "head_dim": 8, "ffn_hidden_size": 96, "vocab_size_multiple": 384},
@@ -71,7 +72,7 @@ CASES: dict[str, tuple[int, Sections, str, Sections]] = {
     "query_groups_divide_by_tensor": (
         4,
         {"parallel": {"tensor": 4}, "model": {"num_query_groups": 2}},
-        "model.num_query_groups: num_query_groups 2 does not divide by parallel.tensor 4; change one of them",
+        "model.num_query_groups: num_query_groups 2 is not divisible by parallel.tensor 4; change one of them",
         {"parallel": {"tensor": 4}, "model": {"num_query_groups": 4}},
     ),
     "a_mixer_alone_has_no_feed_forward": (
@@ -83,13 +84,13 @@ CASES: dict[str, tuple[int, Sections, str, Sections]] = {
     "ffn_divides_by_tensor": (
         2,
         {"parallel": {"tensor": 2}, "model": {"ffn_hidden_size": 99}},
-        "model.ffn_hidden_size: ffn_hidden_size 99 does not divide by parallel.tensor 2; give a multiple of 2",
+        "model.ffn_hidden_size: ffn_hidden_size 99 is not divisible by parallel.tensor 2; give a multiple of 2",
         {"parallel": {"tensor": 2}, "model": {"ffn_hidden_size": 98}},
     ),
     "vocabulary_divides_by_tensor": (
         2,
         {"parallel": {"tensor": 2}, "model": {"vocab_size_multiple": 1}},
-        "model.vocab_size_multiple: vocab_size_multiple 1 does not divide by parallel.tensor 2; give a multiple of 2",
+        "model.vocab_size_multiple: vocab_size_multiple 1 is not divisible by parallel.tensor 2; give a multiple of 2",
         {"parallel": {"tensor": 2}, "model": {"vocab_size_multiple": 2}},
     ),
     "head_dim_is_even": (
@@ -107,14 +108,14 @@ CASES: dict[str, tuple[int, Sections, str, Sections]] = {
     "layers_divide_by_stages": (
         4,
         {"parallel": {"pipeline": 4, "virtual_pipeline": 2}},
-        "model.pattern: the number of layers, 4 does not divide by parallel.pipeline 4 * virtual_pipeline 2 = 8; "
+        "model.pattern: number of layers 4 is not divisible by parallel.pipeline 4 * virtual_pipeline 2 = 8; "
         "give a multiple of 8 layers",
         {"parallel": {"pipeline": 4, "virtual_pipeline": 2}, "model": {"pattern": "attention*8"}},
     ),
     "sequence_divides_by_ranks": (
         4,
         {"parallel": {"tensor": 2, "context": 2, "sequence": True}, "data": {"seq_length": 30}},
-        "data.seq_length: seq_length 30 does not divide by parallel.tensor 2 * context 2 = 4; "
+        "data.seq_length: seq_length 30 is not divisible by parallel.tensor 2 * context 2 = 4; "
         "give a multiple of 4, or set parallel.sequence=false",
         {"parallel": {"tensor": 2, "context": 2}, "data": {"seq_length": 30}},
     ),
@@ -122,7 +123,7 @@ CASES: dict[str, tuple[int, Sections, str, Sections]] = {
         8,
         {"parallel": {"tensor": 2, "context": 4}, "model": {"num_attention_heads": 4, "pattern": "gated_deltanet"}},
         "parallel.context: gated_deltanet splits its heads, and num_attention_heads 4 / tensor 2 = 2 heads "
-        "do not divide by context 4; choose a context that divides 2, or change model.num_attention_heads",
+        "are not divisible by context 4; choose a context that divides 2, or change model.num_attention_heads",
         {"parallel": {"tensor": 2, "context": 4}, "model": {"num_attention_heads": 4}},
     ),
     "heads_divide_by_rounds": (
@@ -132,7 +133,7 @@ CASES: dict[str, tuple[int, Sections, str, Sections]] = {
             "model": {"num_attention_heads": 8, "pattern": "gated_deltanet"},
         },
         "parallel.context_exchange_rounds: 4, and num_attention_heads 8 / tensor 2 / context 2 = 2 heads of "
-        "gated_deltanet do not divide by that; choose one that divides 2",
+        "gated_deltanet are not divisible by that; choose one that divides 2",
         {
             "parallel": {"tensor": 2, "context": 2, "context_exchange_rounds": 2},
             "model": {"num_attention_heads": 8, "pattern": "gated_deltanet"},
@@ -145,7 +146,7 @@ CASES: dict[str, tuple[int, Sections, str, Sections]] = {
             "model": {"pattern": "attention,top1_chunk"},
             "data": {"seq_length": 640},
         },
-        "parallel.context_exchange: chunks, and data.seq_length 640 / context 2 = 320 does not divide by "
+        "parallel.context_exchange: chunks, and data.seq_length 640 / context 2 = 320 is not divisible by "
         "mixers.top1_chunk.chunk_size 128; give a seq_length that is a multiple of 256, or set "
         "parallel.context_exchange=auto",
         {
@@ -164,32 +165,32 @@ CASES: dict[str, tuple[int, Sections, str, Sections]] = {
     "limit_is_of_a_cache": (
         1,
         {"data": {"cache_gib": 2.5}},
-        "data.cache_gib: 2.5, without data.cache_dir; leave it out",
+        "data.cache_gib: 2.5, but data.cache_dir is not set; leave it out",
         {"data": {"path": "s3://bucket/data", "cache_dir": "/tmp/cache", "cache_gib": 2.5}},
     ),
     "train_domains_are_a_set": (
         1,
         {"data": {"train_domains": ["A", "B", "A"]}},
-        "data.train_domains: A is named twice; name each domain once",
+        "data.train_domains: A is given twice; give each domain once",
         {"data": {"train_domains": ["A", "B"]}},
     ),
     "test_domains_are_a_set": (
         1,
         {"data": {"test_domains": []}},
-        "data.test_domains: [] names no domain; name one or more, or leave it out: every domain of the data",
+        "data.test_domains: [] names no domain; give one or more, or remove it to use every domain of the data",
         {"data": {"test_domains": ["A"]}},
     ),
     "some_weight_is_positive": (
         1,
         {"data": {"weights": {"C4": 0.0, "Book": 0}}},
         "data.weights: {'C4': 0.0, 'Book': 0.0} has no weight above 0; "
-        "give one, or leave it out: in proportion to tokens",
+        "give one, or remove it to sample in proportion to tokens",
         {"data": {"weights": {"C4": 0.0, "Book": 1}}},
     ),
     "reset_positions_are_read": (
         1,
         {"data": {"reset_positions": True}},
-        "data.reset_positions: true, and no mixer has position_encoding learned; set it to false",
+        "data.reset_positions: true, but no mixer has position_encoding learned; set it to false",
         {
             "data": {"reset_positions": True},
             "model": {"pattern": "attention*3,top1_element"},
@@ -199,34 +200,34 @@ CASES: dict[str, tuple[int, Sections, str, Sections]] = {
     "layers_keep_documents_apart": (
         1,
         {"data": {"reset_attention": True}, "model": {"pattern": "attention*2,rwkv6*2"}},
-        "data.reset_attention: true, and rwkv6 in layer 3 shifts tokens across documents; "
-        "choose another one, or set it to false",
+        "data.reset_attention: true, but rwkv6 in layer 3 shifts tokens across documents; "
+        "choose another mixer or block, or set it to false",
         {"data": {"reset_attention": True}, "model": {"pattern": "attention*2,gated_deltanet"}},
     ),
     "documents_lie_on_one_rank": (
         2,
         {"data": {"reset_attention": True}, "parallel": {"context": 2}},
-        "data.reset_attention: true, with parallel.context 2; set parallel.context=1, or it to false",
+        "data.reset_attention: true, with parallel.context 2; set parallel.context=1, or set it to false",
         {"data": {"reset_attention": True}, "parallel": {"tensor": 2, "sequence": True}},
     ),
     "batch_divides_by_replicas": (
         2,
         {"training": {"global_batch_size": 12}},
-        "training.global_batch_size: global_batch_size 12 does not divide by micro_batch_size 4 * "
+        "training.global_batch_size: global_batch_size 12 is not divisible by micro_batch_size 4 * "
         "data-parallel size 2 = 8; give a multiple of 8, or another micro_batch_size",
         {"training": {"global_batch_size": 16}},
     ),
     "interleaving_needs_whole_rounds": (
         2,
         {"parallel": {"pipeline": 2, "virtual_pipeline": 2}, "training": {"global_batch_size": 12}},
-        "training.global_batch_size: 12 makes 3 micro-batches, which do not divide by parallel.pipeline 2, "
+        "training.global_batch_size: 12 makes 3 micro-batches, which are not divisible by parallel.pipeline 2, "
         "and virtual_pipeline is 2; give a multiple of 8, or set parallel.virtual_pipeline=1",
         {"parallel": {"pipeline": 2}, "training": {"global_batch_size": 12}},
     ),
     "recomputed_feed_forwards_are_there": (
         1,
         {"model": {"block": "mixer"}, "training": {"recompute": "mlp"}},
-        "training.recompute: mlp, with model.block mixer, which has no feed-forward; use none or full",
+        "training.recompute: mlp, but model.block mixer has no feed-forward; use none or full",
         {"model": {"block": "mixer"}, "training": {"recompute": "full"}},
     ),
     "eight_bits_are_transformer_engines": (
@@ -276,20 +277,21 @@ CASES: dict[str, tuple[int, Sections, str, Sections]] = {
     "decay_steps_belong_to_wsd": (
         1,
         {"optimizer": {"schedule": "wsd"}},
-        "optimizer.decay_steps: 0, with optimizer.schedule wsd; give the number of last steps in which the rate falls",
+        "optimizer.decay_steps: 0, with optimizer.schedule wsd; give the number of final steps in which the "
+        "learning rate decays",
         {"optimizer": {"schedule": "wsd", "decay_steps": 100}},
     ),
     "schedule_fits_the_run": (
         1,
         {"optimizer": {"warmup_steps": 10}, "training": {"steps": 10}},
         "optimizer.warmup_steps: 10 is not less than training.steps 10; give at most 9, or more steps "
-        "(selectron train --trial scales the schedule for a look at a few steps)",
+        "(selectron train --trial scales the schedule for a short run)",
         {"optimizer": {"warmup_steps": 9}, "training": {"steps": 10}},
     ),
     "sharded_gradients_need_one_stage": (
         2,
         {"parallel": {"pipeline": 2}, "optimizer": {"sharding": "zero2"}},
-        "optimizer.sharding: zero2 shares gradients out as they come, and parallel.pipeline 2 must accumulate them; "
+        "optimizer.sharding: zero2 shards gradients at once, but parallel.pipeline 2 must accumulate them; "
         "set parallel.pipeline=1, or optimizer.sharding=zero1",
         {"parallel": {"pipeline": 2}, "optimizer": {"sharding": "zero1"}},
     ),
@@ -317,13 +319,13 @@ CASES: dict[str, tuple[int, Sections, str, Sections]] = {
         1,
         {"optimizer": {"deepspeed": "no/such.json", "sharding": "zero1"}},
         "optimizer.deepspeed: no/such.json cannot be read (No such file or directory); "
-        "name a file with DeepSpeed's configuration, or leave it out",
+        "give a file with DeepSpeed's configuration, or remove it",
         {"optimizer": {"sharding": "zero1"}},
     ),
     "what_is_allowed_can_be": (
         1,
         {"run": {"allow_changed": ["optimizer.l"]}},
-        "run.allow_changed: optimizer.l is no field; did you mean optimizer.lr?",
+        "run.allow_changed: optimizer.l is not a field; did you mean optimizer.lr?",
         {"run": {"allow_changed": ["optimizer.lr", "training.steps", "mixers.attention.window"]}},
     ),
     "transformer_engine_needs_a_gpu": (
@@ -358,7 +360,7 @@ def test_rule(name: str) -> None:
 
 
 def test_second_halves_of_rules() -> None:
-    assert "does not divide by parallel.context 2" in line_of(
+    assert "is not divisible by parallel.context 2" in line_of(
         sections({"parallel": {"context": 2}, "data": {"seq_length": 31}}), 2
     )
     assert "5, with optimizer.schedule cosine" in line_of(sections({"optimizer": {"decay_steps": 5}}), 1)
@@ -366,16 +368,16 @@ def test_second_halves_of_rules() -> None:
     late = {"optimizer": {"schedule": "wsd", "decay_steps": 6, "warmup_steps": 5}, "training": {"steps": 10}}
     assert "warm-up 5 + decay_steps 6 is more than training.steps 10" in line_of(sections(late), 1)
     for name, said in (
-        ("model.hidden_size", "makes another model"),
-        ("parallel.tensor", "may be changed without it"),
-        ("mixers.attention.width", "is no field"),
+        ("model.hidden_size", "changes the model"),
+        ("parallel.tensor", "may be changed without being listed"),
+        ("mixers.attention.width", "is not a field"),
     ):
         assert f"run.allow_changed: {name} {said}" in line_of(sections({"run": {"allow_changed": [name]}}), 1)
-    assert "do not divide by that" in line_of(sections({"parallel": {"tensor": 8}}), 1)
+    assert "does not divide the world size 1" in line_of(sections({"parallel": {"tensor": 8}}), 1)
     groups = {"num_attention_heads": 8, "num_query_groups": 4, "pattern": "retnet"}
     heads = {"tensor": 2, "context": 4, "context_exchange": "heads"}
     assert line_of(sections({"parallel": heads, "model": groups}), 8) == (
-        "parallel.context: retnet splits its heads, and num_query_groups 4 / tensor 2 = 2 heads do not divide by "
+        "parallel.context: retnet splits its heads, and num_query_groups 4 / tensor 2 = 2 heads are not divisible by "
         "context 4; choose a context that divides 2, or change model.num_query_groups, or set "
         "parallel.context_exchange=auto"
     )
@@ -387,12 +389,12 @@ def test_second_halves_of_rules() -> None:
 
 def test_unknown_mixer_of_a_configuration_built_in_python() -> None:
     config = RunConfig(data=DataConfig(path="x"), model=ModelConfig(pattern="atention*12"))
-    assert line_of(config, 1).startswith("model.pattern: no mixer is called 'atention'; did you mean attention?")
+    assert line_of(config, 1).startswith("model.pattern: there is no mixer 'atention'; did you mean attention?")
 
 
 def test_a_block_that_shifts_tokens_does_not_keep_documents_apart() -> None:
     config = sections({"model": {"block": "rwkv7"}, "data": {"reset_attention": True}})
-    assert line_of(config, 1).startswith("data.reset_attention: true, and model.block rwkv7 shifts tokens")
+    assert line_of(config, 1).startswith("data.reset_attention: true, but model.block rwkv7 shifts tokens")
 
 
 def test_copy_engines_reach_no_other_node() -> None:

@@ -52,4 +52,4 @@ def test_what_is_computed_stays_as_it_is() -> None:
 def test_more_steps_than_the_run_has_are_refused(steps: int) -> None:
     with pytest.raises(UserError) as refused:
         trial_config(config_of(training=LONG), steps)
-    assert str(refused.value) == f"--trial: {steps} steps, and the run has training.steps 1000; give 1 to 1000"
+    assert str(refused.value) == f"--trial: {steps} steps, but the run has training.steps 1000; give 1 to 1000"

@@ -183,7 +183,7 @@ def test_a_damaged_checkpoint_that_is_asked_for_is_named_and_the_others_with_it(
     assert call(config, *SEVEN, "--from-step", "6") == 2
     line = only_line(capsys.readouterr().err)
     assert str(run_folder / "checkpoints" / "step_6" / name) in line
-    assert "name another step with --from-step (there are: 3)" in line
+    assert "choose another step with --from-step (there are: 3)" in line
     assert snapshot(tmp_path) == before
 
 
@@ -196,7 +196,7 @@ def test_if_all_checkpoints_are_damaged_one_line_says_so(
     before = snapshot(tmp_path)
     assert call(config, *SEVEN, "--resume") == 2
     line = only_line(capsys.readouterr().err)
-    assert "holds no checkpoint that is whole" in line
+    assert "contains no complete checkpoint" in line
     for name in ("step_6/__0_0.distcp", "step_3/common.pt"):
         assert str(run_folder / "checkpoints" / name) in line
     assert snapshot(tmp_path) == before
@@ -212,7 +212,7 @@ def test_a_run_whose_newest_checkpoint_is_damaged_continues_from_the_one_before(
     errors = must_run(config, [*SEVEN, "--resume"], processes=2)
     (warning,) = [line for line in errors.splitlines() if line.startswith("selectron: warning:")]
     assert str(damaged) in warning
-    assert "has the checksum" in warning
+    assert "has checksum" in warning
     assert warning.endswith("continuing from step 3 instead of step 6")
     # Each lost step is recorded once, with the same values as before.
     assert [r["step"] for r in records(run_folder)] == list(range(1, 8))

@@ -123,7 +123,7 @@ def test_a_disk_that_is_full_during_a_checkpoint(
         refused = course.events[-1]
         # While a background checkpoint fills the disk, writing a step's record may fail first.
         assert "cannot be saved" in refused or (is_asynchronous and "cannot be written" in refused)
-        assert "make room and start again with --resume" in refused
+        assert "free disk space and start again with --resume" in refused
         assert course.newest
     assert first_steps(folder) == [1, *((course.newest or 0) + 1 for course in courses)]
     assert curve(folder) == curve(undisturbed)

@@ -74,27 +74,30 @@ def test_budgets_are_short_in_names(tmp_path: Path) -> None:
         ("config: a.yaml", "axes, runs: there are none; give one of the two"),
         (
             "config: a.yaml\naxes: {seed: [1, 2]}",
-            "axes.seed: [1, 2] is a list of values, and seed is no field; call the axis for the field, e.g. ",
+            "axes.seed: [1, 2] is a list of values, but seed is not a field; name the axis after the field, e.g. ",
         ),
-        (f"config: a.yaml\naxes: {{mixer: {'long' * 30}}}", f'axes.mixer: "{"long" * 14}... is no axis; give labels'),
+        (
+            f"config: a.yaml\naxes: {{mixer: {'long' * 30}}}",
+            f'axes.mixer: "{"long" * 14}... is not an axis; give labels',
+        ),
         (
             "config: a.yaml\naxes: {mixer: {a: 1}}",
-            'axes.mixer: {"a": 1} is no axis; give labels with their fields below',
+            'axes.mixer: {"a": 1} is not an axis; give labels with their fields below',
         ),
-        ("config: a.yaml\naxes: {mixer: []}", "axes.mixer: [] is no axis"),
+        ("config: a.yaml\naxes: {mixer: []}", "axes.mixer: [] is not an axis"),
         (
             "config: a.yaml\naxes: {a: {x: {}}, b: {y: {}}}\nruns: {x-y: {}}",
-            "runs.x-y: there are two runs called x-y; give each run labels of its own",
+            "runs.x-y: there are two runs named x-y; give each run distinct labels",
         ),
         (
             "config: a.yaml\nruns: {launch: {}}",
-            "runs.launch: a run called launch, as the folder of the sweep's own jobs is; choose another name",
+            "runs.launch: a run named launch, which is reserved for the folder of the sweep's jobs; choose another",
         ),
-        ("config: a.yaml\naxes: {training.seed: [1, 1]}", "axes: there are two runs called seed1; give each run "),
+        ("config: a.yaml\naxes: {training.seed: [1, 1]}", "axes: there are two runs named seed1; give each run "),
         ("axes: {}", "config: missing; write it in the file, or give config=... (it has no default)"),
         (
             "config: a.yaml\nmatch_parameters: {axis: size, to: a}",
-            "match_parameters.axis: there is no axis size; give axes, or leave match_parameters out",
+            "match_parameters.axis: there is no axis size; give axes, or remove match_parameters",
         ),
         (MATCHED.format("{axis: size, to: a}"), "match_parameters.axis: there is no axis size; choose from: mixer"),
         (MATCHED.format("{axis: mixer, to: c}"), "match_parameters.to: axis mixer has no label c; choose from: a, b"),
@@ -102,7 +105,7 @@ def test_budgets_are_short_in_names(tmp_path: Path) -> None:
         (MATCHED.format("{axis: mixer, to: a, within: 0}"), "match_parameters.within: 0 is out of range"),
         (
             MATCHED.format("{axis: mixer, to: a}"),
-            "axes.mixer.b.model.ffn_hidden_size: 8, and match_parameters finds this width; leave it out there, or",
+            "axes.mixer.b.model.ffn_hidden_size: 8, but match_parameters determines this width; remove it there, or",
         ),
         ("config: a.yaml\naxis: {}", "axis: no such field; did you mean axes?"),
         ("config: 3\nruns: {a: {}}", "config: 3 is not text; "),
@@ -121,9 +124,12 @@ def test_what_is_no_sweep(tmp_path: Path, text: str, line: str) -> None:
     ("text", "line"),
     [
         (None, "sizes.yaml: no such file; give the path of a sweep, see examples/"),
-        ("- a", "sizes.yaml: is not a mapping of sections; begin with `config:`, the file that all runs share, see"),
+        ("- a", "sizes.yaml: is not a mapping of sections; start with `config:`, the file that all runs share, see"),
         ("config: a.yaml\nruns: [", "sizes.yaml:2: is not valid YAML "),
-        ("config: b.yaml\nruns: {a: {}}", "sizes.yaml: config: there is no file HERE/b.yaml; give a path beside the "),
+        (
+            "config: b.yaml\nruns: {a: {}}",
+            "sizes.yaml: config: there is no file HERE/b.yaml; give a path relative to the ",
+        ),
         ("config: a.yaml\nruns: {a: {}}", "sizes.yaml: run a: HERE/a.yaml: is not valid YAML "),
     ],
 )

@@ -44,7 +44,8 @@ def _on_other_hosts(rank: int, world_size: int) -> str:
 
 def test_copy_engines_of_several_hosts_are_refused_on_every_rank(pool: WorkerPool) -> None:
     said = (
-        "parallel.context_transport: copy_engine, and ranks of a context-parallel group are on the hosts node0, node1; "
+        "parallel.context_transport: copy_engine, but the ranks of a context-parallel group are on "
+        "node0, node1; "
         "choose nccl, or a tensor * context that divides the GPUs of a node"
     )
     assert pool.run(_on_other_hosts, 4) == [said] * 4
@@ -59,7 +60,7 @@ def test_gpus_that_share_no_memory_are_refused() -> None:
     ):
         transport._Outbox(512, MagicMock(), torch.device("cpu"))
     assert str(refused.value) == (
-        "parallel.context_transport: copy_engine, and the GPUs share no memory (no peer access); choose nccl"
+        "parallel.context_transport: copy_engine, but the GPUs cannot share memory (no peer access); choose nccl"
     )
 
 

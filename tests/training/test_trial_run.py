@@ -82,7 +82,7 @@ def test_a_trial_leaves_the_run_alone(tmp_path: Path, data: Path, capfd: pytest.
     (tmp_path / "runs" / "run" / "metrics.jsonl").write_text("{}\n")
     before = snapshot(tmp_path / "runs" / "run")
     assert call(config, *FIELDS, "training.steps=4", "--trial") == 2
-    assert "--trial: 5 steps, and the run has training.steps 4; give 1 to 4" in capfd.readouterr().err
+    assert "--trial: 5 steps, but the run has training.steps 4; give 1 to 4" in capfd.readouterr().err
     assert call(config, *FIELDS, "--trial=1") == 0
     assert [one["step"] for one in records(trials / "run")] == [1]
     assert snapshot(tmp_path / "runs" / "run") == before

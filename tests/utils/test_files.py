@@ -123,7 +123,7 @@ def test_a_full_disk_is_one_line_of_every_command(
     monkeypatch.setattr(doctor, "run", write)
     assert cli.main(["doctor"]) == 2
     where = f"selectron: error: {tmp_path}/results.json: cannot be written (No space left on device); "
-    assert capsys.readouterr().err == where + "make room, or choose another place\n"
+    assert capsys.readouterr().err == where + "free disk space, or choose another location\n"
 
 
 def test_a_full_disk_of_a_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +162,7 @@ def test_a_link_is_not_followed_to_append(tmp_path: Path, there: bool) -> None:
 def test_a_pipe_is_neither_read_nor_written(tmp_path: Path) -> None:
     """Reading or writing would block until the other end opens."""
     os.mkfifo(pipe := tmp_path / "pipe")
-    with pytest.raises(OSError, match="is no regular file"):
+    with pytest.raises(OSError, match="is not a regular file"):
         read_regular(pipe)
     with pytest.raises(OSError, match="No such device"):
         open_to_write(pipe)

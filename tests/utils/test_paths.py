@@ -43,7 +43,7 @@ BAD = [
 
 @pytest.mark.parametrize("name", BAD, ids=lambda name: ascii(name)[:24])
 def test_refused(tmp_path, name):
-    with pytest.raises(UserError, match=r"^manifest\.json: names .*, which .*; use files of a source") as caught:
+    with pytest.raises(UserError, match=r"^manifest\.json: names .*, which .*; use only files") as caught:
         path_within(tmp_path, name, "manifest.json")
     assert str(caught.value).isprintable()
 

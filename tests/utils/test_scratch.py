@@ -156,5 +156,5 @@ def test_a_users_folder_that_is_not_his_alone(disk: Path, kind: str) -> None:
     else:
         (disk / f"selectron-{os.getuid()}").mkdir()
         (disk / f"selectron-{os.getuid()}").chmod(0o777)
-    with pytest.raises(PermissionError, match="is not this user's alone"):
+    with pytest.raises(PermissionError, match="does not belong only to this user"):
         own_folder()

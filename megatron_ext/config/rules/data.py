@@ -25,7 +25,7 @@ def limit_is_of_a_cache(f: Facts) -> Broken:
     data = f.config.data
     if data.cache_gib is None or data.cache_dir is not None:
         return None
-    return f"{data.cache_gib:g}, without data.cache_dir", "leave it out"
+    return f"{data.cache_gib:g}, but data.cache_dir is not set", "leave it out"
 
 
 @rule("data.train_domains")
@@ -46,7 +46,7 @@ def some_weight_is_positive(f: Facts) -> Broken:
     weights = f.config.data.weights
     if weights is None or any(weights.values()):
         return None
-    return f"{weights or 'no domain'} has no weight above 0", "give one, or leave it out: in proportion to tokens"
+    return f"{weights or 'no domain'} has no weight above 0", "give one, or remove it to sample in proportion to tokens"
 
 
 @rule("data.reset_positions")
@@ -55,7 +55,7 @@ def reset_positions_are_read(f: Facts) -> Broken:
     fields = [f.config.mixers.get(name, {}) for name in f.layers]
     if not f.config.data.reset_positions or any(one.get("position_encoding") == "learned" for one in fields):
         return None
-    return "true, and no mixer has position_encoding learned", "set it to false"
+    return "true, but no mixer has position_encoding learned", "set it to false"
 
 
 @rule("data.reset_attention")
@@ -70,7 +70,10 @@ def layers_keep_documents_apart(f: Facts) -> Broken:
         shifting.append("model.block rwkv7")
     if not f.config.data.reset_attention or not shifting:
         return None
-    return f"true, and {shifting[0]} shifts tokens across documents", "choose another one, or set it to false"
+    return (
+        f"true, but {shifting[0]} shifts tokens across documents",
+        "choose another mixer or block, or set it to false",
+    )
 
 
 @rule("data.reset_attention")
@@ -79,15 +82,15 @@ def documents_lie_on_one_rank(f: Facts) -> Broken:
     context = f.config.parallel.context
     if not f.config.data.reset_attention or context == 1:
         return None
-    return f"true, with parallel.context {context}", "set parallel.context=1, or it to false"
+    return f"true, with parallel.context {context}", "set parallel.context=1, or set it to false"
 
 
 def _not_a_set(domains: list[str] | None) -> Broken:
     if domains is None:
         return None
     if not domains:
-        return "[] names no domain", "name one or more, or leave it out: every domain of the data"
+        return "[] names no domain", "give one or more, or remove it to use every domain of the data"
     twice = sorted({name for name in domains if domains.count(name) > 1})
     if twice:
-        return f"{', '.join(twice)} is named twice", "name each domain once"
+        return f"{', '.join(twice)} is given twice", "give each domain once"
     return None

@@ -20,9 +20,9 @@ def world_holds_whole_replicas(f: Facts) -> Broken:
         return None
     fitting = -(-world // replica) * replica
     return (
-        f"tensor {p.tensor} * pipeline {p.pipeline} * context {p.context} = {replica} processes a replica, "
-        f"and {world} do not divide by that",
-        f"start a multiple of {replica} (--processes {fitting}), or lower one of the three",
+        f"tensor {p.tensor} * pipeline {p.pipeline} * context {p.context} = {replica} processes per replica, "
+        f"which does not divide the world size {world}",
+        f"start a multiple of {replica} (--processes {fitting}), or lower one of the sizes",
     )
 
 
@@ -60,7 +60,7 @@ def copy_engines_are_of_gpus(f: Facts) -> Broken:
     p = f.config.parallel
     if p.context_transport != "copy_engine" or p.context == 1 or f.config.run.device != "cpu":
         return None
-    return "copy_engine, with run.device cpu", "choose nccl, which is gloo there, or set run.device=cuda"
+    return "copy_engine, with run.device cpu", "choose nccl (gloo on CPU), or set run.device=cuda"
 
 
 # --- model -----------------------------------------------------------------------------------------------------------
@@ -137,7 +137,7 @@ def layers_divide_by_stages(f: Facts) -> Broken:
     p = f.config.parallel
     chunks = p.pipeline * p.virtual_pipeline
     by = f"parallel.pipeline {p.pipeline} * virtual_pipeline {p.virtual_pipeline} ="
-    return does_not_divide("the number of layers,", len(f.layers), by, chunks, f"give a multiple of {chunks} layers")
+    return does_not_divide("number of layers", len(f.layers), by, chunks, f"give a multiple of {chunks} layers")
 
 
 # --- sequence --------------------------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ def heads_divide_by_context(f: Facts) -> Broken:
         more = ", or set parallel.context_exchange=auto" if traits.supports_state_passing else ""
         return (
             f"{name} splits its heads, and {field} {units} / tensor {p.tensor} = {local} heads "
-            f"do not divide by context {p.context}",
+            f"are not divisible by context {p.context}",
             f"choose a context that divides {local}, or change model.{field}{more}",
         )
     return None
@@ -192,7 +192,7 @@ def heads_divide_by_rounds(f: Facts) -> Broken:
         if mixed % rounds:
             return (
                 f"{rounds}, and {field} {units} / tensor {p.tensor} / context {p.context} = {mixed} heads of {name} "
-                "do not divide by that",
+                "are not divisible by that",
                 f"choose one that divides {mixed}",
             )
     return None
@@ -215,8 +215,8 @@ def fetched_chunks_lie_on_one_rank(f: Facts) -> Broken:
         size = fetched_chunk_size(mixer, f.config.mixers.get(name, {}))
         if size is not None and seq_length // p.context % size:
             return (
-                f"chunks, and data.seq_length {seq_length} / context {p.context} = {seq_length // p.context} does not "
-                f"divide by mixers.{name}.{mixer.traits.chunk_field} {size}",
+                f"chunks, and data.seq_length {seq_length} / context {p.context} = {seq_length // p.context} is not "
+                f"divisible by mixers.{name}.{mixer.traits.chunk_field} {size}",
                 f"give a seq_length that is a multiple of {p.context * size}, or set parallel.context_exchange=auto",
             )
     return None

@@ -60,4 +60,4 @@ def does_not_divide(name: str, value: int, by: str, divisor: int, hint: str) -> 
     """Return the error for a value that must be a multiple of `divisor`, or None."""
     if value % divisor == 0:
         return None
-    return f"{name} {value} does not divide by {by} {divisor}", hint
+    return f"{name} {value} is not divisible by {by} {divisor}", hint

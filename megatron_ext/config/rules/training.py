@@ -12,7 +12,7 @@ from megatron_ext.config.validate import field_names
 RULES = Rules()
 rule = RULES.on
 
-_TRIAL = " (selectron train --trial scales the schedule for a look at a few steps)"
+_TRIAL = " (selectron train --trial scales the schedule for a short run)"
 
 
 @rule("training.global_batch_size")
@@ -33,7 +33,7 @@ def interleaving_needs_whole_rounds(f: Facts) -> Broken:
         return None
     samples = t.micro_batch_size * f.layout.data_parallel_size * p.pipeline
     return (
-        f"{t.global_batch_size} makes {f.layout.num_micro_batches} micro-batches, which do not divide by "
+        f"{t.global_batch_size} makes {f.layout.num_micro_batches} micro-batches, which are not divisible by "
         f"parallel.pipeline {p.pipeline}, and virtual_pipeline is {p.virtual_pipeline}",
         f"give a multiple of {samples}, or set parallel.virtual_pipeline=1",
     )
@@ -44,7 +44,7 @@ def recomputed_feed_forwards_are_there(f: Facts) -> Broken:
     """A layer with block mixer has no feed-forward to recompute."""
     if f.config.training.recompute != "mlp" or f.config.model.block != "mixer":
         return None
-    return "mlp, with model.block mixer, which has no feed-forward", "use none or full"
+    return "mlp, but model.block mixer has no feed-forward", "use none or full"
 
 
 @rule("training.fp8")
@@ -100,7 +100,7 @@ def suites_have_a_rhythm(f: Facts) -> Broken:
         return None
     if t.evaluate_suites:
         return f"0, with training.evaluate_suites {', '.join(t.evaluate_suites)}", "give the steps between them"
-    return f"{t.evaluate_suites_every}, without training.evaluate_suites", "name them, e.g. [retrieval]"
+    return f"{t.evaluate_suites_every}, but training.evaluate_suites is not set", "set it, e.g. to [retrieval]"
 
 
 @rule("training.checkpoint_every")
@@ -127,7 +127,7 @@ def decay_steps_belong_to_wsd(f: Facts) -> Broken:
     """Only the warm-up-stable-decay schedule has a separate decay length, and requires it."""
     o = f.config.optimizer
     if o.schedule == "wsd" and o.decay_steps == 0:
-        return "0, with optimizer.schedule wsd", "give the number of last steps in which the rate falls"
+        return "0, with optimizer.schedule wsd", "give the number of final steps in which the learning rate decays"
     if o.schedule != "wsd" and o.decay_steps > 0:
         return f"{o.decay_steps}, with optimizer.schedule {o.schedule}", "set it to 0, or optimizer.schedule=wsd"
     return None
@@ -160,7 +160,7 @@ def sharded_gradients_need_one_stage(f: Facts) -> Broken:
     sharding, stages = f.config.optimizer.sharding, f.config.parallel.pipeline
     if stages == 1 or STAGES.get(sharding, 1) == 1:
         return None
-    problem = f"{sharding} shares gradients out as they come, and parallel.pipeline {stages} must accumulate them"
+    problem = f"{sharding} shards gradients at once, but parallel.pipeline {stages} must accumulate them"
     return problem, "set parallel.pipeline=1, or optimizer.sharding=zero1"
 
 
@@ -211,13 +211,13 @@ def what_is_allowed_can_be(f: Facts) -> Broken:
             is_field = name in EFFECTS
         if not is_field:
             changing = [known for known, effect in EFFECTS.items() if effect in (Effect.PAST, Effect.SCHEDULE)]
-            return f"{name} is no field", suggest(name, changing)
+            return f"{name} is not a field", suggest(name, changing)
         if effect_of(name) is Effect.MODEL:
             kind = name.partition(".")[0]
-            hint = f"begin a new run with the other {kind}"
-            return f"{name} makes another {kind}, whose tensors the checkpoint has not", hint
+            hint = f"start a new run with the other {kind}"
+            return f"{name} changes the {kind}, and the checkpoint does not have its tensors", hint
         if effect_of(name) not in (Effect.PAST, Effect.SCHEDULE):
-            return f"{name} may be changed without it", "leave it out"
+            return f"{name} may be changed without being listed", "leave it out"
     return None
 
 
