@@ -15,6 +15,7 @@ import pytest
 from pydantic.dataclasses import dataclass as checked
 
 from megatron_ext import cli
+from megatron_ext.commands import run_config
 from megatron_ext.config.load import load_config
 from megatron_ext.config.schema import STRICT
 from megatron_ext.config.traits import MixerTraits
@@ -63,7 +64,7 @@ def training(monkeypatch: pytest.MonkeyPatch) -> Training:
     module = types.ModuleType("megatron_ext.training.run")
     module.train = fake.train  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "megatron_ext.training.run", module)
-    monkeypatch.setattr(cli, "_mixers", lambda: MIXERS)
+    monkeypatch.setattr(run_config, "mixers", lambda: MIXERS)
     return fake
 
 

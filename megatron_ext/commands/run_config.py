@@ -32,9 +32,10 @@ def load(path: Path, overrides: Sequence[str]) -> RunConfig:
             sharding.
     """
     from megatron_ext.config.load import load_config
-    from megatron_ext.optim.registry import algorithm_of
 
     config = load_config(path, overrides, mixers())
+    from megatron_ext.optim.registry import algorithm_of  # after `mixers`, which imports torch faster
+
     algorithm_of(config.optimizer)
     return config
 

@@ -22,9 +22,6 @@ from torch import Tensor
 from megatron_ext.optim.algorithm import Algorithm
 from megatron_ext.parallel.fp32_values import stored
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Moments of AdamW."""
-
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offset and shape of a part of a tensor."""
 

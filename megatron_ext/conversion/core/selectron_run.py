@@ -116,7 +116,7 @@ def _training(source: Source, record: Record, stored: TorchDistTensors, *, has_m
     `has_model_config` means that the user gave the model's configuration, which then completes an incomplete record.
     """
     from megatron_ext.conversion.megatron.torch_dist import read_optimizer
-    from megatron_ext.optim.state import MOMENTS
+    from megatron_ext.optim.algorithms.adamw import MOMENTS
 
     saved, run = source.saved, _run(source.path)
     optimizer = read_optimizer(stored, source.path)

@@ -36,7 +36,7 @@ from megatron_ext.conversion.core.tensors import (
     without_padding,
 )
 from megatron_ext.conversion.megatron.torch_dist import OptimizerState
-from megatron_ext.optim.state import MOMENTS
+from megatron_ext.optim.algorithms.adamw import MOMENTS
 from megatron_ext.runs.tokenizer_files import kept_tokenizer, read_json, read_name
 from megatron_ext.utils.atomic_files import os_reason
 from megatron_ext.utils.errors import UserError

@@ -27,7 +27,7 @@ from megatron_ext.conversion.core.saved_model import identity_of, shape_of
 from megatron_ext.conversion.core.source import Source
 from megatron_ext.conversion.core.tensors import VOCABULARY, Changed, TensorInfo, Tensors
 from megatron_ext.conversion.deepspeed.universal import DESCRIPTION, NEWEST, PRECISE, Description
-from megatron_ext.optim.state import MOMENTS
+from megatron_ext.optim.algorithms.adamw import MOMENTS
 from megatron_ext.utils.atomic_files import write_whole
 
 _FORMAT = 0.2

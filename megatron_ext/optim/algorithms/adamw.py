@@ -10,7 +10,8 @@ from torch import Tensor
 from megatron_ext.config.schema import OptimizerConfig
 from megatron_ext.optim.algorithm import Algorithm
 from megatron_ext.optim.registry import register
-from megatron_ext.optim.state import MOMENTS
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @register("adamw")
