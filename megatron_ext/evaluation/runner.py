@@ -17,6 +17,7 @@ from megatron_ext.mixers.core.registry import load_all
 from megatron_ext.parallel.agreement import raise_on_all_ranks
 from megatron_ext.parallel.groups import make_process_groups
 from megatron_ext.platform.device import start_process_group
+from megatron_ext.runs.identity import TOKENIZER
 from megatron_ext.runs.open_run import TrainedRun, open_run, trained_chunks
 
 WITHOUT_TRAINING = (
@@ -78,7 +79,7 @@ def _evaluated(run: TrainedRun, groups: ProcessGroupCollection) -> EvalContext:
         config=run.config,
         name=run.folder.name,
         progress=run.record.progress,
-        tokenizer_sha256=run.record.identity.get("data.tokenizer"),
+        tokenizer_sha256=run.record.identity.get(TOKENIZER),
         coder=run.coder,
         chunks=(),
         groups=groups,

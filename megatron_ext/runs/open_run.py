@@ -26,6 +26,7 @@ from megatron_ext.parallel.agreement import raise_on_all_ranks
 from megatron_ext.parallel.groups import groups_of_one_process
 from megatron_ext.platform.device import Platform, platform_of
 from megatron_ext.run_folder.layout import CHECKPOINTS, CONFIG
+from megatron_ext.runs.identity import VOCAB_SIZE
 from megatron_ext.runs.tokenizer import RunTokenizer, coder_in, coder_of
 from megatron_ext.utils.errors import UserError
 
@@ -85,7 +86,7 @@ def open_run(folder: Path, step: int | None = None, overrides: Sequence[str] = (
     coder = _coder(folder, config)
     platform = platform_of(config.run.device, config.parallel)
     # A converted model may have embedding rows for more tokens than its tokenizer has.
-    shape = model_shape(config, platform, record.identity.get("data.vocab_size", coder.size))
+    shape = model_shape(config, platform, record.identity.get(VOCAB_SIZE, coder.size))
     return TrainedRun(folder, config, record, shape, config.training.seed, coder, platform)
 
 

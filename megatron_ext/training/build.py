@@ -22,18 +22,18 @@ from megatron_ext.training.trainer import Trainer
 
 
 def build_trainer(
-    config: RunConfig, shape: ModelShape, groups: ProcessGroupCollection, platform: Platform, *, begins: bool = True
+    config: RunConfig, shape: ModelShape, groups: ProcessGroupCollection, platform: Platform, *, initialize: bool = True
 ) -> Trainer:
     """Build this rank's model, optimizer and schedule, ready for the first step.
 
     Args:
         config: checked configuration with derived fields.
-        shape: of the model.
+        shape: shape of the model.
         groups: process groups.
-        platform: of this process.
-        begins: initialize the weights. False: they will be loaded.
+        platform: platform of this process.
+        initialize: whether to initialize the weights. False: they will be loaded.
     """
-    chunks = build_model(shape, platform, groups, config.training.seed if begins else None)
+    chunks = build_model(shape, platform, groups, config.training.seed if initialize else None)
     optimizer = _optimizer(config, chunks, groups, platform)
     data, size = config.data, config.training.micro_batch_size
     return Trainer(optimizer, groups, platform, data.seq_length, size, reset_attention=data.reset_attention)

@@ -23,8 +23,8 @@ from megatron_ext.data.identity import differences
 from megatron_ext.mixers.core.registry import load_all
 from megatron_ext.optim.schedule import first_other_rate
 from megatron_ext.runs.config_files import config_file_at
-from megatron_ext.runs.identity import CHANGED, DATA, FIELDS, check_identity
-from megatron_ext.training.domain_synonyms import DOMAIN_FIELDS, TRAIN_DOMAINS, known_domains, without_synonyms
+from megatron_ext.runs.identity import CHANGED, DATA, FIELDS, TOKENIZER, TRAIN_DOMAINS, check_identity
+from megatron_ext.training.domain_synonyms import DOMAIN_FIELDS, known_domains, without_synonyms
 from megatron_ext.training.records import RunRecords
 from megatron_ext.training.resilience.decisions import WENT_ON, note
 from megatron_ext.utils.errors import UserError
@@ -37,7 +37,7 @@ _BRANCH = "run.branch_from"
 _PLACES = {"run.dir", "run.name", _BRANCH, ALLOW, ALLOW_DATA}
 """Fields that are not compared: the run's location, its origin and the permissions themselves."""
 
-_SAID = {
+_MEANINGS = {
     Effect.NOTHING: "the losses do not depend on it",
     Effect.MEASURED: "evaluations differ from here on, training does not",
     Effect.FUTURE: "it holds for the steps to come alone",
@@ -46,18 +46,18 @@ _SAID = {
 
 
 @dataclass(frozen=True)
-class GoesOn:
+class CheckpointChanges:
     """Differences between a run and the checkpoint that it continues from.
 
     Attributes:
-        said: lines to print.
-        noted: allowed changes that affect the completed steps or the data: step, field, before and after.
-        changed: the changes in the checkpoint's own record, then `noted`.
+        messages: lines to print.
+        allowed: allowed changes that affect the completed steps or the data: step, field, before and after.
+        recorded: the changes in the checkpoint's own record, then `allowed`.
     """
 
-    said: Sequence[str] = ()
-    noted: Sequence[dict[str, Any]] = ()
-    changed: Sequence[dict[str, Any]] = ()
+    messages: Sequence[str] = ()
+    allowed: Sequence[dict[str, Any]] = ()
+    recorded: Sequence[dict[str, Any]] = ()
 
 
 @dataclass(frozen=True)
@@ -74,12 +74,12 @@ class Continuing:
     identity: Mapping[str, Any] | None
     is_branch: bool = False
 
-    def compare(self, record: Record, checkpoint: Path) -> GoesOn:
+    def compare(self, record: Record, checkpoint: Path) -> CheckpointChanges:
         """Compare the run with a checkpoint.
 
         Args:
-            record: of the checkpoint.
-            checkpoint: its folder.
+            record: record of the checkpoint.
+            checkpoint: folder of the checkpoint.
 
         Raises:
             DamagedCheckpoint: an entry of its record is malformed.
@@ -99,14 +99,14 @@ class Continuing:
         if self.is_branch:
             self._refuse_changed_trunk(record, checkpoint)
         other_text = self._other_text(record, checkpoint, found)
-        said = self._said(found, rate is not None, record, step, is_whole)
-        noted = [
+        messages = self._messages(found, rate is not None, record, is_whole)
+        allowed = [
             {"step": step, "field": one.field, "before": one.before, "after": one.after}
             for one in found
             if _changes_the_past(one, rate)
         ]
-        noted += [{"step": step, "field": TEXT, "before": None, "after": text} for text in other_text]
-        return GoesOn(said, noted, [*record.identity.get(CHANGED, ()), *noted])
+        allowed += [{"step": step, "field": TEXT, "before": None, "after": text} for text in other_text]
+        return CheckpointChanges(messages, allowed, [*record.identity.get(CHANGED, ()), *allowed])
 
     def _refuse(self, found: Sequence[Change], rate: str | None, checkpoint: Path) -> None:
         """Reject changes of the model, and changes of the completed steps that are not allowed by name."""
@@ -147,7 +147,7 @@ class Continuing:
         before = record.identity
         if self.identity is None:
             return []
-        if before.get("data.tokenizer") not in (None, self.identity["data.tokenizer"]):
+        if before.get(TOKENIZER) not in (None, self.identity[TOKENIZER]):
             problem = (
                 f"{self.config.data.path} was made with another tokenizer (sha256 "
                 f"{self.identity['data.tokenizer'][:12]}) than what {checkpoint} was trained on "
@@ -164,7 +164,7 @@ class Continuing:
 
     def _text_differences(self, before: Mapping[str, Any], found: Sequence[Change]) -> list[str]:
         assert self.identity is not None
-        names = before.get("data.train_domains"), self.identity["data.train_domains"]
+        names = before.get(TRAIN_DOMAINS), self.identity[TRAIN_DOMAINS]
         if not before.get(DATA):
             if names[0] is None or names[0] == names[1] or any(one.field == TRAIN_DOMAINS for one in found):
                 return []
@@ -178,17 +178,15 @@ class Continuing:
             return []
         return differences(old, new, "train") or ["its domains come in another order"]
 
-    def _said(
-        self, found: Sequence[Change], changes_the_past: bool, record: Record, step: int, is_whole: bool
-    ) -> list[str]:
-        lines = []
+    def _messages(self, found: Sequence[Change], changes_the_past: bool, record: Record, is_whole: bool) -> list[str]:
+        lines, step = [], record.progress.step
         unknown = [name for name in record.identity.get(FIELDS, ()) if not is_field(name)]
         if unknown:
             lines.append(
                 f"selectron: warning: the checkpoint is of another version, which had {', '.join(unknown)}: this one "
                 "does not know it, and it was not compared"
             )
-        for effect, meaning in _SAID.items():
+        for effect, meaning in _MEANINGS.items():
             if effect is Effect.SCHEDULE and changes_the_past:
                 continue
             some = [one for one in found if one.effect is effect and one.field not in _PLACES]
@@ -216,21 +214,21 @@ class Continuing:
         return lines
 
 
-def say_goes_on(goes_on: GoesOn, records: RunRecords | None) -> None:
+def print_changes(found: CheckpointChanges, records: RunRecords | None) -> None:
     """Print on the first rank how a run differs from its checkpoint, and record the allowed changes in decisions.jsonl.
 
     Args:
-        goes_on: result of `Continuing.compare`.
-        records: of the run; None except on the first rank.
+        found: result of `Continuing.compare`.
+        records: records of the run; None except on the first rank.
 
     Raises:
         UserError: the file cannot be written.
     """
     if records is None:
         return
-    for line in goes_on.said:
+    for line in found.messages:
         records.say(line)
-    for one in goes_on.noted:
+    for one in found.allowed:
         if one["field"] == TEXT:
             line = f"went on with other training text ({ALLOW_DATA}): {one['after']}"
         else:
@@ -268,7 +266,7 @@ def _fields_of(identity: Mapping[str, Any], checkpoint: Path, step: int) -> tupl
     for field in ("data.reset_positions", "data.reset_attention"):
         if field in known:
             known[field] = bool(known[field])
-    for field in (*DOMAIN_FIELDS, "data.tokenizer"):  # these hold resolved values; the file has the configured ones
+    for field in (*DOMAIN_FIELDS, TOKENIZER):  # these hold resolved values; the file has the configured ones
         known.pop(field, None)
     path = config_file_at(checkpoint.parents[1], step)
     if path is None:

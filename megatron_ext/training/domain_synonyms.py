@@ -9,8 +9,8 @@ from data_prep.manifest import match_domain
 from megatron_ext.config.effects import Change
 from megatron_ext.config.schema import RunConfig
 from megatron_ext.data.blend import shares
+from megatron_ext.runs.identity import TRAIN_DOMAINS, WEIGHTS
 
-TRAIN_DOMAINS, WEIGHTS = "data.train_domains", "data.weights"
 DOMAIN_FIELDS = (TRAIN_DOMAINS, WEIGHTS)
 """Fields that checkpoints store twice: as configured, and resolved against the data."""
 
@@ -35,7 +35,7 @@ def known_domains(config: RunConfig, before: Mapping[str, Any]) -> dict[str, Any
     """Return `DOMAIN_FIELDS` resolved as in an identity, for a run whose data is not opened.
 
     Args:
-        config: of the run.
+        config: configuration of the run.
         before: identity of its checkpoint, which contains the data's own domain names.
     """
     names = before.get(TRAIN_DOMAINS) or []

@@ -2,41 +2,30 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from megatron_ext.checkpoint.folder import Progress
-from megatron_ext.config.layout import Layout, sequence_parallel
+from megatron_ext.config.layout import layout_of, sequence_parallel
 from megatron_ext.config.schema import RunConfig
 from megatron_ext.data.datasets import RunData
 from megatron_ext.parallel.parameters import ParameterCount
-from megatron_ext.platform.device import Platform
+from megatron_ext.training.run_context import RunContext
 from megatron_ext.utils.credentials import redacted
 from megatron_ext.utils.printable import printable
 
 
-def header(
-    config: RunConfig,
-    folder: Path,
-    data: RunData,
-    size: ParameterCount,
-    layout: Layout,
-    platform: Platform,
-    progress: Progress,
-) -> str:
+def header(context: RunContext, data: RunData, size: ParameterCount, progress: Progress, world_size: int) -> str:
     """Summarise a run that is about to train.
 
     Args:
-        config: whole configuration.
-        folder: of the run.
-        data: of the run.
-        size: parameters of the whole model.
-        layout: of the run.
-        platform: of this process.
-        progress: of the run.
+        context: settings and environment of the run.
+        data: data of the run.
+        size: number of parameters of the whole model.
+        progress: progress that the run starts from.
+        world_size: number of processes.
 
     Returns:
         Text with one line per subject.
     """
+    config, folder = context.config, context.folder
     training, length = config.training, config.data.seq_length
     begins = "from the start" if progress.step == 0 else f"from step {progress.step:,}"
     embeddings = size.embedding_parameters + size.output_layer_parameters
@@ -52,7 +41,7 @@ def header(
             f"{config.model.pattern}: {size.parameters:,} parameters, {embeddings:,} of them in embedding and output "
             f"layer; {training.precision}" + ("" if training.fp8 == "none" else f", {training.fp8} fp8"),
         ),
-        ("layout", f"{_layout(config, layout)}, on {platform.device.type}"),
+        ("layout", f"{_layout(config, world_size)}, on {context.platform.device.type}"),
         ("data", f"{redacted(config.data.path)}: {there:,} tokens of {_names(data.train_domains)}"),
         ("tested on", _names(data.test_domains) if data.test_domains else "validation text of the same domains alone"),
         (
@@ -65,8 +54,8 @@ def header(
     return "\n".join(f"{name:<10}{printable(value)}" for name, value in rows)
 
 
-def _layout(config: RunConfig, layout: Layout) -> str:
-    p = config.parallel
+def _layout(config: RunConfig, world_size: int) -> str:
+    layout, p = layout_of(config, world_size), config.parallel
     sizes = [("tensor", p.tensor), ("context", p.context), ("pipeline", p.pipeline)]
     parts = [f"{name} {size}" for name, size in sizes if size > 1]
     if sequence_parallel(config):

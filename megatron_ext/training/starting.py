@@ -82,7 +82,7 @@ def check_can_start(config: RunConfig, resume: Resume) -> None:
         raise _nothing_to_resume(folder)
     step = CheckpointFolder(folder / CHECKPOINTS).latest() if resume else None
     if step is not None:
-        _say_changes(config, step)
+        _print_changes(config, step)
 
 
 def check_finished(config: RunConfig, step: int) -> None:
@@ -93,18 +93,18 @@ def check_finished(config: RunConfig, step: int) -> None:
     Raises:
         UserError: a field differs that affects the completed steps.
     """
-    _say_changes(config, step)
+    _print_changes(config, step)
     say_on_first_rank(f"{run_folder(config)} is finished: step {step} of {config.training.steps}")
 
 
-def _say_changes(config: RunConfig, step: int) -> None:
+def _print_changes(config: RunConfig, step: int) -> None:
     checkpoints = CheckpointFolder(run_folder(config) / CHECKPOINTS)
     try:
         record = checkpoints.read_record(step)
     except DamagedCheckpoint as damage:
         say_on_first_rank(f"selectron: warning: {damage.where}: {damage.problem}: nothing was compared with it")
     else:
-        for line in Continuing(config, None).compare(record, checkpoints.path(step)).said:
+        for line in Continuing(config, None).compare(record, checkpoints.path(step)).messages:
             say_on_first_rank(line)
 
 

@@ -39,7 +39,7 @@ from megatron_ext.model.shape import ModelShape, model_shape
 from megatron_ext.parallel.groups import make_process_groups
 from megatron_ext.parallel.parameters import ParameterCount
 from megatron_ext.platform.device import select_platform
-from megatron_ext.training import run
+from megatron_ext.training import model_size as sizes
 from megatron_ext.training.build import build_trainer
 from megatron_ext.training.trainer import Trainer
 
@@ -189,7 +189,7 @@ def model_size(rank: int, world_size: int, config: RunConfig) -> ParameterCount:
     """Number of parameters that a run would record."""
     _, trainer = _built(config)
     with trainer.optimizer.whole():
-        return run.model_size(trainer)
+        return sizes.model_size(trainer)
 
 
 def _built(config: RunConfig) -> tuple[ModelShape, Trainer]:

@@ -31,7 +31,7 @@ from megatron_ext.model.shape import model_shape
 from megatron_ext.platform.device import select_platform
 from megatron_ext.runs.tokenizer import coder_of
 from megatron_ext.training.build import build_trainer
-from megatron_ext.training.run import flops_and_peak
+from megatron_ext.training.model_size import flops_and_peak
 from megatron_ext.training.trainer import Trainer
 
 LENGTH = 32

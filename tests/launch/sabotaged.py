@@ -74,5 +74,5 @@ def program(folder: Path, fault: str) -> Path:
 
 if __name__ == "__main__":
     assert sys.argv[2:4] == ["-m", "megatron_ext.cli"]
-    with patch("megatron_ext.training.run.build_trainer", FAULTS[sys.argv[1]]):
+    with patch("megatron_ext.training.run_builder.build_trainer", FAULTS[sys.argv[1]]):
         sys.exit(main(sys.argv[4:]))

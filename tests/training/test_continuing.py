@@ -18,7 +18,7 @@ from megatron_ext.utils.errors import UserError
 CHECKPOINT = Path("runs/run/checkpoints/step_6")
 
 
-def goes_on(before: dict[str, Any], after: dict[str, Any], *, is_branch: bool = False, **data: Any) -> Any:
+def changes(before: dict[str, Any], after: dict[str, Any], *, is_branch: bool = False, **data: Any) -> Any:
     """Result of resuming a run with changed fields from the checkpoint of step 6."""
     config = a_run(after)
     record = record_of(identity_of(a_run(before)))
@@ -26,8 +26,8 @@ def goes_on(before: dict[str, Any], after: dict[str, Any], *, is_branch: bool = 
 
 
 def test_an_equal_run_says_nothing() -> None:
-    found = goes_on({}, {})
-    assert (found.said, found.noted, found.changed) == ([], [], [])
+    found = changes({}, {})
+    assert (found.messages, found.allowed, found.recorded) == ([], [], [])
 
 
 @pytest.mark.parametrize("is_branch", [False, True], ids=["resume", "branch"])
@@ -56,13 +56,13 @@ def test_the_past_is_refused_by_the_name_of_the_field_and_allowed_by_it(
     field: str, value: Any, was: str, is_branch: bool
 ) -> None:
     with pytest.raises(UserError) as raised:
-        goes_on({}, {field: value}, is_branch=is_branch)
+        changes({}, {field: value}, is_branch=is_branch)
     assert raised.value.where == field
     assert f", but the checkpoint {CHECKPOINT} has {was}" in raised.value.problem
     assert f"run.allow_changed=[{field}]" in raised.value.hint
-    allowed = goes_on({}, {field: value, "run.allow_changed": [field]}, is_branch=is_branch)
-    assert [(one["step"], one["field"]) for one in allowed.noted] == [(6, field)]
-    assert allowed.changed == allowed.noted
+    allowed = changes({}, {field: value, "run.allow_changed": [field]}, is_branch=is_branch)
+    assert [(one["step"], one["field"]) for one in allowed.allowed] == [(6, field)]
+    assert allowed.recorded == allowed.allowed
 
 
 @pytest.mark.parametrize("is_branch", [False, True], ids=["resume", "branch"])
@@ -71,14 +71,14 @@ def test_the_past_is_refused_by_the_name_of_the_field_and_allowed_by_it(
 )
 def test_another_model_is_never_allowed(field: str, value: Any, is_branch: bool) -> None:
     with pytest.raises(UserError, match=field) as raised:
-        goes_on({}, {field: value, "run.allow_changed": [field]}, is_branch=is_branch)
+        changes({}, {field: value, "run.allow_changed": [field]}, is_branch=is_branch)
     assert raised.value.where == field
     assert "allow_changed" not in raised.value.hint
 
 
 def test_all_refused_fields_are_named_at_once() -> None:
     with pytest.raises(UserError) as raised:
-        goes_on({}, {"training.seed": 2, "optimizer.weight_decay": 0.3, "training.global_batch_size": 8})
+        changes({}, {"training.seed": 2, "optimizer.weight_decay": 0.3, "training.global_batch_size": 8})
     hint = "run.allow_changed=[training.global_batch_size, training.seed, optimizer.weight_decay]"
     assert hint in raised.value.hint
     assert "and 2 more: training.seed 1234 -> 2, optimizer.weight_decay 0.1 -> 0.3" in raised.value.problem
@@ -86,7 +86,7 @@ def test_all_refused_fields_are_named_at_once() -> None:
 
 def test_a_longer_cosine_says_which_rates_would_have_been_others() -> None:
     with pytest.raises(UserError, match=r"the learning rate of step \d+ was [\d.e-]+, and would have been [\d.e-]+"):
-        goes_on({}, {"training.steps": 20})
+        changes({}, {"training.steps": 20})
 
 
 @pytest.mark.parametrize(
@@ -108,22 +108,22 @@ def test_a_longer_cosine_says_which_rates_would_have_been_others() -> None:
     ],
 )
 def test_what_leaves_the_past_alone_is_said(before: dict[str, Any], after: dict[str, Any], said: str) -> None:
-    found = goes_on(before, after)
-    assert len(found.said) == 1
-    assert "selectron: changed at step 6: " in found.said[0]
-    assert said in found.said[0]
-    assert found.noted == []
+    found = changes(before, after)
+    assert len(found.messages) == 1
+    assert "selectron: changed at step 6: " in found.messages[0]
+    assert said in found.messages[0]
+    assert found.allowed == []
 
 
 def test_what_a_run_was_begun_from_is_not_compared() -> None:
     """A branch that resumes from its own checkpoints does not need the original run."""
-    assert goes_on({"run.branch_from": "runs/trunk/checkpoints/step_4"}, {}).said == []
+    assert changes({"run.branch_from": "runs/trunk/checkpoints/step_4"}, {}).messages == []
 
 
 def test_domains_and_weights_that_mean_the_same_are_no_change() -> None:
     weights = {"data.weights": {"A": 1.0, "B": 2.0}}
-    found = goes_on(weights, {"data.weights": {"B": 0.2, "A": 0.1}, "data.train_domains": ["A", "B"]})
-    assert (found.said, found.noted) == ([], [])
+    found = changes(weights, {"data.weights": {"B": 0.2, "A": 0.1}, "data.train_domains": ["A", "B"]})
+    assert (found.messages, found.allowed) == ([], [])
 
 
 # --- data ------------------------------------------------------------------------------------------------------------
@@ -134,54 +134,54 @@ OTHER = {**DATA_RECORD, "train": "other", "texts": [text("train", "A", documents
 @pytest.mark.parametrize("is_branch", [False, True], ids=["resume", "branch"])
 def test_other_training_text_is_refused_and_allowed_by_name(is_branch: bool) -> None:
     with pytest.raises(UserError) as raised:
-        goes_on({}, {}, is_branch=is_branch, record=OTHER)
+        changes({}, {}, is_branch=is_branch, record=OTHER)
     assert raised.value.where == "data.path"
     assert f"holds other training text than {CHECKPOINT} was trained on" in raised.value.problem
     assert "A (train) has 11 documents, 100 tokens (previously 10 documents, 100 tokens)" in raised.value.problem
-    found = goes_on({}, {"run.allow_other_data": True}, is_branch=is_branch, record=OTHER)
-    assert [one["field"] for one in found.noted] == ["data"]
+    found = changes({}, {"run.allow_other_data": True}, is_branch=is_branch, record=OTHER)
+    assert [one["field"] for one in found.allowed] == ["data"]
 
 
 def test_the_same_text_elsewhere_is_the_same() -> None:
-    assert goes_on({}, {"data.path": "s3://elsewhere"}).noted == []
+    assert changes({}, {"data.path": "s3://elsewhere"}).allowed == []
 
 
 def test_other_text_under_equal_numbers_and_another_order_of_domains() -> None:
     same = {**OTHER, "texts": [text("train", "A", sha256="f"), *DATA_RECORD["texts"][1:]]}
     with pytest.raises(UserError, match="the same number of documents and tokens, but different shards"):
-        goes_on({}, {}, record=same)
+        changes({}, {}, record=same)
     with pytest.raises(UserError, match="its domains come in another order"):
-        goes_on({}, {}, record={**DATA_RECORD, "train": "other"})
+        changes({}, {}, record={**DATA_RECORD, "train": "other"})
 
 
 def test_a_new_domain_in_the_folder_is_blamed_on_the_data() -> None:
     record = {**OTHER, "texts": [*DATA_RECORD["texts"], text("train", "C")]}
     with pytest.raises(UserError, match=r"^data.path: .*C \(train\) is new"):
-        goes_on({}, {}, record=record, train_domains=["A", "B", "C"])
+        changes({}, {}, record=record, train_domains=["A", "B", "C"])
 
 
 def test_fewer_domains_are_the_users_own_change() -> None:
     record = {**DATA_RECORD, "train": "fewer", "texts": DATA_RECORD["texts"][:1]}
     only_a = {"data.train_domains": ["A"]}
     with pytest.raises(UserError, match=r"^data.train_domains: "):
-        goes_on({}, only_a, record=record, train_domains=["A"])
+        changes({}, only_a, record=record, train_domains=["A"])
     allowed = only_a | {"run.allow_changed": ["data.train_domains"]}
-    assert [one["field"] for one in goes_on({}, allowed, record=record, train_domains=["A"]).noted] == [
+    assert [one["field"] for one in changes({}, allowed, record=record, train_domains=["A"]).allowed] == [
         "data.train_domains"
     ]
     other = {**record, "texts": [text("train", "A", sha256="f")]}
     with pytest.raises(UserError, match=r"^data.path: "):
-        goes_on({}, allowed, record=other, train_domains=["A"])
+        changes({}, allowed, record=other, train_domains=["A"])
 
 
 def test_another_tokenizer_is_never_allowed() -> None:
     with pytest.raises(UserError, match=r"^data.path: .* made with another tokenizer"):
-        goes_on({}, {"run.allow_other_data": True}, tokenizer="b" * 64)
+        changes({}, {"run.allow_other_data": True}, tokenizer="b" * 64)
 
 
 def test_other_text_to_evaluate_on_is_said() -> None:
     record = {**DATA_RECORD, "evaluation": "other", "texts": [*DATA_RECORD["texts"][:2], text("test", "T", tokens=7)]}
-    (line,) = goes_on({}, {}, record=record).said
+    (line,) = changes({}, {}, record=record).messages
     assert "text to evaluate on is another" in line
     assert "T (test) has 10 documents, 7 tokens" in line
 
@@ -193,12 +193,12 @@ def test_a_branch_of_a_run_that_was_changed_on_its_way_is_refused() -> None:
     config = a_run({"optimizer.lr": 2e-3})
     changed = [{"step": 3, "field": "optimizer.lr", "before": 1e-3, "after": 2e-3}]
     record = record_of(identity_of(config) | {"changed": changed})
-    assert Continuing(config, identity_of(config)).compare(record, CHECKPOINT).changed == changed
+    assert Continuing(config, identity_of(config)).compare(record, CHECKPOINT).recorded == changed
     problem = r"^run.branch_from: .* until step 3 its optimizer.lr was 0.001; .*run.allow_changed=\[optimizer.lr\]"
     with pytest.raises(UserError, match=problem):
         Continuing(config, identity_of(config), is_branch=True).compare(record, CHECKPOINT)
     allowing = a_run({"optimizer.lr": 2e-3, "run.allow_changed": ["optimizer.lr"]})
-    assert Continuing(allowing, identity_of(allowing), is_branch=True).compare(record, CHECKPOINT).changed == changed
+    assert Continuing(allowing, identity_of(allowing), is_branch=True).compare(record, CHECKPOINT).recorded == changed
 
 
 OLD = {"config", "data", "changed"}
@@ -215,7 +215,7 @@ def test_a_checkpoint_of_an_earlier_version_is_compared_with_the_configuration_b
         config = a_run({key.replace("__", "."): value for key, value in fields.items()})
         return Continuing(config, identity_of(config)).compare(record, checkpoint)
 
-    (line,) = compared().said
+    (line,) = compared().messages
     assert "does not say which text it was trained on" in line
     with pytest.raises(UserError, match=r"^optimizer.weight_decay: 0.5, but the checkpoint .* has 0.1"):
         compared(optimizer__weight_decay=0.5)
@@ -229,7 +229,7 @@ def test_a_checkpoint_of_an_earlier_version_is_compared_with_the_configuration_b
 def test_without_any_configuration_only_the_record_is_compared(tmp_path: Path) -> None:
     old = {key: value for key, value in identity_of(a_run({})).items() if key not in OLD}
     config = a_run({"optimizer.weight_decay": 0.5})
-    said = Continuing(config, identity_of(config)).compare(record_of(old), tmp_path / "checkpoints" / "step_6").said
+    said = Continuing(config, identity_of(config)).compare(record_of(old), tmp_path / "checkpoints" / "step_6").messages
     assert any("no configuration lies beside it" in line for line in said)
     config = a_run({"data.reset_attention": True})
     with pytest.raises(UserError, match=r"^data.reset_attention"):
@@ -240,7 +240,7 @@ def test_a_schema_of_before_has_todays_defaults() -> None:
     identity = identity_of(a_run({}))
     fields = {key: value for key, value in identity["config"].items() if key not in ("training.fp8", "run.device")}
     record = record_of(identity | {"config": fields})
-    assert Continuing(a_run({}), identity_of(a_run({}))).compare(record, CHECKPOINT).said == []
+    assert Continuing(a_run({}), identity_of(a_run({}))).compare(record, CHECKPOINT).messages == []
     config = a_run({"training.fp8": "tensorwise"})
     with pytest.raises(UserError, match=r"^training.fp8"):
         Continuing(config, identity_of(config)).compare(record, CHECKPOINT)
@@ -256,7 +256,7 @@ def test_a_finished_run_is_compared_without_its_data() -> None:
 def test_without_its_data_domains_are_known_by_the_checkpoints_names(fields: dict[str, Any]) -> None:
     before = {key: {"A": 1.0, "B": 2.0} if key == "data.weights" else None for key in fields}
     record = record_of(identity_of(a_run(before)))
-    assert Continuing(a_run(fields), None).compare(record, CHECKPOINT).said == []
+    assert Continuing(a_run(fields), None).compare(record, CHECKPOINT).messages == []
 
 
 @pytest.mark.parametrize(
@@ -271,7 +271,7 @@ def test_without_its_data_other_domains_are_refused(fields: dict[str, Any]) -> N
 def test_a_field_that_only_another_version_has_is_said() -> None:
     identity = identity_of(a_run({}))
     record = record_of(identity | {"config": identity["config"] | {"optimizer.new": 3}})
-    (line,) = Continuing(a_run({}), identity).compare(record, CHECKPOINT).said
+    (line,) = Continuing(a_run({}), identity).compare(record, CHECKPOINT).messages
     assert "is of another version, which had optimizer.new: this one does not know it" in line
 
 

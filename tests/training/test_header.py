@@ -10,11 +10,11 @@ import torch
 
 from megatron_ext.checkpoint.folder import Progress
 from megatron_ext.config.derive import derive
-from megatron_ext.config.layout import layout_of
 from megatron_ext.config.schema import DataConfig, ModelConfig, ParallelConfig, RunConfig, TrainingConfig
 from megatron_ext.parallel.parameters import ParameterCount
 from megatron_ext.platform.device import Platform
 from megatron_ext.training.header import header
+from megatron_ext.training.run_context import RunContext
 
 CPU = Platform(torch.device("cpu"), "gloo")
 SIZE = ParameterCount(parameters=5_000, embedding_parameters=1_000, output_layer_parameters=1_200)
@@ -40,8 +40,7 @@ def _config(**parallel: int) -> RunConfig:
 
 
 def _header(config: RunConfig, data: Any, world_size: int, step: int = 0) -> list[str]:
-    layout = layout_of(config, world_size)
-    return header(config, Path("runs/a"), data, SIZE, layout, CPU, Progress(step)).splitlines()
+    return header(RunContext(config, Path("runs/a"), CPU), data, SIZE, Progress(step), world_size).splitlines()
 
 
 def test_it_says_what_is_trained_and_where_the_results_go() -> None:

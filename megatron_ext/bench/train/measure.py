@@ -21,7 +21,7 @@ from megatron_ext.config.schema import RunConfig
 from megatron_ext.data.samples import TrainingSamples
 from megatron_ext.parallel.agreement import gather_objects
 from megatron_ext.platform.device import Platform
-from megatron_ext.training.run import flops_and_peak, model_size
+from megatron_ext.training.model_size import flops_and_peak, model_size
 from megatron_ext.training.trainer import StepResult
 from megatron_ext.utils.temp_dirs import scratch_folder
 

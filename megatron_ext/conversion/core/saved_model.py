@@ -15,14 +15,11 @@ from megatron_ext.config.schema import ModelConfig, ParallelConfig
 from megatron_ext.config.validate import validate
 from megatron_ext.conversion.core.family import SavedModel
 from megatron_ext.conversion.core.mixer_settings import settings_type
+from megatron_ext.runs.identity import SEQ_LENGTH, VOCAB_SIZE, model_identity, section_of
 from megatron_ext.utils.errors import UserError
 
 if TYPE_CHECKING:
     from megatron_ext.model.shape import ModelShape
-
-VOCABULARY = "data.vocab_size"
-LENGTH = "data.seq_length"
-PRECISION = "training.precision"
 
 
 def saved_model(identity: Mapping[str, Any], where: str) -> SavedModel:
@@ -35,21 +32,17 @@ def saved_model(identity: Mapping[str, Any], where: str) -> SavedModel:
     Raises:
         UserError: a field is missing, as in records of earlier versions, or is invalid.
     """
-    needed = [*(f"model.{field.name}" for field in dataclasses.fields(ModelConfig)), VOCABULARY, LENGTH]
+    needed = [*(f"model.{field.name}" for field in dataclasses.fields(ModelConfig)), VOCAB_SIZE, SEQ_LENGTH]
     missing = [field for field in needed if field not in identity]
     if missing:
         hint = "give the run's config.yaml with --model-config, and its tokenizer.json with --tokenizer"
         raise UserError(where, f"does not contain {missing[0]} of the model", hint)
-    model = validate(ModelConfig, _section(identity, "model."), "model.")
+    model = validate(ModelConfig, section_of(identity, "model"), "model.")
     layers = tuple(parse_pattern(model.pattern))
-    mixers = {name: _mixer(name, _section(identity, f"mixers.{name}.")) for name in sorted(set(layers))}
+    mixers = {name: _mixer(name, section_of(identity, f"mixers.{name}")) for name in sorted(set(layers))}
     return SavedModel(
-        model=model, layers=layers, mixers=mixers, vocab_size=identity[VOCABULARY], seq_length=identity[LENGTH]
+        model=model, layers=layers, mixers=mixers, vocab_size=identity[VOCAB_SIZE], seq_length=identity[SEQ_LENGTH]
     )
-
-
-def _section(identity: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    return {key.removeprefix(prefix): value for key, value in identity.items() if key.startswith(prefix)}
 
 
 def _mixer(name: str, fields: dict[str, Any]) -> Any:
@@ -63,14 +56,8 @@ def identity_of(saved: SavedModel, precision: str) -> dict[str, Any]:
         saved: the model.
         precision: precision of the run.
     """
-    mixers = {name: mixer_fields(config) for name, config in sorted(saved.mixers.items())}
-    return {
-        **{f"model.{field}": value for field, value in dataclasses.asdict(saved.model).items()},
-        **{f"mixers.{name}.{field}": value for name, fields in mixers.items() for field, value in fields.items()},
-        LENGTH: saved.seq_length,
-        VOCABULARY: saved.vocab_size,
-        PRECISION: precision,
-    }
+    mixers = {name: mixer_fields(config) for name, config in saved.mixers.items()}
+    return model_identity(saved.model, mixers, saved.seq_length, saved.vocab_size, precision)
 
 
 def mixer_fields(config: Any) -> dict[str, Any]:

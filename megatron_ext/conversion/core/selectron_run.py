@@ -10,10 +10,11 @@ from megatron_ext.checkpoint.folder import RECORD, CheckpointFolder, Progress, R
 from megatron_ext.config.load import read_tree
 from megatron_ext.config.save import tree_to_yaml
 from megatron_ext.conversion.core.family import SavedModel
-from megatron_ext.conversion.core.saved_model import PRECISION, configured_model, identity_of, mixer_fields, saved_model
+from megatron_ext.conversion.core.saved_model import configured_model, identity_of, mixer_fields, saved_model
 from megatron_ext.conversion.core.source import Source, SourceOptions, Training
 from megatron_ext.conversion.core.tensors import VOCABULARY, Tensors, without_padding
 from megatron_ext.run_folder.layout import CHECKPOINTS, CONFIG, step_name, step_of
+from megatron_ext.runs.identity import PRECISION
 from megatron_ext.runs.tokenizer_files import kept_tokenizer
 from megatron_ext.utils.errors import UserError
 

@@ -35,5 +35,5 @@ def run(
         trainer.compute_gradients = counted  # type: ignore[method-assign]
         return trainer
 
-    with patch("megatron_ext.training.run.build_trainer", build):
+    with patch("megatron_ext.training.run_builder.build_trainer", build):
         whole_run.run(rank, world_size, path, overrides, resume)

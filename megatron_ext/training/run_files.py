@@ -1,0 +1,85 @@
+"""Files in a run folder that are written before the first step."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from megatron_ext.checkpoint.folder import CheckpointFolder, Progress
+from megatron_ext.config.effects import flat
+from megatron_ext.data import skipped_shards
+from megatron_ext.data.datasets import RunData
+from megatron_ext.data.failed import forget_failed
+from megatron_ext.data.verified import write_verified
+from megatron_ext.run_folder.heartbeat import forget
+from megatron_ext.run_folder.layout import CHECKPOINTS, EVALUATION, METRICS, MODEL
+from megatron_ext.runs.config_files import keep_config
+from megatron_ext.runs.identity import CHANGED, DATA
+from megatron_ext.runs.tokenizer import keep_coder
+from megatron_ext.training.records import RunRecords, copy_records
+from megatron_ext.training.resilience.decisions import copy_decisions
+from megatron_ext.training.run_context import RunContext
+from megatron_ext.utils.atomic_files import os_reason, write_whole
+from megatron_ext.utils.errors import UserError
+
+DIGITS = 16
+"""Hexadecimal digits of a data digest that each record contains."""
+
+
+def create_files(
+    context: RunContext, data: RunData, progress: Progress, description: dict[str, Any]
+) -> RunRecords | None:
+    """Create the run folder and its files on the first rank, after all other checks.
+
+    Args:
+        context: settings and environment of the run.
+        data: data of the run.
+        progress: progress that the run starts from.
+        description: content of `model.json`.
+
+    Returns:
+        The opened records; None except on the first rank.
+
+    Raises:
+        UserError: the lock is lost, or a file cannot be written.
+    """
+    if context.lock is None:
+        return None
+    context.lock.check()
+    config, step, guard = context.config, progress.step, context.lock.check_soon
+    try:
+        _write_files(context, data, step, description)
+        digests = {METRICS: data.record["train"][:DIGITS], EVALUATION: data.record["evaluation"][:DIGITS]}
+        settings = {**flat(config), **{key: value for key, value in description.items() if key not in (DATA, CHANGED)}}
+        return RunRecords(
+            context.folder,
+            config.run.name,
+            step,
+            config.training.steps,
+            guard,
+            digests,
+            config.logging.backends,
+            settings,
+        )
+    except OSError as error:
+        problem = f"cannot be written ({os_reason(error)})"
+        raise UserError(str(context.folder), problem, "choose another run.dir") from error
+
+
+def _write_files(context: RunContext, data: RunData, step: int, description: dict[str, Any]) -> None:
+    folder, branch = context.folder, context.branch
+    folder.mkdir(parents=True, exist_ok=True)
+    keep_config(context.config, folder, step)
+    write_whole(folder / MODEL, (json.dumps(description, indent=1) + "\n").encode())
+    if branch is not None:
+        copy_records(branch.run, folder)
+        copy_decisions(branch.run, folder, branch.step)
+        skipped_shards.copy_skipped(branch.run, folder, branch.step)
+    skipped_shards.keep(folder, data.damages, data.samples, step)
+    forget_failed(folder, {damage.shard for damage in data.damages})
+    if data.verified:
+        write_verified(folder, data.verified)
+    keep_coder(data.tokenizer_file, data.manifest.tokenizer, folder)
+    forget(folder)
+    if step and branch is None:
+        CheckpointFolder(folder / CHECKPOINTS).go_back(step)  # before later records are dropped
