@@ -292,6 +292,6 @@ def refuse_held(folder: Path) -> None:
         if found is None or not found.is_alive:  # it was killed before it released the lock
             return
     signs = f"; its last sign of life is {state.quiet_seconds:.0f} s old"
-    hint = lock_file.ending(state.holder)
+    hint = lock_file.release_hint(state.holder)
     holder = state.holder or "an unidentified process"
     raise UserError("run.name", f"{folder} is trained by {holder}{signs}", hint)

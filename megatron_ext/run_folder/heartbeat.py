@@ -20,7 +20,7 @@ from megatron_ext.utils.atomic_files import open_to_write, os_reason, read_regul
 from megatron_ext.utils.json_text import parse_json
 
 FOLDER = "heartbeats"
-_MOST = 1 << 53
+_NUMBER_LIMIT = 1 << 53
 """Bound of the numbers in a heartbeat; larger Python integers may not fit a float."""
 
 _WIDTH = 320
@@ -60,7 +60,7 @@ class Heartbeat:
     """Writer of one rank's heartbeats, until it is closed.
 
     Args:
-        folder: folder of the run.
+        folder: run folder.
         rank: rank of this process.
         seconds: interval between heartbeats; 0: write none.
         start: see `Sign`.
@@ -74,7 +74,7 @@ class Heartbeat:
         self._path, self._rank, self._seconds = folder / FOLDER / f"rank_{rank}", rank, seconds
         self._host, self._passes, self._further = socket.gethostname(), 0, time.time()
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._write_on, name="heartbeat", daemon=True)
+        self._thread = threading.Thread(target=self._write_until_closed, name="heartbeat", daemon=True)
         if seconds:
             self._thread.start()
 
@@ -89,7 +89,7 @@ class Heartbeat:
             self._closed.set()
             self._thread.join()
 
-    def _write_on(self) -> None:
+    def _write_until_closed(self) -> None:
         ended = False
         while not ended:
             ended = self._closed.wait(self._seconds)
@@ -123,7 +123,7 @@ def signs(run_folder: Path, damaged: list[str] | None = None) -> list[Sign]:
     """Read the last heartbeats of a run, ordered by rank; invalid files are skipped.
 
     Args:
-        run_folder: folder of the run.
+        run_folder: run folder.
         damaged: receives a message for each non-empty file without a valid heartbeat.
     """
     found = []
@@ -134,9 +134,7 @@ def signs(run_folder: Path, damaged: list[str] | None = None) -> list[Sign]:
                 found.append(_sign(content))
         except (OSError, ValueError, TypeError) as error:
             if damaged is not None:
-                problem = (
-                    f"cannot be read ({os_reason(error)})" if isinstance(error, OSError) else "is no sign of a rank"
-                )
+                problem = f"cannot be read ({os_reason(error)})" if isinstance(error, OSError) else "is not a heartbeat"
                 damaged.append(f"{path}: {problem}")
     return sorted(found, key=lambda sign: sign.rank)
 
@@ -149,10 +147,10 @@ def _sign(content: bytes) -> Sign:
     """
     sign = Sign(**parse_json(content))
     numbers = (sign.seconds, sign.further, sign.written)
-    is_sound = all(type(number) in (int, float) and abs(number) < _MOST for number in numbers)  # NaN is not
+    is_sound = all(type(number) in (int, float) and abs(number) < _NUMBER_LIMIT for number in numbers)  # NaN is not
     counts = (sign.rank, sign.pid, sign.step, sign.passes)
-    if not is_sound or any(type(number) is not int or abs(number) >= _MOST for number in counts):
-        raise ValueError("no numbers")
+    if not is_sound or any(type(number) is not int or abs(number) >= _NUMBER_LIMIT for number in counts):
+        raise ValueError("invalid numbers")
     return replace(sign, host=str(sign.host), ended=bool(sign.ended), start=str(sign.start))
 
 
@@ -175,13 +173,13 @@ def troubles(found: Sequence[Sign], now: float) -> list[str]:
         if sign.ended or silent <= 3 * sign.seconds:
             alive.append(sign)
         else:
-            why = "its process or its machine is gone, stopped or cut off"
-            lines.append(f"rank {sign.rank} on {sign.host} wrote nothing for {silent:.0f} s: {why}")
+            why = "its process or machine has failed, stopped or is unreachable"
+            lines.append(f"rank {sign.rank} on {sign.host} wrote no heartbeat for {silent:.0f} s: {why}")
     # Only ranks without progress are compared. The one with fewer passes than the median blocks the others.
     waiting = [sign for sign in alive if not sign.ended and now - sign.further > 3 * sign.seconds]
     passes = median(sign.passes for sign in waiting) if waiting else 0
     for sign in waiting:
         if sign.passes < passes:
-            behind = f"{sign.passes} passes, where the middle rank made {passes:g}"
+            behind = f"{sign.passes} passes, while the median rank made {passes:g}"
             lines.append(f"rank {sign.rank} on {sign.host} is behind: {behind}")
     return lines

@@ -73,7 +73,7 @@ def _event(where: str, line: bytes) -> Event:
     try:
         when, _, restarts, what = line.decode().split("\t", 3)
         if "\0" in when + what:
-            raise ValueError("a file that was cut off by a power cut ends in zeros")
+            raise ValueError("a file that was truncated by a power failure ends in zeros")
         return Event(when, int(restarts), what)
     except ValueError:
-        raise UserError(where, "is not a line of a job's script", "mend the line or remove it") from None
+        raise UserError(where, "is not an event of a job's script", "fix or remove the line") from None

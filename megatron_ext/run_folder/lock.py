@@ -44,8 +44,8 @@ GRACE_SECONDS = 30.0
 _POLL_SECONDS = 0.5
 _TRIES, _TRY_SECONDS = 500, 0.01
 _CHECK_SECONDS = 1.0
-_ENDS = "this process writes nothing more to it and ends"
-_UNKNOWN = "a process that does not say who it is"
+_HINT_LOST = "this process exits and writes nothing more to it"
+_UNIDENTIFIED = "an unidentified process"
 
 
 class LockLost(UserError):
@@ -102,7 +102,7 @@ class RunLock:
             raise LockLost(
                 self._what, "its folder was removed or replaced while it was held", "nothing more is written"
             )
-        raise LockLost(self._what, f"was taken over by {other}", _ENDS)
+        raise LockLost(self._what, f"was taken over by {other}", _HINT_LOST)
 
     def check_soon(self) -> None:
         """Call `check` if the last successful one is at least a second ago. For frequent writes."""
@@ -161,7 +161,7 @@ def take(
     Args:
         folder: folder of the lock files. It is created if it is missing. Its parent is the run folder.
         what: name of the locked object in messages.
-        hint: advice in the error if the lock is held. Empty: how to wait for the holder or end it.
+        hint: advice in the error if the lock is held. Empty: how to wait for the holder or stop it.
         me: the acquiring process. None: this process.
         clock: time source. None: the machine's clock.
         say: function that prints a line. None: print to standard error.
@@ -170,7 +170,7 @@ def take(
         UserError: another process holds the lock, or the folder cannot be written.
     """
     me, clock, say = me or this_process(), clock or Clock(), say or _say
-    watched = _Watched(what, clock, say)
+    watched = _HolderWatch(what, clock, say)
     try:
         for _ in range(_TRIES):
             try:
@@ -184,16 +184,16 @@ def take(
             clock.sleep(_TRY_SECONDS)
     except OSError as error:
         raise UserError(str(folder), f"cannot be written ({os_reason(error)})", "choose another run.dir") from error
-    raise UserError(str(folder), f"could not be locked in {_TRIES} tries", "look what its files are, or remove it")
+    raise UserError(str(folder), f"could not be locked in {_TRIES} attempts", "inspect its files, or remove it")
 
 
-def _try(folder: Path, what: str, hint: str, me: ProcessIdentity, watched: _Watched) -> RunLock | None:
+def _try(folder: Path, what: str, hint: str, me: ProcessIdentity, watched: _HolderWatch) -> RunLock | None:
     """Try to acquire a lock. Return None if another process was faster. It may have finished already."""
     folder.mkdir(parents=True, exist_ok=True)
     newest = max(lock_file.numbers(folder), default=0)
     if newest and not watched.is_gone(folder / str(newest), me):
         holder = lock_file.read(folder / str(newest))
-        raise UserError(what, f"is held by {holder or _UNKNOWN}", hint or lock_file.ending(holder))
+        raise UserError(what, f"is held by {holder or _UNIDENTIFIED}", hint or lock_file.release_hint(holder))
     created = lock_file.create(folder, newest + 1, me)
     return None if created is None else RunLock(folder, created, what)
 
@@ -232,7 +232,7 @@ def held(*locks: RunLock, on_stuck: Callable[[LockLost], object] | None = None) 
             lock.release()
 
 
-class _Watched:
+class _HolderWatch:
     """Detection of dead holders by observing their lock file.
 
     Args:
@@ -265,7 +265,8 @@ class _Watched:
                 return not exists
         quiet = min(max(lock_file.quiet_seconds(path), 0.0), DEAD_SECONDS)
         patience = max(DEAD_SECONDS - quiet, CONFIRM_SECONDS)
-        self._say(f"{self._what} was held by {holder or _UNKNOWN}: up to {patience:.0f} s to see whether it still runs")
+        wait = f"waiting up to {patience:.0f} s to see whether it still runs"
+        self._say(f"{self._what} was held by {holder or _UNIDENTIFIED}: {wait}")
         first, began = lock_file.raw(path), self._clock.now()
         while self._clock.now() - began < patience:
             self._clock.sleep(_POLL_SECONDS)

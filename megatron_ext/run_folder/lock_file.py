@@ -60,14 +60,14 @@ class Holder:
         return f"{self.process}, since {self.since}"
 
 
-def ending(holder: Holder | None) -> str:
-    """Return advice on how to wait for a holder or end it."""
+def release_hint(holder: Holder | None) -> str:
+    """Return advice on how to wait for a holder or stop it."""
     if holder is None:
-        return "wait until it ends, or end it where it runs"
+        return "wait until it exits, or stop it on its machine"
     process = holder.process
     is_number = process.job is not None and _JOB.fullmatch(process.job)  # the file is untrusted
     how = f"`scancel {process.job}`" if is_number else f"`kill {process.pid}` on its machine"
-    return f"wait until it ends, or end it: {how}"
+    return f"wait until it exits, or stop it: {how}"
 
 
 @dataclass(frozen=True)

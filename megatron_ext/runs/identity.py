@@ -77,8 +77,8 @@ def check_identity(identity: Mapping[str, Any], file: Path) -> None:
     """Reject an identity whose entries have the wrong type.
 
     Args:
-        identity: from a checkpoint's record.
-        file: that contains the record.
+        identity: identity from the record of a checkpoint.
+        file: file that contains the record.
 
     Raises:
         DamagedCheckpoint: an entry has the wrong type.
@@ -88,10 +88,8 @@ def check_identity(identity: Mapping[str, Any], file: Path) -> None:
             if name in identity:
                 kind.validate_json(json.dumps(identity[name]))
         except ValidationError:
-            problem = f"{name} of its identity is not what training writes there"
-            raise DamagedCheckpoint(
-                str(file), problem, "bring it back from a copy, or name another checkpoint"
-            ) from None
+            problem = f"entry {name} of its identity has the wrong type"
+            raise DamagedCheckpoint(str(file), problem, "restore it from a copy, or use another checkpoint") from None
 
 
 def identity(config: RunConfig, data: RunData) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from megatron_ext.runs.identity import VOCAB_SIZE
 from megatron_ext.runs.tokenizer import RunTokenizer, coder_in, coder_of
 from megatron_ext.utils.errors import UserError
 
-AS_NEW = {
+MACHINE_DEFAULTS = {
     **{f"parallel.{field.name}": field.default for field in fields(ParallelConfig)},
     "run.device": "auto",
     "run.backend": "auto",
@@ -49,12 +49,12 @@ class TrainedRun:
 
     Attributes:
         folder: run folder.
-        config: of the run, with the fields of `AS_NEW` and the overrides replaced.
-        record: of the checkpoint to use.
-        shape: from which the model is built.
-        seed: of the run.
+        config: configuration of the run, with the fields of `MACHINE_DEFAULTS` and the overrides replaced.
+        record: record of the checkpoint to use.
+        shape: shape of the model.
+        seed: seed of the run.
         coder: tokenizer of the training data.
-        platform: of this process.
+        platform: platform of this process.
     """
 
     folder: Path
@@ -71,18 +71,18 @@ def open_run(folder: Path, step: int | None = None, overrides: Sequence[str] = (
 
     Args:
         folder: run folder.
-        step: of the checkpoint to use; None: the newest.
-        overrides: of its configuration, `section.field=value`, e.g. a layout.
+        step: step of the checkpoint to use; None: the newest.
+        overrides: changes of its configuration, `section.field=value`, e.g. a layout.
 
     Raises:
         UserError: the run or the checkpoint does not exist, or the tokenizer is missing.
     """
     if not (folder / CONFIG).is_file():
-        problem = f"holds no {CONFIG}" if folder.is_dir() else "is no folder"
+        problem = f"contains no {CONFIG}" if folder.is_dir() else "is not a directory"
         raise UserError(str(folder), problem, "give the folder of a run: run.dir/run.name")
-    as_new = [f"{name}={json.dumps(value)}" for name, value in AS_NEW.items()]
-    config = load_config(folder / CONFIG, [*as_new, *overrides], load_all())
-    record = _record(CheckpointFolder(folder / CHECKPOINTS, _another(folder)), step)
+    defaults = [f"{name}={json.dumps(value)}" for name, value in MACHINE_DEFAULTS.items()]
+    config = load_config(folder / CONFIG, [*defaults, *overrides], load_all())
+    record = _record(CheckpointFolder(folder / CHECKPOINTS, _hint(folder)), step)
     coder = _coder(folder, config)
     platform = platform_of(config.run.device, config.parallel)
     # A converted model may have embedding rows for more tokens than its tokenizer has.
@@ -106,7 +106,7 @@ def trained_model(run: TrainedRun) -> Iterator[torch.nn.Module]:
     """Context manager that yields the model of a run with its trained weights, in a single-process group.
 
     Args:
-        run: to load the model of.
+        run: run whose model is loaded.
 
     Raises:
         UserError: the checkpoint is damaged.
@@ -120,40 +120,40 @@ def trained_chunks(run: TrainedRun, groups: ProcessGroupCollection) -> list[Mega
     """Build this rank's model chunks and load the checkpoint's weights; a collective call.
 
     Args:
-        run: to load the model of.
+        run: run whose model is loaded.
         groups: process groups of the layout `run.config.parallel`.
 
     Raises:
         UserError: the checkpoint is damaged, or the configured model is larger than the checkpoint.
     """
-    store = CheckpointStore(run.folder / CHECKPOINTS, {}, groups, run.platform, another=_another(run.folder))
+    store = CheckpointStore(run.folder / CHECKPOINTS, {}, groups, run.platform, another=_hint(run.folder))
     record = store.check(run.record.progress.step)
     where = str(run.folder / CONFIG)
 
-    def check_numbers() -> None:
+    def check_parameters() -> None:
         with sizes_of(where), on_meta():
             described = build_model(run.shape, run.platform, groups, seed=None)
-        _check_numbers(described, sum(content.size for content in record.files.values()), where)
+        _check_parameters(described, sum(content.size for content in record.files.values()), where)
 
     if not run.platform.is_cuda:  # on a GPU an allocation that is too large fails at once
-        raise_on_all_ranks(check_numbers)
+        raise_on_all_ranks(check_parameters)
     with sizes_of(where):
         chunks = build_model(run.shape, run.platform, groups, run.seed)
     store.load_model(chunks, record)
     return chunks
 
 
-def _check_numbers(chunks: Sequence[torch.nn.Module], num_bytes: int, where: str) -> None:
+def _check_parameters(chunks: Sequence[torch.nn.Module], num_bytes: int, where: str) -> None:
     """Reject a model larger than its checkpoint before memory is allocated for it. Loading compares each shape."""
     named = [one for chunk in chunks for one in chunk.named_parameters()]
     if sum(parameter.numel() for _, parameter in named) <= num_bytes + _PADDING:
         return
     name, largest = max(named, key=lambda one: one[1].numel())
-    problem = f"makes {name} {list(largest.shape)}, and the checkpoint holds {num_bytes} bytes in all"
-    raise UserError(where, problem, "give the configuration that the model was made with")
+    problem = f"makes {name} {list(largest.shape)}, but the checkpoint has only {num_bytes} bytes"
+    raise UserError(where, problem, "give the configuration that the model was trained with")
 
 
-def _another(folder: Path) -> str:
+def _hint(folder: Path) -> str:
     """Return the advice for an unusable checkpoint, the same whether or not it was given by its own folder."""
     return f"give {folder} with another --step"
 
@@ -161,5 +161,5 @@ def _another(folder: Path) -> str:
 def _record(checkpoints: CheckpointFolder, step: int | None) -> Record:
     step = checkpoints.latest() if step is None else step
     if step is None:
-        raise UserError(str(checkpoints.root), "holds no checkpoint", "train the run until it has written one")
+        raise UserError(str(checkpoints.root), "contains no checkpoint", "train the run until it has saved one")
     return checkpoints.read_record(step)

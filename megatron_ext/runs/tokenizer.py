@@ -53,8 +53,8 @@ class RunTokenizer:
             UserError: it is unknown.
         """
         if self._end_id is None:
-            hint = "name it as eos_token in the run's tokenizer_config.json"
-            raise UserError("the run's tokenizer", "nothing says which token ends a document", hint)
+            hint = "set eos_token in the run's tokenizer_config.json"
+            raise UserError("the run's tokenizer", "its end-of-document token is unknown", hint)
         return self._end_id
 
     @property
@@ -72,7 +72,7 @@ class RunTokenizer:
             return self._tokenizer.encode_batch([text])[0]
         except NoTokenError:
             problem = f"has no token for text such as {lost_part(self._tokenizer, text)!r}, and no unknown token"
-            raise UserError("the run's tokenizer", problem, "give text without it") from None
+            raise UserError("the run's tokenizer", problem, "remove it from the text") from None
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens."""
@@ -96,8 +96,8 @@ def keep_coder(file: Path, entry: TokenizerEntry, folder: Path) -> None:
     """Store a tokenizer in a run folder; a tokenizer.json as `tokenizer_files` does, where conversion finds it.
 
     Args:
-        file: of the tokenizer.
-        entry: of the tokenizer in the data's manifest.
+        file: file of the tokenizer.
+        entry: entry of the tokenizer in the data's manifest.
         folder: existing run folder.
 
     Raises:

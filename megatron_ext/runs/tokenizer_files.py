@@ -90,7 +90,7 @@ def copy_tokenizer(tokenizer: KeptTokenizer, folder: Path, *, plain: bool = Fals
         companion = tokenizer.file.parent / name
         if not companion.is_file():
             continue
-        _refuse_link(companion)
+        _reject_link(companion)
         if name == TOKENIZER_CONFIG:
             _write_json(folder / name, exported_config(read_json(companion), plain=plain))
         elif name == SPECIAL_TOKENS:
@@ -99,8 +99,8 @@ def copy_tokenizer(tokenizer: KeptTokenizer, folder: Path, *, plain: bool = Fals
             write_whole(folder / name, read_regular(companion, LARGEST_VOCABULARY))
 
 
-def _refuse_link(companion: Path) -> None:
-    """Refuse a link out of a tokenizer's folder, whose target would be copied and published unnoticed.
+def _reject_link(companion: Path) -> None:
+    """Reject a link out of a tokenizer's folder, whose target would be copied and published unnoticed.
 
     Caches of downloaded models contain links from models--A--B/snapshots/REVISION/NAME to models--A--B/blobs/HASH,
     which are allowed.
@@ -111,8 +111,8 @@ def _refuse_link(companion: Path) -> None:
     folder = companion.parent.resolve()
     known = [folder, *([folder.parents[1] / "blobs"] if folder.parent.name == "snapshots" else [])]
     if not any(companion.resolve().is_relative_to(one) for one in known):
-        problem = f"is a link to {companion.resolve()}, and would be copied"
-        raise UserError(str(companion), problem, "put the file itself there, or remove the link")
+        problem = f"is a link out of its folder, to {companion.resolve()}"
+        raise UserError(str(companion), problem, "replace the link with the file, or remove it")
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
@@ -135,8 +135,8 @@ def kept_tokenizer(folder: Path, given: Path | None = None) -> KeptTokenizer | N
     try:
         tokenizer = Tokenizer.from_buffer(read_regular(file, LARGEST_VOCABULARY))
     except Exception as error:  # the bindings raise bare Exception
-        problem = f"is no tokenizer.json ({' '.join(str(error).split())})"
-        raise UserError(str(file), problem, "give one that Hugging Face tokenizers wrote") from None
+        problem = f"is not a tokenizer.json ({' '.join(str(error).split())})"
+        raise UserError(str(file), problem, "give a file that Hugging Face tokenizers wrote") from None
     end, begin = (_special(file.parent, f"{kind}_token") for kind in ("eos", "bos"))
     end_id, begin_id = (None if token is None else tokenizer.token_to_id(token) for token in (end, begin))
     size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
@@ -162,7 +162,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise UserError(str(path), f"cannot be read ({' '.join(str(error).split())})", "copy it again") from None
     if not isinstance(content, dict):
-        raise UserError(str(path), "is no JSON object", "copy it again")
+        raise UserError(str(path), "is not a JSON object", "copy it again")
     return content
 
 

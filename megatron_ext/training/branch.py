@@ -18,7 +18,7 @@ from megatron_ext.training.records import lr_at
 from megatron_ext.utils.errors import UserError
 
 FIELD = "run.branch_from"
-EXAMPLE = "give one like runs/trunk/checkpoints/step_400"
+EXAMPLE = "give a checkpoint such as runs/trunk/checkpoints/step_400"
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Branch:
     Attributes:
         run: folder of the other run.
         checkpoints: checkpoint folder of the other run.
-        step: of the checkpoint.
+        step: step of the checkpoint.
     """
 
     run: Path
@@ -50,11 +50,11 @@ class Branch:
         """
         found = lr_at(self.run, self.step)
         if found is None:
-            hint = "bring it back: the branch's own records begin with it"
+            hint = "restore it: the records of the branch start with a copy of it"
             raise UserError(str(self.run / METRICS), f"has no step {self.step}", hint)
         if not is_allowed and not math.isclose(found, lr, rel_tol=1e-9):
             problem = f"had the learning rate {found:.6g} at step {self.step}, where this run's is {lr:.6g}"
-            hint = "branch off before the rate falls, from a run with the same rate, warm-up and schedule (wsd)"
+            hint = "branch off before the rate decays, from a run with the same rate, warm-up and schedule (wsd)"
             raise UserError(FIELD, f"{self.run} {problem}", hint)
 
 
@@ -68,9 +68,9 @@ def branch_of(checkpoint: str, steps: int) -> Branch:
     checkpoints = CheckpointFolder(path.parent)
     step = next((step for step in checkpoints.steps() if checkpoints.path(step) == path), None)
     if step is None:
-        raise UserError(FIELD, f"{path} is no checkpoint of a run", EXAMPLE)
+        raise UserError(FIELD, f"{path} is not a checkpoint of a run", EXAMPLE)
     if checkpoints.is_model_only(step):
-        raise UserError(FIELD, f"{path} holds a converted model alone, without optimizer state", EXAMPLE)
+        raise UserError(FIELD, f"{path} contains only a converted model, without optimizer state", EXAMPLE)
     if step >= steps:
         problem = f"{path} is not before the run's end, training.steps {steps}"
         raise UserError(FIELD, problem, "give an earlier checkpoint, or more steps")

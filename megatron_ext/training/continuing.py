@@ -38,10 +38,10 @@ _PLACES = {"run.dir", "run.name", _BRANCH, ALLOW, ALLOW_DATA}
 """Fields that are not compared: the run's location, its origin and the permissions themselves."""
 
 _MEANINGS = {
-    Effect.NOTHING: "the losses do not depend on it",
-    Effect.MEASURED: "evaluations differ from here on, training does not",
-    Effect.FUTURE: "it holds for the steps to come alone",
-    Effect.SCHEDULE: "the learning rates of the steps before are the same, those to come follow it",
+    Effect.NOTHING: "the losses are not affected",
+    Effect.MEASURED: "evaluations are affected from this step on, training is not",
+    Effect.FUTURE: "only later steps are affected",
+    Effect.SCHEDULE: "the learning rates of the completed steps are the same, those of later steps are affected",
 }
 
 
@@ -62,12 +62,12 @@ class CheckpointChanges:
 
 @dataclass(frozen=True)
 class Continuing:
-    """Run that is to continue from a checkpoint.
+    """Run that will continue from a checkpoint.
 
     Attributes:
         config: checked configuration with derived fields.
         identity: see `runs.identity`; None: the data was not opened and is not compared.
-        is_branch: the checkpoint belongs to another run.
+        is_branch: whether the checkpoint belongs to another run.
     """
 
     config: RunConfig
@@ -95,9 +95,9 @@ class Continuing:
         found = changes(before, after, _defaults_of_mixers(after))
         found = without_synonyms(found, record.identity, self.identity or known_domains(self.config, record.identity))
         rate = _other_rate(found, before, after, step)
-        self._refuse(found, rate, checkpoint)
+        self._reject_changes(found, rate, checkpoint)
         if self.is_branch:
-            self._refuse_changed_trunk(record, checkpoint)
+            self._reject_changed_trunk(record, checkpoint)
         other_text = self._other_text(record, checkpoint, found)
         messages = self._messages(found, rate is not None, record, is_whole)
         allowed = [
@@ -108,7 +108,7 @@ class Continuing:
         allowed += [{"step": step, "field": TEXT, "before": None, "after": text} for text in other_text]
         return CheckpointChanges(messages, allowed, [*record.identity.get(CHANGED, ()), *allowed])
 
-    def _refuse(self, found: Sequence[Change], rate: str | None, checkpoint: Path) -> None:
+    def _reject_changes(self, found: Sequence[Change], rate: str | None, checkpoint: Path) -> None:
         """Reject changes of the model, and changes of the completed steps that are not allowed by name."""
         allowed = self.config.run.allow_changed
         model = [one for one in found if one.effect is Effect.MODEL]
@@ -121,25 +121,25 @@ class Continuing:
             problem += f": {rate}"
         if others:
             problem += f" (and {len(others)} more: {', '.join(map(_shown, others[:4]))}{', ...' if others[4:] else ''})"
-        hint = "give the same value to continue it, or another run.name to begin anew"
+        hint = "use the same value to continue, or another run.name to start a new run"
         if self.is_branch:
-            early = "branch off before the rate falls" if first.effect is Effect.SCHEDULE else "give the same value"
-            hint = f"{early}, or begin from the start, without run.branch_from"
+            advice = "branch off before the rate decays" if first.effect is Effect.SCHEDULE else "use the same value"
+            hint = f"{advice}, or train from the beginning without run.branch_from"
         if not model:
-            hint += f"; or {ALLOW}=[{', '.join([*allowed, *(one.field for one in past)])}] to go on all the same"
+            hint += f"; or {ALLOW}=[{', '.join([*allowed, *(one.field for one in past)])}] to continue anyway"
         raise UserError(first.field, problem, hint)
 
-    def _refuse_changed_trunk(self, record: Record, checkpoint: Path) -> None:
+    def _reject_changed_trunk(self, record: Record, checkpoint: Path) -> None:
         """Reject a trunk that was itself changed: a run trained from scratch could not reach its checkpoint."""
         allowed = self.config.run
         for one in record.identity.get(CHANGED, ()):
             if one["field"] == TEXT:
-                was, hint, is_allowed = "training text was another", f"{ALLOW_DATA}=true", allowed.allow_other_data
+                was, hint, is_allowed = "its text was different", f"{ALLOW_DATA}=true", allowed.allow_other_data
             else:
                 was = f"{one['field']} was {show(one['before'])}"
                 hint, is_allowed = f"{ALLOW}=[{one['field']}]", one["field"] in allowed.allow_changed
             if not is_allowed:
-                problem = f"{checkpoint} was not made by one configuration: until step {one['step']} its {was}"
+                problem = f"{checkpoint} was not trained with one configuration: until step {one['step']}, {was}"
                 raise UserError("run.branch_from", problem, f"branch off before it, or add {hint}")
 
     def _other_text(self, record: Record, checkpoint: Path, found: Sequence[Change]) -> list[str]:
@@ -149,16 +149,17 @@ class Continuing:
             return []
         if before.get(TOKENIZER) not in (None, self.identity[TOKENIZER]):
             problem = (
-                f"{self.config.data.path} was made with another tokenizer (sha256 "
-                f"{self.identity['data.tokenizer'][:12]}) than what {checkpoint} was trained on "
-                f"({before['data.tokenizer'][:12]})"
+                f"{self.config.data.path} was prepared with another tokenizer (sha256 "
+                f"{self.identity[TOKENIZER][:12]}) than the training data of {checkpoint} "
+                f"({before[TOKENIZER][:12]})"
             )
-            raise UserError("data.path", problem, "give that data to continue it, or another run.name to begin anew")
+            hint = "use the original data to continue, or another run.name to start a new run"
+            raise UserError("data.path", problem, hint)
         other = self._text_differences(before, found)
         if other and not self.config.run.allow_other_data:
             more = f" (and {len(other) - 3} more)" if len(other) > 3 else ""
-            problem = f"{self.config.data.path} holds other training text than {checkpoint} was trained on: "
-            hint = f"give that data to continue it, or {ALLOW_DATA}=true to go on with this"
+            problem = f"{self.config.data.path} contains different training text than {checkpoint} was trained on: "
+            hint = f"use the original data, or {ALLOW_DATA}=true to continue with this data"
             raise UserError("data.path", problem + "; ".join(other[:3]) + more, hint)
         return other
 
@@ -168,7 +169,7 @@ class Continuing:
         if not before.get(DATA):
             if names[0] is None or names[0] == names[1] or any(one.field == TRAIN_DOMAINS for one in found):
                 return []
-            return [f"it has {', '.join(names[1])}, and had {', '.join(names[0])}"]
+            return [f"its domains are {', '.join(names[1])} instead of {', '.join(names[0])}"]
         old, new = before[DATA], self.identity[DATA]
         if any(one.field == TRAIN_DOMAINS for one in found):  # allowed: common domains must be equal
             both = set(names[0] or ()) & set(names[1])
@@ -176,15 +177,15 @@ class Continuing:
             return differences(old, new, "train")
         if old["train"] == new["train"]:
             return []
-        return differences(old, new, "train") or ["its domains come in another order"]
+        return differences(old, new, "train") or ["its domains are in a different order"]
 
     def _messages(self, found: Sequence[Change], changes_the_past: bool, record: Record, is_whole: bool) -> list[str]:
         lines, step = [], record.progress.step
         unknown = [name for name in record.identity.get(FIELDS, ()) if not is_field(name)]
         if unknown:
             lines.append(
-                f"selectron: warning: the checkpoint is of another version, which had {', '.join(unknown)}: this one "
-                "does not know it, and it was not compared"
+                "selectron: warning: the checkpoint was written by another version. This version does not have "
+                f"{', '.join(unknown)}, and did not compare it"
             )
         for effect, meaning in _MEANINGS.items():
             if effect is Effect.SCHEDULE and changes_the_past:
@@ -197,19 +198,19 @@ class Continuing:
         before = record.identity.get(DATA)
         if not before:
             lines.append(
-                "selectron: warning: the checkpoint is of an earlier version and does not say which text it was "
-                "trained on: only the names of its domains and its tokenizer were compared"
+                "selectron: warning: the checkpoint was written by an earlier version and does not record its training "
+                "text: only the names of its domains and its tokenizer were compared"
             )
         elif before["evaluation"] != self.identity[DATA]["evaluation"]:
             other = differences(before, self.identity[DATA], "validation", "test")
             lines.append(
-                f"selectron: warning: the text to evaluate on is another than before step {step}: "
-                f"{'; '.join(other[:3])}: losses by domain before and after do not compare"
+                f"selectron: warning: the evaluation text differs from that before step {step}: "
+                f"{'; '.join(other[:3])}: losses by domain before and after are not comparable"
             )
         if not is_whole:
             lines.append(
-                "selectron: warning: the checkpoint is of an earlier version, and no configuration lies beside it: "
-                "only its model, length, seed and precision were compared"
+                "selectron: warning: the checkpoint was written by an earlier version, and its run has no "
+                "configuration file: only its model, sequence length, seed and precision were compared"
             )
         return lines
 
@@ -230,9 +231,9 @@ def print_changes(found: CheckpointChanges, records: RunRecords | None) -> None:
         records.say(line)
     for one in found.allowed:
         if one["field"] == TEXT:
-            line = f"went on with other training text ({ALLOW_DATA}): {one['after']}"
+            line = f"continued with different training text ({ALLOW_DATA}): {one['after']}"
         else:
-            line = f"went on with {one['field']} {show(one['after'])}, until here {show(one['before'])} ({ALLOW})"
+            line = f"continued with {one['field']} {show(one['after'])}, previously {show(one['before'])} ({ALLOW})"
         note(records, WENT_ON, one["step"], line, field=one["field"])
 
 

@@ -27,27 +27,27 @@ def header(context: RunContext, data: RunData, size: ParameterCount, progress: P
     """
     config, folder = context.config, context.folder
     training, length = config.training, config.data.seq_length
-    begins = "from the start" if progress.step == 0 else f"from step {progress.step:,}"
+    origin = "from the start" if progress.step == 0 else f"from step {progress.step:,}"
     embeddings = size.embedding_parameters + size.output_layer_parameters
     per_step = training.global_batch_size * length
-    there = sum(
+    available = sum(
         entry.tokens for entry in data.manifest.domains if entry.split == "train" and entry.domain in data.train_domains
     )
-    whole = training.steps * per_step
+    total = training.steps * per_step
     rows = [
-        ("run", f"{folder}, {begins} to step {training.steps:,}"),
+        ("run", f"{folder}, {origin} to step {training.steps:,}"),
         (
             "model",
             f"{config.model.pattern}: {size.parameters:,} parameters, {embeddings:,} of them in embedding and output "
             f"layer; {training.precision}" + ("" if training.fp8 == "none" else f", {training.fp8} fp8"),
         ),
         ("layout", f"{_layout(config, world_size)}, on {context.platform.device.type}"),
-        ("data", f"{redacted(config.data.path)}: {there:,} tokens of {_names(data.train_domains)}"),
-        ("tested on", _names(data.test_domains) if data.test_domains else "validation text of the same domains alone"),
+        ("data", f"{redacted(config.data.path)}: {available:,} tokens of {_names(data.train_domains)}"),
+        ("tested on", _names(data.test_domains) if data.test_domains else "validation text of the same domains only"),
         (
             "tokens",
-            f"{training.global_batch_size:,} samples of {length:,} a step, {whole:,} in all: {whole / there:.3g} times "
-            "the data",
+            f"{training.global_batch_size:,} samples of {length:,} per step, {total:,} in total: "
+            f"{total / available:.3g} times the data",
         ),
         ("results", f"metrics.jsonl, evaluation.jsonl, tensorboard/ and checkpoints/ in {folder}"),
     ]
@@ -62,10 +62,10 @@ def _layout(config: RunConfig, world_size: int) -> str:
         parts.insert(1, "sequence parallel")
     parts.append(f"data {layout.data_parallel_size}")
     processes = f"{layout.world_size} process" + ("es" if layout.world_size > 1 else "")
-    micro = f"{layout.num_micro_batches} x {config.training.micro_batch_size} samples a replica and step"
+    micro = f"{layout.num_micro_batches} x {config.training.micro_batch_size} samples per replica and step"
     return f"{processes}: {', '.join(parts)}; {micro}"
 
 
-def _names(domains: list[str], most: int = 6) -> str:
-    more = f" and {len(domains) - most} more" if len(domains) > most else ""
-    return ", ".join(domains[:most]) + more
+def _names(domains: list[str], limit: int = 6) -> str:
+    more = f" and {len(domains) - limit} more" if len(domains) > limit else ""
+    return ", ".join(domains[:limit]) + more

@@ -25,7 +25,7 @@ def holding(folder: Path) -> Iterator[RunLock | None]:
     """Context manager that holds the lock of a run on its first rank and does nothing on the others.
 
     Args:
-        folder: of the run.
+        folder: run folder.
 
     Yields:
         The lock; None: this is not the first rank.
@@ -39,11 +39,11 @@ def holding(folder: Path) -> Iterator[RunLock | None]:
     for name in WRITTEN:
         path_within(folder, name, str(folder))
     lock = take(folder / FOLDER, str(folder))
-    with held(lock, on_stuck=_end_at_once):
+    with held(lock, on_stuck=_exit_at_once):
         yield lock
 
 
-def _end_at_once(error: LockLost) -> NoReturn:
+def _exit_at_once(error: LockLost) -> NoReturn:
     """Exit if the lock is lost and this process is stuck, most often in a collective with ranks that are gone."""
     print(f"selectron: error: {error}", file=sys.stderr, flush=True)
     os._exit(EXIT_USER_ERROR)

@@ -25,17 +25,18 @@ def run_folder(config: RunConfig) -> Path:
     return Path(config.run.dir) / config.run.name
 
 
-def refuse_existing(folder: Path) -> None:
-    """Reject a folder in which a run has begun.
+def reject_existing(folder: Path) -> None:
+    """Reject a folder that already contains a run.
 
     Raises:
-        UserError: a run has begun there.
+        UserError: it contains a run.
     """
     if (folder / CHECKPOINTS / "latest").exists():
-        raise UserError("run.name", f"{folder} holds a run already", "add --resume, or choose another run.name")
+        raise UserError("run.name", f"{folder} already contains a run", "add --resume, or choose another run.name")
     if _has_begun(folder):
-        problem = f"{folder} holds a run already, which has no checkpoint"
-        raise UserError("run.name", problem, "add --resume=auto to begin it anew, or choose another run.name")
+        problem = f"{folder} already contains a run without a checkpoint"
+        hint = "add --resume=auto to start it from the beginning, or choose another run.name"
+        raise UserError("run.name", problem, hint)
 
 
 def starting_step(folder: Path, resume: Resume, from_step: int | None, *, is_trial: bool = False) -> int | None:
@@ -53,7 +54,7 @@ def starting_step(folder: Path, resume: Resume, from_step: int | None, *, is_tri
     if is_trial and trial.is_trial(folder):
         return None
     if not resume and from_step is None:
-        refuse_existing(folder)
+        reject_existing(folder)
         return None
     checkpoints = CheckpointFolder(folder / CHECKPOINTS)
     step = from_step if from_step is not None else checkpoints.latest()
@@ -62,22 +63,23 @@ def starting_step(folder: Path, resume: Resume, from_step: int | None, *, is_tri
             raise _nothing_to_resume(folder)
         return None
     if checkpoints.is_model_only(step):
-        problem = "holds a converted model alone: optimizer state, generators and data position are missing"
-        raise UserError(str(checkpoints.path(step)), problem, "it can generate text, and not be continued")
+        problem = "contains only a converted model, without optimizer state, random generators and data position"
+        hint = "it can generate text, but training cannot continue from it"
+        raise UserError(str(checkpoints.path(step)), problem, hint)
     return step
 
 
 def check_can_start(config: RunConfig, resume: Resume) -> None:
     """Check before a job is submitted that it could start, as far as this is possible without the data.
 
-    A run that ended before its first checkpoint may be resumed; it starts from the beginning.
+    A run that ended before its first checkpoint can be resumed with "auto"; it then starts from the beginning.
 
     Raises:
-        UserError: see `starting_step`; or a field differs that affects the completed steps.
+        UserError: see `starting_step`; or a field that affects the completed steps differs.
     """
     folder = run_folder(config)
     if not resume:
-        refuse_existing(folder)
+        reject_existing(folder)
     elif not folder.is_dir() and resume != "auto":
         raise _nothing_to_resume(folder)
     step = CheckpointFolder(folder / CHECKPOINTS).latest() if resume else None
@@ -91,7 +93,7 @@ def check_finished(config: RunConfig, step: int) -> None:
     The data is not opened: it may have been removed.
 
     Raises:
-        UserError: a field differs that affects the completed steps.
+        UserError: a field that affects the completed steps differs.
     """
     _print_changes(config, step)
     say_on_first_rank(f"{run_folder(config)} is finished: step {step} of {config.training.steps}")
@@ -102,7 +104,8 @@ def _print_changes(config: RunConfig, step: int) -> None:
     try:
         record = checkpoints.read_record(step)
     except DamagedCheckpoint as damage:
-        say_on_first_rank(f"selectron: warning: {damage.where}: {damage.problem}: nothing was compared with it")
+        problem = f"{damage.problem}; the configuration was not compared with it"
+        say_on_first_rank(f"selectron: warning: {damage.where}: {problem}")
     else:
         for line in Continuing(config, None).compare(record, checkpoints.path(step)).messages:
             say_on_first_rank(line)
@@ -113,10 +116,10 @@ def _has_begun(folder: Path) -> bool:
 
 
 def _nothing_to_resume(folder: Path) -> UserError:
-    where, problem = "--resume", f"{folder} holds no checkpoint to go on from"
+    where, problem = "--resume", f"{folder} contains no checkpoint to resume from"
     if _has_begun(folder):
-        return UserError(where, problem, "give --resume=auto to begin the run anew")
-    there = sorted(path.parent.name for path in folder.parent.glob(f"*/{CONFIG}"))
-    close = difflib.get_close_matches(folder.name, there, n=1)
-    meant = f"did you mean run.name={close[0]}? " if close else ""
-    return UserError(where, problem, f"{meant}--resume=auto begins a run where there is none")
+        return UserError(where, problem, "use --resume=auto to start the run from the beginning")
+    runs = sorted(path.parent.name for path in folder.parent.glob(f"*/{CONFIG}"))
+    close = difflib.get_close_matches(folder.name, runs, n=1)
+    guess = f"did you mean run.name={close[0]}? " if close else ""
+    return UserError(where, problem, f"{guess}--resume=auto starts a new run if there is none")

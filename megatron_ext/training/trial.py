@@ -20,8 +20,8 @@ from megatron_ext.utils.errors import UserError
 MARK = "trial.json"
 """File that marks a trial's folder, which the next trial may replace. The finished trial writes its estimate there."""
 
-_SETTLING = 2
-"""First steps to leave out: they include compilation, allocation and autotuning."""
+_WARM_UP_STEPS = 2
+"""Number of first steps to leave out: they include compilation, allocation and autotuning."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,21 +29,21 @@ class Estimate:
     """Estimate for a whole run, measured in a trial.
 
     Attributes:
-        steps: of the trial.
+        steps: number of steps of the trial.
         step_seconds: median over the steps after the first two (over all if there are at most two).
-        first_step_seconds: including compilation.
-        tokens_per_second: of all devices together, at `step_seconds`.
+        first_step_seconds: duration of the first step, including compilation.
+        tokens_per_second: throughput of all devices together, at `step_seconds`.
         mfu: fraction of the peak FLOP/s of all devices; None: unknown.
-        peak_memory: bytes of the rank that used most: allocated on a GPU, resident on a CPU.
-        evaluation_seconds: of one evaluation by domain; None: there are none.
-        suites_seconds: of one run of the other suites; None: there are none.
-        checkpoint_bytes: of one checkpoint.
-        checkpoint_seconds: from the start of a save until the checkpoint is written.
+        peak_memory: bytes of the rank with the highest use: allocated on a GPU, resident on a CPU.
+        evaluation_seconds: duration of one evaluation by domain; None: there are none.
+        suites_seconds: duration of one run of the other suites; None: there are none.
+        checkpoint_bytes: size of one checkpoint.
+        checkpoint_seconds: time from the start of a save until the checkpoint is written.
         checkpoint_waits: part of `checkpoint_seconds` in which training waits.
-        whole_seconds: of the whole run, with its evaluations and checkpoints.
-        whole_steps: of the whole run.
-        whole_tokens: trained on by the whole run.
-        losses: of each step, in nats per token.
+        whole_seconds: duration of the whole run, with its evaluations and checkpoints.
+        whole_steps: number of steps of the whole run.
+        whole_tokens: number of training tokens of the whole run.
+        losses: loss of each step, in nats per token.
     """
 
     steps: int
@@ -80,7 +80,7 @@ def begin(folder: Path) -> None:
                 continue
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
-            elif path.name != MARK:  # kept, so that the folder stays a trial's if this process is killed here
+            elif path.name != MARK:  # kept, so that the folder remains that of a trial if this process is killed here
                 path.unlink()
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / MARK, b"{}\n")
@@ -93,7 +93,7 @@ def conclude(whole: RunConfig, folder: Path, checkpoints: Path, seconds: Mapping
 
     Args:
         whole: configuration of the whole run.
-        folder: of the finished trial.
+        folder: folder of the finished trial.
         checkpoints: folder of its checkpoints.
         seconds: durations of evaluations and checkpoints, see `TrainingLoop.seconds`.
 
@@ -114,10 +114,10 @@ def _estimate(
     training = whole.training
     tokens = training.global_batch_size * whole.data.seq_length
     each = [tokens / one["tokens_per_second"] for one in metrics]
-    counted = each[_SETTLING:] or each
+    counted = each[_WARM_UP_STEPS:] or each
     step = median(counted)
     mfu = [one["mfu"] * one_step for one, one_step in zip(metrics, each, strict=True) if one["mfu"] is not None]
-    evaluation, suites, waits = (_of(seconds, name) for name in ("evaluation", "suites", "save"))
+    evaluation, suites, waits = (_last(seconds, name) for name in ("evaluation", "suites", "save"))
     total = training.steps * step + (waits or 0.0) * _times(training.steps, training.checkpoint_every or training.steps)
     total += (evaluation or 0.0) * _times(training.steps, training.evaluate_every)
     total += (suites or 0.0) * _times(training.steps, training.evaluate_suites_every)
@@ -131,7 +131,7 @@ def _estimate(
         evaluation_seconds=evaluation,
         suites_seconds=suites,
         checkpoint_bytes=size,
-        checkpoint_seconds=(waits or 0.0) + (_of(seconds, "write") or 0.0),
+        checkpoint_seconds=(waits or 0.0) + (_last(seconds, "write") or 0.0),
         checkpoint_waits=waits or 0.0,
         whole_seconds=total,
         whole_steps=training.steps,
@@ -140,7 +140,7 @@ def _estimate(
     )
 
 
-def _of(seconds: Mapping[str, Sequence[float]], name: str) -> float | None:
+def _last(seconds: Mapping[str, Sequence[float]], name: str) -> float | None:
     return seconds[name][-1] if seconds.get(name) else None
 
 
@@ -150,11 +150,11 @@ def _times(steps: int, every: int) -> int:
 
 
 def _lines(found: Estimate, training: TrainingConfig, folder: Path) -> str:
-    after = f", median of steps {_SETTLING + 1} to {found.steps}" if found.steps > _SETTLING else ""
+    after = f", median of steps {_WARM_UP_STEPS + 1} to {found.steps}" if found.steps > _WARM_UP_STEPS else ""
     rows = [("step", f"{found.step_seconds:.3g} s{after}; the first took {found.first_step_seconds:.3g} s")]
     mfu = f" ({found.mfu:.1%} of the peak)" if found.mfu is not None else ""
     rows.append(("tokens/s", f"{found.tokens_per_second:,.0f}{mfu}"))
-    rows.append(("peak memory", f"{found.peak_memory / 2**30:.2f} GiB of the process that takes most"))
+    rows.append(("peak memory", f"{found.peak_memory / 2**30:.2f} GiB in the process with the highest use"))
     rows.append(("loss", f"{found.losses[0]:.4f} to {found.losses[-1]:.4f}"))
     if found.evaluation_seconds is not None:
         rows.append(("evaluation", f"{found.evaluation_seconds:.3g} s, every {training.evaluate_every} steps"))
@@ -163,7 +163,7 @@ def _lines(found: Estimate, training: TrainingConfig, folder: Path) -> str:
     written = f"{found.checkpoint_bytes / 2**30:.2f} GiB in {found.checkpoint_seconds:.3g} s"
     rows.append(("checkpoint", f"{written}, training waits for {found.checkpoint_waits:.3g} s; removed"))
     whole = f"{found.whole_steps:,} steps, {found.whole_tokens:,} tokens: about {_span(found.whole_seconds)}"
-    rows.append(("whole run", f"{whole} at this pace, after its data are verified"))
+    rows.append(("whole run", f"{whole} at this rate, plus the verification of its data"))
     rows.append(("kept in", str(folder)))
     return "\n".join(["trial finished", *(f"  {name:<13}{value}" for name, value in rows)])
 

@@ -62,9 +62,9 @@ def test_a_converted_run_says_what_it_lacks(
     capsys.readouterr()
     assert call(tmp_path / "model" / "config.yaml", "--resume") == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "checkpoints/step_0: holds a converted model alone: optimizer state, generators and data position" in line
+    assert "checkpoints/step_0: contains only a converted model, without optimizer state, random generators" in line
     assert call(tmp_path / "model" / "config.yaml") == 2
-    assert "holds a run already" in capsys.readouterr().err
+    assert "already contains a run" in capsys.readouterr().err
 
 
 def test_the_record_tells_the_model_whole(run: Path) -> None:

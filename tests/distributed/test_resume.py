@@ -221,7 +221,7 @@ def test_a_run_is_not_begun_over_another(
     before = snapshot(folder)
     assert call(config) == 2
     line = capsys.readouterr().err
-    assert line.startswith(f"selectron: error: run.name: {folder} holds a run already")
+    assert line.startswith(f"selectron: error: run.name: {folder} already contains a run")
     assert "--resume" in line
     assert line.count("\n") == 1
     assert snapshot(folder) == before

@@ -120,7 +120,7 @@ def test_a_folder_that_is_no_run_or_holds_no_checkpoint(
     assert _generate(tmp_path / "none", "--prompt", "a") == 2
     assert capsys.readouterr().err == f"selectron: error: {tmp_path}/none: is not a directory; {hint}\n"
     assert _generate(tmp_path, "--prompt", "a") == 2
-    assert capsys.readouterr().err == f"selectron: error: {tmp_path}: holds no config.yaml; {hint}\n"
+    assert capsys.readouterr().err == f"selectron: error: {tmp_path}: contains no config.yaml; {hint}\n"
     shutil.copy(run / "config.yaml", tmp_path)
     assert _generate(tmp_path, "--prompt", "a", "--max-tokens", "9") == 2
-    assert f"{tmp_path}/checkpoints: holds no checkpoint; train the run" in capsys.readouterr().err
+    assert f"{tmp_path}/checkpoints: contains no checkpoint; train the run" in capsys.readouterr().err

@@ -226,7 +226,7 @@ def test_a_sign_of_no_sane_number_is_named(
     path = sweep / "b" / HEARTBEATS / "rank_0"
     path.write_text(json.dumps(json.loads(path.read_bytes()) | {"further": 0, "ended": False} | numbers))
     assert main(["status", str(sweep / "b"), "--ranks"]) == 0
-    assert f"{path}: is no sign of a rank" in capsys.readouterr().out
+    assert f"{path}: is not a heartbeat" in capsys.readouterr().out
 
 
 class Screen(io.StringIO):

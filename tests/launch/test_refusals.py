@@ -143,7 +143,7 @@ def test_what_is_to_be_resumed_is_looked_at_before_a_job_is_submitted(
     for module in ("sinfo", "sbatch"):
         install(folder, module, "exit 1")
     line = refusal(folder, capsys, "launch", "--dry-run", "--resume")
-    assert line.startswith(f"--resume: {folder}/runs/run holds no checkpoint to go on from; --resume=auto begins")
+    assert line.startswith(f"--resume: {folder}/runs/run contains no checkpoint to resume from; --resume=auto starts")
     save_checkpoint(folder / "runs" / "run", hidden_size=64)
     line = refusal(folder, capsys, "launch", "--dry-run", "--resume")
     assert line.startswith(f"model.hidden_size: 32, but the checkpoint {folder}/runs/run/checkpoints/step_2 has 64")

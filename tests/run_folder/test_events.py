@@ -30,8 +30,8 @@ def test_a_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:
 )
 def test_another_line_is_named(tmp_path: Path, line: bytes) -> None:
     (tmp_path / "events.tsv").write_bytes(b"2026\t7\t0\tbegun\n" + line + b"\n2027\t7\t0\tended\n")
-    with pytest.raises(UserError, match=r"events\.tsv:2: is not a line of a job's script"):
+    with pytest.raises(UserError, match=r"events\.tsv:2: is not an event of a job's script"):
         read_events(tmp_path)
     damaged: list[str] = []
     assert [event.what for event in read_events(tmp_path, damaged)] == ["begun", "ended"]
-    assert damaged == [f"{tmp_path}/events.tsv:2: is not a line of a job's script"]
+    assert damaged == [f"{tmp_path}/events.tsv:2: is not an event of a job's script"]

@@ -58,13 +58,15 @@ def test_nothing_is_said_of_ranks_that_go_on_or_have_ended() -> None:
 def test_a_rank_that_is_gone_is_named() -> None:
     gone = dataclasses.replace(WAITING, rank=1, host="n2", written=950.0)
     (line,) = troubles([WAITING, gone], now=1000.0)
-    assert line == "rank 1 on n2 wrote nothing for 50 s: its process or its machine is gone, stopped or cut off"
+    assert (
+        line == "rank 1 on n2 wrote no heartbeat for 50 s: its process or machine has failed, stopped or is unreachable"
+    )
 
 
 def test_a_rank_that_hangs_is_behind_those_that_wait_for_it() -> None:
     hangs = dataclasses.replace(WAITING, rank=2, host="n2", passes=29)
     found = [WAITING, dataclasses.replace(WAITING, rank=1), hangs]
-    assert troubles(found, now=1000.0) == ["rank 2 on n2 is behind: 29 passes, where the middle rank made 30"]
+    assert troubles(found, now=1000.0) == ["rank 2 on n2 is behind: 29 passes, while the median rank made 30"]
 
 
 def test_a_table_of_ranks(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def test_the_hint_says_how_the_holder_is_ended(folder: Path, job: str | None, ho
     taken(folder, dataclasses.replace(HERE, job=job))
     with pytest.raises(UserError) as error:
         taken(folder)
-    assert error.value.hint == f"wait until it ends, or end it: {how}"
+    assert error.value.hint == f"wait until it exits, or stop it: {how}"
 
 
 def test_a_released_lock_is_taken_at_once(folder: Path) -> None:
@@ -109,7 +109,7 @@ def test_a_holder_elsewhere_that_beats_is_refused_at_its_next_beat(folder: Path)
     with pytest.raises(UserError, match=r"is held by process \d+ on n2"):
         taken(folder, clock=clock, said=said)
     assert clock.time == 1000.0 + BEAT_SECONDS
-    assert [line.partition(": up to")[0] for line in said] == [f"runs/a was held by {other.holder}"]
+    assert [line.partition(": waiting up to")[0] for line in said] == [f"runs/a was held by {other.holder}"]
     other.check()
 
 
@@ -245,13 +245,13 @@ def test_a_damaged_file_is_followed_after_the_stated_time(folder: Path, content:
     clock, said = FakeClock(), list[str]()
     assert taken(folder, clock=clock, said=said).holder.number == 2
     assert clock.time - 1000.0 >= DEAD_SECONDS
-    assert "by a process that does not say who it is" in said[0]
+    assert "by an unidentified process" in said[0]
 
 
 def test_a_damaged_file_that_changes_is_held(folder: Path) -> None:
     folder.mkdir()
     (folder / "1").write_bytes(b"x")
-    with pytest.raises(UserError, match="is held by a process that does not say who it is"):
+    with pytest.raises(UserError, match="is held by an unidentified process"):
         taken(folder, clock=FakeClock(lambda now: (folder / "1").write_text(f"x{now}")))
 
 

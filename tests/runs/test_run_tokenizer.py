@@ -85,7 +85,7 @@ def test_text_that_has_no_token_is_named(tmp_path: Path) -> None:
     coder = coder_in(tmp_path)
     assert coder is not None
     assert coder.encode("ab ba") == [0, 1, 1, 0]
-    line = "the run's tokenizer: has no token for text such as 'bxa', and no unknown token; give text without it"
+    line = "the run's tokenizer: has no token for text such as 'bxa', and no unknown token; remove it from the text"
     with pytest.raises(UserError, match=f"^{line}$"):
         coder.encode("ab bxa ba")
 
@@ -104,5 +104,5 @@ def test_an_end_that_nothing_names(tmp_path: Path) -> None:
     coder = coder_in(tmp_path)
     assert coder is not None
     assert coder.known_end is None
-    with pytest.raises(UserError, match="nothing says which token ends a document; name it as eos_token"):
+    with pytest.raises(UserError, match="its end-of-document token is unknown; set eos_token"):
         _ = coder.end_id

@@ -75,7 +75,7 @@ def test_a_branch_that_is_continued_goes_on_from_its_own_checkpoint(
             [*SHORT[:1], "training.steps=20", "optimizer.decay_steps=2"],
             "step 11 was .*, and would have been",
         ),
-        ("step_6", ["optimizer.schedule=cosine", "training.steps=8"], "branch off before the rate falls"),
+        ("step_6", ["optimizer.schedule=cosine", "training.steps=8"], "branch off before the rate decays"),
         ("step_6", [*SHORT, "optimizer.weight_decay=0.2"], "optimizer.weight_decay: 0.2, but the checkpoint"),
         ("step_6", [*SHORT, "training.global_batch_size=2"], "training.global_batch_size: 2, but the checkpoint"),
         ("step_6", [*SHORT, "model.hidden_size=64"], "model.hidden_size: 64, but the checkpoint"),
@@ -95,8 +95,8 @@ def test_what_is_no_checkpoint_is_refused_before_a_process_starts(
 ) -> None:
     config = write_config(tmp_path, data, tmp_path)
     for given, said in (
-        (trunk, f"run.branch_from: {trunk} is no checkpoint of a run; give one like runs/trunk/checkpoints/step_400"),
-        (f"{trunk}/checkpoints/step_5", "step_5 is no checkpoint of a run; "),
+        (trunk, f"run.branch_from: {trunk} is not a checkpoint of a run; give a checkpoint such as runs/trunk/"),
+        (f"{trunk}/checkpoints/step_5", "step_5 is not a checkpoint of a run; "),
         (f"{trunk}/checkpoints/step_12", "step_12 is not before the run's end, training.steps 8; give an earlier"),
     ):
         assert call(config, *SHORT, f"run.branch_from={given}") == 2

@@ -92,18 +92,18 @@ def test_a_longer_cosine_says_which_rates_would_have_been_others() -> None:
 @pytest.mark.parametrize(
     ("before", "after", "said"),
     [
-        ({}, {"parallel.tensor": 2}, "parallel.tensor 1 -> 2: the losses do not depend on it"),
-        ({}, {"training.evaluate_every": 5}, "training.evaluate_every 0 -> 5: evaluations differ from here on"),
-        ({}, {"resilience.on_spike": "skip"}, 'on_spike "ignore" -> "skip": it holds for the steps to come alone'),
+        ({}, {"parallel.tensor": 2}, "parallel.tensor 1 -> 2: the losses are not affected"),
+        ({}, {"training.evaluate_every": 5}, "training.evaluate_every 0 -> 5: evaluations are affected"),
+        ({}, {"resilience.on_spike": "skip"}, 'on_spike "ignore" -> "skip": only later steps are affected'),
         (
             {"optimizer.schedule": "constant"},
             {"optimizer.schedule": "constant", "training.steps": 20},
-            "training.steps 10 -> 20: the learning rates of the steps before are the same",
+            "training.steps 10 -> 20: the learning rates of the completed steps are the same",
         ),
         (
             {"optimizer.schedule": "wsd", "optimizer.decay_steps": 2},
             {"optimizer.schedule": "wsd", "optimizer.decay_steps": 4},
-            "optimizer.decay_steps 2 -> 4: the learning rates of the steps before are the same",
+            "optimizer.decay_steps 2 -> 4: the learning rates of the completed steps are the same",
         ),
     ],
 )
@@ -136,7 +136,7 @@ def test_other_training_text_is_refused_and_allowed_by_name(is_branch: bool) -> 
     with pytest.raises(UserError) as raised:
         changes({}, {}, is_branch=is_branch, record=OTHER)
     assert raised.value.where == "data.path"
-    assert f"holds other training text than {CHECKPOINT} was trained on" in raised.value.problem
+    assert f"contains different training text than {CHECKPOINT} was trained on" in raised.value.problem
     assert "A (train) has 11 documents, 100 tokens (previously 10 documents, 100 tokens)" in raised.value.problem
     found = changes({}, {"run.allow_other_data": True}, is_branch=is_branch, record=OTHER)
     assert [one["field"] for one in found.allowed] == ["data"]
@@ -150,7 +150,7 @@ def test_other_text_under_equal_numbers_and_another_order_of_domains() -> None:
     same = {**OTHER, "texts": [text("train", "A", sha256="f"), *DATA_RECORD["texts"][1:]]}
     with pytest.raises(UserError, match="the same number of documents and tokens, but different shards"):
         changes({}, {}, record=same)
-    with pytest.raises(UserError, match="its domains come in another order"):
+    with pytest.raises(UserError, match="its domains are in a different order"):
         changes({}, {}, record={**DATA_RECORD, "train": "other"})
 
 
@@ -175,14 +175,14 @@ def test_fewer_domains_are_the_users_own_change() -> None:
 
 
 def test_another_tokenizer_is_never_allowed() -> None:
-    with pytest.raises(UserError, match=r"^data.path: .* made with another tokenizer"):
+    with pytest.raises(UserError, match=r"^data.path: .* was prepared with another tokenizer"):
         changes({}, {"run.allow_other_data": True}, tokenizer="b" * 64)
 
 
 def test_other_text_to_evaluate_on_is_said() -> None:
     record = {**DATA_RECORD, "evaluation": "other", "texts": [*DATA_RECORD["texts"][:2], text("test", "T", tokens=7)]}
     (line,) = changes({}, {}, record=record).messages
-    assert "text to evaluate on is another" in line
+    assert "the evaluation text differs" in line
     assert "T (test) has 10 documents, 7 tokens" in line
 
 
@@ -194,7 +194,7 @@ def test_a_branch_of_a_run_that_was_changed_on_its_way_is_refused() -> None:
     changed = [{"step": 3, "field": "optimizer.lr", "before": 1e-3, "after": 2e-3}]
     record = record_of(identity_of(config) | {"changed": changed})
     assert Continuing(config, identity_of(config)).compare(record, CHECKPOINT).recorded == changed
-    problem = r"^run.branch_from: .* until step 3 its optimizer.lr was 0.001; .*run.allow_changed=\[optimizer.lr\]"
+    problem = r"^run.branch_from: .* until step 3, optimizer.lr was 0.001; .*run.allow_changed=\[optimizer.lr\]"
     with pytest.raises(UserError, match=problem):
         Continuing(config, identity_of(config), is_branch=True).compare(record, CHECKPOINT)
     allowing = a_run({"optimizer.lr": 2e-3, "run.allow_changed": ["optimizer.lr"]})
@@ -216,7 +216,7 @@ def test_a_checkpoint_of_an_earlier_version_is_compared_with_the_configuration_b
         return Continuing(config, identity_of(config)).compare(record, checkpoint)
 
     (line,) = compared().messages
-    assert "does not say which text it was trained on" in line
+    assert "does not record its training text" in line
     with pytest.raises(UserError, match=r"^optimizer.weight_decay: 0.5, but the checkpoint .* has 0.1"):
         compared(optimizer__weight_decay=0.5)
     # The run later resumed with another value. The older configuration belongs to the older checkpoint.
@@ -230,7 +230,7 @@ def test_without_any_configuration_only_the_record_is_compared(tmp_path: Path) -
     old = {key: value for key, value in identity_of(a_run({})).items() if key not in OLD}
     config = a_run({"optimizer.weight_decay": 0.5})
     said = Continuing(config, identity_of(config)).compare(record_of(old), tmp_path / "checkpoints" / "step_6").messages
-    assert any("no configuration lies beside it" in line for line in said)
+    assert any("its run has no configuration file" in line for line in said)
     config = a_run({"data.reset_attention": True})
     with pytest.raises(UserError, match=r"^data.reset_attention"):
         Continuing(config, identity_of(config)).compare(record_of(old), tmp_path / "checkpoints" / "step_6")
@@ -272,7 +272,7 @@ def test_a_field_that_only_another_version_has_is_said() -> None:
     identity = identity_of(a_run({}))
     record = record_of(identity | {"config": identity["config"] | {"optimizer.new": 3}})
     (line,) = Continuing(a_run({}), identity).compare(record, CHECKPOINT).messages
-    assert "is of another version, which had optimizer.new: this one does not know it" in line
+    assert "This version does not have optimizer.new, and did not compare it" in line
 
 
 @pytest.mark.parametrize(
@@ -292,5 +292,5 @@ def test_a_field_that_only_another_version_has_is_said() -> None:
 @pytest.mark.parametrize("is_branch", [False, True], ids=["resume", "branch"])
 def test_what_no_training_writes_is_a_damaged_checkpoint(entries: dict[str, Any], is_branch: bool) -> None:
     identity = identity_of(a_run({}))
-    with pytest.raises(DamagedCheckpoint, match=rf"checkpoint.json: {next(iter(entries))} of its identity is not what"):
+    with pytest.raises(DamagedCheckpoint, match=rf"checkpoint.json: entry {next(iter(entries))} of its identity"):
         Continuing(a_run({}), identity, is_branch).compare(record_of(identity | entries), CHECKPOINT)

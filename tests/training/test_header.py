@@ -47,11 +47,11 @@ def test_it_says_what_is_trained_and_where_the_results_go() -> None:
     assert _header(_config(tensor=2, context=2), _data(["A", "B"], ["C"]), 8) == [
         "run       runs/a, from the start to step 100",
         "model     attention*4: 5,000 parameters, 2,200 of them in embedding and output layer; fp32",
-        "layout    8 processes: tensor 2, sequence parallel, context 2, data 2; 2 x 2 samples a replica and step, "
+        "layout    8 processes: tensor 2, sequence parallel, context 2, data 2; 2 x 2 samples per replica and step, "
         "on cpu",
         "data      there: 4,000 tokens of A, B",
         "tested on C",
-        "tokens    8 samples of 20 a step, 16,000 in all: 4 times the data",
+        "tokens    8 samples of 20 per step, 16,000 in total: 4 times the data",
         "results   metrics.jsonl, evaluation.jsonl, tensorboard/ and checkpoints/ in runs/a",
     ]
 
@@ -59,9 +59,9 @@ def test_it_says_what_is_trained_and_where_the_results_go() -> None:
 def test_one_process_goes_on_with_many_domains() -> None:
     lines = _header(_config(), _data([*"ABCDEFGH"], []), 1, step=40)
     assert lines[0] == "run       runs/a, from step 40 to step 100"
-    assert lines[2] == "layout    1 process: data 1; 4 x 2 samples a replica and step, on cpu"
+    assert lines[2] == "layout    1 process: data 1; 4 x 2 samples per replica and step, on cpu"
     assert lines[3] == "data      there: 4,007 tokens of A, B, C, D, E, F and 2 more"
-    assert lines[4] == "tested on validation text of the same domains alone"
+    assert lines[4] == "tested on validation text of the same domains only"
 
 
 def test_a_domain_cannot_write_to_the_terminal() -> None:

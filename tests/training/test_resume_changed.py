@@ -62,8 +62,8 @@ def test_a_run_that_is_not_there_is_not_resumed(run: Path, capsys: pytest.Captur
     assert resumed(run, "run.name=runn") == 2
     place = run.parent / "runn"
     assert said(capsys) == (
-        f"selectron: error: --resume: {place} holds no checkpoint to go on from; did you mean run.name=run? "
-        "--resume=auto begins a run where there is none\n"
+        f"selectron: error: --resume: {place} contains no checkpoint to resume from; did you mean run.name=run? "
+        "--resume=auto starts a new run if there is none\n"
     )
     assert not place.exists()
 
@@ -73,9 +73,9 @@ def test_a_run_without_a_checkpoint_begins_anew_where_that_is_asked_for(
 ) -> None:
     shutil.rmtree(run / "checkpoints")
     assert resumed(run) == 2
-    assert "give --resume=auto to begin the run anew" in said(capsys)
+    assert "use --resume=auto to start the run from the beginning" in said(capsys)
     assert call(run.parent / "config.yaml") == 2
-    assert "which has no checkpoint; add --resume=auto to begin it anew" in said(capsys)
+    assert "already contains a run without a checkpoint; add --resume=auto to start it" in said(capsys)
     assert resumed(run, how="--resume=auto") == 0
     assert [line["step"] for line in records(run)] == [1, 2, 3, 4]
 
@@ -100,14 +100,14 @@ def test_a_finished_run_is_compared_too(
 def test_what_changes_nothing_is_said_of_a_finished_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert resumed(run, "training.micro_batch_size=1") == 0
     changed, finished = said(capsys).splitlines()
-    assert "changed at step 4: training.micro_batch_size 2 -> 1: the losses do not depend on it" in changed
+    assert "changed at step 4: training.micro_batch_size 2 -> 1: the losses are not affected" in changed
     assert finished == f"{run} is finished: step 4 of 4"
 
 
 def test_a_longer_cosine_goes_on_by_name_alone_and_is_noted(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = records(run)
     assert resumed(run, "training.steps=6", "run.allow_changed=[training.steps]") == 0
-    assert "went on with training.steps 6, until here 4 (run.allow_changed)" in said(capsys)
+    assert "continued with training.steps 6, previously 4 (run.allow_changed)" in said(capsys)
     assert records(run)[:4] == before
     assert [line["step"] for line in records(run)] == [1, 2, 3, 4, 5, 6]
     (decision,) = records(run, "decisions.jsonl")
@@ -172,14 +172,14 @@ def test_other_documents_under_the_same_names(
     assert resumed(run, f"data.path={again}") == 2
     error = said(capsys)
     assert error.startswith(
-        f"selectron: error: data.path: {again} holds other training text than {run}/checkpoints/step_2"
+        f"selectron: error: data.path: {again} contains different training text than {run}/checkpoints/step_2"
     )
     assert "First (train) has " in error
     assert "Second" not in error
-    assert "run.allow_other_data=true to go on with this" in error
+    assert "run.allow_other_data=true to continue with this data" in error
     assert snapshot(run) == before
     assert resumed(run, f"data.path={again}", "run.allow_other_data=true") == 0
-    assert "warning: step 2: went on with other training text (run.allow_other_data): First (train)" in said(capsys)
+    assert "step 2: continued with different training text (run.allow_other_data): First (train)" in said(capsys)
     (decision,) = records(run, "decisions.jsonl")
     assert (decision["step"], decision["field"]) == (2, "data")
     assert [line["data"] == records(run)[0]["data"] for line in records(run)] == [True, True, False, False]

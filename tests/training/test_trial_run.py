@@ -94,7 +94,7 @@ def test_a_run_in_the_place_of_a_trial_is_not_replaced(tmp_path: Path, data: Pat
     run.mkdir(parents=True)
     (run / "metrics.jsonl").write_text("{}\n")
     assert call(config, *FIELDS, "--trial") == 2
-    assert "holds a run already" in capfd.readouterr().err
+    assert "already contains a run" in capfd.readouterr().err
     assert (run / "metrics.jsonl").read_text() == "{}\n"
 
 
