@@ -8,23 +8,18 @@ An allowed difference is recorded, so that reports can mention it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
-
 from megatron_ext.checkpoint.folder import RECORD, Record
-from megatron_ext.config.effects import Change, Effect, changes, flat, is_field, with_defaults
-from megatron_ext.config.load import read_tree
-from megatron_ext.config.schema import OptimizerConfig, RunConfig
-from megatron_ext.config.validate import show, validate
+from megatron_ext.config.effects import Change, Effect, changes, flat, is_field
+from megatron_ext.config.schema import RunConfig
+from megatron_ext.config.validate import show
 from megatron_ext.data.identity import differences
-from megatron_ext.mixers.core.registry import load_all
-from megatron_ext.optim.schedule import first_other_rate
-from megatron_ext.runs.config_files import config_file_at
 from megatron_ext.runs.identity import CHANGED, DATA, FIELDS, TOKENIZER, TRAIN_DOMAINS, check_identity
-from megatron_ext.training.domain_synonyms import DOMAIN_FIELDS, known_domains, without_synonyms
+from megatron_ext.training.domain_synonyms import known_domains, without_synonyms
+from megatron_ext.training.recorded_fields import mixer_defaults, other_rate, recorded_fields
 from megatron_ext.training.records import RunRecords
 from megatron_ext.training.resilience.decisions import WENT_ON, note
 from megatron_ext.utils.errors import UserError
@@ -89,12 +84,12 @@ class Continuing:
         check_identity(record.identity, checkpoint / RECORD)
         step = record.progress.step
         after = flat(self.config)
-        before, is_whole = _fields_of(record.identity, checkpoint, step)
+        before, is_whole = recorded_fields(record.identity, checkpoint, step)
         if not is_whole:  # unknown fields count as unchanged
             before = {**after, **before}
-        found = changes(before, after, _defaults_of_mixers(after))
+        found = changes(before, after, mixer_defaults(after))
         found = without_synonyms(found, record.identity, self.identity or known_domains(self.config, record.identity))
-        rate = _other_rate(found, before, after, step)
+        rate = other_rate(found, before, after, step)
         self._reject_changes(found, rate, checkpoint)
         if self.is_branch:
             self._reject_changed_trunk(record, checkpoint)
@@ -241,52 +236,5 @@ def _changes_the_past(change: Change, rate: str | None) -> bool:
     return change.effect is Effect.PAST or (change.effect is Effect.SCHEDULE and rate is not None)
 
 
-def _other_rate(found: Sequence[Change], before: Mapping[str, Any], after: Mapping[str, Any], step: int) -> str | None:
-    """Describe the first completed step whose learning rate would have differed; None: there is none."""
-    if not any(one.effect is Effect.SCHEDULE for one in found):
-        return None
-    other = first_other_rate(*_schedule(before), *_schedule(after), step)
-    if other is None:
-        return None
-    number, rate, now = other
-    return f"the learning rate of step {number} was {rate:.6g}, and would have been {now:.6g}"
-
-
 def _shown(change: Change) -> str:
     return f"{change.field} {show(change.before)} -> {show(change.after)}"
-
-
-def _fields_of(identity: Mapping[str, Any], checkpoint: Path, step: int) -> tuple[dict[str, Any], bool]:
-    """Return the configuration fields of a checkpoint, and whether they are complete.
-
-    A checkpoint of an earlier version stores only some fields. The others are read from the run folder.
-    """
-    if FIELDS in identity:
-        return with_defaults(identity[FIELDS]), True
-    known = {field: value for field, value in identity.items() if is_field(field)}
-    for field in ("data.reset_positions", "data.reset_attention"):
-        if field in known:
-            known[field] = bool(known[field])
-    for field in (*DOMAIN_FIELDS, TOKENIZER):  # these hold resolved values; the file has the configured ones
-        known.pop(field, None)
-    path = config_file_at(checkpoint.parents[1], step)
-    if path is None:
-        return known, False
-    return {**flat(read_tree(path)), **known}, True
-
-
-def _defaults_of_mixers(used: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the defaults of all fields of the configured mixers, by dotted name."""
-    known = load_all()
-    found: dict[str, Any] = {}
-    for name in {field.split(".")[1] for field in used if field.startswith("mixers.")}:
-        kind = known[name].config_type
-        values = TypeAdapter(kind).dump_python(validate(kind, {}), mode="json")
-        found |= {f"mixers.{name}.{field}": value for field, value in values.items()}
-    return found
-
-
-def _schedule(config: Mapping[str, Any]) -> tuple[OptimizerConfig, int]:
-    names = [field.name for field in fields(OptimizerConfig)]
-    given = {name: config[f"optimizer.{name}"] for name in names}
-    return validate(OptimizerConfig, given, "optimizer."), int(config["training.steps"])
