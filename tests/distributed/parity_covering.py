@@ -15,6 +15,7 @@ from typing import Any
 from parity_cases import LAYOUTS, MODELS, TWO, Model, compared, deep_enough
 
 from megatron_ext.config.pattern import parse_pattern
+from megatron_ext.mixers.core.base import Mixer
 from megatron_ext.mixers.core.registry import load_all
 
 LAYERS = 4  # of a model of several mixers: divisible by all numbers of (virtual) pipeline stages
@@ -148,7 +149,9 @@ def exchanges(model: Model, parallel: dict[str, Any]) -> frozenset[str]:
             names.add("fetch_blocks")
         elif traits.supports_state_passing and (kind != "heads" or not divides):
             # With `auto`, which compares bytes, states are smaller than heads in these models.
-            names.add("diagonal_state_before" if mixer == "mamba" else "context_parallel_scan")
+            # Only a matrix-valued state has a `state_shape`.
+            elementwise = load_all()[mixer].module.state_shape is Mixer.state_shape
+            names.add("diagonal_state_before" if elementwise else "context_parallel_scan")
         else:
             names.add("sequence_to_heads" if divides else "gather_sequence")
     return frozenset(names)
