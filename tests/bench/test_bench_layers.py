@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from built_in import MIXERS
 
 from kernels.bench.contestant import NotRun
 from kernels.common.dispatch import plain_torch, recorded_choices
@@ -53,7 +54,7 @@ def test_every_mixer_is_checked_and_timed(meter: Any, shape: LayerShape) -> None
     attention = report.rows[0]
     # Four square matrices. Scores and weighted values of 35.5 keys, the mean that a query sees, for two heads.
     assert attention.flops == 6 * 4 * 32**2 + 3 * (4 * 2 * 16 * 35.5)
-    assert attention.choices
+    assert all(row.choices for row in report.rows if row.mixer in MIXERS)
     assert attention.measured is not None
     assert attention.measured.parameters == 4 * 32**2
 
@@ -201,6 +202,7 @@ def test_the_peer_has_the_settings_of_ours(name: str, one_process: Any) -> None:
 
 def test_every_peer_is_named_after_a_mixer() -> None:
     assert set(peers.LAYERS) <= set(load_all())
+    assert MIXERS - set(peers.LAYERS) == {"top1_chunk", "top1_element"}
 
 
 def test_without_fla_its_layers_are_not_run(shape: LayerShape, monkeypatch: pytest.MonkeyPatch) -> None:

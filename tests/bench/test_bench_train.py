@@ -286,7 +286,7 @@ def test_what_fails_says_why_and_the_others_go_on(
         (["--processes", "0"], "--processes: 0 is less than 1"),
         (["--variant", "model.pattern=attention"], "--variant: 'model.pattern=attention' is no variant"),
         (["--variant", "a:", "--variant", "a:"], "--variant: 'a' is there twice"),
-        (["--processes", "3"], "does not divide"),
+        (["--processes", "3"], "is not divisible"),
     ],
 )
 def test_bad_options_are_one_line(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -243,7 +243,7 @@ def test_what_is_there_is_kept(
 ) -> None:
     capsys.readouterr()
     assert convert(run, hf, "--to", "hf") == 2
-    assert "hf is there; give another folder, or add --overwrite" in error(capsys)
+    assert "hf already exists; give another folder, or add --overwrite" in error(capsys)
     assert convert(hf, hf / "in it", "--to", "megatron", "--overwrite") == 2
     assert "contain each other" in error(capsys)
     (tmp_path / "photos").mkdir()
@@ -389,13 +389,13 @@ def test_a_full_disk(
     size: str,
 ) -> None:
     assert convert(run, small_disk / "out", "--to", to) == 2
-    assert f"needs {size} MB, and " in error(capsys)
+    assert f"needs {size} MB, but " in error(capsys)
     # Another process may fill the disk after the check.
     from megatron_ext.commands import convert as command
 
     monkeypatch.setattr(command, "check_space", lambda *_: None)
     assert convert(run, small_disk / "out", "--to", to) == 2
-    assert f"{small_disk}/out: cannot be written: No space left on device; make room" in error(capsys)
+    assert f"{small_disk}/out: cannot be written: No space left on device; free disk space" in error(capsys)
     assert not list(small_disk.iterdir())
 
 

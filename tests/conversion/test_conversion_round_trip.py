@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import saved_runs
 import torch
+from built_in import MIXERS
 
 from megatron_ext.conversion.huggingface.families.selectron import PARAMETERS
 
@@ -22,6 +23,7 @@ Fixture = Callable[..., Any]
 
 def models_of_all_mixers() -> list[str]:
     """Patterns of four-layer models that cover every mixer with code for transformers."""
+    assert set(PARAMETERS) >= MIXERS
     names = sorted(PARAMETERS)
     names += ["attention"] * (-len(names) % 4)
     return [",".join(names[i : i + 4]) for i in range(0, len(names), 4)]
@@ -152,7 +154,7 @@ def test_what_flash_linear_attention_itself_has_saved(
         (line,) = capsys.readouterr().err.splitlines()
         assert line == (
             "selectron: error: model.layers.1.attn.v_lora.lora.0.weight: mixes the first layer's values into this "
-            "one's (value residual), which is not supported; only models with it disabled are "
+            "layer's (value residual), which is not supported; only models with it disabled are "
             "supported: biases -256, weights 0"
         )
         assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "theirs"]

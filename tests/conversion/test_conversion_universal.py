@@ -160,7 +160,7 @@ def test_what_deepspeed_itself_has_written(
     assert "universal: contains no selectron.json, and DeepSpeed's files do not contain the model's " in error(capsys)
     (tmp_path / "model.yaml").write_text(to_yaml(universal_runs.config_of(*case)))
     assert convert(theirs, back, "--to", "megatron", "--model-config", tmp_path / "model.yaml") == 0
-    assert "the optimizer state has another library's format and is not converted" in capsys.readouterr().err
+    assert "the optimizer state has a format that is not supported and is not converted" in capsys.readouterr().err
     found = TorchDistTensors(back / "checkpoints" / "step_0")
     assert found.infos().keys() == parameters.keys()
     assert [key for key, tensor in parameters.items() if not torch.equal(found.read(key), tensor)] == []
@@ -229,7 +229,7 @@ def test_optimizer_state_goes_along_where_types_stay(
     assert convert(run, tmp_path / "same", "--to", "megatron") == 0
     assert "verified: every tensor and the optimizer state; logits" in capsys.readouterr().err
     assert convert(folder, tmp_path / "bf16", "--to", "megatron", "--dtype", "bf16", "--no-verify") == 0
-    assert "belongs to a run of the types it has and is not converted" in capsys.readouterr().err
+    assert "is of a run of the types it has and is not converted" in capsys.readouterr().err
     assert inspected(capsys, tmp_path / "same")["optimizer_state"]
     assert not inspected(capsys, tmp_path / "bf16")["optimizer_state"]
     assert convert(run, tmp_path / "fp32", "--to", "deepspeed-universal", "--dtype", "fp32") == 2
@@ -270,7 +270,7 @@ def _no_moment(folder: Path) -> str:
 
 def _no_tag(folder: Path) -> str:
     (folder / "latest_universal").write_text("global_step7")
-    return "latest_universal: names 'global_step7', and "
+    return "latest_universal: names 'global_step7', but "
 
 
 def _no_description(folder: Path) -> str:

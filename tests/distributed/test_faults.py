@@ -44,7 +44,7 @@ def config(tmp_path: Path, data: Path) -> Path:
         (["model.pattern=top1_chunks*4"], "model.pattern", "top1_chunks"),
         (["model.num_attention_heads=3", "model.head_dim=8", *TP2], "model.num_attention_heads", "parallel.tensor 2"),
         (["data.seq_length=63", "parallel.context=2"], "data.seq_length", "parallel.context 2"),
-        (["parallel.tensor=2", "parallel.pipeline=2"], "parallel", "4 processes a replica"),
+        (["parallel.tensor=2", "parallel.pipeline=2"], "parallel", "4 processes per replica"),
         (["model.patern=attention"], "model.patern", "pattern"),
     ],
     ids=["unknown mixer", "heads by tp", "sequence by cp", "processes", "unknown key"],
@@ -311,7 +311,8 @@ def test_a_disk_that_fills_while_recording(tmp_path: Path, data: Path, mount: Pa
     assert "Traceback" not in errors
     line = one_line(errors)
     assert str(mount / "run") in line
-    assert "No space left on device" in line or "it may be full" in line  # torch's streams do not report the reason
+    # torch's streams do not report the reason.
+    assert "No space left on device" in line or "the disk may be full" in line
 
 
 @pytest.mark.slow

@@ -62,7 +62,8 @@ def test_what_has_no_effect_any_more_is_said(
     monkeypatch.setattr(suite, "_open_domains", lambda *_: None)
     evaluated: Any = SimpleNamespace(config=SimpleNamespace(data=None))
     suite.check_domains(evaluated, read_overrides("domains", fields))
-    said = f"selectron: warning: {named} no effect any more; remove\n"
+    it = "them" if named is not None and " and " in named else "it"
+    said = f"selectron: warning: {named} no effect any more; remove {it}\n"
     assert capsys.readouterr().err == ("" if named is None else said)
 
 

@@ -95,7 +95,7 @@ def assert_noticed(drill: Drill, course: Course) -> None:
 
 def assert_noticed_by_the_watch(log: str) -> None:
     """Check that a rank prints its stack, and before Slurm detects that the node is gone, if it does."""
-    watch, stack = f"Timeout (0:00:{HANG_SECONDS:02})!", log.find("in compute_gradients")
+    watch, stack = f"Timeout (0:00:{HANG_SECONDS:02})!", log.find("in _attempt")
     assert watch in log
     assert log.index(watch) < stack
     assert "DUE TO NODE FAILURE" not in log[:stack]

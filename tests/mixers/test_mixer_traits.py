@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 import pytest
+from built_in import MIXERS
 
 from megatron_ext.mixers.core.registry import load_all
 
@@ -38,6 +39,10 @@ TRAITS: dict[str, dict[str, Any]] = {
     "top1_chunk": KEY_VALUE | {"chunk_field": "chunk_size"},
     "top1_element": KEY_VALUE,
 }
+
+
+def test_every_mixer_of_this_project_is_in_the_table() -> None:
+    assert set(TRAITS) == MIXERS
 
 
 @pytest.mark.parametrize("name", TRAITS)

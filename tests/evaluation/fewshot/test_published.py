@@ -75,7 +75,7 @@ def test_text_that_was_cleaned_up_asks_the_same(tmp_path: Path) -> None:
     ("task", "line", "said"),
     [
         ("piqa", '{"goal": "g", "sol1": "a", "label": 0}', "no field 'sol2'"),
-        ("piqa", '{"goal": "g", "sol1": "a", "sol2": "b", "label": 2}', "the answer 2 is none of"),
+        ("piqa", '{"goal": "g", "sol1": "a", "sol2": "b", "label": 2}', "the answer 2 is not one of"),
         (
             "arc_easy",
             json.dumps({"id": "7", "question": "Why?", "choices": CHOICES, "answerKey": "C"}),
@@ -91,8 +91,8 @@ def test_text_that_was_cleaned_up_asks_the_same(tmp_path: Path) -> None:
         ("boolq", '{"question": "q", "passage": "p", "answer": "yes"}', "the answer 'yes'"),
         ("hellaswag", json.dumps({**HELLASWAG, "ctx": "c", "label": 2}), "the answer 2"),
         ("hellaswag", '["a list"]', "an object with named fields"),
-        ("hellaswag", '{"ind": 3, ', "no JSON"),
-        ("hellaswag", b'{"ctx": "\xff"}', "no JSON"),
+        ("hellaswag", '{"ind": 3, ', "not JSON"),
+        ("hellaswag", b'{"ctx": "\xff"}', "not JSON"),
     ],
 )
 def test_a_damaged_row_is_named(task: str, line: str | bytes, said: str, tmp_path: Path) -> None:
