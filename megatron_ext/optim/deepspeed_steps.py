@@ -60,6 +60,7 @@ class DeepSpeedStep:
         else:
             # It uses the norm only if it checks for overflow, and would then also check the gradients.
             replaced = {
+                "compute_grad_norm": True,  # a user's DeepSpeed file may disable it
                 "scaled_global_norm": lambda: norm,
                 "check_grad_overflow": True,
                 "check_overflow": lambda *_, **__: None,

@@ -20,6 +20,8 @@ FIELDS = ["training.evaluate_every=0", "model.pattern=top1_chunk,attention"]
 EMBEDDING = "embedding.word_embeddings.weight"
 """Parameter whose gradient `sabotage` corrupts, the first of the model."""
 SHARDINGS = ["none", "megatron", "zero1", "zero2", "zero3"]
+UNCLIPPED = "zero2_unclipped"
+"""ZeRO-2 with a DeepSpeed file that asks for no gradient norm, which the verdict on a step needs all the same."""
 
 
 class Runs:
@@ -46,6 +48,9 @@ class Runs:
 
 
 def _of(sharding: str) -> list[str]:
+    if sharding == UNCLIPPED:
+        settings = Path(__file__).with_name("no_grad_norm.json")
+        return ["optimizer.sharding=zero2", "optimizer.clip_grad=0", f"optimizer.deepspeed={settings}"]
     return [f"optimizer.sharding={sharding}"]
 
 
@@ -62,7 +67,7 @@ def losses(folder: Path) -> dict[int, float]:
     return {record["step"]: record["loss"] for record in records(folder)}
 
 
-@pytest.mark.parametrize("sharding", SHARDINGS)
+@pytest.mark.parametrize("sharding", [*SHARDINGS, UNCLIPPED])
 def test_what_is_right_when_computed_again_leaves_no_trace(runs: Runs, sharding: str) -> None:
     folder = runs.broken(f"again_{sharding}", _of(sharding), [4])
     assert curve(folder) == curve(runs.undisturbed(sharding))
