@@ -112,8 +112,10 @@ class RunRecords:
     def _record(self, name: str, records: Sequence[Mapping[str, Any]]) -> None:
         with self._writing():
             for record in records:
-                for logger in self._loggers:
+                for logger in self._loggers[:-1]:
                     logger.record(name, record)
+        for record in records:  # not in the context above, whose errors are of the run folder
+            self._progress.record(name, record)
 
     def say(self, line: str) -> None:
         """Print a line above the progress bar."""
@@ -152,7 +154,7 @@ class RunRecords:
             yield
         except OSError as error:
             problem = f"cannot be written ({os_reason(error)})"
-            raise UserError(str(self._folder), problem, "make room and start again with --resume=auto") from error
+            raise UserError(str(self._folder), problem, "free disk space and start again with --resume=auto") from error
 
 
 def lr_at(folder: Path, step: int) -> float | None:

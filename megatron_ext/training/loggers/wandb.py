@@ -43,7 +43,13 @@ class WeightsAndBiases(Tracker):
             dir=None if "WANDB_DIR" in os.environ else str(self.run.folder),
             config=dict(self.run.settings),
             allow_val_change=True,
-            settings=wandb.Settings(console="off", login_timeout=LOGIN_SECONDS, silent=True),
+            settings=wandb.Settings(
+                console="off",
+                login_timeout=LOGIN_SECONDS,
+                silent=True,
+                x_disable_meta=True,  # it would send the command line, which may contain credentials
+                disable_git=True,  # and the URL of the repository
+            ),
         )
         self._run.define_metric("*", step_metric=STEP)
         if self._run.url:  # None offline

@@ -87,6 +87,14 @@ def test_a_run_that_repeats_steps_gets_a_new_run_that_is_complete(tmp_path: Path
     assert [expected(7), expected(6)] == RUNS
 
 
+def test_a_start_that_was_killed_is_not_continued(tmp_path: Path) -> None:
+    write(tmp_path, 0, 4)
+    step(open_records(tmp_path, 4), 5)  # the service may have received it, but no checkpoint contains it
+    open_records(tmp_path, 4)
+    write(tmp_path, 4, 6)
+    assert expected(6) == RUNS[-1]
+
+
 def test_a_rollback_begins_a_new_run(tmp_path: Path) -> None:
     records = open_records(tmp_path, 0)
     for number in range(1, 6):

@@ -21,8 +21,9 @@ from megatron_ext.utils.atomic_files import read_regular, write_whole
 from megatron_ext.utils.credentials import redacted
 from megatron_ext.utils.printable import printable
 
-CLOSE_SECONDS = 120.0
-"""Longest wait for a service to receive the last values when a run ends."""
+CLOSE_SECONDS, STOP_SECONDS = 120.0, 15.0
+"""Longest wait for a service to receive the last values when a run is finished, or stopped: Slurm kills a job some
+seconds after it asked it to stop."""
 
 PROJECT = "selectron"
 """Project or experiment at a service, unless the service's own environment variable names another."""
@@ -93,6 +94,8 @@ class Tracker(Logger):
         """Begin or continue a run at the service. See the class."""
         if self._thread is None:
             tracked = self._read()
+            # A process that is killed leaves no file: what the service has received is then unknown.
+            (self.run.folder / tracked_name(self.service)).unlink(missing_ok=True)
             continues = tracked is not None and tracked.records == start.records and not start.has_dropped
             run_id = tracked.run if tracked is not None and continues else None
             self._thread = threading.Thread(target=self._work, name=f"{self.service} logger", daemon=True)
@@ -120,9 +123,10 @@ class Tracker(Logger):
         finished = self._last_step >= self.run.steps
         self._jobs.put((False, lambda: self.finish(finished=finished)))
         self._jobs.put(None)
-        self._thread.join(CLOSE_SECONDS)
+        patience = CLOSE_SECONDS if finished else STOP_SECONDS
+        self._thread.join(patience)
         if self._thread.is_alive():
-            self._warn(f"did not receive the last values within {CLOSE_SECONDS:.0f} s")
+            self._warn(f"did not receive the last values within {patience:.0f} s")
         elif not self._failed and self._id is not None:
             tracked = json.dumps(asdict(Tracked(self._id, self._records)))
             write_whole(self.run.folder / tracked_name(self.service), (tracked + "\n").encode())
