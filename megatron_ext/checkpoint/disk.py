@@ -30,7 +30,7 @@ class Failure:
     Attributes:
         problem: storage error, or the reason why nothing may be written. None: a bug.
         trace: the traceback.
-        hint: advice for the user. None: make room on the disk.
+        hint: advice for the user. None: free disk space.
     """
 
     problem: str | None

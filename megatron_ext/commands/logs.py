@@ -61,7 +61,7 @@ def _warn_of_copy(job: Job) -> None:
 
 
 def _show_manual_output(args: argparse.Namespace, start: ManualStart) -> int:
-    """Print the output file of a run that was started by start.
+    """Print the output file of a run that was started by hand.
 
     Raises:
         UserError: its output is in no file.

@@ -58,8 +58,8 @@ class DomainOptions:
         given = [f"{STEM}.{name}" for name in ("resamples", "seed") if getattr(self, name) is not None]
         if not given:
             return []
-        have = "has" if len(given) == 1 else "have"
-        return [f"selectron: warning: {' and '.join(given)} {have} no effect any more; remove"]
+        have, it = ("has", "it") if len(given) == 1 else ("have", "them")
+        return [f"selectron: warning: {' and '.join(given)} {have} no effect any more; remove {it}"]
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from megatron_ext.config.layout import layout_of, sequence_parallel
 from megatron_ext.config.schema import RunConfig
 from megatron_ext.data.datasets import RunData
 from megatron_ext.parallel.parameters import ParameterCount
+from megatron_ext.run_folder.layout import EVALUATION, METRICS, TENSORBOARD
 from megatron_ext.training.run_context import RunContext
 from megatron_ext.utils.credentials import redacted
 from megatron_ext.utils.printable import printable
@@ -49,9 +50,15 @@ def header(context: RunContext, data: RunData, size: ParameterCount, progress: P
             f"{training.global_batch_size:,} samples of {length:,} per step, {total:,} in total: "
             f"{total / available:.3g} times the data",
         ),
-        ("results", f"metrics.jsonl, evaluation.jsonl, tensorboard/ and checkpoints/ in {folder}"),
+        ("results", f"{_files(config)} and checkpoints/ in {folder}"),
     ]
     return "\n".join(f"{name:<10}{printable(value)}" for name, value in rows)
+
+
+def _files(config: RunConfig) -> str:
+    """Name the files of the records."""
+    board = [f"{TENSORBOARD}/"] if TENSORBOARD in config.logging.backends else []
+    return ", ".join([METRICS, EVALUATION, *board])
 
 
 def _layout(config: RunConfig, world_size: int) -> str:

@@ -125,7 +125,7 @@ class Megatron:
         """Implement `Destination.remark`."""
         if not source.has_optimizer or self.carries_training(source, wish):
             return None
-        reason = "has another library's format" if source.training is None else "belongs to a run of the types it has"
+        reason = "has a format that is not supported" if source.training is None else "is of a run of the types it has"
         return (
             f"the optimizer state {reason} and is not converted: the run can generate text, but training cannot resume"
         )

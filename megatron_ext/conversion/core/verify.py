@@ -98,7 +98,7 @@ def _compare_training(source: Source, written: Source) -> None:
     }
     for name, is_the_same in said.items():
         if not is_the_same:
-            raise UserError(where, f"{name} differs from the converted tensor", _MEND)
+            raise UserError(where, f"{name} differs from the source's", _MEND)
 
 
 def _compare_bits(expected: Tensors, written: Tensors, where: str) -> None:
