@@ -2,12 +2,12 @@
 
 Near-duplicates are found by MinHash as in Lee et al. 2022 (arXiv 2107.06499). The set of a document's word n-grams
 gives `buckets` signatures of `hashes_per_bucket` minima each. Two documents that share a signature are near-duplicates.
-Its probability is 1 - (1 - s**hashes_per_bucket)**buckets at Jaccard similarity s. Exact duplicates have equal text:
-they use the same stages with one signature, a 120-bit hash of the whole text.
+Documents of Jaccard similarity s share a signature with probability 1 - (1 - s**hashes_per_bucket)**buckets. Exact
+duplicates have equal text. They use the same stages with a single signature, a 120-bit hash of the whole text.
 
-Reading, sorted signature files and the search for equal signatures are datatrove's. This module and `survivors` choose
-the document to keep, because datatrove's own choice ignores splits and depends on the number of tasks. No text is
-written between stages: each stage reads the documents again, so `documents` must yield the same ones every time.
+Reading, sorted signature files and the search for equal signatures are datatrove's. The module `survivors` chooses the
+document to keep, because datatrove's own choice ignores splits and depends on the number of tasks. No text is written
+between stages. Each stage reads the documents again, so `documents` must yield the same documents every time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LINES_AT_A_TIME = 1024
 """Maximum number of signatures read at once from each task's file; datatrove's default of 5 causes many small reads."""
 
 LINES_IN_MEMORY = 1 << 20
-"""Maximum number of signatures read at once from all tasks' files, which are open together: 71 MB with the defaults."""
+"""Maximum number of signatures in memory from the files of all tasks, which are open together: 71 MB by default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +41,9 @@ class NearOptions:
 
     Attributes:
         ngram_words: words per n-gram.
-        buckets: signatures per document; more of them also find less similar documents.
-        hashes_per_bucket: minima per signature; more of them require more similar documents.
-        seed: seed of the permutations.
+        buckets: signatures per document; with more signatures, less similar documents are also found.
+        hashes_per_bucket: minima per signature; with more minima, only more similar documents are found.
+        seed: seed of the hash permutations.
     """
 
     ngram_words: int = 5
@@ -52,10 +52,10 @@ class NearOptions:
     seed: int = 1
 
     def __post_init__(self) -> None:
-        """Check that the numbers are positive.
+        """Check that all options except the seed are positive.
 
         Raises:
-            UserError: a number is below 1.
+            UserError: an option is below 1.
         """
         for name in ("ngram_words", "buckets", "hashes_per_bucket"):
             if getattr(self, name) < 1:
@@ -63,7 +63,7 @@ class NearOptions:
                 raise UserError(option, f"{getattr(self, name)} is not positive", "give 1 or more")
 
     def chance(self, similarity: float) -> float:
-        """Return the probability that two documents of a Jaccard similarity, 0 to 1, are found."""
+        """Return the probability that two documents with a Jaccard similarity in [0, 1] are found."""
         return 1 - (1 - similarity**self.hashes_per_bucket) ** self.buckets
 
     def config(self) -> MinhashConfig:
@@ -82,8 +82,8 @@ class Deduplication:
 
     Attributes:
         stages: stages to run in order.
-        documents: steps that read the documents without duplicates. Further steps are appended to them, and they run in
-            as many tasks as the stages.
+        documents: steps that read the documents without duplicates, to which the caller appends further steps. They
+            must run in as many tasks as the first stage.
     """
 
     stages: list[Stage]
@@ -101,12 +101,13 @@ def exact_duplicates(
     """Find documents with equal text.
 
     Args:
-        documents: steps that read and clean; `metadata["split"]` is train, validation or test, and ids are unique.
+        documents: steps that read and clean documents. Document ids are unique. `metadata["split"]` is train,
+            validation or test.
         folder: folder for signatures and results, about 30 bytes per document; local or an fsspec URL. The choice of
-            survivors temporarily takes another 56 bytes per document with a duplicate, and per signature it shares.
+            survivors temporarily takes another 56 bytes for each signature that a document shares with another.
         tasks: number of reading tasks.
-        beside: steps that share the pass over all documents, including duplicates, and yield all of them.
-        ledger: receives the numbers of dropped documents.
+        beside: steps that run in the same pass over all documents, including duplicates. Each must yield every document.
+        ledger: receives the counts of dropped documents.
     """
     signature = ExactSignature(f"{folder}/signatures", EXACT)
     return _deduplication("exact", documents, folder, tasks, signature, beside, ledger or Ledger())
@@ -125,8 +126,8 @@ def near_duplicates(
         documents: see `exact_duplicates`; pass its `documents` to remove exact duplicates first.
         folder: folder for signatures and results, 960 bytes per document with the defaults; local or an fsspec URL.
         tasks: number of reading tasks.
-        options: options of near-duplicate detection.
-        ledger: receives the numbers of dropped documents.
+        options: options of near-duplicate detection; None: the defaults.
+        ledger: receives the counts of dropped documents.
     """
     signature = NearSignature(f"{folder}/signatures", (options or NearOptions()).config())
     return _deduplication("near", documents, folder, tasks, signature, (), ledger or Ledger())
@@ -154,7 +155,7 @@ def _deduplication(
 
 
 class _Buckets(MinhashDedupBuckets):
-    """datatrove's bucket step with a higher limit of open files: it opens the signatures of all tasks at once.
+    """datatrove's bucket step with a higher limit on open files, since it opens the signature files of all tasks at once.
 
     Args:
         tasks: number of tasks that wrote signatures.

@@ -1,21 +1,23 @@
-"""Find the vertices of a graph that have a smaller one in their component, in constant memory for any graph.
+"""Find all vertices of a graph except the smallest of each component, in constant memory for any graph.
 
 Vertices are eliminated from the largest to the smallest, range by range. When a vertex is eliminated, all its links
-lead to smaller vertices. Without links, it is the smallest of its component. Otherwise the smallest neighbour takes
-over its links to the other neighbours, so that connectivity is preserved. This is the node reduction of Dementiev,
-Sanders, Schultes and Sibeyn 2004 ("Engineering an external memory minimum spanning tree algorithm", IFIP TCS), for
-components. A whole range of vertices is eliminated at once by a search for components in memory.
+lead to smaller vertices. A vertex without links is the smallest of its component. Otherwise, the links to its other
+neighbours are moved to its smallest neighbour, so that connectivity is preserved. This is the node reduction of
+Dementiev, Sanders, Schultes and Sibeyn 2004 ("Engineering an external memory minimum spanning tree algorithm", IFIP
+TCS), for connected components. A whole range of vertices is eliminated at once by a search for components in memory.
 
-Links are stored in the file of the range of their larger end, and are read from there in blocks. A block is reduced to
-a tree for each of its components. A link for each vertex of the range is kept for the next block, and links between
-smaller vertices are written to their files. The number of links therefore never grows. Each time a link is written, it
-moves down by at least one range: for m links and R ranges, at most R m links are written. Because vertices are ordered
-by hashes, far fewer are: 1 to 2.6 m for 100 ranges, measured for small groups, a chain and random pairs.
+A link is stored in the file of the range that contains its larger end. A range's file is read in blocks. Each block is
+reduced to one tree per component. One link for each vertex of the range is kept for the next block, and links between
+smaller vertices are written to the files of lower ranges. The number of links therefore never grows. A link that is
+written again moves down by at least one range, so that at most R m links are written for m links and R ranges. Because
+vertices are ordered by hashes, far fewer links are written: 1 to 2.6 m for 100 ranges, measured for small groups, a
+chain and random pairs.
 
-Levels: a link belongs to the level of its larger end. Vertices are judged by links of no higher level than their own. A
-path from v to a smaller vertex, cut at the first smaller one, has only larger vertices in between. These are of v's
-level if none is of a higher level. Links that an elimination leaves between lower levels are therefore useless and are
-dropped: two vertices that are linked only through a vertex of a higher level stay separate.
+Each vertex has a level, which is the most significant part of its key. For a vertex v, only paths count that contain no
+vertex of a higher level than v. A path from v to the first smaller vertex has only larger vertices in between. If none
+of these has a higher level than v, all have v's level. A link between two lower levels that results from the
+elimination of v is therefore not needed, and is dropped. Two vertices that are linked only through a vertex of a higher
+level stay separate.
 """
 
 from __future__ import annotations
@@ -33,16 +35,17 @@ from data_prep.deduplication.keys import SPLIT_BIT
 from data_prep.deduplication.partitions import Partitions
 
 _FINE_BITS = 30
-"""Number of hash bits that determine the range."""
+"""Number of leading hash bits of a key that determine the vertex's range."""
 
 
 class Links:
-    """Links between vertices. A vertex has a key and a number, and is ordered by key, then by number.
+    """Links between vertices. A vertex is a document's (key, index), and vertices are ordered as these pairs.
 
     Args:
         folder: folder for the links, created here.
-        vertices: number of vertices of each level; the level is the part of a key from bit 62 on.
-        block: approximate number of vertices per range, as keys are hashes; and number of links read at once.
+        vertices: number of vertices of each level. The level of a vertex is the split in its key (`SPLIT_BIT`).
+        block: number of links read at once, and approximate number of vertices per range. The number of vertices is
+            approximate because ranges are chosen by hash.
     """
 
     def __init__(self, folder: Path, vertices: Sequence[int], block: int) -> None:
@@ -51,11 +54,14 @@ class Links:
         self._bases = np.cumsum([0, *self._ranges[:-1]], dtype=np.uint64)
 
     def add(self, links: Hashes) -> None:
-        """Add links, shape (links, 4): key and number of the larger end, then of the smaller one."""
+        """Add links, shape (links, 4): key and index of the larger vertex, then key and index of the smaller vertex."""
         self._parts.add(links, self._range_of(links[:, 0]))
 
     def eliminate(self) -> Iterator[Hashes]:
-        """Yield the vertices that have a smaller one in their component, shape (vertices, 2), range by range."""
+        """Yield (key, index) of the vertices that are not the smallest of their component, range by range.
+
+        Each array has the shape (vertices, 2).
+        """
         for number in reversed(range(int(self._ranges.sum()))):
             kept = np.empty((0, 4), np.uint64)
             for links in self._parts.drain(number):
@@ -63,7 +69,16 @@ class Links:
             yield kept[:, :2]
 
     def _contract(self, links: Hashes, number: int) -> Hashes:
-        """Return links from the range's vertices to the smallest of their components; store links of other ranges."""
+        """Reduce links to one per vertex.
+
+        Args:
+            links: links whose larger vertex is in the range, shape (links, 4).
+            number: index of the range.
+
+        Returns:
+            A link from each vertex of the range to the smallest vertex of its component. Links between vertices of
+            lower ranges are stored if the larger vertex has the level of the range, and dropped otherwise.
+        """
         vertices, smallest = _components(links)
         ranges = self._range_of(vertices[:, 0])
         stars = np.concatenate([vertices, vertices[smallest]], axis=1)
@@ -81,7 +96,10 @@ class Links:
 
 
 def _components(links: Hashes) -> tuple[Hashes, npt.NDArray[np.int64]]:
-    """Return the vertices of links, sorted, shape (vertices, 2), and for each the index of its component's smallest."""
+    """Return the sorted vertices of links, shape (vertices, 2), and the position of each component's smallest vertex.
+
+    The second array has the shape (vertices,): for each vertex, the row of the smallest vertex in its component.
+    """
     ends = links.reshape(-1, 2)
     order = np.lexsort((ends[:, 1], ends[:, 0]))
     ends = ends[order]

@@ -1,10 +1,11 @@
 """Convert the pairs that datatrove found to links between documents with keys, in constant memory.
 
 datatrove writes a group of equal signatures as pairs (a, b), (b, c), ..., in an order that is independent of splits.
-Here, the documents of a group are linked so that those of protected splits are connected without the others. In each
-block of rows, every document is linked to the group's smallest one, and that one to the smallest of all blocks before.
-Two passes attach the keys to the documents: one by ranges of documents, whose keys are read in order, and one by ranges
-of groups.
+Here, the documents of a group are linked so that the test documents are connected without validation and training
+documents, and the validation documents without training documents. In each block of rows, every document is linked to
+the smallest document of its group in the block. That document is linked to the smallest document of the group in all
+earlier blocks. Two passes attach the keys to the documents: one by ranges of documents, whose keys are read in order,
+and one by ranges of groups.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ from data_prep.deduplication.partitions import Partitions
 
 _PAIR_BYTES = 16
 _NONE = np.uint64(2**64 - 1)
-"""Sentinel above every key."""
+"""Sentinel that is larger than every key."""
 
 
 def linked_groups(pairs: DataFolder, keys: AllKeys, scratch: Path, block: int) -> tuple[Links, list[int]]:
-    """Link the documents of each group, and count the documents of each split in any group.
+    """Link the documents of each group. Return the links, and per split the number of documents in any group.
 
     Args:
         pairs: output folder of datatrove's `MinhashDedupBuckets`.
         keys: keys of all documents.
-        scratch: folder for temporary files, 56 bytes per document and group that contains it.
-        block: rows, documents or groups in memory at once.
+        scratch: folder for temporary files, 56 bytes for each membership of a document in a group.
+        block: maximum number of rows, documents or groups in memory at once.
     """
     members = Partitions(scratch / "members", 2, block)
     groups = 0
@@ -55,7 +56,10 @@ def linked_groups(pairs: DataFolder, keys: AllKeys, scratch: Path, block: int) -
 
 
 def _members_of(pairs: DataFolder, name: str, keys: AllKeys, groups: int, block: int) -> Iterator[Hashes]:
-    """Yield document numbers and group numbers, shape (rows, 2), of a file of pairs; numbering starts at `groups`."""
+    """Yield (document index, group index) of the documents in a file of pairs, shape (rows, 2).
+
+    The first group of the file has the index `groups`.
+    """
     last = (-1, -1)
     group = groups - 1
     with pairs.open(name, "rb") as file:
@@ -72,7 +76,11 @@ def _members_of(pairs: DataFolder, name: str, keys: AllKeys, groups: int, block:
 
 
 def _give_keys(members: Partitions, target: Partitions, keys: AllKeys, start: int, block: int) -> dict[int, int]:
-    """Write group, key and number of the members in a range of documents. Return the documents per split."""
+    """Add rows (group index, key, document index) to `target` for the members in a range of documents.
+
+    Returns:
+        The number of documents with a group, by split (index in `PROTECTED`).
+    """
     of_range: Hashes | None = None
     seen = np.zeros(block, np.bool_)
     for rows in members.drain(start // block):
@@ -88,12 +96,15 @@ def _give_keys(members: Partitions, target: Partitions, keys: AllKeys, start: in
 
 
 def _linked(rows: Hashes, best: Hashes, start: int) -> Hashes:
-    """Return links within a block, and from each group's smallest document in it to the smallest one before.
+    """Return links for a block of rows, shape (links, 4), as in `Links.add`.
+
+    Every document is linked to the smallest document of its group in the block, and that document to the smallest
+    document of the group in earlier blocks.
 
     Args:
-        rows: group, key and number, shape (rows, 3).
-        best: key and number of each group's smallest document so far, shape (groups, 2); updated in place.
-        start: first group of the range.
+        rows: (group index, key, document index), shape (rows, 3).
+        best: key and index of each group's smallest document so far, shape (groups, 2); updated in place.
+        start: index of the first group in the range.
     """
     rows = rows[np.lexsort((rows[:, 2], rows[:, 1], rows[:, 0]))]
     begins = np.concatenate([[True], rows[1:, 0] != rows[:-1, 0]])

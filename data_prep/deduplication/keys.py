@@ -1,4 +1,4 @@
-"""Keys of documents, which rank a document among its duplicates, in files of 8 bytes per document."""
+"""Keys that rank a document among its duplicates, stored in files of 8 bytes per document."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from data_prep.contamination.ngrams import Hashes
 from megatron_ext.utils.errors import UserError
 
 PROTECTED = ("test", "validation", "train")
-"""Splits by priority: documents of the first ones are kept."""
+"""Splits in order of priority. Of duplicates in different splits, the document of the earlier split is kept."""
 
 SPLIT_BIT = 62
-"""Position of the split in a key; the bits below are a hash."""
+"""Number of hash bits in a key. The two bits above are the split's index in `PROTECTED`."""
 
 KEYS_AT_A_TIME = 1 << 16
-"""Number of keys in memory while a task's keys are written or compared: 0.5 MB."""
+"""Maximum number of keys in memory while a task's keys are written or compared: 0.5 MB."""
 
 _BYTES = 8
 
@@ -34,7 +34,7 @@ def key_of(document: Document) -> int:
 
 
 class WriteKeys(PipelineStep):
-    """Writes the keys of a task's documents in order, 8 bytes each, and yields the documents."""
+    """datatrove step that writes the keys of a task's documents in order, 8 bytes each, and yields the documents."""
 
     type = "DEDUP"
     name = "keys"
@@ -44,7 +44,7 @@ class WriteKeys(PipelineStep):
         self.folder = get_datafolder(folder)
 
     def run(self, data: Iterator[Document], rank: int = 0, world_size: int = 1) -> Iterator[Document]:
-        """Yield the documents; the file is complete when they end."""
+        """Yield the documents. The file of keys is complete after the last document."""
         keys = array("Q")
         with self.folder.open(_name(rank), "wb") as file:
             for document in data:
@@ -64,17 +64,17 @@ def keys_of(folder: DataFolder, rank: int) -> Iterator[int]:
 
 
 class AllKeys:
-    """Keys of the documents of all tasks, numbered task by task.
+    """Keys of the documents of all tasks. The index of a document counts the documents of all tasks, task by task.
 
     Attributes:
-        offsets: number of each task's first document, then the total number, int64, shape (tasks + 1,).
+        offsets: index of each task's first document, then the number of documents, int64, shape (tasks + 1,).
 
     Args:
         folder: output folder of `WriteKeys`.
         tasks: number of tasks.
 
     Raises:
-        UserError: the folder contains the files of another number of tasks.
+        UserError: the folder does not contain exactly the files of this number of tasks.
     """
 
     def __init__(self, folder: DataFolder, tasks: int) -> None:
@@ -89,10 +89,17 @@ class AllKeys:
         return int(self.offsets[-1])
 
     def numbers(self, tasks: npt.NDArray[np.int64], places: npt.NDArray[np.int64]) -> Hashes:
-        """Return the numbers of documents from their tasks and positions there.
+        """Return the indices of documents, given their tasks and their positions within the tasks.
+
+        Args:
+            tasks: task of each document, shape (documents,).
+            places: position of each document within its task, shape (documents,).
+
+        Returns:
+            uint64 array, shape (documents,).
 
         Raises:
-            UserError: there is no such document.
+            UserError: a task or a position does not exist.
         """
         known = tasks < len(self.offsets) - 1
         known[known] = places[known] < np.diff(self.offsets)[tasks[known]]
@@ -103,7 +110,7 @@ class AllKeys:
         return (self.offsets[tasks] + places).astype(np.uint64)
 
     def between(self, start: int, end: int) -> Hashes:
-        """Return the keys of the documents with numbers in [start, end)."""
+        """Return the keys of the documents with indices in [start, end): uint64."""
         end = min(end, len(self))
         first, last = np.searchsorted(self.offsets, (start, end - 1), side="right") - 1
         parts = [np.empty(0, np.uint64)]

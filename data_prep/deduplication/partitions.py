@@ -1,7 +1,7 @@
 """Rows of integers on disk, partitioned into files by range, for external-memory algorithms.
 
-A row is appended to the file of its range, in no particular order. A range is read block by block when all its rows are
-written. Data of any size is thus grouped by range in two sequential passes, in the memory of one block.
+A row is appended to the file of its range, in no particular order. After all rows of a range are written, the range is
+read block by block. Data of any size is thus grouped by range in two sequential passes, in the memory of one block.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Partitions:
 
     Args:
         folder: folder of the files, created here.
-        columns: integers per row.
-        block: rows read at once.
+        columns: number of integers per row.
+        block: number of rows read at once.
     """
 
     def __init__(self, folder: Path, columns: int, block: int) -> None:
@@ -36,7 +36,7 @@ class Partitions:
         self._block = block
 
     def add(self, rows: Hashes, ranges: npt.NDArray[np.integer]) -> None:
-        """Append rows, shape (rows, columns), to the files of their ranges, shape (rows,)."""
+        """Append rows, shape (rows, columns), to the files of the ranges with the indices `ranges`, shape (rows,)."""
         order = np.argsort(ranges, kind="stable")
         rows, ranges = rows[order], ranges[order]
         bounds = [0, *(np.flatnonzero(np.diff(ranges)) + 1).tolist(), len(rows)]
@@ -46,7 +46,7 @@ class Partitions:
                     file.write(rows[start:end].data)
 
     def drain(self, number: int) -> Iterator[Hashes]:
-        """Read a range in blocks, shape (rows, columns), and remove it."""
+        """Yield the rows of range `number` in blocks, shape (rows, columns), then delete the range's file."""
         path = self._path(number)
         if path.exists():
             with path.open("rb") as file:
@@ -60,10 +60,12 @@ class Partitions:
 
 @contextlib.contextmanager
 def scratch_beside(folder: DataFolder) -> Iterator[Path]:
-    """Context manager that yields an empty folder and removes it at the end, or first if a killed run left it.
+    """Context manager that yields an empty scratch folder and removes it at the end.
+
+    A scratch folder that a killed run has left is removed first.
 
     Args:
-        folder: the folder is created beside this one; for an fsspec URL, on a local disk.
+        folder: folder beside which the scratch folder is created. For a remote folder, it is created on a local disk.
     """
     if not folder.is_local():
         with scratch_folder("signatures") as scratch:

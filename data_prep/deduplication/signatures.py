@@ -1,4 +1,4 @@
-"""Signatures that are equal for equal or similar texts: datatrove's step with our words and hashes.
+"""Signatures that are equal for equal or similar texts: datatrove's step with other word splitting and hashes.
 
 Near-duplicates: MinHash over word n-grams, Lee et al. 2022 (arXiv 2107.06499). Exact duplicates: a hash of the text.
 """
@@ -21,13 +21,13 @@ from datatrove.utils.word_tokenizers import WordTokenizer
 from data_prep.contamination.ngrams import Hashes, window_hashes
 
 BLOCK_SHINGLES = 512
-"""n-grams whose permuted hashes are in memory at once: 0.5 MB for 112 permutations, regardless of document length."""
+"""Number of n-grams whose permuted hashes are in memory at once: 0.5 MB for 112 permutations, at any text length."""
 
 BLOCK_DOCUMENTS = 1 << 22
-"""Documents whose signatures are sorted at once: 285 MB per bucket with the defaults."""
+"""Number of documents whose signatures are sorted at once: 285 MB per bucket with the defaults."""
 
 RECORDS_AT_A_TIME = 1 << 12
-"""Signatures that are read at once from each sorted block, and written, during a merge."""
+"""Number of signatures that a merge reads at once from each sorted block, and writes at once."""
 
 _PRIME_BITS = np.uint64(61)
 _PRIME = (np.uint64(1) << _PRIME_BITS) - np.uint64(1)
@@ -35,7 +35,7 @@ _HALF = (1 << 60) - 1  # datatrove reads signatures up to 2**61 - 1
 
 
 class _Words(WordTokenizer):
-    """Words between spaces. `simplify_text` leaves only these; datatrove's English tokenizer needs a spaCy model."""
+    """Tokenizer that splits at spaces, which suffices after `simplify_text`. datatrove's own needs a spaCy model."""
 
     def word_tokenize(self, text: str) -> list[str]:
         return text.split()
@@ -48,7 +48,7 @@ class _Words(WordTokenizer):
 
 
 class BoundedSignature(MinhashDedupSignature):
-    """datatrove's signature step in bounded memory; the original sorts all signatures of a task in memory.
+    """datatrove's signature step in bounded memory; datatrove's own step sorts all signatures of a task in memory.
 
     Args:
         folder: folder for signatures, local or an fsspec URL.
@@ -65,7 +65,7 @@ class BoundedSignature(MinhashDedupSignature):
         self._record = np.dtype([*hashes, ("document", "<u4")])
 
     def run(self, data: Iterable[Document], rank: int = 0, world_size: int = 1) -> None:
-        """Write a task's sorted signatures, byte for byte datatrove's file of each bucket."""
+        """Write a task's sorted signatures, one file per bucket, byte for byte as datatrove's own step does."""
         documents, whole = iter(data), self.output_folder
         super().run(islice(documents, BLOCK_DOCUMENTS), rank, world_size)
         blocks = [whole]
@@ -100,19 +100,22 @@ class BoundedSignature(MinhashDedupSignature):
 class NearSignature(BoundedSignature):
     """datatrove's MinHash signatures of whitespace-delimited words, in memory independent of the document length.
 
-    Words are those of datatrove's `simplify_text`: lower case, no punctuation, no accents, every number replaced by 0.
+    Words come from datatrove's `simplify_text`: lower case, no punctuation, no accents, every number replaced by 0.
     """
 
     def get_shingles(self, text: str) -> Hashes:
-        """Return the hashes of the word n-grams, shape (n-grams, 1)."""
+        """Return the hashes of the text's word n-grams, uint64, shape (n-grams, 1)."""
         config = self.config.norm_config
         if text.isascii():
-            config = replace(config, norm_unicode_diacritics=False)  # ASCII has no diacritics, and the search is slow
+            config = replace(config, norm_unicode_diacritics=False)  # ASCII has no accents, and their search is slow
         words = self.word_tokenizer.word_tokenize(simplify_text(text, config))
         return window_hashes(words, self.config.n_grams).reshape(-1, 1)
 
     def get_signature(self, shingles: Hashes) -> list[list[int]]:
-        """Return the minima of the permuted hashes per bucket: as in datatrove, but in blocks and without division."""
+        """Return the minima of the permuted hashes, `hashes_per_bucket` for each bucket.
+
+        The result is datatrove's, but is computed in blocks and without division.
+        """
         factors, offsets = (x.reshape(-1, 1) for x in self.parameters)
         minima = np.full(self.num_hashes, _PRIME)
         for start in range(0, len(shingles), BLOCK_SHINGLES):
@@ -125,14 +128,14 @@ class NearSignature(BoundedSignature):
 
 
 class ExactSignature(BoundedSignature):
-    """One signature per document: a 120-bit hash of its text, as two numbers."""
+    """One signature per document: a 120-bit hash of its text, as two 60-bit integers."""
 
     def get_shingles(self, text: str) -> Hashes:
-        """Return the two numbers, shape (1, 2)."""
+        """Return the two integers of the hash, uint64, shape (1, 2)."""
         hashed = xxhash.xxh3_128_intdigest(text.encode())
         return np.array([[hashed >> 64 & _HALF, hashed & _HALF]], np.uint64)
 
     def get_signature(self, shingles: Hashes) -> list[list[int]]:
-        """Return the two numbers as the signature of the only bucket."""
+        """Return the two integers as the signature of the only bucket."""
         signature: list[list[int]] = shingles.tolist()
         return signature

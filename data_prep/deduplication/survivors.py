@@ -1,12 +1,13 @@
 """datatrove steps that choose the document to keep in each group of duplicates.
 
 Every document has a key: its split (test before validation before train), then 62 bits of hash of its id. A document is
-removed if it is a duplicate, directly or through others, of one with a smaller key. Paths only lead through documents
-of splits with the same or higher priority than its own. Therefore, the kept test documents do not depend on validation
-or training documents, and the kept validation documents do not depend on training documents. No training document is
-kept that was found to be a duplicate of a test or validation document. Two test documents that are linked only through
-a training document are both kept. Because a key depends only on the document, the result does not depend on the number
-of tasks or workers. `groups` and `elimination` implement this for more documents than fit in memory.
+removed if it is a duplicate, directly or through other documents, of a document with a smaller key. The documents in
+between must belong to the split of the removed document or to a split of higher priority. Therefore, the kept test
+documents do not depend on validation or training documents, and the kept validation documents do not depend on training
+documents. No training document is kept that was found to be a duplicate of a test or validation document. Two test
+documents that are linked only through a training document are both kept. Because a key depends only on the document,
+the result does not depend on the number of tasks or workers. The modules `groups` and `elimination` implement this for
+more documents than fit in memory.
 """
 
 from __future__ import annotations
@@ -30,22 +31,22 @@ from data_prep.ledger import CountLeftOut
 from megatron_ext.utils.errors import UserError
 
 ROWS_AT_A_TIME = 1 << 20
-"""Documents, groups or links that are in memory at once during the choice."""
+"""Maximum number of documents, groups or links in memory at once while the survivors are chosen."""
 
 
 class ChooseSurvivors(PipelineStep):
-    """Writes the documents of each task to remove, from the pairs that datatrove's `MinhashDedupBuckets` found.
+    """datatrove step that lists the documents of each task to remove, from the pairs of `MinhashDedupBuckets`.
 
-    Runs in one task. Its memory does not grow with the number of duplicates or groups. Temporary files beside the
-    results take up to 56 bytes per document and signature that it shares, until the task ends. Counts: `duplicates`
-    (documents with any duplicate), `removed` and `removed_<split>`.
+    The step runs in one task. Its memory does not grow with the number of duplicates or groups. Temporary files beside
+    the results take up to 56 bytes for each signature that a document shares with another, until the task ends. The
+    step's statistics are `duplicates` (documents with any duplicate), `removed` and `removed_<split>`.
 
     Args:
         pairs: folder of pairs.
         keys: output folder of `WriteKeys`.
-        removed: output folder; temporary files lie beside it and are removed.
+        removed: output folder. Temporary files are created beside it and removed at the end.
         tasks: number of tasks that read documents.
-        block: rows in memory at once, some 400 bytes each.
+        block: maximum number of rows in memory at once, about 400 bytes each.
     """
 
     type = "DEDUP"
@@ -63,7 +64,7 @@ class ChooseSurvivors(PipelineStep):
         """Choose the documents to remove.
 
         Raises:
-            UserError: the folder contains the files of another number of tasks.
+            UserError: the folder of keys does not contain exactly the files of this number of tasks.
         """
         keys = AllKeys(self.keys, self.tasks)
         with self.track_time("task"), scratch_beside(self.removed) as scratch:
@@ -74,7 +75,7 @@ class ChooseSurvivors(PipelineStep):
         self._count(sum(found), removed)
 
     def _eliminate(self, links: Links, gone: Partitions) -> list[int]:
-        """Partition the numbers of removed documents by range. Return how many there are per split."""
+        """Partition the indices of removed documents by range. Return the number of removed documents per split."""
         removed = np.zeros(len(PROTECTED), np.int64)
         for vertices in links.eliminate():
             splits = (vertices[:, 0] >> np.uint64(SPLIT_BIT)).astype(np.int64)
@@ -83,7 +84,10 @@ class ChooseSurvivors(PipelineStep):
         return removed.tolist()
 
     def _write(self, gone: Partitions, keys: AllKeys, ascending: Path) -> None:
-        """Write each task's sorted positions, through one file of the numbers of all tasks."""
+        """Write the sorted positions of each task's removed documents.
+
+        The indices of all tasks are first sorted into the file `ascending`, which is then divided by task.
+        """
         counts = np.zeros(self.tasks, np.int64)
         with ascending.open("wb") as file:
             for number in range(-(-len(keys) // self.block)):
@@ -108,12 +112,12 @@ class ChooseSurvivors(PipelineStep):
 
 
 class KeepSurvivors(MinhashDedupFilter):
-    """datatrove's filter by the list of removed documents, with a check that list and documents match.
+    """datatrove's filter by the list of removed documents, with a check that the documents have not changed since.
 
     Args:
         keys: output folder of `WriteKeys`.
         removed: output folder of `ChooseSurvivors`.
-        counting: counts the removed documents.
+        counting: step that counts the removed documents.
     """
 
     def __init__(self, keys: str, removed: str, counting: CountLeftOut | None = None) -> None:
@@ -124,7 +128,7 @@ class KeepSurvivors(MinhashDedupFilter):
         """Yield the documents that are kept.
 
         Raises:
-            UserError: the search for duplicates has not run, or compared other documents.
+            UserError: the search for duplicates has not run, or it compared other documents.
         """
         if not self.data_folder.isfile(_removed_name(rank)):
             where = f"{self.data_folder.path}/{_removed_name(rank)}"

@@ -20,12 +20,13 @@ class Batch:
     Attributes:
         tokens: int64 [b, t], inputs.
         labels: int64 [b, t], the token after each input.
-        loss_mask: float32 [b, t], 1 where the label counts. For the first labels of documents see `Packing`.
-        position_ids: int64 [b, t], position in the whole sequence rather than in the slice, or in the document (see
-            `Packing`).
-        document_ids: int64 [b, t], the document of each label, -1 on padding. None for training.
-        cu_seqlens: int32 [n + 1], starts of the n document pieces among the b * t inputs in row-major order, then b *
-            t. Every row starts a new piece, even within a document. None if `Packing.boundaries` is off.
+        loss_mask: float32 [b, t], 1 where the label counts in the loss. `Packing` says when first tokens of documents
+            are masked.
+        position_ids: int64 [b, t], position in the whole sequence rather than in the slice, or position in the document
+            if `Packing.reset_positions` is on.
+        document_ids: int64 [b, t], document index of each label, -1 on padding. None for training.
+        cu_seqlens: int32 [n + 1], start of each of the n document pieces among the b * t inputs in row-major order,
+            then b * t. Every row starts a new piece, even within a document. None if `Packing.boundaries` is off.
     """
 
     tokens: torch.Tensor
@@ -36,7 +37,7 @@ class Batch:
     cu_seqlens: torch.Tensor | None = None
 
     def to(self, device: torch.device | str) -> Batch:
-        """Copy the batch to another device, except `cu_seqlens`, so that CPU code can read it without a GPU sync."""
+        """Copy the batch to another device. `cu_seqlens` stays on the CPU, where code reads it without a GPU sync."""
         parts = {name: part for name, part in vars(self).items() if part is not None}
         moved: dict[str, Any] = {name: _moved(part, device) for name, part in parts.items() if name != "cu_seqlens"}
         return Batch(**moved, cu_seqlens=self.cu_seqlens)
@@ -45,7 +46,7 @@ class Batch:
 def _moved(part: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     """Return a tensor on another device. Copies to a GPU are asynchronous."""
     if torch.device(device).type == "cuda":
-        part = part.pin_memory()  # from pageable memory the copy would block the host
+        part = part.pin_memory()  # a copy from pageable memory would block the host
     return part.to(device, non_blocking=True)
 
 
@@ -55,8 +56,8 @@ class Packing:
 
     Attributes:
         boundaries: provide `cu_seqlens`.
-        reset_positions: restart position ids at 0 with every document. A document that began before its sample restarts
-            at the beginning of the sample.
+        reset_positions: restart position ids at 0 with every document. The positions of a document that began in an
+            earlier sample restart at the beginning of this sample.
         within_documents: mask labels that are the first token of a document, because their context is another document.
     """
 
@@ -123,7 +124,7 @@ def evaluation_batch(
 ) -> Batch:
     """Read evaluation samples with the document of each label. Arguments are as for `training_batch`.
 
-    Indices beyond the last sample give rows of padding that count in no loss.
+    An index beyond the last sample gives a row of padding with a loss mask of 0.
     """
     part = _slice(samples.seq_length, cp_rank, cp_size)
     read = [samples[index] for index in indices]
@@ -170,14 +171,19 @@ def _first_labels(starts: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.
 
 
 def _slice(length: int, cp_rank: int, cp_size: int) -> slice:
-    """Return the positions of one context-parallel rank."""
+    """Return the slice of sequence positions of one context-parallel rank."""
     if length % cp_size:
         raise ValueError(f"sequence length {length} is not divisible by {cp_size} context-parallel ranks")
     return slice(cp_rank * length // cp_size, (cp_rank + 1) * length // cp_size)
 
 
 def _cu_seqlens(starts: Sequence[npt.NDArray[np.int64]], part: slice) -> npt.NDArray[np.int32]:
-    """Return the starts of documents in a slice of every row, and of the rows: int32 [n + 1]."""
+    """Return `Batch.cu_seqlens` for the slice `part` of every row: int32 [n + 1].
+
+    Args:
+        starts: per row, the ascending offsets of first tokens of documents, including 0.
+        part: slice of the context-parallel rank.
+    """
     size = part.stop - part.start
     rows = [
         row * size + np.concatenate([[0], found[(found > part.start) & (found < part.stop)] - part.start])

@@ -1,9 +1,9 @@
 """Weighted choice of the domain of each sample, by a fixed and therefore stateless cycle.
 
-The cycle is Tijdeman's (The chairman assignment problem, Discrete Mathematics 32, 1980). Among the domains that are far
-enough behind their share, it chooses the one with the earliest deadline for its next sample. After any n samples each
-of the k domains is within 1 - 1 / (2k - 2) samples of n times its share. No other rule has a smaller bound. A whole
-cycle gives each domain exactly its share, and then repeats.
+The cycle follows Tijdeman's rule (The chairman assignment problem, Discrete Mathematics 32, 1980). Among the domains
+that are far enough behind their share, the rule chooses the domain with the earliest deadline for its next sample.
+After any n samples, the count of each of the k domains is within 1 - 1 / (2k - 2) samples of n times its share. No
+other rule has a smaller bound. A whole cycle gives each domain exactly its share. The cycle then repeats.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import numpy as np
 import numpy.typing as npt
 
 LONGEST_CYCLE = 100_000
-"""Largest cycle length. Shares with a larger common denominator are rounded to it, to five decimals."""
+"""Maximum cycle length in samples. Shares with a larger common denominator are rounded to multiples of 1 / 100,000."""
 
 
 class Blend:
     """Assignment of samples to domains. Sample i is sample `place(i)[1]` of domain `place(i)[0]`.
 
     Args:
-        weights: weights of the domains in any unit. They are not negative, and not all 0.
+        weights: weights of the domains in any unit, at least 0 each and not all 0.
 
     Attributes:
         shares: samples of each domain per cycle.
@@ -39,14 +39,14 @@ class Blend:
         self._before = _before(self._cycle, len(self.shares))
 
     def place(self, index: int) -> tuple[int, int]:
-        """Return (domain, index within the domain) of sample `index` >= 0, which is unbounded."""
+        """Return (domain index, index within the domain) of sample `index` >= 0, which is unbounded."""
         cycles, within = divmod(index, len(self._cycle))
         domain = int(self._cycle[within])
         return domain, cycles * self.shares[domain] + int(self._before[within])
 
 
 def shares(weights: Sequence[float]) -> list[int]:
-    """Convert weights to whole numbers of samples per cycle, for the shortest cycle that represents them.
+    """Convert weights to integer numbers of samples per cycle, for the shortest cycle that represents the weights.
 
     Raises:
         ValueError: see `Blend`.
@@ -67,7 +67,7 @@ def shares(weights: Sequence[float]) -> list[int]:
 
 
 def _cycle(samples: Sequence[int]) -> npt.NDArray[np.int32]:
-    """Return the domain of each sample of a cycle: int32 [sum of samples]."""
+    """Return the domain index of each sample of a cycle: int32 [sum of samples]."""
     length, chosen = sum(samples), [number for number, share in enumerate(samples) if share]
     slack = max(1, 2 * len(chosen) - 2)  # integer arithmetic: values below are scaled by length * slack
     given = [0] * len(samples)
@@ -85,7 +85,7 @@ def _cycle(samples: Sequence[int]) -> npt.NDArray[np.int32]:
 
 
 def _before(cycle: npt.NDArray[np.int32], domains: int) -> npt.NDArray[np.int32]:
-    """Count the earlier samples of the same domain for each place in the cycle: int32, as long as the cycle."""
+    """Return, for each sample of the cycle, the number of earlier samples of its domain: int32 [cycle length]."""
     before = np.empty_like(cycle)
     for domain in range(domains):
         places = np.flatnonzero(cycle == domain)

@@ -24,34 +24,35 @@ from megatron_ext.utils.untrusted_paths import path_within
 BLOCK = 4 << 20
 
 LONGEST_MANIFEST = 512 << 20
-"""Most bytes of a manifest that are read. One with 100,000 shards takes about 50 MB."""
+"""Maximum size of a manifest in bytes. A manifest of 100,000 shards takes about 50 MB."""
 
 LONGEST_TOKENIZER = 512 << 20
-"""Most bytes of a tokenizer file that are copied. The manifest does not contain its size."""
+"""Maximum size of a tokenizer file in bytes. The limit is needed because the manifest does not contain the size."""
 
 _LONGEST_LOCK = 80
-"""Most characters of a shard name used as the name of a lock file. Quoting may triple each of them."""
+"""Maximum length of a shard name that names its own lock file. A longer name is hashed, as quoting may triple it."""
 
 _AGAIN = "copy it there again or prepare the data again"
 
 
 class Unreachable(UserError):
-    """Remote data could not be checked or copied. This does not imply that it is damaged."""
+    """Failure to check or copy remote data, which does not imply that the data is damaged."""
 
 
 class ShardCache:
     """Local copy of a remote prepared folder, restricted to the files used so far.
 
-    All processes of a machine may share it. If several need a shard at once, one copies it and the others wait. Files
-    under their final name are complete and had the manifest's sha256 when they were copied. If the shards of training
-    text exceed the limit together, the least recently opened ones are removed. A process that has such a shard open can
-    still read it, and its disk space is only freed when it is closed. Each manifest has a separate folder, even at the
-    same URL. Several threads may use the cache, each for a different shard.
+    All processes of a machine may share the cache. If several processes need a shard at once, one copies it and the
+    others wait. A file with its final name is complete and had the manifest's sha256 when it was copied. If the cached
+    training shards together exceed the limit, the least recently opened shards are removed. A process that has a
+    removed shard open can still read it. The disk space of that shard is freed when the process closes it. Each version
+    of a manifest has a separate folder, even at the same URL. Several threads may use the cache at once if each works
+    on a different shard.
 
     Args:
         url: fsspec URL of the prepared folder.
         folder: folder of the copies.
-        gib: most GiB of training text on the disk. None: no limit. The shard copied last is never removed.
+        gib: maximum size of the cached training shards in GiB. None: no limit. The shard copied last is never removed.
 
     Attributes:
         root: the local folder, with manifest and tokenizer.
@@ -87,7 +88,7 @@ class ShardCache:
 
     @contextmanager
     def holding(self, shard: ShardEntry) -> Iterator[None]:
-        """Keep a shard and its index under `root` within this context. They are copied if they are missing.
+        """Keep a shard and its index under `root` within this context. Copy them first if they are missing.
 
         Raises:
             DamagedShard: a file does not match the manifest.
@@ -98,25 +99,25 @@ class ShardCache:
             yield
 
     def keep(self, shard: ShardEntry) -> None:
-        """Copy a shard that is read without `holding`. Only training shards are ever removed."""
+        """Copy a shard that is later read outside `holding`. Valid for evaluation shards, which are never evicted."""
         with self.holding(shard):
             pass
 
     def renew(self, shard: ShardEntry) -> None:
-        """Copy a shard again even if it is cached, after a read of the copy or of the original failed.
+        """Replace the cached copy of a shard. Call this after a read of the copy or of the original failed.
 
         Raises:
-            UserError: see `check` and `holding`. An existing copy is kept then.
+            UserError: see `check` and `holding`. A file that could not be replaced keeps its previous copy.
         """
         self.check(shard)
         with self._locked(shard.file):
             self._bring(shard, again=True)
 
     def is_small_for(self, shards: Iterable[ShardEntry]) -> str | None:
-        """Return a warning if shards that are read in random order exceed the limit together, else None.
+        """Return a warning if the total size of shards read in random order exceeds the limit, else None.
 
         Args:
-            shards: shards of the run. Each sample may come from any of them.
+            shards: training shards of the run. Every sample may come from any shard.
         """
         size = sum(shard.bytes + shard.index_bytes for shard in shards)
         if self._limit is None or size <= self._limit:
@@ -129,7 +130,7 @@ class ShardCache:
         """Check that a shard and its index exist at their URL, with the sizes in the manifest.
 
         Raises:
-            UserError: a file is missing or of another size. The message names it.
+            UserError: a file is missing or has another size. The message names the file.
             Unreachable: the URL cannot be accessed.
         """
         for name, size, _ in _files_of(shard):
@@ -143,10 +144,10 @@ class ShardCache:
                 raise UserError(f"{self._url}/{name}", f"has {found} bytes, expected {size}", _AGAIN)
 
     def _size(self, name: str) -> int | None:
-        """Return the bytes of a remote file.
+        """Return the size of a remote file in bytes.
 
-        The size comes from the listing of its folder, which covers about a thousand files per request. If the listing
-        has no size, it is requested for this file alone.
+        The size comes from a listing of the file's folder, because one request lists about a thousand files. If the
+        listing has no size for the file, a separate request is made.
         """
         folder = name.rpartition("/")[0]
         if folder not in self._listed:
@@ -155,15 +156,15 @@ class ShardCache:
         return self._files.size(f"{self._base}/{name}") if listed is None else listed
 
     def _list(self, folder: str) -> dict[str, Any]:
-        """List a remote folder by full file names. Return nothing if listing fails."""
+        """Return fsspec's information on the files below a remote folder, by full path; empty if listing fails."""
         try:
             found = self._files.find(f"{self._base}/{folder}".rstrip("/"), detail=True)
-        except Exception:  # errors depend on the file system, and some cannot list
+        except Exception:  # the type of error depends on the file system, and some file systems cannot list
             return {}
         return found if isinstance(found, dict) else {}
 
     def _bring(self, shard: ShardEntry, *, again: bool) -> None:
-        """Copy missing files of a shard, or all of them if `again`. The caller holds the shard's lock."""
+        """Copy the missing files of a shard, or all its files if `again` is set. The caller holds the shard's lock."""
         copied = False
         for name, size, sha256 in _files_of(shard):
             path = self._here(name)
@@ -175,11 +176,11 @@ class ShardCache:
             self._evict(self._limit)
 
     def _here(self, name: str) -> Path:
-        """Return the cache path of a file of the manifest. It never leads outside the cache, not even by a link."""
+        """Return the cache path of a file named in the manifest. The path never leaves the cache, even by a symlink."""
         return path_within(self.root, name, f"{self._url}/{MANIFEST_NAME}")
 
     def _copy(self, name: str, most: int, sha256: str, shard: str) -> None:
-        """Copy a file of at most `most` bytes atomically. The caller holds the lock of `shard`."""
+        """Copy a remote file of at most `most` bytes atomically. The caller holds the lock of `shard`."""
         path = self._here(name)
         beside, digest, copied = path.with_name(f".{path.name}.partial"), hashlib.sha256(), 0
         try:
@@ -207,7 +208,10 @@ class ShardCache:
             self.copied += 1
 
     def _evict(self, limit: int) -> None:
-        """Remove the least recently opened shards, except those that a process is opening."""
+        """Remove the least recently opened training shards until the rest takes at most `limit` bytes.
+
+        Shards that a process is opening are skipped.
+        """
         with self._locked(".locks"):  # not a valid shard name
             there = [shard for shard in self._evictable if self._here(shard.file).exists()]
             used = sum(shard.bytes + shard.index_bytes for shard in there)
@@ -222,7 +226,10 @@ class ShardCache:
 
     @contextmanager
     def _locked(self, name: str, *, wait: bool = True) -> Iterator[bool]:
-        """Hold a lock by name among the processes of this machine. Yields False if `wait` is off and it is taken."""
+        """Hold the lock `name` within this context, among the processes of this machine.
+
+        Yields True, or False if `wait` is off and another process has the lock.
+        """
         locks = self.root / ".locks"
         short = (
             quote(name, safe="")
@@ -271,12 +278,12 @@ class ShardCache:
 
 
 def _files_of(shard: ShardEntry) -> tuple[tuple[str, int, str], tuple[str, int, str]]:
-    """Return (name, bytes, sha256) of index and tar. The tar is last, so that its presence implies the index."""
+    """Return (name, bytes, sha256) of index and tar. The tar is copied last, so its presence implies the index."""
     return (shard.index, shard.index_bytes, shard.index_sha256), (shard.file, shard.bytes, shard.sha256)
 
 
 def _file_system(url: str) -> tuple[Any, str]:
-    """Return the file system of a URL, and the folder in it."""
+    """Return the fsspec file system of a URL, and the URL's path in that file system."""
     if is_redacted(url):
         problem = f"{url} was saved without its credentials"
         hint = "give the URL with credentials, or provide them in fsspec's environment variables or files"

@@ -35,17 +35,19 @@ class RunData:
 
     Attributes:
         root: folder of the manifest; the cache folder if the data is remote.
-        manifest: of the data.
+        manifest: manifest of the data.
         tokenizer_file: tokenizer that produced the tokens.
         train_domains: domains to train on.
-        test_domains: domains to test on, in-domain if they are also in `train_domains`, else out-of-domain.
+        test_domains: domains to test on. A test domain is in-domain if it is also in `train_domains`, else
+            out-of-domain.
         samples: training samples in the run's order.
         weights: sampling weights of the training domains, if configured.
-        damages: damaged training shards that the samples leave out.
+        damages: damaged training shards, which no sample reads.
         verified: files whose sha256 was compared, on all ranks; see `Verified`.
-        unchanged: number of verified files that were not read again, since an earlier start of the run had read them.
+        unchanged: number of verified files that were not read again, because an earlier start of the run verified them
+            and they have not changed since.
         warnings: lines to print.
-        record: identifies the training and evaluation text, see `data_record`.
+        record: identification of the training and evaluation text; see `data_record`.
     """
 
     root: Path
@@ -72,16 +74,17 @@ def open_data(
 ) -> RunData:
     """Check the manifest, tokenizer and shards, and open the training samples; a collective call.
 
-    The ranks divide the shards among themselves. An error of one rank is raised on all.
+    The ranks divide the shards among themselves. An error on one rank is raised on all ranks.
 
     Args:
         data: data section of the configuration.
-        seed: of the sample order.
+        seed: seed of the sample order.
         known: files that an earlier start of the run has verified; see `Verified`.
-        failed: shards that failed while the run read them. Every machine reads them in full, even if they are `known`.
+        failed: shards that an earlier start failed to read. Every machine verifies them in full, even if they are in
+            `known`.
 
     Raises:
-        UserError: something is missing, damaged or from another tokenizer.
+        UserError: a file or domain is missing, a file is damaged, or the data belongs to another tokenizer.
     """
     root, manifest, cache = _opened(data)
     tokenizer_file = check_tokenizer(root, manifest, Path(data.tokenizer) if data.tokenizer else None)
@@ -94,7 +97,8 @@ def open_data(
     splits = {"train": train, "validation": train, "test": test}
     damages = _verified(verified, manifest, splits, data, cache, doubted)
     small = None if cache is None else cache.is_small_for(_read(manifest, train, damages))
-    # A shard that the cache has evicted occupies disk space while it is open. In a small cache only one may be open.
+    # An open file keeps its disk space after the cache has evicted it. If the training shards exceed the cache's limit,
+    # only one shard may therefore be open at a time.
     most_open = None if small is None else 1
     store = TokenStore(root, manifest, "train", train, None if cache is None else cache.holding, most_open)
     samples = TrainingSamples(store, data.seq_length, seed, weights, [damage.shard for damage in damages])
@@ -138,7 +142,7 @@ def chosen_domains(data: DataConfig, manifest: Manifest) -> tuple[list[str], lis
 
 
 def _opened(data: DataConfig) -> tuple[Path, Manifest, ShardCache | None]:
-    """Return the manifest's folder, the manifest, and the cache of remote data (None: the data is local)."""
+    """Return the manifest's folder, the manifest, and the cache of remote data (None for local data)."""
     cache = ShardCache(data.path, Path(data.cache_dir or ""), data.cache_gib) if is_url(data.path) else None
     root = Path(data.path) if cache is None else cache.root
     return root, load_manifest(root), cache
@@ -152,7 +156,11 @@ def _verified(
     cache: ShardCache | None,
     doubted: frozenset[str],
 ) -> list[Damage]:
-    """Check the shards and return the damaged training shards to skip, on every rank; other damage is an error."""
+    """Check the shards and return the damaged training shards to skip, the same on every rank.
+
+    Raises:
+        UserError: a shard is damaged that may not be skipped.
+    """
     damages: list[Damage] = []
     for split, names in domains.items():
         present = [domain for domain in names if domain in manifest.domain_names(split)]
@@ -170,11 +178,11 @@ def _verified(
 def _looks(
     verified: Verified, split: str, data: DataConfig, cache: ShardCache | None, doubted: frozenset[str]
 ) -> list[dict[str, Any]]:
-    """Return keyword arguments of the shard checks: which ranks check which shards, and how.
+    """Return the keyword arguments of each call of a shard check: the check, its threads, and this rank's share.
 
-    The ranks divide the shards. With a cache, training shards are only looked up at their remote address. Evaluation
-    shards are downloaded to every machine. A shard that failed before is read in full by one rank of each machine,
-    since it may be intact on another machine.
+    The ranks divide the shards. For remote data, only the existence and size of training shards are checked, at their
+    URL. Evaluation shards are downloaded to every machine. A shard that an earlier start failed to read is verified in
+    full by one rank of each machine, because each machine may have its own copy.
     """
     shared: dict[str, Any] = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
     usual: Check = verified.check
@@ -183,7 +191,7 @@ def _looks(
     if cache is not None:
         whole = cache.renew
         if split == "train":
-            usual, threads = cache.check, 1  # from a local listing
+            usual, threads = cache.check, 1  # threads would not help: one request lists the sizes of many shards
         else:
             usual, shared = cache.keep, {}
     elif data.verify == "size":
@@ -195,7 +203,7 @@ def _looks(
 
 
 def _where(wanted: Callable[[str], bool], check: Check) -> Check:
-    """Restrict a check to some shards, by the name of their tar file in the manifest."""
+    """Restrict a check to the shards whose tar file name in the manifest satisfies `wanted`."""
 
     def check_some(shard: ShardEntry) -> None:
         if wanted(shard.file):
@@ -205,7 +213,7 @@ def _where(wanted: Callable[[str], bool], check: Check) -> Check:
 
 
 def _of_every_rank(find: Callable[[], list[Damage]]) -> list[Damage]:
-    """Merge the damages that all ranks found, each shard once; a collective call."""
+    """Merge the damages found by all ranks, without repeating a shard; a collective call."""
     found: list[Damage] = []
     raise_on_all_ranks(lambda: found.extend(find()))
     gathered = chain.from_iterable(gather_objects([asdict(damage) for damage in found]))
@@ -213,13 +221,13 @@ def _of_every_rank(find: Callable[[], list[Damage]]) -> list[Damage]:
 
 
 def _read(manifest: Manifest, domains: list[str], damages: Sequence[Damage]) -> list[ShardEntry]:
-    """Return the training shards that samples are read from."""
+    """Return the training shards that are not damaged, from which samples are read."""
     lost = {damage.shard for damage in damages}
     return [shard for entry in manifest.select("train", domains) for shard in entry.shards if shard.file not in lost]
 
 
 def _chosen(manifest: Manifest, split: str, asked: list[str] | None) -> list[str]:
-    """Return the manifest's names of the requested domains; all of the split if `asked` is None."""
+    """Return the manifest's names of the domains in `asked`, or of all domains of the split if `asked` is None."""
     present = manifest.domain_names(split)
     for name in (asked or []) if present else []:
         if match_domain(name, present) is None:

@@ -1,8 +1,8 @@
 """Record of shards that failed while a run read them, so that the next start verifies them completely.
 
-A start does not read all data again. It trusts a local file that is unchanged since its verification, and a remote file
-of the right size. A disk error or a flipped bit at the remote passes both. Without a record every start would stop at
-the same shard again.
+A start of a run does not read all data again. It trusts a local file that is unchanged since its verification, and a
+remote file of the right size. Neither check detects a disk error or a flipped bit in the remote file. Without a record,
+every start would stop at the same shard again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_ext.utils.atomic_files import force_to_disk
 from megatron_ext.utils.errors import UserError
 
 NOTES = "failed_shards"
-"""Folder with one file per shard. The file name is the record, so ranks of several machines may write at once."""
+"""Folder in the run folder with one file per failed shard. The file name is the record, so ranks may write at once."""
 
 
 class DamagedShard(UserError):
@@ -42,7 +42,7 @@ class DamagedShard(UserError):
 
 @contextmanager
 def noting(folder: Path, manifest: Manifest, *, skips: bool) -> Iterator[None]:
-    """Record a shard that fails within this context, and add the next start's behavior to the error message.
+    """Record a shard that fails within this context, and extend the error message by what the next start will do.
 
     Args:
         folder: run folder.
@@ -57,7 +57,7 @@ def noting(folder: Path, manifest: Manifest, *, skips: bool) -> Iterator[None]:
     except DamagedShard as error:
         try:
             _note(folder, error)
-        except OSError:  # without a record the message must not announce a re-check
+        except OSError:  # without a record the next start does not check again, so the message must not announce it
             raise error from None
         training = [entry for entry in manifest.domains if entry.split == "train"]
         trained_on = any(error.shard == shard.file for entry in training for shard in entry.shards)
@@ -81,7 +81,7 @@ def read_failed(folder: Path) -> frozenset[str]:
 
 
 def forget_failed(folder: Path, but: Container[str]) -> None:
-    """Remove the records of all shards except those in `but`. A start calls it after verification.
+    """Remove the records of all shards except those in `but`. Called at the start of a run, after verification.
 
     Raises:
         OSError: a record cannot be removed.

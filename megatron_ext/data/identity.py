@@ -12,7 +12,7 @@ from data_prep.manifest import Manifest
 from megatron_ext.data.blend import shares
 
 ORDER = 1
-"""Version of the sample order (see `data.order`). Another order makes another run of the same text."""
+"""Version of the sample order (see `data.order`). Runs of the same text in different orders have different records."""
 
 
 def data_record(
@@ -28,11 +28,11 @@ def data_record(
 
     Args:
         manifest: manifest of the data.
-        train_domains: training domains, by the manifest's names. Their validation text is evaluated.
+        train_domains: training domains, by the manifest's names. Their validation text is part of the evaluation text.
         test_domains: test domains, by the manifest's names.
         seq_length: tokens per sample.
         seed: seed of the sample order.
-        weights: weights of the training domains, in any unit. None: in proportion to their tokens.
+        weights: weights of the training domains, in any unit. None: domains are sampled in proportion to their tokens.
 
     Returns:
         Dictionary with these keys:
@@ -61,7 +61,7 @@ def _there(manifest: Manifest, split: str, domains: Iterable[str]) -> list[Text]
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any], *splits: str) -> list[str]:
-    """Describe how the texts of two records differ, with one phrase per domain.
+    """Describe the differences between the texts of two records, with one phrase per domain.
 
     Args:
         before: earlier record, from `data_record`.

@@ -1,4 +1,4 @@
-"""Lengths of the documents in packed samples, which a model computes separately."""
+"""Lengths of the document pieces in packed samples, for models that process each document separately."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 SAMPLES = 64
-"""First samples of the order that represent all. With 2,048 tokens each these are about 130,000 tokens."""
+"""Number of samples counted by default, from the start of the order: 131,072 tokens if a sample has 2,048."""
 
 
 class PackedSamples(Protocol):
-    """Samples with known document boundaries, e.g. `TrainingSamples`."""
+    """Protocol of samples with known document boundaries, such as `TrainingSamples`."""
 
     seq_length: int
 

@@ -18,7 +18,7 @@ def open_samples(root: Path, seq_length: int, seed: int) -> tuple[TrainingSample
         seed: seed of the sample order.
 
     Raises:
-        UserError: the folder has no manifest or no training text, or too little for one sample.
+        UserError: the folder has no manifest or no training text, or too little training text for one sample.
     """
     manifest = load_manifest(root)
     return TrainingSamples(TokenStore(root, manifest, "train"), seq_length, seed), manifest

@@ -1,9 +1,9 @@
 """Sample order: a pure function of (seed, sample index), in constant memory.
 
-Sample `index` of a run belongs to epoch `index // num_samples`. Within an epoch the windows are visited in a
-pseudo-random permutation. It is a Feistel network on the smallest even number of bits that can represent the windows,
-with cycle walking: a value outside the range is permuted again until it is inside. A checkpoint stores its data
-position as one integer, so the permutation must never change.
+Sample `index` of a run belongs to epoch `index // num_samples`. Within an epoch the windows are read in the order of a
+pseudo-random permutation. The permutation is a Feistel network on the smallest even number of bits that can represent
+the windows, with cycle walking: a value outside the range is permuted again until it is inside. A checkpoint stores its
+data position as one integer, so the permutation must never change.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ import numpy.typing as npt
 
 ROUNDS = 6
 MIN_HALF_BITS = 4
-"""Below 256 values a Feistel network has too few round functions to produce distinct permutations."""
+"""Minimum number of bits in each half of a value. With fewer bits there are too few distinct round functions."""
 
 _MASK = 0xFFFFFFFFFFFFFFFF
 _U64 = npt.NDArray[np.uint64]
 
 
 def sample_position(seed: int, index: int, num_samples: int) -> int:
-    """Return the window that a run reads as its sample `index`.
+    """Return the index of the window that a run reads as its sample `index`.
 
-    Uses Python integers, which are 20 times as fast for one sample as arrays of one element.
+    Python integers are used because they are 20 times as fast for one sample as arrays of one element.
 
     Args:
         seed: seed of the order.
-        index: position in the run, unbounded. Beyond `num_samples` the next epoch begins.
+        index: index of the sample in the run, unbounded. Every `num_samples` samples a new epoch begins.
         num_samples: number of windows, above 0.
 
     Returns:
-        A window in [0, num_samples). An epoch contains each exactly once.
+        A window index in [0, num_samples). An epoch contains each window exactly once.
 
     Raises:
         ValueError: `num_samples` is not positive or the index is negative.
@@ -71,11 +71,11 @@ def _mix_one(value: int) -> int:
 
 
 def sample_positions(seed: int, indices: npt.NDArray[np.int64], num_samples: int) -> npt.NDArray[np.int64]:
-    """Return the windows of many samples at once (vectorized `sample_position`).
+    """Return the window indices of many samples at once (vectorized `sample_position`).
 
     Args:
         seed: seed of the order.
-        indices: int64 array [n], each >= 0.
+        indices: sample indices, int64 array [n], each >= 0.
         num_samples: number of windows, above 0.
 
     Returns:

@@ -14,7 +14,7 @@ from megatron_ext.data.windows import Windows, derived_seed
 from megatron_ext.utils.errors import UserError
 
 PADDING_DOCUMENT = -1
-"""Document number of labels that are padding."""
+"""Document index of labels that are padding."""
 
 
 class TrainingSamples:
@@ -22,7 +22,8 @@ class TrainingSamples:
 
     Window w covers tokens [w * T, w * T + T + 1). Its last token is only a label, and is the first input of the next
     window. The last, incomplete window is dropped. Without weights, the windows of the whole stream are shuffled
-    together. With weights, those of each domain are shuffled separately, and an exhausted domain starts its next epoch.
+    together. With weights, the windows of each domain are shuffled separately, and a domain whose windows are exhausted
+    starts its next epoch.
 
     Args:
         store: the token stream.
@@ -36,8 +37,8 @@ class TrainingSamples:
         lost_windows: number of windows with a token of a lost shard.
 
     Raises:
-        UserError: the stream, or a domain with a positive weight, has fewer than T + 1 tokens, or more than half of it
-            is lost.
+        UserError: the stream, or a domain with a positive weight, has fewer than T + 1 tokens, or more than half of its
+            windows are lost.
         ValueError: the weights are invalid (see `Blend`).
     """
 
@@ -77,12 +78,12 @@ class TrainingSamples:
         return self._store.read(self.place(index), self.seq_length + 1)
 
     def document_starts(self, index: int) -> npt.NDArray[np.int64]:
-        """Return offsets of first tokens of documents among the T + 1 tokens of a sample: int64, ascending."""
+        """Return the offset of each document's first token among the T + 1 tokens of a sample: int64, ascending."""
         return self._store.document_starts(self.place(index), self.seq_length + 1)
 
 
 def _check(windows: Windows, seq_length: int, tokens: int, where: str) -> None:
-    """Refuse a range of the stream that has no window, or too few readable ones."""
+    """Raise a `UserError` for a range of the stream that has no window, or too few readable windows."""
     if windows.total < 1:
         problem = f"{seq_length} needs {seq_length + 1} tokens, but {where} has {tokens}"
         raise UserError("data.seq_length", problem, "provide more data or reduce it")
@@ -98,7 +99,7 @@ class EvaluationSample:
     Attributes:
         tokens: int64 [T + 1], 0 on padding.
         loss_mask: float32 [T], 1 where the label is a real token.
-        document_ids: int64 [T], document of each label, numbered over the whole store, -1 on padding.
+        document_ids: int64 [T], index of each label's document in the whole store, -1 on padding.
     """
 
     tokens: npt.NDArray[np.int64]
@@ -107,12 +108,12 @@ class EvaluationSample:
 
 
 class EvaluationSamples:
-    """Sequential windows. If no window is left out, every label of the stream is in exactly one of them.
+    """Sequential windows of the stream. With all windows, every label of the stream is in exactly one window.
 
     Args:
         store: the token stream.
         seq_length: T, input tokens per sample.
-        max_samples: most windows. They are spread evenly over the stream to cover many documents. 0: all.
+        max_samples: maximum number of windows, spread evenly over the stream to cover many documents. 0: all windows.
 
     Raises:
         UserError: the stream has no label (fewer than 2 tokens).
@@ -131,7 +132,7 @@ class EvaluationSamples:
         return self._length
 
     def document_starts(self, index: int) -> npt.NDArray[np.int64]:
-        """Return offsets of first tokens of documents in sample `index`, without padding: int64, ascending."""
+        """Return the offset of each document's first token in sample `index`, without padding: int64, ascending."""
         if index >= self._length:
             return np.empty(0, dtype=np.int64)
         start = self._start(index)
@@ -155,7 +156,7 @@ class EvaluationSamples:
     def __getitem__(self, index: int) -> EvaluationSample:
         """Return sample `index`.
 
-        Beyond the end it is all padding, so that ranks can read equal numbers of samples.
+        A sample beyond the end is all padding, so that all ranks can read equally many samples.
         """
         tokens = np.zeros(self.seq_length + 1, dtype=np.int64)
         documents = np.full(self.seq_length, PADDING_DOCUMENT, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Open shard file. Any range of its tokens takes two reads: one of the index and one of the tar."""
+"""Open shard. Any range of its tokens takes two reads: one of the index file and one of the tar."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_ext.data.failed import DamagedShard
 from megatron_ext.utils.atomic_files import os_reason
 
 STRIDE = 64
-"""Documents between two entries of `Landmarks`. The index rows between two entries take one kilobyte."""
+"""Number of documents per entry of `Landmarks`. The index rows of this many documents take 1 KiB."""
 
 _ROW = np.dtype("<i8")
 _MEND = "copy it again or prepare the data again"
@@ -26,9 +26,9 @@ class Landmarks:
     """Subset of a shard's index that stays in memory when its files are closed, 1/8 byte per document.
 
     Attributes:
-        header: bytes before the rows of the index file.
-        starts: int64 [1 + ceil(documents / STRIDE)], tokens of the shard before every STRIDE-th document, then all
-            tokens.
+        header: number of bytes before the rows of the index file.
+        starts: int64 [1 + ceil(documents / STRIDE)], number of tokens before every STRIDE-th document of the shard,
+            then the shard's number of tokens.
     """
 
     header: int
@@ -40,8 +40,8 @@ class Documents:
     """The n documents that overlap a range of a shard's tokens.
 
     Attributes:
-        first: number of the first document in the shard.
-        starts: int64 [n + 1], tokens of the shard before each document, and after the last.
+        first: index in the shard of the first of these documents.
+        starts: int64 [n + 1], offset in the shard of each document's first token, then the end of the last document.
         offsets: int64 [n], byte offset of each document's tokens in the tar.
     """
 
@@ -53,17 +53,17 @@ class Documents:
 class OpenShard:
     """Shard open for reading, without memory maps.
 
-    A mapped file that is truncated or fails kills the process without naming the file.
+    Memory maps are avoided because a truncated file or a disk error would kill the process without naming the file.
 
     Args:
         root: folder of the manifest.
         entry: entry of the shard in the manifest.
         dtype: dtype of the stored tokens.
         landmarks: landmarks from an earlier opening. None: read the whole index and compare it with the manifest.
-        vocab_size: token ids at or above it are refused when they are read. None: no check.
+        vocab_size: vocabulary size. Reading a token id at or above it is an error. None: no check.
 
     Raises:
-        DamagedShard: a file is missing, cannot be read or does not match the manifest. The message names it.
+        DamagedShard: a file is missing, cannot be read or does not match the manifest. The message names the file.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class OpenShard:
         landmarks: Landmarks | None = None,
         vocab_size: int | None = None,
     ) -> None:
-        # Joined as text: with many shards each sample opens one, and pathlib is slower than the system call.
+        # Paths are joined as text: with many shards each sample opens a shard, and pathlib is slower than `os.open`.
         self._tar_path, self._index_path, self._dtype = f"{root}/{entry.file}", f"{root}/{entry.index}", dtype
         self._name, self._documents = entry.file, entry.documents
         self._vocab_size = vocab_size
@@ -97,11 +97,11 @@ class OpenShard:
         ends = begins + (edges[1:] - edges[:-1]) * size
         content = self._read(self._tar, self._tar_path, base, int(ends[-1]))
         if len(begins) > 1:
-            # Joined as bytes, which is faster than a NumPy assignment for each document of a long sample.
+            # Joining bytes is faster than a NumPy assignment for each document of a long sample.
             view = memoryview(content)
             content = b"".join([view[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)])
         tokens = np.frombuffer(content, self._dtype)
-        # An embedding lookup would fail on the device without naming the file. The check takes some microseconds.
+        # Without this check, an embedding lookup would fail on the device without naming the file. It takes some µs.
         if self._vocab_size is not None and (largest := int(tokens.max())) >= self._vocab_size:
             problem = f"contains token id {largest}, but the manifest's vocabulary has {self._vocab_size} tokens"
             raise self._damaged(self._tar_path, problem)
@@ -130,7 +130,10 @@ class OpenShard:
         return descriptor
 
     def _rows(self, header: int, begin: int, end: int) -> npt.NDArray[np.int64]:
-        """Read rows [begin, end) of the index: int64 [end - begin, 2], byte offset in the tar and number of tokens."""
+        """Read rows [begin, end) of the index: int64 [end - begin, 2].
+
+        A row contains a document's byte offset in the tar and its number of tokens.
+        """
         row_bytes = 2 * _ROW.itemsize
         content = self._read(self._index, self._index_path, header + begin * row_bytes, (end - begin) * row_bytes)
         return np.frombuffer(content, _ROW).astype(np.int64, copy=False).reshape(-1, 2)
@@ -142,7 +145,7 @@ class OpenShard:
         if not _is_header(self._read(self._index, self._index_path, 0, max(header, 0)), entry.documents):
             raise self._damaged(self._index_path, "does not match the manifest")
         rows = self._rows(header, 0, entry.documents)
-        # Few passes over the rows: with many shards and a short run this is much of the reading time.
+        # Few passes over the rows, because with many shards and a short run this is much of the reading time.
         offsets, tokens = rows.T
         starts = np.zeros(entry.documents + 1, dtype=np.int64)
         np.cumsum(tokens, out=starts[1:])

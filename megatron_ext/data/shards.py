@@ -19,11 +19,11 @@ FILES = 16384
 
 
 def open_shards() -> int:
-    """Return how many shards a store keeps open.
+    """Return the number of shards that a store keeps open.
 
-    They have two files each, and use a quarter of the files that the process may open. The soft limit is raised first,
-    as the Go and Java runtimes do. With many shards, most samples would otherwise have to open one, which takes as long
-    as reading it.
+    Each shard has two files. The shards use a quarter of the files that the process may open. The soft limit is raised
+    first, as the Go and Java runtimes do. With a low limit and many shards, most samples would have to open a shard,
+    which takes as long as reading the sample.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = FILES if hard == resource.RLIM_INFINITY else min(hard, FILES)
@@ -37,7 +37,7 @@ def open_shards() -> int:
 class TokenStore:
     """Token stream of all documents of some domains of one split, concatenated.
 
-    Domains are in the manifest's order, whatever the order of the names given. Memory: a few numbers per shard, and 8
+    Domains are in the manifest's order, whatever the order of the names given. Memory: a few integers per shard, and 8
     bytes per 64 documents of the shards read so far.
 
     Args:
@@ -45,10 +45,10 @@ class TokenStore:
         manifest: manifest of the folder.
         split: train, validation or test.
         domains: names of the domains, in the long or short form. None: every domain of the split.
-        holding: context manager entered while a shard is opened, in which its files exist under `root`. None: they
-            always exist.
-        most_open: most shards open at a time. None: `open_shards()`. A file that is removed while it is open keeps its
-            disk space.
+        holding: returns a context manager that keeps a shard's files under `root`. It is active while the shard is
+            opened. None: the files always exist.
+        most_open: maximum number of shards open at a time. None: `open_shards()`. A file that is removed while it is
+            open keeps its disk space.
 
     Raises:
         UserError: the split or a domain does not exist.
@@ -87,13 +87,17 @@ class TokenStore:
         return int(self._document_starts[-1])
 
     def domain_range(self, domain: str) -> tuple[int, int]:
-        """Return (first token, number of tokens) of one of `domains` in the stream."""
+        """Return (offset of the first token, number of tokens) of a domain in the stream, by its name in `domains`."""
         number = self.domains.index(domain)
         start, end = self._domain_starts[number : number + 2].tolist()
         return start, end - start
 
     def shard_range(self, file: str) -> tuple[int, int]:
-        """Return (first token, number of tokens) of a shard in the stream, by the name of its tar in the manifest."""
+        """Return (offset of the first token, number of tokens) of a shard in the stream.
+
+        Args:
+            file: name of the shard's tar in the manifest.
+        """
         number = [shard.file for shard in self._shards].index(file)
         start, end = self._token_starts[number : number + 2].tolist()
         return start, end - start
@@ -110,7 +114,10 @@ class TokenStore:
         return parts[0] if len(parts) == 1 else np.concatenate([*parts, np.empty(0, self._dtype)])
 
     def document_ids(self, start: int, length: int) -> npt.NDArray[np.int64]:
-        """Return the document of each token in [start, start + length), numbered over the whole stream from 0."""
+        """Return the document index of each token in [start, start + length): int64 [length].
+
+        Documents are counted from 0 over the whole stream.
+        """
         self._check_range(start, length)
         parts = [np.empty(0, dtype=np.int64)]
         for number, first, count in self._pieces(start, length):
@@ -122,7 +129,10 @@ class TokenStore:
         return np.concatenate(parts)
 
     def document_starts(self, start: int, length: int) -> npt.NDArray[np.int64]:
-        """Return offsets from `start` of first tokens of documents in [start, start + length): int64."""
+        """Return the first token of each document that begins in [start, start + length), as int64 offset from `start`.
+
+        An empty document has no first token and is left out.
+        """
         self._check_range(start, length)
         parts = [np.empty(0, dtype=np.int64)]
         for number, first, count in self._pieces(start, length):
@@ -136,7 +146,10 @@ class TokenStore:
             raise IndexError(f"tokens [{start}, {start + length}) exceed the stream of {self.num_tokens} tokens")
 
     def _pieces(self, start: int, length: int) -> Iterator[tuple[int, int, int]]:
-        """Split a range of the stream at shard boundaries: (shard, first of its tokens, number of tokens)."""
+        """Split a range of the stream at shard boundaries.
+
+        Yields (shard index, first token in the shard, number of tokens) for each shard in the range.
+        """
         end = start + length
         number = int(self._token_starts.searchsorted(start, side="right")) - 1
         while start < end:

@@ -18,7 +18,7 @@ SKIPPED = "skipped_shards.jsonl"
 
 
 def warnings(damages: Sequence[Damage], samples: TrainingSamples) -> Iterator[str]:
-    """Yield a warning for each skipped shard and one for the total; nothing without damages."""
+    """Yield a warning for each skipped shard, then one with the total. Yield nothing if no shard is skipped."""
     for damage in damages:
         yield f"selectron: warning: {damage.problem}: skipped ({damage.tokens:,} tokens)"
     if damages:
@@ -30,12 +30,12 @@ def warnings(damages: Sequence[Damage], samples: TrainingSamples) -> Iterator[st
 
 
 def keep(folder: Path, damages: Sequence[Damage], samples: TrainingSamples, step: int) -> None:
-    """Record the shards that are skipped from a step on, if they have changed.
+    """Record the shards that are skipped after a step, if they differ from those of the previous record.
 
     Args:
         folder: run folder.
         damages: skipped shards.
-        samples: training samples without them.
+        samples: training samples of the run, without the skipped shards.
         step: number of completed steps.
 
     Raises:
@@ -63,7 +63,7 @@ def keep(folder: Path, damages: Sequence[Damage], samples: TrainingSamples, step
 
 
 def copy_skipped(source: Path, folder: Path, step: int) -> None:
-    """Copy another run's records of skipped shards up to a checkpoint.
+    """Copy another run's records of skipped shards that precede a checkpoint.
 
     Args:
         source: folder of the other run.

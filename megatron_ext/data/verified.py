@@ -14,22 +14,22 @@ from megatron_ext.utils.json_text import parse_json
 NAME = "verified_shards.json"
 
 Stamp = list[str | int]
-"""[sha256, bytes, inode, modification time, change time] of a file, times in ns.
+"""[sha256, size in bytes, inode, modification time, change time] of a file, times in ns.
 
-The operating system sets the change time. It changes with any write, replacement or change of the other timestamps.
+The operating system sets the change time. Any write, replacement or change of another timestamp updates it.
 """
 
 
 class Verified:
     """Verifier of the sha256 of files that changed since their last verification.
 
-    It cannot detect a disk that silently returns other bytes than were written.
+    A disk that silently returns other bytes than were written is not detected.
 
     Args:
         root: folder of the manifest.
         known: stamps of verified files, by absolute path.
-        doubted: shards to read regardless of `known`, by the name of their tar in the manifest. A failing disk does not
-            change timestamps.
+        doubted: shards to read even if their files are in `known`, by the name of their tar in the manifest. This is
+            needed because a failing disk does not change timestamps.
 
     Attributes:
         root: folder of the manifest.
@@ -47,10 +47,10 @@ class Verified:
         return len(self._unchanged)
 
     def check(self, shard: ShardEntry) -> None:
-        """Check a shard and its index. Several threads may call this, each for a different shard.
+        """Check a shard and its index. Several threads may call this at once, each for a different shard.
 
         Raises:
-            UserError: a file is missing, of another size, or has other content. The message names it.
+            UserError: a file is missing, or has another size or other content. The message names the file.
         """
         stamps = self._stamps(shard)  # taken before reading, so that a concurrent write is detected next time
         trusted = len(stamps) == 2 and shard.file not in self._doubted

@@ -16,7 +16,7 @@ from megatron_ext.utils.atomic_files import os_reason
 from megatron_ext.utils.errors import UserError
 
 THREADS = min(8, 4 * len(os.sched_getaffinity(0)))
-"""Files hashed concurrently. With four threads per core, some hash while others wait for the disk."""
+"""Number of files hashed concurrently. With four threads per core, some threads hash while others wait for the disk."""
 
 Check = Callable[[ShardEntry], None]
 """Check of one shard. Raises a `UserError` that describes the problem."""
@@ -33,7 +33,7 @@ def verify_shards(
     check: Check | None = None,
     threads: int = THREADS,
 ) -> int:
-    """Check this rank's share of the shards and their indexes. Together the ranks check each shard once.
+    """Check this rank's share of the shards and their indexes. Each shard is checked by exactly one rank.
 
     Args:
         root: folder of the manifest.
@@ -43,7 +43,7 @@ def verify_shards(
         mode: `sha256` reads whole files, `size` only compares sizes.
         rank: rank among the checking processes.
         world_size: number of checking processes.
-        check: check of one shard, instead of the one for `mode`.
+        check: check of one shard. None: the check that `mode` selects.
         threads: shards checked concurrently.
 
     Returns:
@@ -66,9 +66,9 @@ class Damage:
     """Shard that is missing, unreadable or altered.
 
     Attributes:
-        shard: name of its tar in the manifest.
-        tokens: tokens of the shard.
-        problem: the damaged file and its problem.
+        shard: name of the shard's tar in the manifest.
+        tokens: number of tokens in the shard.
+        problem: the damaged file and what is wrong with it.
     """
 
     shard: str
@@ -90,8 +90,8 @@ def find_damage(
     """Check as `verify_shards` does, but continue after errors and return all damaged shards of this rank's share.
 
     Raises:
-        UserError: a split or domain is not in the manifest, or remote data is unreachable, in which case damage is
-            unknown.
+        UserError: a split or domain is not in the manifest.
+        Unreachable: remote data cannot be reached, so that damage cannot be determined.
     """
     shards, found = _share(manifest, [split], domains, rank, world_size), []
     with _errors(check or partial(check_here, root, mode), shards, threads) as errors:
@@ -125,7 +125,7 @@ def check_here(root: Path, mode: VerifyMode, shard: ShardEntry) -> None:
     """Check a shard and its index in a local folder.
 
     Raises:
-        UserError: a file is missing, truncated, altered or cannot be read. The message names it.
+        UserError: a file is missing, truncated, altered or cannot be read. The message names the file.
     """
     try:
         verify_shard(root, shard, mode)
@@ -145,17 +145,17 @@ def _share(
 
 
 def check_tokenizer(root: Path, manifest: Manifest, tokenizer_path: Path | None = None) -> Path:
-    """Check by sha256 that a tokenizer.json is the one that the data was prepared with.
+    """Check by sha256 that a tokenizer file is the one that the data was prepared with.
 
     Args:
         root: folder of the manifest.
         manifest: manifest of the folder.
-        tokenizer_path: tokenizer of the run. None: the one beside the manifest.
+        tokenizer_path: tokenizer file of the run. None: the tokenizer beside the manifest.
 
     Returns:
-        The file to use.
+        The tokenizer file to use.
 
     Raises:
-        UserError: it is missing or another one. The message names it and the manifest.
+        UserError: the file is missing or its sha256 differs. The message names the file and the manifest.
     """
     return verify_tokenizer(root, manifest, tokenizer_path)

@@ -15,13 +15,13 @@ def domain_weights(asked: Mapping[str, float], train_domains: Sequence[str], man
     """Return the weight of each training domain, by the manifest's own name.
 
     Args:
-        asked: weights by name, in SlimPajama's long form or the short one, in any case.
+        asked: weights by domain name. A name may have SlimPajama's long form or the short form, in upper or lower case.
         train_domains: training domains of the run, by the manifest's names.
         manifest: manifest of the data.
 
     Raises:
-        UserError: a name is no training domain, two names mean the same domain, a domain has no weight, or the weights
-            are invalid (see `blend.shares`).
+        UserError: a name is not a training domain, two names mean the same domain, a domain has no weight, or the
+            weights are invalid (see `blend.shares`).
     """
     found: dict[str, float] = {}
     for name, weight in asked.items():

@@ -10,24 +10,24 @@ from itertools import count
 from megatron_ext.data.order import sample_position
 
 MOST_LOST = 0.5
-"""Largest share of a range's windows that may be lost. Beyond it the training data would change too much."""
+"""Maximum fraction of a range's windows that may be lost. A larger loss would change the training data too much."""
 
 
 class Windows:
     """Windows of T + 1 tokens with a stride of T, each once per epoch, in an order that depends only on (seed, index).
 
-    A sample whose window is lost reads another one, which then occurs twice in that epoch. All other samples stay the
-    same. A run that resumes without a shard therefore keeps its order.
+    A sample whose window is lost reads another window, which then occurs twice in that epoch. All other samples stay
+    the same. A run that resumes without a shard therefore keeps its order.
 
     Args:
-        start: first token of the range in the stream.
-        num_tokens: length of the range.
+        start: offset in the stream of the range's first token.
+        num_tokens: length of the range in tokens.
         seq_length: T.
         seed: seed of the order.
-        lost: (first token, number of tokens) in the stream of each range that cannot be read.
+        lost: (offset in the stream of the first token, number of tokens) of each range that cannot be read.
 
     Attributes:
-        total: number of windows, including lost ones. The last tokens, too few for a window, are dropped.
+        total: number of windows, including lost windows. Tokens at the end that do not fill a window are dropped.
         lost: number of lost windows.
     """
 
@@ -72,5 +72,5 @@ class Windows:
 
 
 def derived_seed(seed: int, name: str) -> int:
-    """Return a separate seed for a named part of a run."""
+    """Return a seed that differs for each name, such as a domain."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little")
