@@ -14,13 +14,13 @@ from megatron_ext.utils.printable import printable
 SPLITS = ("train", "validation", "test")
 
 LONGEST_TEXT = 16_000_000
-"""Maximum characters of a document, or tokens if the input is tokenised.
+"""Maximum number of characters of a document, or of tokens if the input is tokenised.
 
-A longer document is malformed: a worker holds a whole document in memory, and its memory is bounded.
+A longer document counts as malformed, because a worker has limited memory and must keep a whole document in it.
 """
 
 LONGEST_RECORD = 64 << 20
-"""Maximum bytes of a line, tar member or text file that are read into memory; JSON may take six bytes per letter."""
+"""Maximum number of bytes of a line, tar member or text file. JSON may take six bytes per character."""
 
 REPAIR = "repair it"
 
@@ -41,8 +41,8 @@ class Document:
         text: the text, never empty, always valid Unicode.
         domain: name of the domain.
         source: file or collection that contains the document.
-        folder: split whose folder contains it; None if folders do not determine the split.
-        changes: changes that the reader made to the text, as reasons of the counts in the manifest's `cleaned`.
+        folder: split whose folder contains the document; None if folders do not determine the split.
+        changes: changes that the reader made to the text, as keys of the counts in the manifest's `cleaned`.
     """
 
     id: str
@@ -55,10 +55,10 @@ class Document:
 
 @dataclass
 class Problems:
-    """Handling of malformed records, and the number of skipped ones.
+    """Handling of malformed records, and the number of skipped records.
 
     Attributes:
-        on_error: `stop` raises at the first one, `skip` counts them.
+        on_error: `stop` raises at the first malformed record, `skip` counts malformed records.
         otherwise: alternative to repairing the record, for the error message.
         counts: number of skipped records by (file, reason).
     """
@@ -71,7 +71,7 @@ class Problems:
         """Count a malformed record, or stop.
 
         Args:
-            file: input file; undecodable bytes of its name are counted under their escapes.
+            file: input file. Undecodable bytes of the name appear as escapes in the key of `counts`.
             line: line number from 1, or another location in the file; None for a whole file.
             reason: kind of defect, by which skipped records are counted.
             detail: details of this record's defect.
@@ -88,11 +88,11 @@ class Problems:
 
 
 class Corpus(Protocol):
-    """A re-readable collection of documents in a fixed order, divided into units that can be read separately."""
+    """Collection of documents in a fixed order that can be read repeatedly, divided into separately readable units."""
 
     @property
     def folders(self) -> frozenset[str]:
-        """Splits that the input's own folders determine; empty if a hash assigns the split."""
+        """Splits that have their own folder in the input; empty if a hash assigns each document's split."""
         ...
 
     @property
@@ -102,7 +102,7 @@ class Corpus(Protocol):
 
     @property
     def total_bytes(self) -> int:
-        """Bytes that a complete pass reports to `advance`."""
+        """Number of bytes that a complete pass reports to `advance`."""
         ...
 
     def read(self, unit: int, problems: Problems, advance: Advance = ignore_progress) -> Iterator[Document]:
@@ -118,7 +118,7 @@ class Corpus(Protocol):
         ...
 
     def identity(self) -> str:
-        """Return a digest that changes with the input: a stopped preparation only resumes with the same input."""
+        """Return a digest that changes with the input, so that a stopped preparation only resumes with equal input."""
         ...
 
 
@@ -133,7 +133,13 @@ def domain_key(name: str) -> str:
 
 
 class MalformedError(ValueError):
-    """A record that is not a document: the kind of defect, its details, and an alternative to skipping the record."""
+    """Error for a malformed record.
+
+    Args:
+        reason: kind of defect.
+        detail: details of this record's defect.
+        hint: alternative to skipping the record.
+    """
 
     def __init__(self, reason: str, detail: str = "", hint: str = REPAIR) -> None:
         super().__init__(reason, detail, hint)
@@ -143,14 +149,14 @@ class MalformedError(ValueError):
 
 
 def check_length(length: int, unit: str = "characters") -> None:
-    """Raise if a text is too long to be held in memory.
+    """Raise if a text is too long to be kept in memory.
 
     Args:
         length: length of the text in characters, or in tokens that have not been decoded.
         unit: unit of the length, for the message.
 
     Raises:
-        MalformedError: it is above `LONGEST_TEXT`.
+        MalformedError: the length is above `LONGEST_TEXT`.
     """
     if length > LONGEST_TEXT:
         raise MalformedError("too long", f"{length:,} {unit}, at most {LONGEST_TEXT:,} are supported")

@@ -27,7 +27,7 @@ class Ledger:
 
     Attributes:
         left_out: dropped documents by split and reason.
-        changed: documents changed by cleaning, by split and reason; one with several reasons is counted for each.
+        changed: documents changed by cleaning, by split and reason. A document counts once for each of its reasons.
         unused: documents that no split uses, by domain and reason; see `count_unused`.
     """
 
@@ -37,7 +37,7 @@ class Ledger:
 
 
 class CountLeftOut:
-    """Counts dropped documents, in place of the writer that datatrove's filters take for them.
+    """Counter of dropped documents, with the interface of the writer that datatrove's filters accept for them.
 
     Args:
         ledger: receives the counts.

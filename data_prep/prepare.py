@@ -46,7 +46,7 @@ from megatron_ext.utils.untrusted_paths import check_text
 EMBEDDED = "embedded"
 TRAIN_TOKENIZER = "train"
 TASK_BYTES = 4 << 20
-"""Default input bytes per task: some seconds of work, and at most what a kill may lose."""
+"""Default input bytes per task: some seconds of work, which is the most that each worker loses if it is killed."""
 
 MAX_DEFAULT_TASKS = 1000
 
@@ -58,24 +58,27 @@ class PrepareOptions:
     Attributes:
         input: file, folder or URL of documents, or `embedded`.
         output: folder to create.
-        train_domains: domains of the train and validation splits. None: the existing ones of `TRAIN_DOMAINS`, or, if
-            the records name no domains, the single domain that they are given.
-        test_domains: domains of the test split, disjoint from the training domains; None: those of `TEST_DOMAINS`.
+        train_domains: domains of the train and validation splits. None: the domains of `TRAIN_DOMAINS` that the input
+            contains. If no record names a domain, all records belong to one training domain (see `domain`).
+        test_domains: domains of the test split, disjoint from the training domains; None: the domains of `TEST_DOMAINS`
+            that the input contains.
         filtering: cleaning, deduplication and decontamination.
-        tokenizer: a tokenizer.json, a folder with one or with vocab.json and merges.txt, a .tiktoken file or the name
-            of one of tiktoken's encodings, RWKV's vocabulary file, or `train` to train one on the train split.
+        tokenizer: a tokenizer.json, a folder with tokenizer.json or with vocab.json and merges.txt, a .tiktoken file,
+            the name of a tiktoken encoding, RWKV's vocabulary file, or `train` to train a tokenizer on the train split.
         tiktoken_pattern: regular expression that splits text, for a .tiktoken file that is not one of tiktoken's own.
         source_tokenizer: tokenizer of the tokens in Megatron's .bin/.idx files.
-        domain: domain of records that name none. None: they are malformed, unless no record names one (see
-            `train_domains`).
+        domain: domain of records that name no domain. None: such records are malformed, unless no record of the input
+            names a domain. All records then belong to a domain named after the input.
         text_key: key or column of a record's text; None: `text`.
-        domain_key: key or column of its domain; None: SlimPajama's `meta.redpajama_set_name`, or `domain`.
-        eos_token: end-of-document token; None: the tokenizer's usual one.
+        domain_key: key or column of a record's domain; None: SlimPajama's `meta.redpajama_set_name`, or `domain`.
+        eos_token: end-of-document token; None: the first common end-of-document token in the vocabulary.
         vocab_size: vocabulary size of a tokenizer trained here.
-        validation_fraction: fraction of the training documents held out, if folders do not determine the split.
+        validation_fraction: fraction of the training documents that is held out for validation, if folders do not
+            determine the split.
         on_error: stop at a malformed record, or skip and count it.
         shard_tokens: tokens per shard.
-        tasks: number of parts into which the input's files are divided, each written separately; None: by input size.
+        tasks: number of tasks among which the input's files are divided. Each task writes its own shards. None:
+            chosen by input size.
         execution: executor and number of workers; the result does not depend on it.
         progress: show a progress bar on standard error.
     """
@@ -102,7 +105,7 @@ class PrepareOptions:
 
 
 def prepare(options: PrepareOptions) -> Manifest | None:
-    """Create the folder `options.output`: shards, the tokenizer, and last the manifest.
+    """Create the folder `options.output` with shards, the tokenizer and the manifest, which is written last.
 
     The folder appears atomically. The same input and options give the same bytes for any number of workers. An
     interrupted preparation is resumed.
@@ -115,7 +118,7 @@ def prepare(options: PrepareOptions) -> Manifest | None:
     """
     _check(options)
     check_execution(options.execution)
-    # The tokenizer library reads this once, when it first runs in parallel, that is to train a tokenizer.
+    # The tokenizer library reads these variables once, when it first runs in parallel, i.e. to train a tokenizer.
     os.environ["RAYON_NUM_THREADS"] = str(options.execution.workers)
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
     output = Path(options.output)
@@ -123,12 +126,12 @@ def prepare(options: PrepareOptions) -> Manifest | None:
         options, corpus = _with_domain(options, open_corpus(options))
         recorded = _recorded(options, options.tasks or default_tasks(corpus))
         if options.filtering.duplicates != "keep":
-            allow_open_files(recorded["tasks"])  # jobs on other machines need it, too: fail early, not hours later
+            allow_open_files(recorded["tasks"])  # a later stage needs this limit: fail now rather than hours later
         begun = _begun(recorded, corpus, options)
-        if was_published(output, begun):  # interrupted between the folder's renaming and the removal of its notes
+        if was_published(output, begun):  # interrupted after the folder was renamed, before its notes were removed
             return load_manifest(output)
         with unfinished_folder(output, begun) as partial:
-            if (partial / MANIFEST_NAME).exists():  # interrupted between the manifest and the folder's renaming
+            if (partial / MANIFEST_NAME).exists():  # interrupted after the manifest, before the folder was renamed
                 publish(partial, output)
                 return load_manifest(output)
             return _fill(partial, corpus, options, recorded)
@@ -148,9 +151,9 @@ def open_corpus(options: PrepareOptions) -> Corpus:
 
 
 def _with_domain(options: PrepareOptions, corpus: Corpus) -> tuple[PrepareOptions, Corpus]:
-    """Return options and corpus. If no domains are requested and records name none, give all records one domain.
+    """Return options and corpus. If no domains are requested and no record names one, give all records one domain.
 
-    This is the given domain, or one named after the input. It is the only training domain.
+    The domain is `options.domain`, or is named after the input. It becomes the only training domain.
     """
     if not isinstance(corpus, FileCorpus) or options.train_domains is not None or options.domain_key is not None:
         return options, corpus
@@ -163,12 +166,12 @@ def _with_domain(options: PrepareOptions, corpus: Corpus) -> tuple[PrepareOption
 
 
 def default_tasks(corpus: Corpus) -> int:
-    """Return the number of tasks for a corpus. It depends only on the corpus, so that the result does, too."""
+    """Return the number of tasks for a corpus. It depends only on the corpus, so that shards are reproducible."""
     return max(1, min(corpus.units, corpus.total_bytes // TASK_BYTES, MAX_DEFAULT_TASKS))
 
 
 def _check_text(options: PrepareOptions) -> None:
-    """Refuse names that shells, Slurm or datatrove's paths would misinterpret."""
+    """Raise a `UserError` for option values that shells, Slurm or datatrove's paths would misinterpret."""
     given = {"--input": options.input, "--output": options.output, "--source-tokenizer": options.source_tokenizer}
     execution = options.execution
     given |= {"--slurm-partition": execution.slurm_partition, "--slurm-time": execution.slurm_time}
@@ -268,7 +271,7 @@ def _tokenizer(root: Path, corpus: Corpus, plan: SplitPlan, options: PrepareOpti
 
 
 def _recorded(options: PrepareOptions, tasks: int) -> dict[str, Any]:
-    """Return the options that determine the content, without output path and execution."""
+    """Return the options that determine the prepared data, i.e. all except output path, execution and progress."""
     kept = asdict(options)
     for name in ("output", "execution", "progress", "filtering"):
         del kept[name]
@@ -277,7 +280,7 @@ def _recorded(options: PrepareOptions, tasks: int) -> dict[str, Any]:
 
 
 def _begun(recorded: dict[str, Any], corpus: Corpus, options: PrepareOptions) -> dict[str, Any]:
-    """Return what a resumed preparation must have in common with this one: options, and digests of the named files."""
+    """Return the state that must be equal for a preparation to resume: options, and digests of the input files."""
     begun = {f"--{name.replace('_', '-')}": value for name, value in recorded.items()}
     for name in (options.tokenizer, options.source_tokenizer):
         for path in tokenizer_files(name) if name else ():

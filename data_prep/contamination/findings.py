@@ -1,4 +1,4 @@
-"""N-grams found in train and the first document with each: files of the tasks, and their merge."""
+"""Files of the n-grams found in train, with the first document that contains each, by task and merged."""
 
 from __future__ import annotations
 
@@ -18,19 +18,22 @@ ALL_GRAMS = "all.npy"
 FIRST_OWNERS = "first.npy"
 SUMMARY = "summary.json"
 FOUND_AT_A_TIME = 2_000_000
-"""N-grams found that a task keeps in memory before writing them (32 MB, and as much for sorting)."""
+"""Number of found n-grams that a task keeps in memory before writing them (32 MB, and as much for sorting)."""
 
 GRAMS_REMEMBERED = 1 << 23
-"""Size of a task's cache of n-grams already found, which avoids writing them repeatedly (64 MB)."""
+"""Number of entries in a task's cache of n-grams already found, which avoids writing them repeatedly (64 MB)."""
 
 GRAMS_AT_A_TIME = 8_000_000
-"""N-grams whose first documents are compared at once (160 MB)."""
+"""Number of n-grams whose first documents are compared at once (160 MB)."""
 
 FOUND = np.dtype([("gram", "<i8"), ("document", "<u8")])
-"""Index of an n-gram in the array of all, and the document that contains it: index of the source * 2**32 + document."""
+"""Index of an n-gram in the array of all n-grams, and a document that contains it.
+
+A document is encoded as (index of its source among the task's sources) * 2**32 + (index of the document in the source).
+"""
 
 OWNER = np.dtype([("document", "<u8"), ("task", "<u4")])
-"""The first document that contains an n-gram, and its task."""
+"""First document that contains an n-gram (encoded as in `FOUND`), and the task that read the document."""
 
 NOT_FOUND = np.uint64(2**64 - 1)
 
@@ -39,10 +42,10 @@ _LOW = np.uint64(2**32 - 1)
 
 
 class FoundWriter:
-    """Writes the n-grams that a task finds, each with the first document that contains it, as runs sorted by n-gram.
+    """Writer of the n-grams that a task finds, each with the first document that contains it, as runs sorted by n-gram.
 
-    An n-gram occurs once per run. It may occur in several runs, because the cache is direct-mapped: an n-gram evicts
-    another one with the same cache index.
+    An n-gram occurs at most once in a run. It may occur in several runs, because the cache of n-grams already found is
+    direct-mapped: an n-gram evicts another n-gram with the same cache index.
     """
 
     def __init__(self, folder: DataFolder, rank: int, grams: int) -> None:
@@ -53,7 +56,7 @@ class FoundWriter:
         self._grams, self._documents = array("q"), array("Q")
 
     def add(self, hits: npt.NDArray[np.int64], document: int) -> bool:
-        """Add the distinct n-grams of a document. Return True if it may be the task's first with any of them."""
+        """Add the distinct n-grams of a document. Return True if any of them may be new to the task."""
         places = hits % len(self._seen)
         is_new = self._seen[places] != hits
         new = hits[is_new]
@@ -74,10 +77,10 @@ class FoundWriter:
 
 
 class MergeFindings(PipelineStep):
-    """Merges the tasks' findings: the n-grams found, ascending, and the first training document that contains each.
+    """Step that merges the tasks' findings: ascending n-grams, and the first training document that contains each.
 
-    Documents are ordered by source, then by position in it. The result is independent of the number of tasks if each
-    task reads its sources completely. Runs in one task.
+    Documents are ordered by source, then by position in the source. The result is independent of the number of tasks if
+    each task reads its sources completely. The step runs in one task.
     """
 
     type = "DECONTAMINATION"
@@ -112,7 +115,7 @@ class MergeFindings(PipelineStep):
     def _first_owners(
         self, runs: list[list[str]], ranks: list[npt.NDArray[np.uint64]], start: int, number: int
     ) -> npt.NDArray[np.void]:
-        """Return the first documents of a range of n-grams, shape (number,)."""
+        """Return the first document (`OWNER`) of each of `number` n-grams, from index `start` on; shape (number,)."""
         first = np.zeros(number, OWNER)
         first["document"] = NOT_FOUND
         order = first["document"].copy()
@@ -130,11 +133,14 @@ class MergeFindings(PipelineStep):
 
 
 def _ranks(sources: list[list[str]]) -> list[npt.NDArray[np.uint64]]:
-    """Return for each task the ranks of its sources among all sources, by name."""
+    """Return for each task the positions of its sources in the sorted list of all sources."""
     order = {source: rank for rank, source in enumerate(sorted({source for of_task in sources for source in of_task}))}
     return [np.array([order[source] for source in of_task], np.uint64) for of_task in sources]
 
 
 def names_of(rank: int) -> str:
-    """Name of a search task's file of document number, source and id, one JSON line per document."""
+    """Return the name of a search task's file with one JSON line per document: [document, source, id].
+
+    The document is encoded as in `FOUND`.
+    """
     return f"{rank:05d}.jsonl"

@@ -1,11 +1,11 @@
 """datatrove steps that find the n-grams of test documents in training documents, and their first occurrence.
 
-Every step can be rerun after a kill. `decontamination` describes the rule and its source.
+Every step can be rerun after a kill. The module `decontamination` describes the rule and its source.
 
-Memory, for G distinct n-grams of test text: their hashes take 8 G bytes in a memory-mapped file, whose pages are shared
-by the processes of a machine and can be reclaimed. A search worker has some 128 MB of its own for its findings, which
-it writes in pieces. Merge steps process a range of hashes at a time, 256 MB. Apart from the mapped file, memory does
-not grow with G.
+Memory: the hashes of n distinct n-grams of test text take 8 n bytes in a memory-mapped file. The pages of this file are
+shared by the processes of a machine and can be reclaimed. A search worker needs another 128 MB for its findings, which
+it writes in pieces. Merge steps process a range of hashes at a time, in 256 MB. Apart from the mapped file, memory does
+not grow with n.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class OverlapOptions:
 
     Attributes:
         ngram_words: words per n-gram.
-        splits: splits that are tested against the training split.
-        threshold: a document is contaminated if more than this share of its n-grams, 0 to 1, is in train. 0 is the rule
-            of the GPT-3 paper: any n-gram.
+        splits: splits whose documents are compared with the training split.
+        threshold: a document is contaminated if more than this fraction of its n-grams, 0 to 1, occurs in train. With
+            0, as in the GPT-3 paper, a single n-gram suffices.
         action: `report` only; `drop_test` drops contaminated test documents; `drop_train` drops training documents that
             contain an n-gram of a contaminated test document.
-        worst: number of documents listed per domain.
+        worst: number of most contaminated documents that the report lists per domain.
     """
 
     ngram_words: int = 13
@@ -70,7 +70,7 @@ class OverlapOptions:
 
 
 class CollectGrams(PipelineStep):
-    """Writes the distinct n-gram hashes of a task's test documents as sorted runs; yields all documents."""
+    """Step that writes the n-gram hashes of a task's test documents as sorted runs, and yields all documents."""
 
     type = "DECONTAMINATION"
     name = "collect n-grams"
@@ -94,7 +94,7 @@ class CollectGrams(PipelineStep):
 
 
 class MergeGrams(PipelineStep):
-    """Merges the n-grams of all tasks into one ascending array. Runs in one task."""
+    """Step that merges the n-grams of all tasks into one ascending array. It runs in one task."""
 
     type = "DECONTAMINATION"
     name = "merge n-grams"
@@ -110,9 +110,10 @@ class MergeGrams(PipelineStep):
 
 
 class SearchTrain(PipelineStep):
-    """Writes the test n-grams in a task's training documents, and the task's first document with each.
+    """Step that writes the test n-grams in a task's training documents, and the first document that contains each.
 
-    Counts: `total` training documents, and `overlapping`, those with any test n-gram.
+    The step's statistics are `total`, the number of training documents, and `overlapping`, the number of training
+    documents with any test n-gram.
     """
 
     type = "DECONTAMINATION"
@@ -151,9 +152,10 @@ class SearchTrain(PipelineStep):
 
 
 class JudgeDocuments(PipelineStep):
-    """Writes a record for each test document of a task: its share of n-grams in train, an example, and its location.
+    """Step that writes a record for each test document of a task, and the n-grams of contaminated documents in train.
 
-    It also writes the n-grams that contaminated documents share with train.
+    A record contains the fraction of the document's n-grams that occur in train, and an example of such an n-gram with
+    the training document that contains it.
     """
 
     type = "DECONTAMINATION"
@@ -206,7 +208,7 @@ class JudgeDocuments(PipelineStep):
 
 
 def judgements_of(rank: int) -> str:
-    """Name of a judging task's file, with one JSON record per test document."""
+    """Return the name of a `JudgeDocuments` task's file, with one JSON record per test document."""
     return f"{rank:05d}.jsonl"
 
 

@@ -106,7 +106,7 @@ def exact_duplicates(
         folder: folder for signatures and results, about 30 bytes per document; local or an fsspec URL. The choice of
             survivors temporarily takes another 56 bytes for each signature that a document shares with another.
         tasks: number of reading tasks.
-        beside: steps that run in the same pass over all documents, including duplicates. Each must yield every document.
+        beside: steps that run in the same pass over all documents, including duplicates. They yield every document.
         ledger: receives the counts of dropped documents.
     """
     signature = ExactSignature(f"{folder}/signatures", EXACT)
@@ -155,7 +155,7 @@ def _deduplication(
 
 
 class _Buckets(MinhashDedupBuckets):
-    """datatrove's bucket step with a higher limit on open files, since it opens the signature files of all tasks at once.
+    """datatrove's bucket step, which opens the signature files of all tasks at once, with a higher limit on open files.
 
     Args:
         tasks: number of tasks that wrote signatures.

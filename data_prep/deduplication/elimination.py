@@ -76,8 +76,9 @@ class Links:
             number: index of the range.
 
         Returns:
-            A link from each vertex of the range to the smallest vertex of its component. Links between vertices of
-            lower ranges are stored if the larger vertex has the level of the range, and dropped otherwise.
+            A link from each vertex of the range to the smallest vertex of its component, except from that vertex
+            itself. Links between vertices of lower ranges are stored if the larger vertex has the level of the range,
+            and dropped otherwise.
         """
         vertices, smallest = _components(links)
         ranges = self._range_of(vertices[:, 0])

@@ -1,6 +1,6 @@
-"""Megatron's token files (.bin/.idx): read as text, and written from a prepared folder.
+"""Conversion of Megatron's token files (.bin/.idx) to text, and of a prepared folder to such files.
 
-This is the only module here that needs Megatron, whose own code reads and writes the format.
+This is the only module of `data_prep` that imports Megatron. Megatron's own code reads and writes the format.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from megatron_ext.utils.printable import printable
 from megatron_ext.utils.temp_dirs import scratch_folder
 
 SPECIAL_TOKENS, PARTED = "special_tokens", "parted"
-"""Changes of a text: special tokens were removed; it is one part of a document that was split at end-of-document."""
+"""Changes of a text: special tokens were removed, or the document was split at end-of-document tokens."""
 
 
 class IndexedReader:
-    """Reads the documents of one .bin/.idx pair.
+    """Reader of the documents of one .bin/.idx pair.
 
-    Special tokens are identified by their ids and are not text. An end-of-document token inside a document splits it,
-    because some tools pack several documents into one document of the index. Removing any special token except one at
-    the end counts as a change of the text.
+    Special tokens are identified by their ids and are removed. An end-of-document token inside a document splits the
+    document, because some tools pack several documents into one document of the index. The removal of a special token
+    counts as a change of the text, except for an end-of-document token at the end.
 
     Args:
         tokenizer: tokenizer that made the tokens.
@@ -47,7 +47,7 @@ class IndexedReader:
         self._special = np.array(sorted({*tokenizer.special, *(() if end is None else end[1:])}), np.int64)
 
     def __call__(self, file: InputFile, fields: Fields, problems: Problems, advance: Advance) -> Iterator[Found]:
-        """Yield every well-formed document; its domain is the default one, or derived from the file name."""
+        """Yield every well-formed document. The domain is `fields.default`, or is derived from the file name."""
         with _here(file) as prefix:
             dataset = _open(file, prefix, problems)
             if dataset is not None:
@@ -69,7 +69,7 @@ class IndexedReader:
             problems.report(file.location, number + 1, "does not fit its .bin", str(error))
 
     def _texts(self, dataset: IndexedDataset, start: int, count: int) -> Iterator[tuple[str, str, tuple[str, ...]]]:
-        """Yield the texts of one document of the index, each with its suffix in the id and its changes."""
+        """Yield (suffix of the document id, text, changes) for each text in one document of the index."""
         check_length(count, "tokens")
         tokens = dataset.bin_reader.read(dataset.index.dtype, count, start)
         unknown = tokens[(tokens < 0) | (tokens >= self._tokenizer.vocab_size)]
@@ -107,12 +107,12 @@ class _Dataset(IndexedDataset):
 
 
 def _documents(dataset: IndexedDataset) -> Iterator[tuple[int, int]]:
-    """Yield the first byte and the number of tokens of every document.
+    """Yield (byte offset of the first token, number of tokens) of every document.
 
     Megatron writes sequences one after the other, and documents in the order of their sequences.
 
     Raises:
-        BrokenIndexError: the index deviates from this order, or the size of the .bin does not match it.
+        BrokenIndexError: the index deviates from this order, or does not match the size of the .bin file.
     """
     lengths, starts, bounds = dataset.sequence_lengths, dataset.index.sequence_pointers, dataset.document_indices
     size = Path(f"{dataset.path_prefix}.bin").stat().st_size
@@ -137,9 +137,10 @@ def _documents(dataset: IndexedDataset) -> Iterator[tuple[int, int]]:
 
 @contextmanager
 def _here(file: InputFile) -> Iterator[str]:
-    """Context manager that yields the pair's common path on this machine; Megatron memory-maps the files.
+    """Context manager that yields the local path of a .bin/.idx pair, without suffix.
 
-    A pair at a URL is copied to a local disk, and removed at the end.
+    Megatron memory-maps the files. A pair at a URL is therefore copied to a local disk first. The copy is removed at
+    the end.
     """
     if file.is_local:
         yield file.location.removesuffix(".idx")
@@ -168,7 +169,7 @@ def _open(file: InputFile, prefix: str, problems: Problems) -> IndexedDataset | 
 
 
 def _domain_of(file: InputFile) -> str:
-    """Derive the domain: `C4_text_document.idx` -> `C4`. The suffix is that of Megatron's preprocess_data."""
+    """Derive the domain from the name of a file of Megatron's preprocess_data: `C4_text_document.idx` -> `C4`."""
     return printable(PurePosixPath(file.name).stem).removesuffix("_document").removesuffix("_text")
 
 
@@ -199,7 +200,7 @@ def _export_domain(root: Path, manifest: Manifest, entry: DomainEntry, prefix: P
     for path in (binary, index):
         if path.exists():
             raise UserError(str(path), "already exists", "choose another prefix or remove it")
-    # Written under other names until complete. The index, which makes the pair readable, is renamed last.
+    # The files have other names until they are complete. The index, which makes the pair readable, is renamed last.
     beside = [path.with_name(f"{path.name}.partial") for path in (binary, index)]
     try:
         _build(root, manifest, entry, *beside)

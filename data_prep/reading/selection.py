@@ -1,4 +1,4 @@
-"""Selection of the input files to read, and the reasons for the others."""
+"""Selection of the input files to read, and the reasons why the other files are not read."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from megatron_ext.utils.errors import UserError
 from megatron_ext.utils.printable import printable
 
 PACKED_SUFFIXES = frozenset({".gz", ".xz", ".bz2", ".zst", ".lz4", ".zip"})
-"""Suffixes of compressed files, whose kind depends on the suffix before."""
+"""Suffixes of compressed files. The suffix before such a suffix determines the format."""
 
 UNKNOWN = "of no form that is read"
 BESIDE = "text beside files of records"
 OUTSIDE = f"outside the folders {', '.join(SPLITS)}"
 
 MOST_KINDS = 20
-"""Maximum number of kinds of unread files that are listed separately; names may have arbitrary suffixes."""
+"""Maximum number of kinds (suffix and reason) of unread files that are counted separately."""
 
 MOST_EXAMPLES = 3
 
@@ -33,7 +33,7 @@ class Selection:
     Attributes:
         files: files to read, in order.
         folders: splits that are determined by folders.
-        not_read: the other files, counted by `suffix` and `reason`, as dictionaries for the manifest.
+        not_read: files that are not read, counted by `suffix` and `reason`, as dictionaries for the manifest.
     """
 
     files: list[InputFile]
@@ -42,13 +42,14 @@ class Selection:
 
 
 def select(source: str, files: list[InputFile]) -> Selection:
-    """Select the files of a known format to read; only those in split folders if there are any.
+    """Select the files to read.
 
-    Text files are read if there is nothing else.
+    Files with records or tokens in split folders are selected if there are any. Otherwise all files with records or
+    tokens are selected. Plain text files are selected if there are no other files of a known format.
 
     Args:
         source: the input, for messages.
-        files: all its files.
+        files: all files of the input.
 
     Raises:
         UserError: there is nothing to read, a link is broken, or split folders are not at the top level.
@@ -80,7 +81,7 @@ def is_text(file: InputFile) -> bool:
 
 
 def holds_tokens(file: InputFile) -> bool:
-    """Return whether a file holds tokens, judged by its name."""
+    """Return whether a file contains tokens, judged by its name."""
     form = format_of(file)
     return form is not None and form.holds_tokens
 
@@ -93,14 +94,14 @@ def split_folder(file: InputFile) -> str | None:
 
 
 def _check_present(files: list[InputFile]) -> None:
-    """Raise for unreadable files before the work begins, not in the middle of it."""
+    """Raise for a file that cannot be read, before the work begins."""
     for file in files:
         if file.refusal:
             raise UserError(file.location, file.refusal, "fix it or remove it")
 
 
 def _check_no_splits_below(source: str, files: list[InputFile]) -> None:
-    """Raise if a folder below the top level is split: a hash would put its test documents into train."""
+    """Raise if there are split folders below the top level, whose test documents a hash could assign to train."""
     found = dict.fromkeys(place for file in files if (place := _split_below(file)))
     if not found:
         return
@@ -115,7 +116,7 @@ def _check_no_splits_below(source: str, files: list[InputFile]) -> None:
 
 
 def _split_below(file: InputFile) -> tuple[str, str] | None:
-    """Return the first folder of a file's path with the name of a split: the path above it, and its name."""
+    """Return (parent path, name) of the first folder in a file's path that has the name of a split."""
     for place, part in enumerate(file.parts[:-1]):
         if part in SPLITS:
             return "/".join(file.parts[:place]), part
@@ -123,7 +124,7 @@ def _split_below(file: InputFile) -> tuple[str, str] | None:
 
 
 def _not_read(files: list[InputFile], read: list[InputFile]) -> list[dict[str, Any]]:
-    """Count the other files by kind, most frequent first, each with a few names."""
+    """Count the files that are not read by kind, most frequent kind first, with a few names per kind."""
     kinds: dict[tuple[str, str], dict[str, Any]] = {}
     for file, reason in _others(files, read):
         suffix = printable(_suffix(file.name))

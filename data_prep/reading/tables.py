@@ -1,4 +1,4 @@
-"""Parquet files: each row is a document. They are read in batches."""
+"""Reader of Parquet files, in which each row is a document, in batches of bounded size."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def read_table(file: InputFile, fields: Fields, problems: Problems, advance: Adv
                 advance(share)
     except MalformedError as error:  # an error of the whole file
         problems.report(file.location, None, error.reason, error.detail, error.hint)
-    # Besides its own errors, pyarrow raises Python's for damaged names and numbers.
+    # Besides its own errors, pyarrow raises Python's built-in errors for damaged names and numbers.
     except (pyarrow.ArrowException, OSError, ValueError, LookupError, OverflowError) as error:
         if not _is_broken(error):
             raise
@@ -47,15 +47,16 @@ def read_table(file: InputFile, fields: Fields, problems: Problems, advance: Adv
 
 
 def _is_broken(error: Exception) -> bool:
-    """Return True for errors of the file's content: pyarrow raises its own, or a plain OSError without a number.
+    """Return True if an error is due to the file's content rather than to the file system.
 
-    Errors of a file system have a number, or a more specific type.
+    For damaged content, pyarrow raises its own errors or a plain OSError without errno. Errors of a file system have an
+    errno or a more specific type.
     """
     return not isinstance(error, OSError) or (type(error) is OSError and error.errno is None)
 
 
 def _rows(stream: Any, size: int, fields: Fields) -> Iterator[tuple[dict[str, pyarrow.Scalar], int]]:
-    """Yield rows as unread values by column, each with its share of the file's bytes."""
+    """Yield (values by column, not yet converted to Python; the row's share of the file's bytes) for each row."""
     facts = pyarrow.parquet.read_metadata(stream)
     columns = _columns(facts.schema.to_arrow_schema(), fields)
     # Read the columns of a row group incrementally; by default they are read completely.
@@ -64,7 +65,7 @@ def _rows(stream: Any, size: int, fields: Fields) -> Iterator[tuple[dict[str, py
     leaves = [facts.schema.column(number).path for number in range(facts.num_columns)]
     encoded = pyarrow.parquet.ParquetFile(stream, **piecewise, read_dictionary=leaves)
     total, done, rows = max(facts.num_rows, 1), 0, _batch_rows(facts)
-    for group in range(table.num_row_groups):  # separately: a batch over several groups is lost if one is broken
+    for group in range(table.num_row_groups):  # one by one, because a broken group would spoil a batch across groups
         # A value that the file stores once, in a dictionary, is copied for every row of a batch. Reading references to
         # the dictionary instead would keep all values of a row group in memory.
         first = next(encoded.iter_batches(1, row_groups=[group], columns=columns), None)
@@ -78,10 +79,10 @@ def _rows(stream: Any, size: int, fields: Fields) -> Iterator[tuple[dict[str, py
 
 
 def _columns(schema: pyarrow.Schema, fields: Fields) -> list[str]:
-    """Return the columns to read, a nested one by its path; other columns may have any type and size.
+    """Return the names of the columns to read. A nested column is named by its path.
 
     Raises:
-        MalformedError: there is no text column, or two columns have the name of one to read.
+        MalformedError: there is no text column, or two columns have the same required name.
     """
     counts = Counter(schema.names)
     found: dict[str, str] = {}
@@ -98,14 +99,14 @@ def _columns(schema: pyarrow.Schema, fields: Fields) -> list[str]:
 
 
 def _batch_rows(facts: pyarrow.parquet.FileMetaData) -> int:
-    """Return the rows per batch: about `BATCH_BYTES` in the row group with the largest rows."""
+    """Return the number of rows per batch, so that a batch of the largest rows takes about `BATCH_BYTES`."""
     groups = [facts.row_group(number) for number in range(facts.num_row_groups)]
     row = max((group.total_byte_size / max(group.num_rows, 1) for group in groups), default=1.0)
     return max(1, min(BATCH_ROWS, int(BATCH_BYTES / max(row, 1.0))))
 
 
 def _longest(column: pyarrow.Array) -> int:
-    """Return the bytes of the longest value in a column's dictionaries; 0 if it has none."""
+    """Return the bytes of the longest value in a column's dictionaries; 0 if the column has no dictionary."""
     if isinstance(column, pyarrow.StructArray):
         return sum(_longest(column.field(number)) for number in range(column.type.num_fields))
     if not isinstance(column, pyarrow.DictionaryArray):

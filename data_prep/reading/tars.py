@@ -1,4 +1,4 @@
-"""WebDataset tars of text: each sample is a document."""
+"""Reader of WebDataset tars of text, in which each sample is a document."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ NO_SAMPLE = re.compile(r"__[^/]*__($|/)")
 
 BLOCK_BYTES = 1 << 20
 LONGEST_HEADER = 1 << 20
-"""Maximum bytes of a long name or of extended attributes; a file name has at most 4,096."""
+"""Maximum number of bytes of a long name or of extended attributes. A path on Linux has at most 4,096 bytes."""
 
 MOST_GLOBALS = 1000
-"""Maximum number of global attributes of a tar: each member gets a copy of them."""
+"""Maximum number of global attributes of a tar. The number is limited because `tarfile` copies them to every member."""
 
 PASSED_OVER = (tarfile.DIRTYPE, b"V", b"D")
 """Ignored members: folders, and GNU tar's volume labels and folder listings."""
@@ -40,7 +40,7 @@ OTHER_MEMBERS = {
 
 
 class _Header(tarfile.TarInfo):
-    """A complete header, or an error: Python's reader treats a damaged or missing one as the end of the tar."""
+    """Header whose parser raises if the header is damaged or missing. `tarfile` would take that for the tar's end."""
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
@@ -64,9 +64,9 @@ class _Sample:
     """Consecutive members with the same key.
 
     Attributes:
-        key: common part of their names.
-        members: content of the members that are read, by suffix.
-        fault: error of one of them.
+        key: common part of the members' names.
+        members: content of the text and record members, by suffix.
+        fault: error of a malformed member; None: there is none.
     """
 
     key: str
@@ -77,9 +77,9 @@ class _Sample:
 def read_tar(file: InputFile, fields: Fields, problems: Problems, advance: Advance) -> Iterator[Found]:
     """Yield every well-formed sample.
 
-    A sample has its text in `<key>.txt`, and its domain (or both) in `<key>.json`, a record as in a jsonl file. Other
-    members are ignored. A member with another kind of name belongs to no sample and is malformed. So is a sample with a
-    link or a device instead of a file.
+    A sample has its text in `<key>.txt`, and its domain in `<key>.json`, which is a record as in a jsonl file and may
+    also contain the text. Other members of a sample are ignored. A member whose name is not `<key>.<suffix>` belongs to
+    no sample and is reported as malformed. A sample with a link or a device instead of a file is also malformed.
 
     Args:
         file: file to read.
@@ -105,7 +105,7 @@ def read_tar(file: InputFile, fields: Fields, problems: Problems, advance: Advan
 def _samples(
     tar: tarfile.TarFile, stream: IO[bytes], file: InputFile, problems: Problems, advance: Advance
 ) -> Iterator[_Sample]:
-    """Yield the samples in order. The last one is only yielded at the end of the tar, when it is complete."""
+    """Yield the samples in order. A sample is yielded when the next sample or the end of the tar is reached."""
     from webdataset.tariterators import base_plus_ext  # imports torch, which only Megatron's format needs otherwise
 
     sample: _Sample | None = None
@@ -132,7 +132,7 @@ def _samples(
 
 
 def _add(sample: _Sample, tar: tarfile.TarFile, info: tarfile.TarInfo, suffix: str) -> None:
-    """Read a member if it is part of a document."""
+    """Add a member's content to its sample if the member contains text or a record; record a fault of the member."""
     if not info.isreg():
         kind = OTHER_MEMBERS.get(info.type, f"a member of type {info.type!r}")
         sample.fault = MalformedError("not a file", f"{info.name} is {kind}")
@@ -145,7 +145,7 @@ def _add(sample: _Sample, tar: tarfile.TarFile, info: tarfile.TarInfo, suffix: s
 
 
 def _check_rest(tar: tarfile.TarFile) -> None:
-    """Raise if data follows the tar's end, such as another tar: it would not be read. Zero padding is allowed."""
+    """Raise if data that would not be read follows the tar's end, such as another tar. Zero padding is allowed."""
     assert tar.fileobj is not None
     while block := tar.fileobj.read(BLOCK_BYTES):
         if block.count(0) < len(block):

@@ -29,7 +29,7 @@ PR_SET_PDEATHSIG = 1
 """Constant of Linux's <sys/prctl.h>."""
 
 MEMORY_GB = 2
-"""Memory that a Slurm or Ray worker requests."""
+"""Memory that a Slurm or Ray worker requests, in GB."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Execution:
 
     Attributes:
         executor: local processes, Slurm jobs or Ray workers.
-        workers: number of tasks that run at the same time.
-        slurm_partition: partition, for Slurm.
+        workers: maximum number of tasks that run at the same time.
+        slurm_partition: partition of Slurm jobs; required for Slurm.
         slurm_time: time limit of a Slurm job, as `hours:minutes:seconds`.
     """
 
@@ -51,13 +51,13 @@ class Execution:
 
 @dataclass(frozen=True)
 class Stage:
-    """A pipeline over tasks, complete when all tasks are.
+    """Pipeline that runs in a number of tasks, and is complete when all tasks are complete.
 
     Attributes:
         name: short name.
         steps: datatrove steps, in order.
-        tasks: number of parts of the input; any number of workers may share them.
-        board: progress board of the tasks; None if they report none.
+        tasks: number of tasks, which is independent of the number of workers.
+        board: progress board of the tasks; None if they report no progress.
     """
 
     name: str
@@ -75,7 +75,7 @@ class Stage:
 
 
 def check_execution(execution: Execution) -> None:
-    """Raise if the execution is not possible here.
+    """Raise if the executor cannot be used on this machine.
 
     Raises:
         UserError: Ray or Slurm is missing, or no partition is given.
@@ -93,13 +93,13 @@ def check_execution(execution: Execution) -> None:
 
 
 def run_stages(stages: list[Stage], root: Path, execution: Execution, total_bytes: int, *, progress: bool) -> None:
-    """Run stages one after the other; tasks that already finished are not run again.
+    """Run stages one after the other. Tasks that an earlier run finished are not run again.
 
     Args:
         stages: stages in order.
         root: folder being filled.
         execution: executor and number of workers.
-        total_bytes: input bytes that a stage reads.
+        total_bytes: input bytes that a stage with a progress board reads.
         progress: show a bar on standard error.
 
     Raises:
@@ -117,7 +117,7 @@ def run_stages(stages: list[Stage], root: Path, execution: Execution, total_byte
 def progress_text(stages: list[Stage], root: Path, total_bytes: int) -> str:
     """Describe the progress of jobs that run these stages on other machines, in a few words.
 
-    As in the titles of the bars, only stages that read the whole input are numbered. The others are short.
+    As in the titles of progress bars, only stages that read the whole input are numbered. The other stages are short.
 
     Args:
         stages: stages in order.
@@ -137,7 +137,7 @@ def progress_text(stages: list[Stage], root: Path, total_bytes: int) -> str:
 
 
 def _title(stage: Stage, stages: list[Stage]) -> str:
-    """Return the name of a stage with its number among those that read the whole input."""
+    """Return the name of a stage, preceded by its number among the stages that read the whole input: `1/2 name`."""
     numbered = [each.name for each in stages if each.board is not None]
     return f"{numbered.index(stage.name) + 1}/{len(numbered)} {stage.name}"
 
@@ -151,19 +151,19 @@ def _executor(stage: Stage, root: Path, execution: Execution) -> PipelineExecuto
 
 
 class QuietExecutor(LocalPipelineExecutor):
-    """Runs tasks in local processes with one thread each, without datatrove's messages."""
+    """Executor that runs tasks in local processes with one thread each, without datatrove's messages."""
 
     def run(self) -> Any:
         """Run every task that is not finished."""
-        # Workers are forked from a process that has imported all this once.
+        # Workers are forked from a server process. With this preload it imports the modules once for all workers.
         multiprocess.get_context(self.start_method).set_forkserver_preload(["data_prep.stages"])
-        # For the helper process that datatrove forks: it would survive a kill of this process.
+        # The helper process that datatrove forks would otherwise survive a kill of this process.
         multiprocess.util.register_after_fork(self, _die_with_parent)
         with quiet():
             return super().run()
 
     def _run_for_rank(self, rank: int, *arguments: Any, **named: Any) -> PipelineStats:
-        # Processes of a killed run may still execute this task. When they release the lock, it is finished.
+        # A process of a killed run may still execute this task. When it releases the lock, the task is finished.
         with locked(Path(self.logging_dir.resolve_paths(f"{rank:05d}.lock"))):
             return super()._run_for_rank(rank, *arguments, **named)
 

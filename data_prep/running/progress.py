@@ -18,8 +18,9 @@ INTERVAL_SECONDS = 0.5
 class Board:
     """Input bytes read, tokens written and start time of each task, in a file that all processes memory-map.
 
-    It works on one machine and on several with a shared file system: a task only writes its own numbers. The times are
-    at the end, so that files of an earlier format without times can be continued.
+    The board works on one machine, and on several machines with a shared file system, because a task only writes its
+    own entries. The file contains int64 values: (bytes, tokens) of each task, then the start time of each task in ms
+    since the epoch. The start times are at the end, so that a file of an earlier format without them can be extended.
 
     Args:
         path: the file.
@@ -31,23 +32,23 @@ class Board:
         self.tasks = tasks
 
     def clear_missing(self) -> None:
-        """Create or extend the file; the numbers of finished tasks of an earlier run are kept."""
+        """Create the file, or extend it with zeros. Entries of an earlier run's finished tasks are kept."""
         there = self.path.stat().st_size if self.path.exists() else 0
-        with self.path.open("ab") as file:  # zeros, not a hole: a full disk fails here instead of killing a task
+        with self.path.open("ab") as file:  # written zeros instead of a hole, so that a full disk raises an error here
             file.write(bytes(max(0, 8 * 3 * self.tasks - there)))
 
     def bytes_of(self, task: int) -> np.ndarray:
-        """Return the byte count of a starting task: an array of one writable number, set to 0."""
+        """Record the start of a task, and return its byte count: a writable int64 array of shape (1,), set to 0."""
         cell = self._zeroed(task, 0)
         self._map("r+")[2 * self.tasks + task] = round(1000 * time.time())
         return cell
 
     def tokens_of(self, task: int) -> np.ndarray:
-        """Return the token count of a task: an array of one writable number, set to 0."""
+        """Return the token count of a task: a writable int64 array of shape (1,), set to 0."""
         return self._zeroed(task, 1)
 
     def sums(self) -> tuple[int, int]:
-        """Return the bytes and tokens of all tasks."""
+        """Return the total number of bytes and of tokens of all tasks."""
         read, tokens = self._counts(self._map("r")).sum(axis=0)
         return int(read), int(tokens)
 
@@ -55,14 +56,14 @@ class Board:
         """Return the progress and speed of the tasks.
 
         Args:
-            finished: tasks that no longer run: their progress counts, but not their speed.
+            finished: tasks that no longer run. Their progress counts, but not their speed.
             now: seconds since the epoch.
         """
         values = self._map("r").copy()
         counts, begun = self._counts(values), values[2 * self.tasks :] / 1000
         at_work = begun > 0
         at_work[list(finished)] = False
-        seconds = np.maximum(now - begun[at_work], 1.0)  # clocks of machines may differ
+        seconds = np.maximum(now - begun[at_work], 1.0)  # not negative, even if the clocks of machines differ
         speeds = (counts[at_work] / seconds[:, None]).sum(axis=0)
         read, tokens = counts.sum(axis=0)
         return Pace(int(read), int(tokens), int(at_work.sum()), float(speeds[0]), float(speeds[1]))
@@ -114,9 +115,9 @@ class Pace:
 
 @contextlib.contextmanager
 def shown(board: Board, title: str, total_bytes: int, *, visible: bool) -> Iterator[None]:
-    """Context manager that shows a board on standard error.
+    """Context manager that shows a board as a progress bar on standard error.
 
-    The bar counts input bytes: only their total is known in advance and gives the remaining time.
+    The bar counts input bytes, because only their total is known in advance.
     """
     if not visible:
         yield

@@ -1,7 +1,7 @@
-"""Stages as a chain of Slurm jobs, each depending on the one before; the last job creates the folder.
+"""Stages as a chain of Slurm jobs, each depending on the previous job; the last job creates the folder.
 
-A task that fails ends the chain: later jobs never start, and Slurm removes them. A task whose node dies runs again on
-another. After either, the same command resumes the unfinished work.
+A task that fails ends the chain: later jobs never start, and Slurm removes them. The same command then resumes the
+unfinished work. A task whose node dies runs again on another node.
 """
 
 from __future__ import annotations
@@ -21,22 +21,23 @@ from data_prep.running.slurm_jobs import check_no_jobs, note_job, noted_jobs
 from megatron_ext.utils.errors import UserError
 
 MAX_ARRAY = 1001
-"""Maximum tasks of an array job in Slurm's default configuration. datatrove would submit several arrays and let the
-next stage depend only on the last of them. Here, a job runs several tasks instead."""
+"""Maximum number of jobs in an array in Slurm's default configuration. For more tasks, datatrove would submit several
+arrays, and the next stage would depend only on the last array. Here, each job runs several tasks instead."""
 
 
 def submit(
     stages: list[Stage], root: Path, finish: PipelineStep, logs: str, execution: Execution, total_bytes: int
 ) -> None:
-    """Submit the stages and the final step; tasks that already finished are not submitted again.
+    """Submit the stages and the final step. Tasks that already finished are not submitted again.
 
     Args:
         stages: stages in order.
         root: folder being filled.
         finish: step that creates the final folder from the outputs of the stages.
-        logs: folder for the output of the jobs, with one folder per stage; `root` itself is renamed at the end.
+        logs: folder for the output of the jobs, with one folder per stage. It is outside `root`, because `root` is
+            renamed at the end.
         execution: partition, time limit and number of concurrent jobs.
-        total_bytes: input bytes that a stage reads.
+        total_bytes: input bytes that a stage with a progress board reads.
 
     Raises:
         UserError: Slurm refuses a job, or jobs of an earlier run are still active.
@@ -56,7 +57,7 @@ def submit(
 
 
 class _Job(SlurmPipelineExecutor):
-    """A stage as one array job."""
+    """Executor that submits a stage as one array job."""
 
     def __init__(
         self,
@@ -78,11 +79,11 @@ class _Job(SlurmPipelineExecutor):
             mem_per_cpu_gb=MEMORY_GB,
             workers=min(execution.workers, tasks),
             job_name=f"prepare-{name}",
-            qos="",  # the user's default; datatrove would request one called normal
-            # The programs of this environment, whether it is activated or not.
+            qos="",  # the user's default quality of service; datatrove would request one called `normal`
+            # Finds the programs of this Python environment, whether it is activated or not.
             env_command=f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH",
-            sbatch_args={"kill-on-invalid-dep": "yes"},  # otherwise jobs after a failed one stay pending forever
-            with_srun=False,  # a task is one process; if a node dies while srun starts, the task would fail for good
+            sbatch_args={"kill-on-invalid-dep": "yes"},  # otherwise jobs after a failed job stay pending forever
+            with_srun=False,  # not needed for one process, and a node that dies while srun starts would fail the task
             tasks_per_job=-(-tasks // MAX_ARRAY),
             logging_dir=notes,
             slurm_logs_folder=str(Path(logs).absolute() / name),
@@ -92,7 +93,7 @@ class _Job(SlurmPipelineExecutor):
         self.root = root
 
     def get_sbatch_args(self, max_array: int = 1) -> dict[str, Any]:
-        """Return the options of sbatch, with `%` escaped: it starts a pattern in sbatch's file names."""
+        """Return the options of sbatch, with `%` in file names escaped, since sbatch interprets it as a pattern."""
         log = f"{self.slurm_logs_folder.replace('%', '%%')}/%A_%a.out"
         return {**super().get_sbatch_args(max_array), "output": log, "error": log}
 

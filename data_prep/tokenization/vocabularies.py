@@ -17,7 +17,7 @@ from megatron_ext.utils.atomic_files import write_whole
 from megatron_ext.utils.errors import UserError
 
 LONGEST_SHOWN = 40
-"""Maximum characters of a text in a message."""
+"""Maximum number of characters of a quoted text in a message."""
 
 
 class TextTokenizer(Protocol):
@@ -28,8 +28,8 @@ class TextTokenizer(Protocol):
         file_name: name of its file beside a manifest.
         pattern: regular expression that splits text before merging, if the file does not contain it; otherwise empty.
         vocab_size: largest id + 1.
-        unknown: id of text that the tokenizer cannot encode; None: it encodes any text, or raises.
-        special: ids of tokens that are not text: ends and beginnings of documents, padding, roles.
+        unknown: id of text that the tokenizer cannot encode; None: `encode_batch` encodes any text, or raises.
+        special: ids of tokens that are not text, such as document boundaries, padding and chat roles.
     """
 
     kind: TokenizerKind
@@ -52,11 +52,15 @@ class TextTokenizer(Protocol):
         ...
 
     def find_end(self, token: str | None = None) -> tuple[str, int] | None:
-        """Return the end-of-document token of that name, or the usual one, with its id; None if there is none."""
+        """Return the end-of-document token and its id; None if there is no such token.
+
+        Args:
+            token: the token's text; None: the first common end-of-document token in the vocabulary.
+        """
         ...
 
     def reserve(self, token: str) -> None:
-        """From now on, encode the text of a token as ordinary text, like that of special tokens."""
+        """Make `encode_batch` encode the text of a token as ordinary text, as it does with special tokens."""
         ...
 
     def content(self) -> bytes:
@@ -68,12 +72,12 @@ def open_tokenizer(name: str, pattern: str = "") -> TextTokenizer:
     """Open the tokenizer that `--tokenizer` or `--source-tokenizer` names.
 
     Args:
-        name: a tokenizer.json, a folder with one or with vocab.json and merges.txt (or the path of that vocab.json), a
-            .tiktoken file, the name of one of tiktoken's encodings, or RWKV's vocabulary file.
-        pattern: the regular expression of a .tiktoken file that is not one of tiktoken's own.
+        name: a tokenizer.json, a folder with tokenizer.json or with vocab.json and merges.txt (or the path of that
+            vocab.json), a .tiktoken file, the name of a tiktoken encoding, or RWKV's vocabulary file.
+        pattern: regular expression that splits text, for a .tiktoken file that is not one of tiktoken's own.
 
     Raises:
-        UserError: it is none of these.
+        UserError: the name denotes none of these.
     """
     path = Path(name)
     if name.endswith(TIKTOKEN_SUFFIX) or (is_encoding_name(name) and not path.exists()):
@@ -86,7 +90,7 @@ def open_tokenizer(name: str, pattern: str = "") -> TextTokenizer:
 
 
 def tokenizer_files(name: str) -> list[Path]:
-    """Return the files to which a name for `open_tokenizer` refers; none for an encoding named in tiktoken."""
+    """Return the files that `open_tokenizer` reads for a name; none for the name of a tiktoken encoding."""
     folder = _folder_of(Path(name))
     paths = [Path(name)] if folder is None else [folder / file for file in READ]
     return [path for path in paths if path.is_file()]
@@ -100,7 +104,7 @@ def _folder_of(path: Path) -> Path | None:
 
 @lru_cache(maxsize=1)
 def kept_tokenizer(root: Path, entry: TokenizerEntry) -> TextTokenizer:
-    """Return the tokenizer beside a manifest. It is cached, so that a worker reads it once for all its tasks."""
+    """Return the tokenizer beside a manifest. The result is cached, so that a worker reads the file only once."""
     tokenizer = _read_kept(root / entry.file, entry)
     if entry.eos_token:
         tokenizer.reserve(entry.eos_token)
@@ -121,7 +125,7 @@ def check_vocabulary(file: Path, entry: TokenizerEntry) -> None:
         entry: the manifest's entry of the tokenizer.
 
     Raises:
-        UserError: the tokenizer has more tokens, or its file cannot be read.
+        UserError: the tokenizer has more tokens than the manifest's vocabulary, or its file cannot be read.
     """
     needed = max(kept_tokenizer(file.parent, replace(entry, file=file.name)).vocab_size, entry.eos_id + 1)
     if entry.vocab_size < needed:
@@ -145,20 +149,21 @@ def keep_tokenizer(root: Path, tokenizer: TextTokenizer, end: tuple[str, int]) -
 
 
 def end_of_document(tokenizer: TextTokenizer, token: str | None = None) -> tuple[str, int]:
-    """Return the end-of-document token and its id, and stop encoding text as this token.
+    """Return the end-of-document token and its id. The tokenizer no longer encodes text as this token afterwards.
 
     Args:
         tokenizer: tokenizer with the vocabulary.
-        token: token named by the user; None: the first of the usual ones in the vocabulary.
+        token: token named by the user; None: the first common end-of-document token in the vocabulary.
 
     Raises:
-        UserError: the vocabulary has no such token, or text is encoded as it, so that documents would end inside.
+        UserError: the vocabulary has no such token, or ordinary text is encoded as this token, so that a document would
+            seem to end in the middle.
     """
     found = tokenizer.find_end(token)
     if found is not None:
         is_special = found[1] in tokenizer.special
         tokenizer.reserve(found[0])
-        # A model may still encode ordinary text as a special token; such documents are refused one by one.
+        # A model may still encode ordinary text as a special token. Such documents are rejected when they are encoded.
         if not is_special and _is_made_of_text(tokenizer, *found):
             problem = f"{found[0]} also encodes ordinary text, so documents would end in the middle"
             raise UserError("--eos-token", problem, "choose a special token of the tokenizer")
@@ -185,7 +190,7 @@ def lost_part(tokenizer: TextTokenizer, text: str) -> str:
 
     Args:
         tokenizer: tokenizer that raised `NoTokenError` for the text, or used its unknown token.
-        text: the text, which is returned itself if each of its words can be encoded.
+        text: the text. If each of its words can be encoded separately, the whole text is returned, shortened.
     """
     return next((word for word in text.split() if _is_lost(tokenizer, word)), text)[:LONGEST_SHOWN]
 

@@ -1,4 +1,4 @@
-"""Assignment of a model's modules to the parts of `parts`."""
+"""Assignment of a model's modules to the parts of a training step that `step_parts` defines."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from megatron_ext.model.step_parts import EMBEDDING, FEED_FORWARD, LOSS, MIXER, 
 
 
 class Member(NamedTuple):
-    """Module that belongs to a part; a module nested in another belongs to its own part.
+    """Module that belongs to a part. A member nested in another member is not part of the outer member's work.
 
     Attributes:
-        module: module whose `forward` does the part's work; recomputation calls it again in the backward pass.
-        part: element of `parts.MODEL`.
+        module: module whose `forward` does the part's work. Recomputation calls `forward` again in the backward pass.
+        part: element of `step_parts.MODEL`.
         layer: layer number in the whole model, from 1; None: outside the layers.
     """
 
@@ -60,8 +60,8 @@ def within(owner: Any, method: str, around: Callable[[], AbstractContextManager[
 
     Args:
         owner: the object.
-        method: name of its method.
-        around: creates the context manager for each call.
+        method: name of the object's method.
+        around: function that creates the inner context manager for each call of the method.
     """
     original: Callable[..., Any] = getattr(owner, method)
     is_own = method in vars(owner)

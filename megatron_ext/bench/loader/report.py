@@ -20,9 +20,10 @@ class LoaderRow:
         length: tokens per sample.
         batch: samples per micro-batch.
         ranks: number of processes that read concurrently.
-        cold: the files were not in the page cache.
-        tokens_per_second: of all processes.
-        tokens_per_processor_second: of each process; other load on the machine does not affect it.
+        cold: True if the files were not in the page cache.
+        tokens_per_second: throughput of all processes together.
+        tokens_per_processor_second: mean throughput of a process per second of processor time, which is hardly affected
+            by other load on the machine.
         floor: tokens per second at which one core copies the bytes of such batches.
     """
 
@@ -38,16 +39,17 @@ class LoaderRow:
 
 @dataclass(frozen=True)
 class Turns:
-    """Reading times of a folder in alternation with others, with cached files and open shards.
+    """Reading times of a folder, measured in alternation with other folders, with cached files and open shards.
 
     Attributes:
         shards: number of shards of the training text.
         length: tokens per sample.
         ranks: number of processes that read concurrently.
-        sample_seconds: processor seconds per sample, for each round of each rank. Rounds of other folders have the same
-            index.
-        bare_seconds: processor seconds of raw reads: as many bytes of a tar as a sample spans, at random positions,
-            into one buffer. A slowdown with more shards here comes from the machine's memory.
+        sample_seconds: processor seconds per sample, for each round of each rank. The same round has the same index in
+            all folders.
+        bare_seconds: processor seconds per raw read, for each round of each rank. A raw read copies as many bytes of a
+            tar as a sample spans, at a random position, into one buffer. If it slows down with more shards, the cause
+            is the machine's memory.
     """
 
     shards: int
@@ -65,8 +67,9 @@ class Resume:
         shards: number of shards of the training text.
         length: tokens per sample.
         sample: index of the first sample.
-        seconds: to read the manifest, open the shards and return one sample as a batch.
-        seconds_checked: `seconds`, plus the check of all shards by `data.verify: sha256`, already verified before.
+        seconds: seconds to read the manifest, open the shards and return one sample as a batch.
+        seconds_checked: `seconds` plus the seconds of the check by `data.verify: sha256` of shards that an earlier
+            start verified.
     """
 
     shards: int
@@ -82,10 +85,10 @@ class LoaderReport(BenchReport):
 
     Attributes:
         data: description of the data.
-        seconds: duration of each row, and of each folder in alternation.
-        rows: throughput.
-        turns: time per sample by number of shards; empty for a single number of shards.
-        resumes: times to the first batch.
+        seconds: duration of reading for each row, and for each folder measured in alternation.
+        rows: throughput measurements.
+        turns: times per sample by number of shards; empty for a single number of shards.
+        resumes: times to the first sample of a resumed run.
     """
 
     stem = "loader"
@@ -101,7 +104,7 @@ class LoaderReport(BenchReport):
         return asdict(self)
 
     def body(self) -> list[str]:
-        """Return what was read and the tables."""
+        """Return a description of the data, and the tables, as Markdown lines."""
         speeds = ("million tokens/s", "million tokens a processor second", "of the floor")
         head = ("shards", "tokens a sample", "samples a batch", "ranks", "files", *speeds)
         rows = [

@@ -21,7 +21,7 @@ from megatron_ext.data.verified import Verified, read_verified, write_verified
 from megatron_ext.data.verify import verify_shards
 
 TOKEN_BYTES = 2 + 3 * 8 + 4
-"""Bytes moved at least per token: as stored, and as input, label, position and loss weight."""
+"""Minimum number of bytes moved per token: stored token, input, label, position and loss weight."""
 
 SEED = 1234
 
@@ -39,7 +39,7 @@ class Reading:
         batch: samples per micro-batch.
         rank: data-parallel rank.
         ranks: number of ranks that read concurrently.
-        seconds: duration.
+        seconds: duration of reading.
     """
 
     root: Path
@@ -60,15 +60,18 @@ def read(reading: Reading) -> tuple[float, float]:
 
 
 def timed(samples: TrainingSamples, reading: Reading, number: int) -> tuple[int, float, float]:
-    """Read at least one further micro-batch; return the last one's number, seconds and processor seconds.
+    """Read further micro-batches for `reading.seconds`, at least one.
 
     Args:
-        samples: to read from.
+        samples: samples to read from.
         reading: work of this rank.
-        number: of the micro-batch after which to continue.
+        number: index of the micro-batch after which to continue.
+
+    Returns:
+        Index of the last micro-batch, and the seconds and processor seconds taken.
     """
     started, worked = time.perf_counter(), time.process_time()
-    while True:  # at least one, even if the process is descheduled for longer than a turn
+    while True:  # at least one micro-batch, even if the process is descheduled for longer than `reading.seconds`
         number += 1
         _micro_batch(samples, reading, number)
         if (seconds := time.perf_counter() - started) >= reading.seconds:
@@ -80,7 +83,7 @@ def _micro_batch(samples: TrainingSamples, reading: Reading, number: int) -> Non
 
 
 def at_once(work: Callable[[T], R], ranks: Sequence[T]) -> list[R]:
-    """Run `work` for every rank at once, each in its own process; a single rank runs in this process."""
+    """Run `work` for all ranks concurrently, each in its own process. A single rank runs in this process."""
     if len(ranks) == 1:
         return [work(ranks[0])]
     with multiprocessing.get_context("spawn").Pool(len(ranks)) as pool:
@@ -92,12 +95,12 @@ def measure(root: Path, shards: int, length: int, batch: int, ranks: int, second
 
     Args:
         root: prepared folder.
-        shards: number of shards of its training text.
+        shards: number of shards of the folder's training text.
         length: tokens per sample.
         batch: samples per micro-batch.
         ranks: number of processes.
-        seconds: duration.
-        cold: drop the files from the page cache before. False: read them into it.
+        seconds: duration of reading.
+        cold: True: drop the files from the page cache first. False: read them into the page cache first.
     """
     for path in shard_files(root):
         if cold:
@@ -122,11 +125,11 @@ def resume(root: Path, shards: int, length: int, sample: int, repeat: int, folde
 
     Args:
         root: prepared folder.
-        shards: number of shards of its training text.
+        shards: number of shards of the folder's training text.
         length: tokens per sample.
         sample: number of samples that the run has read before.
-        repeat: number of repetitions, of which the median counts.
-        folder: to which `verify_once` wrote.
+        repeat: number of repetitions. The result contains their medians.
+        folder: folder to which `verify_once` wrote.
     """
     opening, checked = [], []
     for _ in range(repeat):

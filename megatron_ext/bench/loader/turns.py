@@ -1,6 +1,6 @@
 """Reading time of a sample by number of shards, measured in alternation.
 
-The rows of a table are measured minutes apart, while a machine's speed drifts.
+Alternation removes the drift of a machine's speed, which would distort measurements that are minutes apart.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from megatron_ext.data.samples import TrainingSamples
 from megatron_ext.data.shards import TokenStore, open_shards
 
 TURN = 0.1
-"""Seconds of sample reading per turn, at least hundreds of samples; a quarter of it in addition for raw reads."""
+"""Seconds of sample reading per turn, enough for hundreds of samples. Raw reads take another quarter of this time."""
 
 
 def measure_turns(roots: Mapping[Path, int], length: int, batch: int, ranks: int, seconds: float) -> list[Turns]:
     """Read several folders in alternation, with several concurrent processes.
 
     Args:
-        roots: prepared folders, with the number of shards of their training text.
+        roots: number of shards of the training text, by prepared folder.
         length: tokens per sample.
         batch: samples per micro-batch.
         ranks: number of processes.
@@ -38,7 +38,7 @@ def measure_turns(roots: Mapping[Path, int], length: int, batch: int, ranks: int
     """
     for root in roots:
         for path in shard_files(root):
-            for _ in range(2):  # so that the kernel's cost of a page's second read is not measured
+            for _ in range(2):  # the second read of a page has an extra cost in the kernel, which is not to be measured
                 path.read_bytes()
     readings = [[Reading(root, length, batch, rank, ranks, seconds) for root in roots] for rank in range(ranks)]
     found = at_once(take_turns, readings)
@@ -49,12 +49,15 @@ def measure_turns(roots: Mapping[Path, int], length: int, batch: int, ranks: int
 
 
 def take_turns(readings: Sequence[Reading]) -> list[list[tuple[float, float]]]:
-    """Return processor seconds per sample, and of raw reads, in one process: by folder, round after round.
+    """Measure several folders in alternation, in this process.
 
     Args:
-        readings: one per folder, otherwise equal.
+        readings: one reading per folder, equal except for `root`.
+
+    Returns:
+        For each folder and round, the processor seconds per sample, and those of raw reads of as many bytes.
     """
-    rounds = 2 * math.ceil(readings[0].seconds / TURN / 2)  # an equal number in each order
+    rounds = 2 * math.ceil(readings[0].seconds / TURN / 2)  # even, because the order of folders alternates
     with ExitStack() as stack:
         folders = [stack.enter_context(_folder(reading, len(readings))) for reading in readings]
         spent: list[list[tuple[float, float]]] = [[] for _ in folders]
@@ -69,7 +72,8 @@ def take_turns(readings: Sequence[Reading]) -> list[list[tuple[float, float]]]:
 @contextmanager
 def _folder(reading: Reading, of: int) -> Iterator[Callable[[], tuple[float, float]]]:
     """Context manager that yields a function which reads one turn in a folder with open shards; see `take_turns`."""
-    # In training a store may use a quarter of the process's files. Four such stores would leave none for raw reads.
+    # In training a store may use a quarter of the process's file limit. Four such stores would leave no file for raw
+    # reads.
     most = open_shards()
     manifest = load_manifest(reading.root)
     store = TokenStore(reading.root, manifest, "train", most_open=max(1, min(most, 3 * most // of)))
@@ -92,14 +96,14 @@ def _folder(reading: Reading, of: int) -> Iterator[Callable[[], tuple[float, flo
 def bare_reads(root: Path, manifest: Manifest, length: int, most_open: int) -> Iterator[Callable[[float], float]]:
     """Context manager that yields a function for raw reads only.
 
-    The function takes a number of processor seconds and returns those per sample. It reads as many bytes as a sample
-    spans, at random positions of the tars, into one buffer.
+    The function takes a duration in processor seconds and returns the processor seconds per sample. It reads as many
+    bytes as a sample spans, at random positions of the tars, into one buffer.
 
     Args:
         root: prepared folder.
-        manifest: of the folder.
+        manifest: manifest of the folder.
         length: tokens per sample.
-        most_open: maximum number of open tars; if there are more, a random selection.
+        most_open: maximum number of open tars. If there are more tars, a random selection is read.
     """
     chance = random.Random(0)
     shards = [shard for entry in manifest.select("train") for shard in entry.shards]

@@ -1,8 +1,9 @@
 """Base class of all sequence mixers: projections, tensor-parallel heads, context-parallel exchange.
 
-The input projection of a mixer yields one row of features for each *head group*. A head group is the smallest piece
-that can be moved to another rank: a query group (its queries, key and value) or a head. Rows are interleaved by head
-group, so a plain split along dim 0 is a split by head groups, over tensor-parallel and over context-parallel ranks.
+The input projection of a mixer yields a vector of features for each *head group* of a token. A head group is the
+smallest unit that can be moved to another rank: a query group (its queries, key and value) or a head. The rows of the
+projection's weight are ordered by head group. A plain split along dim 0 is therefore a split by head groups, over
+tensor-parallel and over context-parallel ranks.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from megatron_ext.parallel.transport import transport_of
 
 @dataclass
 class MixerSubmodules:
-    """Linear layers of the back-end that a mixer is built from (submodules of Megatron's `ModuleSpec`)."""
+    """Classes of the back-end's linear layers from which a mixer is built (submodules of Megatron's `ModuleSpec`)."""
 
     in_proj: type
     out_proj: type
@@ -55,7 +56,7 @@ class MixInput:
         first_head_group: global index of the first head group.
         num_head_groups: number of head groups.
         first_position: position in the sequence of the first row.
-        history: access to the positions before that row.
+        history: access to the positions before the first row.
         shared: features that all head groups share, [t, b, width]; see `Mixer.shared_features`.
         more: further features of these head groups, [t, b, head groups, width] each; see `Mixer.features`.
     """
@@ -71,8 +72,8 @@ class MixInput:
 class Mixer(HistoryModule, ABC):
     """Base class of every mixer; replaces self-attention in a Megatron `TransformerLayer`.
 
-    A subclass defines the number and widths of its head groups and implements `mix`. This class contains all
-    communication between processes.
+    A subclass defines the number and widths of its head groups and implements `mix`. This class implements all
+    communication between ranks.
 
     Args:
         config: Megatron's configuration of the model.
@@ -84,7 +85,7 @@ class Mixer(HistoryModule, ABC):
     """
 
     traits: ClassVar[MixerTraits] = MixerTraits()
-    """Traits of the class. A subclass replaces them."""
+    """Traits of the class. A subclass defines its own."""
 
     def __init__(
         self,
@@ -99,7 +100,7 @@ class Mixer(HistoryModule, ABC):
         self.mixer_config = mixer_config
         self.layer_number = layer_number
         self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp
-        # Cached: a call to a process group releases the GIL, which the autograd thread may then take.
+        # Cached, because a call to a process group releases the GIL, for which the autograd thread competes.
         self.tp_size, self.tp_rank = self.tp_group.size(), self.tp_group.rank()
         self.cp_size, self.cp_rank = self.cp_group.size(), self.cp_group.rank()
         self.head_dim: int = config.kv_channels
@@ -150,8 +151,8 @@ class Mixer(HistoryModule, ABC):
         """Mix the sequence.
 
         Args:
-            x_tbuw: projected features, [t, b, head groups, head_group_width], and padding; see `features`.
-            part: the head groups and positions of these rows, and the features that all head groups share.
+            x_tbuw: projected features, [t, b, head groups, head_group_width + padding]; see `features`.
+            part: head groups and positions of `x_tbuw`, and the features that all head groups share.
 
         Returns:
             [t, b, head groups, output_width].
@@ -185,8 +186,8 @@ class Mixer(HistoryModule, ABC):
 
         Each tensor of the result is [t, b, head groups, width]. Features beyond the first `head_group_width` are
         padding; `fusion.cut` drops them. This implementation returns one tensor. A mixer with several projections
-        returns several, whose widths add up to `head_group_width`. Concatenating them would copy them only to split
-        them again. `mix` receives all but the first as `MixInput.more`.
+        returns several tensors, whose widths add up to `head_group_width`. They are not concatenated, because `mix`
+        would split them again. `mix` receives all tensors but the first as `MixInput.more`.
         """
         projected, _bias = self.in_proj(hidden_states)
         return (projected.unflatten(-1, (self.num_head_groups_per_rank, -1)),)
@@ -224,8 +225,8 @@ class Mixer(HistoryModule, ABC):
     def _mix_whole_sequences(self, hidden_states: Tensor) -> Tensor:
         """Mix whole sequences of some head groups, between two all-to-alls, in rounds.
 
-        Communication overlaps with computation: messages of some samples with the projections and the mixing of others,
-        messages of some head groups with the mixing of others.
+        Communication overlaps with computation. While messages of some samples are in flight, other samples are
+        projected and mixed. While messages of some head groups are in flight, other head groups are mixed.
         """
         rounds = self.exchange_rounds(hidden_states.shape[1])
         transport = transport_of(self.cp_group, self.config.context_transport)
@@ -251,9 +252,10 @@ class Mixer(HistoryModule, ABC):
         return torch.cat(projected, 1) if len(projected) > 1 else projected[0]
 
     def exchange_rounds(self, num_samples: int) -> Rounds:
-        """Return the number of calls of `mix` for an exchange, by samples as far as possible, then by head groups.
+        """Return the numbers of rounds into which an exchange is divided, by samples and by head groups.
 
-        Rounds of samples come first because they let projections overlap with communication, too.
+        The exchange is divided by samples as far as possible, because only then do projections overlap with
+        communication. It is divided further by head groups.
 
         Args:
             num_samples: samples of the micro-batch.
@@ -266,7 +268,7 @@ class Mixer(HistoryModule, ABC):
         """Return whether head groups are exchanged by all-to-all; see `ParallelConfig.context_exchange`.
 
         Args:
-            num_positions: positions of a context-parallel rank's shard.
+            num_positions: number of positions in a context-parallel rank's shard.
         """
         cp, chosen = self.cp_size, self.config.context_exchange
         if cp == 1 or self.num_head_groups_per_rank % cp:
@@ -281,13 +283,12 @@ class Mixer(HistoryModule, ABC):
     def bytes_in_parts(self, num_positions: int) -> float | None:
         """Return the bytes a rank receives in the forward pass from each other rank if the sequence stays sharded.
 
-        The number is per head group and sample.
-
         Args:
-            num_positions: positions of a shard.
+            num_positions: number of positions in a shard.
 
         Returns:
-            None if the only way is to gather all keys and values, or if there is no way.
+            Bytes per head group and sample. None if a sharded sequence requires gathering all keys and values, or is
+            not supported.
         """
         return self.summary_size() * torch.float32.itemsize if self.traits.supports_state_passing else None
 
@@ -296,14 +297,14 @@ class Mixer(HistoryModule, ABC):
         raise AssertionError(f"{type(self).__name__} hands no states on")
 
     def summary_size(self) -> int:
-        """Return the values per head group in a rank's summary; see `states.context_parallel_scan`."""
+        """Return the number of values per head group in a rank's summary; see `states.context_parallel_scan`."""
         states, key_dim, value_dim = self.state_shape()
         return states * key_dim * (key_dim + value_dim)
 
     def summary_scans(self) -> float:
-        """Return the cost of a rank's summary in scans over its shard, relative to the scan for its outputs.
+        """Return the cost of computing a rank's summary, divided by the cost of the scan for the outputs of its shard.
 
-        `states.context_parallel_scan` widens the values of that scan by `key_dim`.
+        The summary's scan has values that are `key_dim` wide; see `states.context_parallel_scan`.
         """
         _, key_dim, value_dim = self.state_shape()
         return key_dim / value_dim
@@ -317,15 +318,16 @@ class Mixer(HistoryModule, ABC):
 
         Args:
             initializer: initializer of the whole parameter.
-            shape: shape of a head group's part.
-            in_fp32: True if `own_head_groups` returns it in fp32 even in a 16-bit run, as decays and step sizes need.
+            shape: shape of the values of one head group.
+            in_fp32: True if `own_head_groups` returns the parameter in fp32 even in a 16-bit run, as decays and step
+                sizes need.
         """
         whole, matrix = (self.num_head_groups_per_rank, *shape), len(shape) > 1
         options = {"dtype": self.config.params_dtype, "split_over": self.tp_group, "in_fp32": in_fp32}
         return new_parameter(whole, initializer, weight_decay=matrix, **options)
 
     def replicated(self, parameter: Tensor) -> Tensor:
-        """Return a replicated parameter that ranks use for different heads; the backward pass sums its gradient."""
+        """Return a replicated parameter that each rank uses for its own heads; the backward pass sums its gradient."""
         return parameter if self.tp_size == 1 else copy_to_group(parameter, self.tp_group)
 
     def own_head_groups(self, parameter: Tensor, part: MixInput) -> Tensor:
@@ -371,15 +373,15 @@ class Mixer(HistoryModule, ABC):
         """Return the FLOPs per token and forward pass of operations between activations, over all head groups.
 
         Operations with weights (projections, convolutions) are not included; `training_flops` counts them by their
-        weights. The number follows from the definition, not from an implementation: causal pairs count once, a
-        multiply-add as two.
+        weights. The count follows from the mixer's definition, not from its implementation: only causal pairs of
+        positions count, and a multiply-add is two FLOPs.
         """
 
     def training_flops(self, seq_length: int) -> float:
         """Return the FLOPs per token of forward and backward pass, over all head groups, projections included.
 
-        Six per weight (PaLM, appendix B) and three times the forward pass's for operations between activations.
-        Recomputation is not counted.
+        A weight counts six FLOPs (PaLM, appendix B). Operations between activations count three times their FLOPs in
+        the forward pass. Recomputation is not counted.
         """
         return 6 * self.num_parameters() + 3 * self.mixing_flops(seq_length)
 

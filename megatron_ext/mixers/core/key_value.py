@@ -18,11 +18,11 @@ from megatron_ext.parallel.zigzag import from_zigzag, to_zigzag, zigzag_pieces
 
 
 def keys_in_window(window: int | None, seq_length: int) -> float:
-    """Return the mean number of keys that a query sees in a causal window, its own included.
+    """Return the mean number of keys that a query sees in a causal window, including the key of its own position.
 
     Args:
-        window: keys per query, its own included; None: all up to its own.
-        seq_length: positions of the sequence.
+        window: maximum number of keys per query, including the query's own position; None: no limit.
+        seq_length: number of positions in the sequence.
     """
     window = min(window or seq_length, seq_length)
     return window - window * (window - 1) / (2 * seq_length)
@@ -31,7 +31,7 @@ def keys_in_window(window: int | None, seq_length: int) -> float:
 class KeyValueMixer(Mixer):
     """Mixer whose head group is a query group: the queries that share one key and value head.
 
-    Rows of the input projection, per group: [queries | key | value]. A subclass implements `attend`.
+    Features of the input projection, per group: [queries | key | value]. A subclass implements `attend`.
     """
 
     traits: ClassVar[MixerTraits] = MixerTraits(
@@ -48,7 +48,7 @@ class KeyValueMixer(Mixer):
 
     @property
     def window(self) -> int | None:
-        """Number of keys that a query can see, its own included; None: all up to its own."""
+        """Maximum number of keys that a query sees, including the query's own position; None: no limit."""
         return None
 
     @property
@@ -69,7 +69,7 @@ class KeyValueMixer(Mixer):
         return self.queries_per_group * self.head_dim
 
     def frozen_keys(self, v_bshd: Tensor, first_position: int, part: MixInput) -> Tensor:
-        """Return keys [b, s, groups, d] from `first_position` on, for a mixer that projects none."""
+        """Return keys [b, s, groups, d] of positions from `first_position` on, for a mixer that projects no keys."""
         raise AssertionError(f"{type(self).__name__} projects its keys")
 
     @abstractmethod
@@ -102,12 +102,12 @@ class KeyValueMixer(Mixer):
         return batch_first(q_tbhd), keys[0] if keys else None, v_tbgd
 
     def attend_to_past(self, q_bthd: Tensor, k_tbgd: Tensor | None, v_tbgd: Tensor, part: MixInput) -> Tensor:
-        """Attend to all visible keys and values: those of the same positions and earlier ones. Return [b, t, hq, d].
+        """Attend to all visible keys and values, at the same and earlier positions. Return outputs [b, t, hq, d].
 
         Args:
             q_bthd: queries, as in `attend`.
-            k_tbgd: keys of the same positions, one head per group; None: the mixer projects none.
-            v_tbgd: values of the same positions.
+            k_tbgd: keys of the queries' positions, one head per group; None: the mixer projects no keys.
+            v_tbgd: values of the queries' positions, one head per group.
             part: as in `attend`.
         """
         if part.history.ranks is not None and self.moves_queries and self.window is None and len(v_tbgd) % 2 == 0:
@@ -123,7 +123,10 @@ class KeyValueMixer(Mixer):
     def _attend_in_zigzag(
         self, q_bthd: Tensor, k_tbgd: Tensor | None, v_tbgd: Tensor, part: MixInput, ranks: ProcessGroup
     ) -> Tensor:
-        """Implement `attend_to_past` with all keys and values gathered, for an early and a late piece of queries."""
+        """Implement `attend_to_past` with gathered keys and values, for an early and a late piece of the queries.
+
+        Each rank exchanges half of its queries, so that all ranks have the same causal load.
+        """
         v_bshd = batch_first(gather_sequence(v_tbgd, ranks))
         k_bshd = self.frozen_keys(v_bshd, 0, part) if k_tbgd is None else batch_first(gather_sequence(k_tbgd, ranks))
         pieces = batch_first(to_zigzag(batch_first(q_bthd), ranks)).chunk(2, 1)

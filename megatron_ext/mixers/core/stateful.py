@@ -1,4 +1,4 @@
-"""Base class of mixers with one matrix-valued recurrent state per head: heads as head groups, output norm and gate."""
+"""Base class of mixers with one matrix-valued recurrent state per head, an output norm and an output gate."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def scan(
     part: MixInput,
     scale: float | None = None,
 ) -> Tensor:
-    """Scan over the rows of `part` and return the tokens' read-outs of their head's state, [b, t, heads, e].
+    """Scan the positions of `part`, and return what each token reads from its head's state, [b, t, heads, e].
 
     Args:
-        op: a stateful op of `kernels`; its inputs follow.
+        op: a stateful op of `kernels`. The next arguments are its inputs.
         q_bthd: queries [b, t, heads, d].
         k_bthd: keys [b, t, heads, d].
         v_bthe: values [b, t, heads, e].
         more_bth: further inputs of the op, such as decays.
-        part: head groups and positions of these rows; its past provides the initial state.
+        part: head groups and positions of the inputs; `part.history` provides the initial state.
         scale: scale argument of the op.
     """
 
@@ -46,8 +46,9 @@ def scan(
 class StatefulMixer(Mixer):
     """Base class of mixers whose head group is a head with its own query, key, value and state.
 
-    Rows of the input projection begin with [query | key | value | output gate]. The gate is there only if the mixer's
-    configuration has `output_gate`. Features that a subclass adds follow. The configuration also has `expand_v`.
+    The features of the input projection begin with [query | key | value | output gate], followed by those that a
+    subclass adds. The mixer's configuration has the fields `output_gate` and `expand_v`. Without `output_gate`, the
+    gate is left out.
     """
 
     traits: ClassVar[MixerTraits] = MixerTraits(supports_state_passing=True, supports_document_masking=True)
@@ -95,11 +96,11 @@ class StatefulMixer(Mixer):
 
     @abstractmethod
     def read_states(self, x_tbuw: Tensor, part: MixInput) -> tuple[Tensor, Tensor]:
-        """Return each token's read-out of its head's state, and its output gate.
+        """Return what each token reads from its head's state, and the token's output gate.
 
         Args:
             x_tbuw: projected features; see `head_widths`.
-            part: head groups and positions of these rows.
+            part: head groups and positions of `x_tbuw`.
 
         Returns:
             [b, t, head groups, value_dim] and [b, t, head groups, gate_width].
@@ -115,18 +116,18 @@ class StatefulMixer(Mixer):
         return StateShape(1, self.head_dim, self.value_dim)
 
     def mixing_flops(self, seq_length: int) -> float:
-        """Count the write to the state and the read from it."""
+        """Count the FLOPs of the write to the state and of the read from the state."""
         return self.num_head_groups() * 4 * self.head_dim * self.value_dim
 
 
 @fused
 def gated_norm(o_btue: Tensor, gate_btue: Tensor | None, weight_e: Tensor, epsilon: float) -> Tensor:
-    """Apply RMSNorm to each head's output and multiply by SiLU of its gate, if any, in fp32.
+    """Apply RMSNorm to each head's output and multiply it by SiLU of the head's gate, if any, in fp32.
 
     Args:
         o_btue: head outputs [b, t, u, e].
         gate_btue: gates [b, t, u, e] or None.
-        weight_e: weight of the norm.
+        weight_e: weight of the norm, [e].
         epsilon: epsilon of the norm.
 
     Returns:
