@@ -22,7 +22,7 @@ class Request:
 
 @dataclass(frozen=True)
 class TeacherForcedQuery:
-    """Text in which the model predicts some of the tokens.
+    """Query for the model's predictions at some positions of a text.
 
     Attributes:
         tokens: tokens of the whole text.
@@ -38,8 +38,9 @@ class Score:
     """Score of a continuation.
 
     Attributes:
-        log_probability: sum of the log-probabilities of its tokens, in nats.
-        is_greedy: whether every token is the most likely one. Among equally likely tokens the lowest id counts.
+        log_probability: sum of the log-probabilities of the continuation's tokens, in nats.
+        is_greedy: True if every token of the continuation is the model's most likely token. Among equally likely tokens
+            the lowest id counts as the most likely.
     """
 
     log_probability: float
@@ -51,11 +52,12 @@ class Draw:
     """Sampling parameters of a continuation.
 
     Attributes:
-        identity: seed of the random generator. It determines the draws under any layout: texts with the same identity
-            use the same random numbers.
+        identity: seed of the random generator, which determines the random numbers under any layout. Texts with the
+            same identity use the same random numbers.
         temperature: divisor of the logits, above 0.
         top_k: number of most likely tokens to sample from; None: all tokens.
-        top_p: probability mass of the nucleus, in (0, 1]. Sampling keeps the fewest most likely tokens that reach it.
+        top_p: probability mass in (0, 1] for nucleus sampling: the smallest set of most likely tokens that reaches this
+            mass is sampled from.
         min_p: minimum probability relative to the most likely token, in [0, 1].
     """
 
@@ -79,10 +81,10 @@ class TextModel(Protocol):
 
     @property
     def max_length(self) -> int:
-        """Maximum number of tokens of a forward pass; the last token of a scored continuation does not count."""
+        """Maximum number of input tokens of a forward pass. The last token of a scored continuation is not an input."""
 
     def encode(self, text: str) -> list[int]:
-        """Tokenize a text without special tokens; names of special tokens in the text are plain text."""
+        """Tokenize a text without adding special tokens. The text of a special token is tokenized as ordinary text."""
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Convert tokens to text."""
@@ -95,10 +97,10 @@ class TextModel(Protocol):
         """
 
     def misses(self, texts: Sequence[TeacherForcedQuery]) -> list[int]:
-        """Count the asked tokens of each text that are not the most likely one given all tokens before them.
+        """Count the positions in `asked` of each text at which the model's most likely token is not the text's token.
 
-        The true tokens are the context of every prediction (teacher forcing). A text takes one forward pass, however
-        many of its tokens are asked for.
+        Every prediction is conditioned on the text's own tokens before the position (teacher forcing). A text takes one
+        forward pass, regardless of the number of positions.
 
         Returns:
             The number of wrong predictions of each text.
@@ -123,7 +125,7 @@ class TextModel(Protocol):
             is_done: stopping criterion. It is called after each token with all tokens generated for a prompt, and
                 returns True to stop.
             draws: sampling parameters, one per prompt; None: greedy decoding.
-            num_beams: beams of a beam search without sampling, see `Beams`; 1: no beam search.
+            num_beams: number of beams of a beam search without sampling, see `Beams`; 1: no beam search.
 
         Returns:
             The generated tokens of each prompt. The end-of-document token stops generation and is not included.

@@ -1,6 +1,6 @@
-"""Parts of a training step for which time and memory are reported; `model_parts` assigns modules to them.
+"""Parts of a training step for which time and memory are reported; `module_parts` assigns modules to them.
 
-This module is fast to import, because reports and plans are made without Megatron.
+This module does not import Megatron, because reports and plans are made without it.
 """
 
 MIXER, FEED_FORWARD, NORMS = "mixer", "feed-forward", "norms and residual"

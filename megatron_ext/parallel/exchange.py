@@ -1,7 +1,7 @@
 """Differentiable collectives over the ranks of a group.
 
-In those over the sequence each rank holds a contiguous shard of it. Tensors are sequence-first, as in Megatron:
-[t, b, n, w], with n heads (or query groups) of width w.
+In collectives over the sequence, each rank has a contiguous shard of the sequence. Tensors are sequence-first, as in
+Megatron: [t, b, n, w], with n heads (or query groups) of width w.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ Move = Callable[[Tensor, ProcessGroup], Tensor]
 def all_to_all(
     rows_nx: Tensor, group: ProcessGroup, sent: list[int] | None = None, received: list[int] | None = None
 ) -> Tensor:
-    """Send rows to each rank and receive rows from each, both in the order of the ranks; not differentiable.
+    """Send rows to each rank and receive rows from each rank; not differentiable.
 
     Args:
-        rows_nx: rows of any shape.
+        rows_nx: rows [n, ...] to send, in the order of the receiving ranks.
         group: ranks that take part.
         sent: number of rows for each rank; None: equally many.
         received: number of rows from each rank; None: equally many.
 
     Returns:
-        The received rows.
+        The received rows [n', ...], in the order of the sending ranks.
     """
     rows_nx = rows_nx.contiguous()
     received_nx = rows_nx.new_empty(len(rows_nx) if received is None else sum(received), *rows_nx.shape[1:])
@@ -50,7 +50,7 @@ def _sum_to_parts(x_tbnw: Tensor, group: ProcessGroup) -> Tensor:
 
 
 class _Exchange(torch.autograd.Function):
-    """One of the collectives above, with its transpose in the backward pass."""
+    """Collective with its transpose in the backward pass; see `exchange`."""
 
     @staticmethod
     def forward(ctx: Any, x_tbnw: Tensor, there: Move, back: Move, group: ProcessGroup) -> Tensor:
@@ -68,7 +68,7 @@ def exchange(x_tbnw: Tensor, there: Move, back: Move, group: ProcessGroup) -> Te
     Args:
         x_tbnw: rows of this rank.
         there: collective of the forward pass.
-        back: collective of the backward pass.
+        back: collective of the backward pass, the transpose of `there`.
         group: ranks that take part.
     """
     moved: Tensor = _Exchange.apply(x_tbnw, there, back, group)
@@ -81,7 +81,7 @@ def gather_sequence(x_tbnw: Tensor, group: ProcessGroup) -> Tensor:
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """All-reduce in both passes: each rank uses the total for its own channels, so each has a part of its gradient."""
+    """All-reduce in both passes. Each rank uses the total for other channels, so that gradients must be summed."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
@@ -120,7 +120,7 @@ def sum_over_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
         group: ranks that take part.
 
     Returns:
-        The total, of x's shape. Its gradient is the sum of the ranks' gradients.
+        The total, of the shape of `x`. The backward pass sums the gradients of all ranks.
     """
     return x if group.size() == 1 else _SumOverRanks.apply(x, group)
 
@@ -128,7 +128,7 @@ def sum_over_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
 def copy_to_group(x: Tensor, group: ProcessGroup) -> Tensor:
     """Return x, which is identical on all ranks but used in different ways; the backward pass sums its gradient.
 
-    Megatron's `copy_to_tensor_model_parallel_region` (0.16.1) silently does not reduce a non-contiguous gradient, such
-    as those of einsum.
+    Megatron's `copy_to_tensor_model_parallel_region` (0.16.1) is not used, because it silently fails to reduce a
+    non-contiguous gradient, such as einsum's.
     """
     return x if group.size() == 1 else _SumOfGradients.apply(x, group)

@@ -1,11 +1,11 @@
 """All-to-all between sequence shards of all heads and whole sequences of some heads, overlapped with mixing.
 
-Under context parallelism each rank holds a contiguous sequence shard of all heads, and a mixer needs the whole sequence
+Under context parallelism each rank has a contiguous sequence shard of all heads, and a mixer needs the whole sequence
 of some heads. Tensors are [t, b, n, w] as in `exchange`.
 
-A message is two nodes of the autograd graph: one sends and one waits. Computation between the two overlaps with the
-message. In the backward pass the waiting node sends the gradient and the sending node waits for it, and autograd runs
-ready nodes in the reverse order of the forward pass, so the overlap is the same.
+A message has two nodes in the autograd graph: one node sends and the other waits. Computation between the two nodes
+overlaps with the message. In the backward pass, the node that waited sends the gradient, and the node that sent waits
+for the gradient. Autograd runs ready nodes in the reverse order of the forward pass, so that the overlap is the same.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from megatron_ext.parallel.transport import Sent, Transport
 
 
 class _Message:
-    """Message in flight, in the forward or the backward pass: never in both at once."""
+    """Message of the forward pass, and later its gradient in the backward pass. Only one of them is in flight."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._sent: Sent | None = None
 
     def send(self, parts_nx: Tensor) -> Tensor:
-        """Send part r to rank r, and return the received parts; part r comes from rank r."""
+        """Send `parts_nx[r]` to rank r. Return the tensor to be received, whose element r comes from rank r."""
         self._sent = self._transport.send(parts_nx)
         return self._sent.received_nx
 
@@ -67,7 +67,7 @@ class AsyncAllToAll:
     """All-to-all message in flight.
 
     Args:
-        parts_nx: parts to send, [ranks, ...].
+        parts_nx: tensors to send by receiving rank, [ranks, ...].
         transport: transport of the group.
     """
 
@@ -76,7 +76,7 @@ class AsyncAllToAll:
         self._parts_nx = _Send.apply(parts_nx, self._message)
 
     def arrived(self) -> Tensor:
-        """Wait for the message and return the received parts, [ranks, ...]."""
+        """Wait for the message and return the received tensors by sending rank, [ranks, ...]."""
         arrived_nx: Tensor = _Wait.apply(self._parts_nx, self._message)
         return arrived_nx
 
@@ -110,7 +110,12 @@ def _arrivals(coming: deque[list[AsyncAllToAll]]) -> Iterator[tuple[Tensor, ...]
 
 
 def heads_to_sequence(x_tbnw: Tensor, transport: Transport) -> AsyncAllToAll:
-    """Send a round's heads back, from [t, b, n, w] of the whole sequence; `all_heads` receives them."""
+    """Send the heads of a round back to the ranks of their sequence shards. `all_heads` receives them.
+
+    Args:
+        x_tbnw: whole sequence of the round's heads, [t, b, n, w].
+        transport: transport of the context-parallel group.
+    """
     return AsyncAllToAll(x_tbnw.unflatten(0, (transport.size, -1)), transport)
 
 

@@ -1,7 +1,8 @@
-"""Parameters of our modules, and initial weights that do not depend on the parallel layout.
+"""Parameters of mixers, and initial weights that do not depend on the parallel layout.
 
-The initial value of a weight is a function of the seed and its global name only. It is drawn whole on the CPU and then
-sharded. One process, TP2, PP2 and a GPU thus start from the same model, so their loss curves can be compared.
+The initial value of a weight is a function of the seed and of the weight's global name only. The whole weight is drawn
+on the CPU and then sharded. Runs under different layouts, on CPUs or GPUs, thus start from the same model, so that
+their loss curves can be compared.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from megatron_ext.parallel.fp32_values import keep_fp32_values, set_values
 Initializer = Callable[[Tensor, torch.Generator], None]
 """Function that fills a whole, unsharded fp32 CPU tensor in place.
 
-It must not reference the module. Autograd holds parameters too, so the garbage collector would never free a reference
-cycle through a parameter.
+The function must not reference the module. The parameter references its initializer, and autograd references the
+parameter, so the garbage collector would never free the reference cycle.
 """
 
 _AT_ONCE = 8
@@ -49,8 +50,8 @@ def new_parameter(
         dtype: dtype of the parameter.
         split_over: tensor-parallel group over which dim 0 is sharded. None: the parameter is replicated, and its
             gradient must be summed over tensor-parallel ranks that process different heads (see `Mixer.replicated`).
-        weight_decay: False: excluded from weight decay, as every vector is.
-        in_fp32: True if the forward pass uses it in fp32 whatever its dtype; see `fp32_values`.
+        weight_decay: False: the parameter is excluded from weight decay, as every vector is.
+        in_fp32: True if the forward pass uses the parameter in fp32 whatever `dtype` is; see `fp32_values`.
     """
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     parameter = torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
@@ -79,9 +80,9 @@ class ParameterCount:
     """Number of parameters of a model as it is trained, including the padding rows of the vocabulary.
 
     Attributes:
-        parameters: all parameters; a shared weight counts once.
-        embedding_parameters: those of the input's word and position embeddings.
-        output_layer_parameters: those of the output layer; 0 if it shares the embedding's.
+        parameters: number of all parameters; a shared weight counts once.
+        embedding_parameters: number of parameters of the word and position embeddings at the input.
+        output_layer_parameters: number of parameters of the output layer; 0 if it shares the embedding's weight.
     """
 
     parameters: int
@@ -90,7 +91,7 @@ class ParameterCount:
 
 
 def count_parameters(chunks: Iterable[torch.nn.Module], tp_size: int) -> ParameterCount:
-    """Count the parameters of a stage's chunks, wrapped or not, over all `tp_size` tensor-parallel ranks."""
+    """Count the parameters of a pipeline stage's model chunks, over all `tp_size` tensor-parallel ranks."""
     total = embedding = output = 0
     for model in (module for chunk in chunks for module in chunk.modules() if isinstance(module, GPTModel)):
         for name, parameter in global_parameters(model):
@@ -109,16 +110,17 @@ def count_parameters(chunks: Iterable[torch.nn.Module], tp_size: int) -> Paramet
 def initialize_model(chunks: Iterable[GPTModel], seed: int, tp_group: ProcessGroup) -> None:
     """Set every parameter of this rank to its initial value (see the module's docstring).
 
-    Norm weights are 1 and norm biases 0. Matrices are normal with the configuration's standard deviation. For those
-    that write into the residual stream it is divided by the square root of their number (GPT-2). A mixer's own
-    parameters use their `initializer`.
+    Norm weights are 1 and norm biases 0. Matrices are normal with the configuration's standard deviation. For the
+    matrices that write to the residual stream, the standard deviation is divided by the square root of the number of
+    these matrices (GPT-2). A mixer's own parameters use their `initializer`.
 
     Args:
         chunks: model chunks of this rank, not yet wrapped.
         seed: seed of the whole model.
         tp_group: tensor-parallel group.
     """
-    # Each has its own generator, so threads can draw them. Few at once, as each is whole and in fp32.
+    # Each parameter has its own generator, so that threads can draw parameters concurrently. The number of threads is
+    # limited, because each keeps a whole parameter in fp32.
     with ThreadPoolExecutor(min(_AT_ONCE, torch.get_num_threads())) as threads:
         drawn = [
             threads.submit(_initialize, name, parameter, model.config, seed, tp_group)
@@ -170,17 +172,17 @@ def _default_initializer(name: str, config: TransformerConfig) -> Initializer:
 
 
 def ones(whole: Tensor, _: torch.Generator) -> None:
-    """Fill with ones."""
+    """Fill a tensor with ones."""
     whole.fill_(1.0)
 
 
 def zeros(whole: Tensor, _: torch.Generator) -> None:
-    """Fill with zeros."""
+    """Fill a tensor with zeros."""
     whole.zero_()
 
 
 def constant(value: float) -> Initializer:
-    """Return an initializer that fills with one value."""
+    """Return an initializer that sets all elements to one value."""
 
     def fill(whole: Tensor, _: torch.Generator) -> None:
         whole.fill_(value)
@@ -220,5 +222,5 @@ def uniform_within(bound: float) -> Initializer:
 
 
 def _own_part_of_halves(whole: Tensor, tp_group: ProcessGroup) -> Tensor:
-    """Shard SwiGLU's first matrix [gate; value] as Megatron does: each rank gets a part of both halves."""
+    """Shard SwiGLU's first matrix [gate; value] as Megatron does: each rank gets a shard of both halves."""
     return torch.cat([half.chunk(tp_group.size())[tp_group.rank()] for half in whole.chunk(2)])

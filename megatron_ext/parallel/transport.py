@@ -1,8 +1,8 @@
 """Transports of all-to-all messages: NCCL's kernels, or the GPUs' copy engines.
 
-NCCL moves data with kernels, which occupy multiprocessors that computation could use. Copy engines occupy none. Each
-rank packs the parts for the others into memory that all ranks of a node can read (torch's symmetric memory), and copies
-its own parts from the others' memory.
+NCCL moves data with kernels, which occupy multiprocessors that computation could use. Copy engines occupy no
+multiprocessors. Each rank packs the messages for the other ranks into memory that all ranks of a node can read (torch's
+symmetric memory). It then copies the messages that it receives from the other ranks' memory.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Sent(NamedTuple):
     """Message in flight.
 
     Attributes:
-        received_nx: received parts, [ranks, ...]; valid after `wait`.
-        wait: makes the current stream wait for the message; on a CPU, blocks the process.
+        received_nx: received tensors by sending rank, [ranks, ...]; valid after `wait`.
+        wait: function that makes the current stream wait for the message; on a CPU, it blocks the process.
     """
 
     received_nx: Tensor
@@ -44,10 +44,10 @@ class Transport(Protocol):
     size: int
 
     def send(self, parts_nx: Tensor) -> Sent:
-        """Send part r to rank r without waiting. All ranks send messages of equal sizes in the same order.
+        """Send `parts_nx[r]` to rank r without waiting. All ranks must send messages of equal sizes in the same order.
 
         Args:
-            parts_nx: [ranks, ...] of any strides.
+            parts_nx: tensor [ranks, ...] of any strides.
         """
 
 
@@ -90,7 +90,10 @@ class _Outbox:
         self._parts: dict[Any, tuple[Tensor, ...]] = {}
 
     def of(self, rank: int, like: Tensor) -> tuple[Tensor, ...]:
-        """Return the start of a rank's outbox as parts of the shape and dtype of `like`; cached to save host time."""
+        """Return views of the start of a rank's outbox, by receiving rank: together of the shape and dtype of `like`.
+
+        The views are cached to save host time.
+        """
         key = rank, like.shape, like.dtype
         if key not in self._parts:
             self._parts[key] = self._shared.get_buffer(rank, like.shape, like.dtype).unbind()
@@ -102,12 +105,12 @@ class _Outbox:
 
 
 class CopyEngines:
-    """Transport in which each rank copies its parts from the others' memory, on a separate stream.
+    """Transport in which each rank copies its messages from the other ranks' memory, on a separate stream.
 
-    Packing into an outbox needs a kernel if the parts are strided. It then runs on the computing stream. Otherwise the
+    If the tensors are strided, packing into an outbox needs a kernel, which runs on the computing stream. Otherwise the
     copy engines pack on the separate stream, overlapping with computation. All ranks synchronise before reading, so
-    that every outbox is filled, and after reading. An outbox is reused once the computing stream has waited for its
-    message.
+    that every outbox is filled, and after reading, so that every outbox may be reused. A rank reuses an outbox once its
+    computing stream has waited for the message.
 
     Args:
         group: ranks of one node.
@@ -162,7 +165,10 @@ class CopyEngines:
         return Sent(received_nx, wait)
 
     def _take(self, num_bytes: int) -> _Outbox:
-        """Return the smallest free outbox that is large enough: the same on all ranks, as their messages are."""
+        """Return the smallest free outbox that is large enough, or a new one.
+
+        All ranks make the same choice, because they send messages of the same sizes in the same order.
+        """
         fitting = [box for box in self._free if box.num_bytes >= num_bytes]
         if not fitting:
             return _Outbox(num_bytes, self._group, self._device)

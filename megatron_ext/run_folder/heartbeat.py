@@ -1,7 +1,7 @@
 """Heartbeats: a small file per rank, which a thread of the rank rewrites every few seconds.
 
-They identify the rank that blocks all others: it has made fewer passes than they have, or it stopped writing because
-its process or machine is gone or stopped.
+Heartbeats identify the rank that blocks all others. Such a rank has made fewer passes than the others, or it has
+stopped writing because its process or machine has failed or was stopped.
 """
 
 from __future__ import annotations
@@ -21,10 +21,13 @@ from megatron_ext.utils.json_text import parse_json
 
 FOLDER = "heartbeats"
 _NUMBER_LIMIT = 1 << 53
-"""Bound of the numbers in a heartbeat; larger Python integers may not fit a float."""
+"""Upper bound of the absolute values in a heartbeat. Larger integers may not fit a float."""
 
 _WIDTH = 320
-"""Size of a file in bytes. It is overwritten in one call, so that a reader sees either the old line or the new one."""
+"""Size of a heartbeat file in bytes. The size is fixed and the file is overwritten in one call.
+
+A reader therefore sees either the old or the new content.
+"""
 
 
 @dataclass(frozen=True)
@@ -36,12 +39,12 @@ class Sign:
         host: host name.
         pid: process id on the host.
         seconds: interval between heartbeats.
-        step: number of steps done.
-        passes: number of forward passes, and of other operations in step with the other ranks, since its start.
-        further: time of the last progress.
+        step: number of completed steps.
+        passes: number of forward passes and other synchronous operations since the rank's start.
+        further: time at which `passes` last increased.
         written: time of this heartbeat.
-        ended: True if this is the last one.
-        start: token of the run's lock during this start of the run; empty if written by older code.
+        ended: True if this is the rank's last heartbeat.
+        start: token of the run's lock during this start of the run; empty if written by an older version.
     """
 
     rank: int
@@ -62,11 +65,11 @@ class Heartbeat:
     Args:
         folder: run folder.
         rank: rank of this process.
-        seconds: interval between heartbeats; 0: write none.
+        seconds: interval between heartbeats; 0: write no heartbeats.
         start: see `Sign`.
 
     Attributes:
-        step: number of steps done.
+        step: number of completed steps, set by the caller.
     """
 
     def __init__(self, folder: Path, rank: int, seconds: float, start: str = "") -> None:
@@ -95,7 +98,7 @@ class Heartbeat:
             ended = self._closed.wait(self._seconds)
             try:
                 self._write(ended)
-            except OSError:  # not fatal: writes that the run needs will report it
+            except OSError:  # not fatal: if the folder cannot be written, a write that the run needs will report it
                 continue
 
     def _write(self, ended: bool) -> None:
@@ -120,7 +123,7 @@ class Heartbeat:
 
 
 def signs(run_folder: Path, damaged: list[str] | None = None) -> list[Sign]:
-    """Read the last heartbeats of a run, ordered by rank; invalid files are skipped.
+    """Read the latest heartbeat of each rank of a run, ordered by rank. Invalid files are skipped.
 
     Args:
         run_folder: run folder.
@@ -175,7 +178,7 @@ def troubles(found: Sequence[Sign], now: float) -> list[str]:
         else:
             why = "its process or machine has failed, stopped or is unreachable"
             lines.append(f"rank {sign.rank} on {sign.host} wrote no heartbeat for {silent:.0f} s: {why}")
-    # Only ranks without progress are compared. The one with fewer passes than the median blocks the others.
+    # Only ranks without recent progress are compared. A rank with fewer passes than the median blocks the others.
     waiting = [sign for sign in alive if not sign.ended and now - sign.further > 3 * sign.seconds]
     passes = median(sign.passes for sign in waiting) if waiting else 0
     for sign in waiting:

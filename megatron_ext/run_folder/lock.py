@@ -1,14 +1,15 @@
 """Lock on a run folder: one process at a time trains a run, or submits a job for it.
 
-The lock is a folder of files `1`, `2`, ... The highest number holds the lock. A file is created atomically by link(),
-which also works on NFS. It records the holder: host, pid, Slurm job, start time. The holder updates a counter in it
-every few seconds. A process that finds the holder dead creates the next number, which only one process can do, and
-removes the earlier files. The number is thus a fencing token. A holder that was only slow finds its file removed or a
-higher number beside it, and exits before it writes anything else.
+The lock is a folder of files `1`, `2`, ... The process that created the file with the highest number holds the lock. A
+file is created atomically by link(), which also works on NFS. The file records the holder (host, pid, Slurm job, start
+time) and a counter that the holder updates every few seconds. A process that finds the holder dead creates the file
+with the next number, which only one process can do, and removes the earlier files. The number is thus a fencing token.
+A holder that was only slow finds that its file was removed or that a higher number exists, and exits before it writes
+anything else.
 
 A holder counts as dead if one of these holds:
 - It released the lock.
-- Its file is a copy, made with the run folder, and the original still exists.
+- Its file was copied with the run folder, and the original still exists.
 - It ran on this machine and its process no longer exists.
 - It was an earlier start of this process's own Slurm job.
 - Its file did not change for `DEAD_SECONDS`, measured by this process's monotonic clock or by the file server's
@@ -36,10 +37,13 @@ from megatron_ext.utils.errors import UserError
 FOLDER = "lock"
 BEAT_SECONDS = 5.0
 CONFIRM_SECONDS = 12.0
-"""Minimum seconds of observation even for a file that is old by the server's clock, which may be wrong."""
+"""Minimum seconds for which a file is observed before its holder counts as dead.
+
+This applies even if the file is old by the server's clock, because that clock may be wrong.
+"""
 
 GRACE_SECONDS = 30.0
-"""Seconds that a process has to exit by itself after it lost its lock."""
+"""Seconds after the loss of a lock in which the process may exit by itself before `on_stuck` is called."""
 
 _POLL_SECONDS = 0.5
 _TRIES, _TRY_SECONDS = 500, 0.01
@@ -49,7 +53,7 @@ _UNIDENTIFIED = "an unidentified process"
 
 
 class LockLost(UserError):
-    """Loss of a lock: another process took it over, or its folder was removed."""
+    """Loss of a lock, because another process took it over or its folder was removed."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,7 @@ class RunLock:
         return self.holder.token
 
     def check(self) -> None:
-        """Raise if the lock is lost. Call it before each write.
+        """Raise if the lock is lost. Call this before each write to the run folder.
 
         Raises:
             LockLost: the lock is lost.
@@ -105,7 +109,7 @@ class RunLock:
         raise LockLost(self._what, f"was taken over by {other}", _HINT_LOST)
 
     def check_soon(self) -> None:
-        """Call `check` if the last successful one is at least a second ago. For frequent writes."""
+        """Call `check` unless it succeeded within the last second. Call this before frequent writes."""
         if time.monotonic() - self._checked >= _CHECK_SECONDS:
             self.check()
 
@@ -122,7 +126,8 @@ class RunLock:
     def release(self) -> None:
         """Release the lock.
 
-        The lock file stays, because numbers must increase. A run folder that contains nothing else is removed.
+        The lock file is kept, because the next lock file needs a higher number. If the run folder contains nothing but
+        the lock, both are removed.
         """
         try:
             self.check()
@@ -132,10 +137,13 @@ class RunLock:
                 self._folder.rmdir()
                 self._folder.parent.rmdir()
         except (OSError, LockLost):
-            return  # lost, or the write failed. In the latter case others will treat this holder as dead
+            return  # the lock was lost, or the write failed; in the latter case others will treat this holder as dead
 
     def _write(self, *, released: bool) -> None:
-        """Overwrite the file. Its token is checked through the open descriptor, in case the path was replaced."""
+        """Overwrite the lock file if it is still this holder's.
+
+        The token is checked through the descriptor that is written, in case another file has replaced the path.
+        """
         file = os.open(self._path, os.O_RDWR)
         try:
             found = lock_file.parsed(os.pread(file, 2 * lock_file.WIDTH, 0))
@@ -159,7 +167,7 @@ def take(
     """Acquire a lock.
 
     Args:
-        folder: folder of the lock files. It is created if it is missing. Its parent is the run folder.
+        folder: folder of the lock files, a direct subfolder of the run folder. It is created if it is missing.
         what: name of the locked object in messages.
         hint: advice in the error if the lock is held. Empty: how to wait for the holder or stop it.
         me: the acquiring process. None: this process.
@@ -188,7 +196,11 @@ def take(
 
 
 def _try(folder: Path, what: str, hint: str, me: ProcessIdentity, watched: _HolderWatch) -> RunLock | None:
-    """Try to acquire a lock. Return None if another process was faster. It may have finished already."""
+    """Try to acquire a lock. Return None if another process was faster, which may have released the lock since.
+
+    Raises:
+        UserError: another process holds the lock.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     newest = max(lock_file.numbers(folder), default=0)
     if newest and not watched.is_gone(folder / str(newest), me):
@@ -218,7 +230,7 @@ def held(*locks: RunLock, on_stuck: Callable[[LockLost], object] | None = None) 
                     lost.add(lock.token)
                     if on_stuck is not None and not closed.wait(GRACE_SECONDS):
                         on_stuck(error)
-                except OSError:  # a later beat may succeed, unless others take over first
+                except OSError:  # a later beat may succeed, unless another process takes the lock over first
                     continue
 
     thread = threading.Thread(target=keep_beating, name="run-lock", daemon=True)
@@ -247,12 +259,12 @@ class _HolderWatch:
     def is_gone(self, path: Path, me: ProcessIdentity) -> bool:
         """Return whether the holder of a file no longer holds the lock.
 
-        The file content and the operating system often decide at once. For a process on another machine they do not.
+        The file's content and the operating system often decide this at once, but not for a process on another machine.
         The file is then observed until it changes, or until it was unchanged for so long that the holder counts as
-        dead. A live holder updates it every few seconds. The last update may also be its release.
+        dead. A live holder updates the file every few seconds. A change may also be the release of the lock.
 
         Raises:
-            FileNotFoundError: the file is removed meanwhile.
+            FileNotFoundError: the file was removed during the observation.
         """
         holder = lock_file.read(path)
         if holder is not None:

@@ -1,4 +1,4 @@
-"""Lock files: content, creation, reading and time of the last change. The protocol is described in `lock`."""
+"""Lock files: content, creation, reading and time of the last change. The module `lock` describes the protocol."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_ext.run_folder.process_identity import ProcessIdentity
 from megatron_ext.utils.atomic_files import open_regular
 
 DEAD_SECONDS = 60.0
-"""Seconds without a change after which a holder counts as dead."""
+"""Seconds without a change of its lock file after which a holder counts as dead."""
 
 LAUNCH_VARIABLE = "SELECTRON_LAUNCH"
 """Environment variable with the number of the launched job that a process belongs to."""
@@ -25,7 +25,7 @@ LAUNCH_VARIABLE = "SELECTRON_LAUNCH"
 _JOB = re.compile(r"[0-9]{1,12}")
 _LONGEST = 400
 WIDTH = 2048
-"""Bytes of a lock file, which is overwritten in one call."""
+"""Size of a lock file in bytes. The size is fixed, so that the file is overwritten in one call."""
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
 
@@ -34,14 +34,14 @@ class Holder:
     """Content of a lock file.
 
     Attributes:
-        number: number of the file.
+        number: number that is the file's name.
         token: unique identifier of this acquisition.
         process: process that acquired the lock.
         since: time of the acquisition by the clock of its machine, UTC, ISO 8601.
-        beats: counter that changes while the process holds the lock.
+        beats: counter that the process increases while it holds the lock.
         released: True once the lock is released.
-        launch: number of the run's launched job, RUN/launch/N, that the process belongs to. Empty: started manually.
-        output: file with its standard error. Empty: a terminal or a pipe.
+        launch: number N of the launched job, RUN/launch/N, that the process belongs to. Empty: started manually.
+        output: file that receives the process's standard error. Empty: a terminal or a pipe.
         folder: absolute path of the lock folder as the process sees it. Empty: too long, or unknown.
     """
 
@@ -75,9 +75,9 @@ class LockState:
     """State of a lock as seen by another process.
 
     Attributes:
-        holder: holder in the file with the highest number. None: the file is invalid.
-        is_held: whether the lock is held, as far as can be determined without waiting.
-        quiet_seconds: seconds since the file changed, by the file server's clock.
+        holder: holder recorded in the file with the highest number. None: the file is invalid.
+        is_held: True if the lock is held, as far as can be determined without waiting.
+        quiet_seconds: seconds since that file changed, by the file server's clock.
     """
 
     holder: Holder | None
@@ -86,10 +86,10 @@ class LockState:
 
 
 def create(folder: Path, number: int, me: ProcessIdentity) -> Holder | None:
-    """Create the file of a number and remove earlier files.
+    """Create the lock file `number` and remove the files with lower numbers.
 
     Returns:
-        The holder, or None if another process created the file or has already followed it.
+        The new holder, or None if another process created this file or a file with a higher number.
     """
     since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     launch = os.environ.get(LAUNCH_VARIABLE, "")[:_LONGEST]
@@ -135,12 +135,12 @@ def _output() -> str:
 
 
 def numbers(folder: Path) -> list[int]:
-    """Return the numbers of the files of a lock."""
+    """Return the numbers of the lock files in a folder."""
     return [int(name) for name in os.listdir(folder) if name.isascii() and name.isdecimal()]
 
 
 def raw(path: Path) -> bytes:
-    """Return the content of a file. It is opened each time, so that NFS revalidates it with the server."""
+    """Return the content of a file. The file is opened for each call, so that NFS revalidates it with the server."""
     with os.fdopen(open_regular(path), "rb") as file:
         return file.read(2 * WIDTH)
 
@@ -177,11 +177,11 @@ def parsed(content: bytes) -> Holder | None:
 def is_copy(path: Path, holder: Holder) -> bool:
     """Return whether a lock file was copied with its run folder while the original still exists.
 
-    If the run folder was moved, there is no original, and the lock stays with its holder.
+    If the run folder was moved instead, there is no original, and the holder keeps the lock.
 
     Args:
-        path: path of the file.
-        holder: holder in the file.
+        path: path of the lock file.
+        holder: holder recorded in the lock file.
     """
     if not holder.folder:
         return False
@@ -216,10 +216,11 @@ def quiet_seconds(path: Path) -> float:
 
 
 def lock_state(folder: Path) -> LockState | None:
-    """Return the state of a lock without waiting, or None if there is none.
+    """Return the state of a lock without waiting, or None if there is no lock.
 
-    A holder on another machine counts as holding the lock if its file changed within `DEAD_SECONDS`. A timestamp
-    further in the future means that the server's clock was set back since, so such a file does not count as changed.
+    A holder on another machine counts as holding the lock if its file changed within the last `DEAD_SECONDS`. If the
+    file's timestamp is further than that in the future, the server's clock was set back after the change, and the
+    holder does not count as holding the lock.
     """
     try:
         newest = max(numbers(folder), default=0)
@@ -237,7 +238,7 @@ def lock_state(folder: Path) -> LockState | None:
 
 
 def read_holder(folder: Path) -> Holder | None:
-    """Return the holder with the highest number, alive or not. None: there is no lock, or it is unreadable."""
+    """Return the holder in the file with the highest number, alive or not. None: no lock, or an unreadable file."""
     try:
         newest = max(numbers(folder), default=0)
         return read(folder / str(newest)) if newest else None

@@ -21,14 +21,14 @@ from megatron_ext.utils.errors import UserError
 from megatron_ext.utils.untrusted_paths import path_within
 
 ENTRY = "tokenizer_entry.json"
-"""File beside a tokenizer that is not a tokenizer.json: its entry in the data's manifest, see `TokenizerEntry`."""
+"""File with the manifest's `TokenizerEntry`, written beside a tokenizer that is not a tokenizer.json."""
 
 _FILES = {"tiktoken": TiktokenTokenizer.file_name, "rwkv": RwkvTokenizer.file_name}
-"""Names of the stored files. The manifest's own name could collide with another file of the run."""
+"""Names of the stored tokenizer files by kind. The name in the manifest could collide with another file of the run."""
 
 
 UNREADABLE = "\N{REPLACEMENT CHARACTER}"
-"""Character that decoders substitute for invalid UTF-8; its own UTF-8 encoding has three bytes."""
+"""Character that decoders substitute for invalid UTF-8. The character itself takes three bytes in UTF-8."""
 
 
 class RunTokenizer:
@@ -37,8 +37,8 @@ class RunTokenizer:
     As in training, no special tokens are added, and text cannot produce the end-of-document token.
 
     Args:
-        tokenizer: encodes and decodes text.
-        end_id: end-of-document token; None: unknown.
+        tokenizer: tokenizer that encodes and decodes text.
+        end_id: id of the end-of-document token; None: unknown.
         size: vocabulary size.
     """
 
@@ -47,10 +47,10 @@ class RunTokenizer:
 
     @property
     def end_id(self) -> int:
-        """End-of-document token.
+        """Id of the end-of-document token.
 
         Raises:
-            UserError: it is unknown.
+            UserError: the token is unknown.
         """
         if self._end_id is None:
             hint = "set eos_token in the run's tokenizer_config.json"
@@ -59,7 +59,7 @@ class RunTokenizer:
 
     @property
     def known_end(self) -> int | None:
-        """End-of-document token; None: unknown."""
+        """Id of the end-of-document token; None: unknown."""
         return self._end_id
 
     def encode(self, text: str) -> list[int]:

@@ -156,7 +156,7 @@ def _tokenizer_folder(root: Path, tokenizer: Path) -> tuple[Path, str]:
 
 
 def _work(task: Task, name: str, *arguments: Any) -> tuple[list[str], Path]:
-    """Return the command of a contestant in `prepare_work`, and the path of its result."""
+    """Return the command that runs a contestant of the module `contestants`, and the path of its result file."""
     result = task.output / "result.json"
     given = [str(task.tokenizer_file), str(task.given.folder), task.workers, *arguments]
     return [

@@ -35,14 +35,14 @@ class TrainingRow:
     """Result of one variant.
 
     Attributes:
-        name: of the variant.
-        overrides: applied to the common configuration.
-        config: whole configuration as plain sections; None: it cannot be read.
-        processes: that trained it.
-        measured: measurements.
-        failed: why there are none, or what is wrong with them.
-        plain: the model was megatron-core's own.
-        took: seconds from the start of its processes until all had exited; None: they were not started.
+        name: name of the variant.
+        overrides: overrides of the common configuration.
+        config: whole configuration as plain sections; None: the configuration cannot be read.
+        processes: number of processes that trained the variant.
+        measured: measurements; None: there are none.
+        failed: reason why there are no measurements, or why they are invalid; None: the variant succeeded.
+        plain: True if the model was built by megatron-core alone.
+        took: seconds from the start of the variant's processes until all had exited; None: they were not started.
     """
 
     name: str
@@ -55,13 +55,13 @@ class TrainingRow:
     took: float | None = None
 
     def with_numbers(self, measured: Measured) -> TrainingRow:
-        """Return the row with measurements, and with a failure if a loss is not finite."""
+        """Return a copy of the row with measurements, and with a failure if a loss is not finite."""
         wrong = [number for number, loss in enumerate(measured.losses, 1) if not math.isfinite(loss)]
         said = f"the loss of timed step {wrong[0]} is {measured.losses[wrong[0] - 1]}" if wrong else None
         return replace(self, measured=measured, failed=said)
 
     def with_failure(self, said: str) -> TrainingRow:
-        """Return the row with a failure."""
+        """Return a copy of the row with a failure."""
         return replace(self, failed=said)
 
     @property
@@ -72,7 +72,7 @@ class TrainingRow:
         return f"{_count(derived(self.measured, self.processes)['tokens_per_s'])} tokens/s"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all numbers as plain values, in seconds and bytes unless the name has a unit."""
+        """Return all measurements as plain values, in seconds and bytes unless a name contains another unit."""
         found: dict[str, Any] = {
             "variant": self.name,
             "overrides": list(self.overrides),
@@ -91,7 +91,7 @@ class TrainingRow:
 
 
 def derived(measured: Measured, processes: int) -> dict[str, float | None]:
-    """Return numbers derived from a variant's measurements: medians of the timed steps, and extremes."""
+    """Return quantities derived from a variant's measurements, from the median, slowest and fastest timed step."""
     step = median(measured.seconds)
     rates = [measured.tokens / seconds for seconds in (step, max(measured.seconds), min(measured.seconds))]
     mfu = None if measured.peak_flops is None else measured.flops_per_token * rates[0] / measured.peak_flops
@@ -111,10 +111,10 @@ class TrainingReport(RunReport):
     """Report on the variants of a configuration.
 
     Attributes:
-        ceilings: of one GPU, measured in the same benchmark; None: there is no GPU.
-        amount: numbers of steps.
-        prepared: the configured data was read instead of random tokens.
-        rows: in the order of the table.
+        ceilings: peak rates of one GPU, measured in the same benchmark; None: there is no GPU.
+        amount: numbers of warm-up, timed and profiled steps.
+        prepared: True if the configured data was read instead of random tokens.
+        rows: results of the variants, in the order of the table.
     """
 
     stem = "train"
@@ -125,7 +125,7 @@ class TrainingReport(RunReport):
     rows: list[TrainingRow]
 
     def speed(self, row: TrainingRow) -> float | None:
-        """Return the throughput divided by that of the first row; None: one was not measured."""
+        """Return the row's throughput divided by that of the first row; None if either was not measured."""
         first = self.rows[0].measured
         if first is None or row.measured is None:
             return None
@@ -155,7 +155,7 @@ class TrainingReport(RunReport):
         return f"{said} Measured ceilings of a GPU: bf16 product of 8192 x 8192 matrices {best}, copy {copy}."
 
     def table(self) -> list[str]:
-        """Return a table with a row per variant and, for profiled ones, tables of the parts of a step."""
+        """Return a table with a row per variant and, for profiled variants, tables of the parts of a step."""
         columns = (*COLUMNS, f"speed over {self.rows[0].name}") if self.rows else COLUMNS
         lines = table(columns, [_cells(row, self.speed(row)) for row in self.rows])
         profiled = [row for row in self.rows if row.measured is not None and row.measured.breakdown is not None]

@@ -1,16 +1,18 @@
 """Breakdown of a training step's time from a profiler trace: every instant is attributed to one part.
 
-The trace is torch.profiler's in Chrome's format. It has slices (`X`) of host threads and GPU streams, and flows (`s` to
-`f`) from a forward operation to the backward operation that autograd derived from it. Ranges whose names begin with
-`PREFIX` name the part that the host works on (see `step_parts`).
+The trace comes from torch.profiler, in Chrome's format. It has slices (`X`) of host threads and GPU streams, and flows
+(`s` to `f`) from a forward operation to the backward operation that autograd derived from it. A range whose name begins
+with `PREFIX` names the part that the host works on (see `step_parts`).
 
-An operation belongs to the innermost range around it. A backward operation belongs to the part of its forward
-operation. One without a forward operation, such as the accumulation of a weight's gradient, belongs to the part of the
-backward operation before it. Recomputation has its own ranges inside a backward operation.
+An operation belongs to the part of the innermost range that contains it. A backward operation belongs to the part of
+its forward operation. A backward operation without a forward operation, such as the accumulation of a weight's
+gradient, belongs to the part of the preceding backward operation. Recomputation has its own ranges inside a backward
+operation.
 
-On a GPU, an instant belongs to the running kernel, and of several to the one that began first. It belongs to
-communication if only communication runs. Otherwise the GPU is idle; this time is the data's if the host is loading
-data. Without a GPU, an instant belongs to what the host's main thread does.
+With a GPU, an instant is attributed to the part of the kernel that runs. If several kernels run, the kernel that began
+first counts. An instant is attributed to communication if only communication runs. Otherwise the GPU is idle, and the
+instant is attributed to data loading if the host is loading data. Without a GPU, an instant is attributed to the part
+that the host's main thread works on.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from megatron_ext.model.step_parts import BACKWARD, COMMUNICATION, FORWARD, MODE
 
 PREFIX = "selectron: "
 STEP, END = "step", "end of the step"
-"""Ranges around a whole step and, inside it, around the final wait for the GPU."""
+"""Names of the range around a whole step, and of the range inside it around the final wait for the GPU."""
 
 DATA, OTHER, IDLE = "data", "other", "GPU idle"
 PARTS = (*MODEL, COMMUNICATION, OPTIMIZER, DATA, OTHER, IDLE)
@@ -69,8 +71,8 @@ class Idle:
     """Interval in which a GPU was idle.
 
     Attributes:
-        seconds: length.
-        host: what a host thread did for most of the interval, and the part it belongs to.
+        seconds: length of the interval.
+        host: operation of a host thread that covers most of the interval, and the operation's part.
     """
 
     seconds: float
@@ -82,13 +84,14 @@ class Breakdown:
     """Breakdown of a step's time.
 
     Attributes:
-        step: seconds under the profiler, which slows the step down.
+        step: seconds of the step under the profiler, which slows the step down.
         parts: seconds by part; their sum is `step`.
-        phases: seconds of the model's parts by phase, without communication, as in `parts`.
+        phases: seconds by part of the model and phase; as in `parts`, communication is not included.
         communication: seconds in which communication ran, overlapped or not; None: unknown.
-        host_syncs: how often the host waited for the GPU before the step's end, by location; None: there is no GPU.
-        longest_idle: longest single interval of `parts`' idle time, over all steps; None: there is no GPU, or it was
-            never idle.
+        host_syncs: number of times that the host waited for the GPU before the step's end, by location; None: there is
+            no GPU.
+        longest_idle: longest single interval in which the GPU was idle, over all steps; None: there is no GPU, or it
+            was never idle.
     """
 
     step: float
@@ -100,13 +103,13 @@ class Breakdown:
 
 
 def breakdown_of(plain: dict[str, Any]) -> Breakdown:
-    """Return the breakdown that `asdict` converted to plain values."""
+    """Return a `Breakdown` from the dictionary into which `asdict` converted it."""
     idle = plain["longest_idle"]
     return Breakdown(**{**plain, "longest_idle": None if idle is None else Idle(**idle)})
 
 
 def mean(found: Sequence[Breakdown]) -> Breakdown:
-    """Return the mean of breakdowns of several steps or ranks; at least one."""
+    """Return the mean of the breakdowns of one or more steps or ranks."""
     all_communicate = [one.communication for one in found if one.communication is not None]
     syncs = [one.host_syncs for one in found if one.host_syncs is not None]
     places = {place for one in syncs for place in one}
@@ -125,7 +128,7 @@ def break_down(events: Sequence[Mapping[str, Any]]) -> list[Breakdown]:
     """Return the breakdown of every step in a trace, in order.
 
     Args:
-        events: `traceEvents`.
+        events: `traceEvents` of a trace.
     """
     trace = _Trace(events)
     return [trace.of_step(step) for step in trace.steps]
@@ -178,7 +181,7 @@ class _Trace:
         return next((one for one in self._threads[tid][index].up() if one.end >= instant), None)
 
     def _resolve_backward(self) -> None:
-        """Assign a place to every backward operation, in order of time."""
+        """Assign a part and phase to every backward operation, in order of time."""
         nodes = [
             (one.begin, number, tid, one)
             for number, (tid, slices) in enumerate(self._threads.items())
@@ -193,7 +196,7 @@ class _Trace:
             self._backward[node] = last.get(tid, Place(OTHER, BACKWARD))
 
     def place(self, one: Slice) -> Place:
-        """Return the part and phase of a slice, from the ranges and backward operations around it."""
+        """Return the part and phase of a slice, from the ranges and backward operations that contain it."""
         for outer in one.up():
             if outer in self._backward:
                 return self._backward[outer]
@@ -259,7 +262,7 @@ class _Trace:
         for slices in self._threads.values():
             for one in slices:
                 own = sum(max(0.0, min(stop, end) - max(start, begin)) for start, stop in own_spans(one))
-                # Ranges do not count: the main thread is always in one, even while it only waits for autograd's thread.
+                # Ranges do not count: the main thread is always in a range, even while it waits for autograd's thread.
                 at.append((not one.is_range and 2 * own >= end - begin, own, one))
         _, spent, host = max(at, key=lambda entry: entry[:2])
         return Idle((end - begin) / 1e6, self._description(host) if spent else "?")
@@ -299,12 +302,12 @@ class _Trace:
                 if one.name not in _SYNCS or not step.begin <= one.begin < step.end:
                     continue
                 around = [outer.name for outer in one.up()][1:]
-                if PREFIX + END in around or _SYNCS.intersection(around):  # a driver call in a runtime call is one
+                if PREFIX + END in around or _SYNCS.intersection(around):  # a driver call in a runtime call counts once
                     continue
                 found[self._description(one)] += 1
         return {name: float(count) for name, count in found.items()}
 
 
 def _is_communication(kernel: str) -> bool:
-    # Including the copies of copy engines and the barriers around them (`CopyEngines`).
+    # Includes the peer-to-peer copies and barriers of the transport `CopyEngines`.
     return kernel.startswith(("nccl", "Memcpy PtoP")) or "symmetric_memory::barrier_kernel" in kernel

@@ -1,4 +1,4 @@
-"""Slices of a profiler trace, and the attribution of a span of time to the places of the slices that cover it."""
+"""Slices of a profiler trace, and the attribution of time spans to parts and phases of a step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 
 class Place(NamedTuple):
-    """Part of a step and, for parts of the model, the phase."""
+    """Part of a step, and the phase. Only parts of the model have other phases than forward."""
 
     part: str
     phase: str
@@ -19,12 +19,12 @@ Span = tuple[float, float]
 """Begin and end in microseconds."""
 
 Spent = dict[Place, float]
-"""Microseconds by place."""
+"""Microseconds by part and phase."""
 
 
 @dataclass(eq=False)
 class Slice:
-    """Slice of a host thread."""
+    """Slice of a host thread: an operation or, if `is_range`, a named range. Times are in microseconds."""
 
     begin: float
     end: float
@@ -42,7 +42,7 @@ class Slice:
 
 
 def span_of(event: Mapping[str, Any]) -> Span:
-    """Return begin and end of an event of the trace."""
+    """Return begin and end of an event of the trace, in microseconds."""
     return float(event["ts"]), float(event["ts"]) + float(event["dur"])
 
 
@@ -69,7 +69,7 @@ def descendants(outer: Slice) -> Iterable[Slice]:
 
 
 def own_spans(one: Slice) -> Iterable[Span]:
-    """Yield the spans of a slice that no child covers."""
+    """Yield the spans of a slice that none of its children covers."""
     at = one.begin
     for child in one.children:
         if child.begin > at:
@@ -80,7 +80,12 @@ def own_spans(one: Slice) -> Iterable[Span]:
 
 
 def fill(step: Slice, layers: Iterable[Sequence[tuple[Span, Place]]], rest: Place) -> tuple[Spent, list[Span]]:
-    """Attribute a step's time to the first layer of spans, the remainder to the next, and the rest to `rest`.
+    """Attribute a step's time to layers of spans. A layer only gets the time that no earlier layer covers.
+
+    Args:
+        step: slice of the whole step.
+        layers: spans with their parts and phases, by layer.
+        rest: part and phase of the time that no layer covers.
 
     Returns:
         Attributed microseconds, and the spans that no layer covers.
@@ -94,15 +99,15 @@ def fill(step: Slice, layers: Iterable[Sequence[tuple[Span, Place]]], rest: Plac
 
 
 def take(free: Sequence[Span], wanted: Sequence[tuple[Span, Place]], spent: Spent) -> list[Span]:
-    """Attribute free time to the spans that cover it, and of several to the one that begins first.
+    """Attribute unattributed time to the spans that cover it. Of several such spans, the one that begins first counts.
 
     Args:
         free: unattributed spans, ascending and disjoint.
-        wanted: spans with their places, in any order.
-        spent: microseconds by place; added to in place.
+        wanted: spans with their parts and phases, in any order.
+        spent: microseconds by part and phase; updated in place.
 
     Returns:
-        Spans that are still free.
+        Spans that are still unattributed.
     """
     left: list[Span] = []
     claims, index = disjoint(wanted), 0
@@ -116,7 +121,7 @@ def take(free: Sequence[Span], wanted: Sequence[tuple[Span, Place]], spent: Spen
                 until = min(stop, end)
                 spent[place] += until - max(at, start)
                 at = until
-            if stop > end:  # it reaches into the next free span
+            if stop > end:  # the claim may extend into the next free span
                 break
             index += 1
         if at < end:
@@ -125,7 +130,7 @@ def take(free: Sequence[Span], wanted: Sequence[tuple[Span, Place]], spent: Spen
 
 
 def disjoint(wanted: Sequence[tuple[Span, Place]]) -> list[tuple[Span, Place]]:
-    """Sort spans by their begin, and cut each to begin after those before it."""
+    """Sort spans by their begin, and shorten each span so that it begins after the preceding spans end."""
     found: list[tuple[Span, Place]] = []
     at = float("-inf")
     for (start, stop), place in sorted(wanted):

@@ -1,6 +1,6 @@
 """Adapter from `TextModel` to lm-eval's model interface.
 
-The model gets the same tokens as from lm-eval's own Hugging Face model. This module imports lm-eval.
+The model receives the same tokens as a model of lm-eval's own Hugging Face adapter. This module imports lm-eval.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from megatron_ext.evaluation.text_model import Draw, Request, TextModel
 from megatron_ext.utils.errors import UserError
 
 MAX_TOKENS = 256
-"""Default maximum of generated tokens, the same as in lm-eval's Hugging Face model."""
+"""Default maximum number of generated tokens, the same as in lm-eval's Hugging Face adapter."""
 
 PIECE = 256
-"""Texts passed to the model per call: enough for every parallel layout, and few enough for a useful progress line."""
+"""Number of texts passed to the model per call: enough to occupy all ranks, and few enough for a useful progress bar."""
 
 USUAL = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}
-"""Default sampling parameters, those of transformers' `generate`, which lm-eval's Hugging Face model calls."""
+"""Default sampling parameters, equal to those of transformers' `generate`, which lm-eval's Hugging Face model calls."""
 
 Asked = TypeVar("Asked")
 Answer = TypeVar("Answer")
 Pair = tuple[Any, list[int], list[int]]
-"""Request of lm-eval: context and continuation as texts (or None), tokens of the context, and of the continuation."""
+"""lm-eval's request: (context and continuation as texts or None, tokens of the context, tokens of the continuation)."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,10 @@ class Generation:
     """Generation settings of a task.
 
     Attributes:
-        until: stop texts; generation ends at the first one, which is cut off.
+        until: stop texts. Generation ends at the first stop text, which is not part of the result.
         max_tokens: maximum number of tokens to generate.
         draw: sampling parameters with an empty identity; None: greedy decoding or beam search.
-        num_beams: beams of a beam search; 1: no beam search.
+        num_beams: number of beams of a beam search; 1: no beam search.
     """
 
     until: tuple[str, ...]
@@ -59,8 +59,8 @@ def generation_of(arguments: Mapping[str, Any], max_length: int) -> Generation:
         max_length: maximum number of tokens of a forward pass.
 
     Raises:
-        UserError: an argument is not supported (a penalty for repeated tokens, for example) or out of range, or the
-            maximum of generated tokens leaves no room for a prompt.
+        UserError: an argument is not supported (such as a penalty for repeated tokens) or out of range, or the maximum
+            number of generated tokens leaves no room for a prompt.
     """
     given = dict(normalize_gen_kwargs(dict(arguments), MAX_TOKENS))
     until, max_tokens, draws = given.pop("until"), given.pop("max_gen_toks"), given.pop("do_sample")
@@ -104,8 +104,8 @@ def _draw_of(shape: Mapping[str, Any]) -> Draw:
 class SelectronLM(TemplateLM):
     """lm-eval model over a `TextModel`.
 
-    Its calls are collective: every rank runs lm-eval on all rows and makes the same requests. Each rank therefore
-    keeps `rank` 0 and `world_size` 1 of the base class.
+    Its methods are collective: every rank runs lm-eval on all rows and makes the same requests. Each rank therefore
+    keeps the base class's `rank` of 0 and `world_size` of 1.
 
     Args:
         model: model that computes the results.
@@ -123,7 +123,7 @@ class SelectronLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """Id of the end-of-document token, which is also the context of a text without one."""
+        """Id of the end-of-document token, which lm-eval uses as the context of a text without context."""
         return self._model.end_id
 
     @property
@@ -136,13 +136,13 @@ class SelectronLM(TemplateLM):
         return self._model.encode(string)
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Return the log-probability of each whole text, in nats; a text longer than `max_length` is cut to windows."""
+        """Return the log-probability of each whole text in nats. A text longer than `max_length` is cut into windows."""
         windows = [self._windows(text) for (text,) in (request.args for request in requests)]
         answers = iter(self._loglikelihood_tokens([pair for pairs in windows for pair in pairs], disable_tqdm))
         return [sum(next(answers)[0] for _ in pairs) for pairs in windows]
 
     def _windows(self, text: str) -> list[Pair]:
-        """Return windows of at most `max_length` tokens that together predict each token once."""
+        """Return windows of at most `max_length` tokens that together predict each token of the text once."""
         tokens = self._model.encode(text)
         windows = get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, context_len=1)
         return [(None, *make_disjoint_window(window)) for window in windows]
@@ -150,13 +150,13 @@ class SelectronLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[Pair], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        """Return for each request the log-probability in nats and whether all tokens are the most likely ones."""
+        """Return (log-probability in nats, whether all tokens are the most likely tokens) of each continuation."""
         asked = [self._request(*request) for request in requests]
         scores = _in_pieces(asked, _size, self._model.scores, "Scoring", disable_tqdm)
         return [(score.log_probability, score.is_greedy) for score in scores]
 
     def _request(self, texts: Any, context: list[int], continuation: list[int]) -> Request:
-        """Build a request; a context that is too long loses its beginning.
+        """Build a request. The beginning of a context that is too long is dropped.
 
         Raises:
             UserError: the context or the continuation is empty, or the continuation alone is too long.
@@ -204,7 +204,8 @@ class SelectronLM(TemplateLM):
         decode = self._model.decode
         # The end-of-document token also stops generation where the model writes it out as characters.
         stops = [stop for stop in handle_stop_sequences(list(generation.until), decode([self.eot_token_id])) if stop]
-        # lm-eval searches stop texts in as many last tokens. With other windows a beam search would end elsewhere.
+        # lm-eval searches a stop text in this number of last tokens. With another number, a beam search would end at
+        # other tokens.
         windows: defaultdict[int, list[str]] = defaultdict(list)
         for stop in stops:
             windows[len(self._model.encode(stop)) + 2].append(stop)

@@ -20,11 +20,11 @@ class PublishedSet:
     """Source of the rows of an lm-eval task.
 
     Attributes:
-        definition: file of lm-eval's definition, relative to its folder of tasks.
+        definition: path of lm-eval's definition of the task, relative to lm-eval's folder of tasks.
         folder: subfolder of the user's folder that contains the files, at any depth.
-        files: name patterns of the file of each split. The authors' name is the first one; the others match exported
-            copies.
-        to_row: function from a row of the file and its index to a row with lm-eval's columns.
+        files: name patterns of each split's file. The first pattern is the authors' file name; the other patterns match
+            exported copies.
+        to_row: function from a row of the file and the row's index to a row with lm-eval's columns.
         home: address at which the authors publish the files.
     """
 
@@ -48,7 +48,7 @@ def _openbookqa(row: Row, number: int) -> Row:
 
 
 def _multiple_choice(row: Row, stem_name: str) -> Row:
-    """Convert a multiple-choice row. AI2's files have stem and choices in `question`; copies have separate columns."""
+    """Convert a multiple-choice row. AI2's files have stem and choices in `question`, copies in separate columns."""
     if isinstance(row.get("question"), dict):
         stem, listed = row["question"]["stem"], row["question"]["choices"]
         choices = {name: [choice[name] for choice in listed] for name in ("text", "label")}
@@ -66,7 +66,10 @@ def _winogrande(row: Row, number: int) -> Row:
 
 
 def _boolq(row: Row, number: int) -> Row:
-    """Convert a BoolQ row of SuperGLUE or of BoolQ's authors, who have a separate title and the label in `answer`."""
+    """Convert a BoolQ row of SuperGLUE or of BoolQ's authors.
+
+    In the authors' rows, the title is a separate field and the label is in `answer`.
+    """
     title = f"{row['title']} -- " if "title" in row else ""
     label = row["label"] if "label" in row else row["answer"]
     _one_of(label, (False, True))
@@ -74,7 +77,10 @@ def _boolq(row: Row, number: int) -> Row:
 
 
 def _hellaswag(row: Row, number: int) -> Row:
-    """Convert a HellaSwag row of the authors, or of a cleaned copy with only `ctx`, which must not be capitalized."""
+    """Convert a HellaSwag row of the authors, or of a cleaned copy that has `ctx` instead of `ctx_a` and `ctx_b`.
+
+    With an empty `ctx_b`, lm-eval does not capitalize any part of the context.
+    """
     context = {name: row[name] for name in ("ctx_a", "ctx_b")} if "ctx_a" in row else {"ctx_a": row["ctx"], "ctx_b": ""}
     endings = list(row["endings"])
     label = _one_of(int(row["label"]), range(len(endings)))

@@ -31,15 +31,15 @@ SEVERAL = (
 
 @dataclass(frozen=True)
 class Variant:
-    """Variant of the task, a row of RULER's table.
+    """Variant of the task, which is a row of RULER's table.
 
     Attributes:
         hay: `noise` sentences, the user's `text` (RULER: Paul Graham's essays), or more `needles`.
-        key: type of keys: `word` is an adjective and a noun.
-        value: type of values: `number` has seven digits.
-        keys: number of keys, including the queried ones.
+        key: type of the keys. A `word` is an adjective and a noun.
+        value: type of the values. A `number` has seven digits.
+        keys: number of keys, including the queried keys.
         values: number of values per key.
-        queries: number of queried keys, the first ones.
+        queries: number of queried keys. The first keys are queried.
     """
 
     hay: Literal["noise", "text", "needles"]
@@ -51,7 +51,7 @@ class Variant:
 
     @property
     def has_depth(self) -> bool:
-        """True if a single needle is queried, whose depth can be set."""
+        """True if a single needle is queried, so that its depth can be set."""
         return self.values == self.queries == 1
 
 
@@ -79,11 +79,11 @@ DRAWS = {"word": pair, "number": _number, "uuid": _uuid}
 
 
 def draft(variant: Variant, place: Place, haystack: Haystack) -> Draft:
-    """Build a context with needles and the question for them.
+    """Build a context with needles, and a question for the values of the queried keys.
 
-    A single queried needle is at the place's depth; all others are at random depths. All keys are distinct, and so are
-    all values. A haystack of text begins at a random sentence of the corpus (in RULER all samples begin at the same
-    one) and ends with the last whole sentence that fits.
+    A single queried needle is at the depth `place.depth`; all other needles are at random depths. All keys are
+    distinct, and so are all values. A haystack of text begins at a random sentence of the corpus, and ends with the
+    last whole sentence that fits. In RULER, all samples begin at the same sentence.
     """
     keys = Distinct(DRAWS[variant.key], place.random("keys"))
     values = Distinct(DRAWS[variant.value], place.random("values"))
@@ -112,7 +112,7 @@ def _needle(variant: Variant, keys: Distinct, values: Distinct, key: int, value:
 def _hay(
     variant: Variant, place: Place, haystack: Haystack, needle: Callable[[int, int], str], own: int
 ) -> tuple[Callable[[int], list[str]], str]:
-    """Return a function from a number of pieces to the hay, and the separator of the pieces."""
+    """Return a function from the number of pieces of hay to the pieces, and the separator of the pieces."""
     if variant.hay == "needles":
         return lambda size: [needle(index, index) for index in range(own, own + size)], "\n"
     source = haystack if variant.hay == "text" else NOISE_LINES

@@ -10,13 +10,13 @@ from megatron_ext.evaluation.retrieval.haystack import Haystack
 from megatron_ext.evaluation.retrieval.options import TaskName
 
 Encode = Callable[[str], list[int]]
-"""Function from a text to tokens without special tokens."""
+"""Function that tokenizes a text without special tokens."""
 
 FIRST_STEP = 8
-"""Pieces of hay that the second tried size has more than the smallest one."""
+"""Number of pieces of hay by which the second size that is tried exceeds the smallest size."""
 
 GUESSES = 12
-"""Tries by interpolation; after them plain bisection, which always terminates."""
+"""Maximum number of tries by interpolation. The search then continues by bisection, which always terminates."""
 
 
 class Unfit(Exception):
@@ -25,11 +25,11 @@ class Unfit(Exception):
 
 @dataclass(frozen=True)
 class Place:
-    """Key of a sample. Together with the tokenizer and the haystack it determines the sample.
+    """Key of a sample, which determines the sample together with the tokenizer and the haystack.
 
     Attributes:
         task: name of the task.
-        length: length in tokens, including generated ones.
+        length: length in tokens, including generated tokens.
         depth: relative position of the answer in the context, from 0 to 1; None: the task has no depth.
         seed: seed of the whole test.
         index: index of the sample among those of the same task, length and depth.
@@ -43,7 +43,7 @@ class Place:
 
     def random(self, purpose: str) -> random.Random:
         """Return a random generator for this sample and purpose; different purposes are independent."""
-        # `Random` hashes a text with SHA-512, which is the same in every process and version, unlike `hash`.
+        # `Random` hashes a text with SHA-512. In contrast to `hash`, the result is equal in every process and version.
         return random.Random(f"{self.task} {self.length} {self.depth} {self.seed} {self.index} {purpose}")
 
 
@@ -53,7 +53,7 @@ class Material:
 
     Attributes:
         encode: encode function of the model's tokenizer.
-        haystack: text between needles.
+        haystack: text in which needles are hidden.
         alphabet: tokens that occur in ordinary text, for tasks without text; see `ordinary_tokens`.
     """
 
@@ -64,13 +64,13 @@ class Material:
 
 @dataclass(frozen=True)
 class Draft:
-    """Text sample whose amount of hay is open. Random choices are the same at every size, as far as possible.
+    """Text sample whose amount of hay is not fixed yet. Random choices are equal at every size, as far as possible.
 
     Attributes:
         prompt: deterministic function from the number of pieces of hay to the whole prompt.
         references: texts that an answer must contain.
-        smallest: minimum pieces of hay of a valid sample.
-        largest: maximum pieces of hay; None: unlimited.
+        smallest: minimum number of pieces of hay of a valid sample.
+        largest: maximum number of pieces of hay; None: unlimited.
     """
 
     prompt: Callable[[int], str]
@@ -86,7 +86,7 @@ class TextSample:
     Attributes:
         place: key of the sample.
         text: the prompt.
-        tokens: tokens of the prompt; with `max_tokens` they fit into the place's length.
+        tokens: tokens of the prompt. Their number plus `max_tokens` is at most `place.length`.
         references: texts that an answer must contain.
         max_tokens: maximum number of tokens to generate.
     """
@@ -117,10 +117,10 @@ Sample = TextSample | TokenSample
 
 
 def fit(draft: Draft, place: Place, encode: Encode, max_tokens: int) -> TextSample:
-    """Build the sample with as much hay as fits into the place's length.
+    """Build the sample with as much hay as fits into `place.length`.
 
     Args:
-        draft: sample whose amount of hay is open.
+        draft: sample whose amount of hay is not fixed yet.
         place: key of the sample.
         encode: encode function of the model's tokenizer.
         max_tokens: tokens reserved for the answer.
@@ -137,7 +137,7 @@ def shortest(draft: Draft, place: Place, encode: Encode, max_tokens: int) -> lis
     """Return the tokens of the prompt with the smallest amount of hay.
 
     Raises:
-        Unfit: they do not fit into the place's length together with `max_tokens`.
+        Unfit: the tokens plus `max_tokens` exceed `place.length`.
     """
     tokens = encode(draft.prompt(draft.smallest))
     if len(tokens) + max_tokens > place.length:
@@ -148,8 +148,8 @@ def shortest(draft: Draft, place: Place, encode: Encode, max_tokens: int) -> lis
 def _largest_size(draft: Draft, encode: Encode, found: list[int], room: int) -> tuple[int, list[int]]:
     """Return the largest amount of hay that fits, with its tokens, by an interpolating search.
 
-    Tokenizing a long prompt is slow. Hay has about the same density of tokens everywhere, so that linear interpolation
-    through the last two sizes takes a few tries, where bisection takes a dozen or more.
+    Tokenizing a long prompt is slow. The number of tokens grows about linearly with the amount of hay, so that linear
+    interpolation through the last two sizes takes a few tries. Bisection would take a dozen or more.
     """
     low = draft.smallest
     high = low + room + 1 if draft.largest is None else draft.largest + 1  # a piece has at least one token

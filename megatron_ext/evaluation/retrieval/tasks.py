@@ -22,9 +22,9 @@ class TextTask:
     """Task with a text prompt and a generated answer.
 
     Attributes:
-        draft: builds a sample whose amount of hay is still open.
+        draft: function that builds a sample whose amount of hay is not fixed yet.
         max_tokens: maximum number of tokens to generate.
-        has_depth: whether the answer is at one position of the context, so that the depth can be varied.
+        has_depth: True if the answer is at a single position of the context, so that its depth can be varied.
         score: function from the generated text and the references to a score from 0 to 1.
         is_over: stopping criterion: returns True if more text cannot change the score.
     """
@@ -36,11 +36,11 @@ class TextTask:
     is_over: Callable[[str], bool] = _never
 
     def sample(self, place: Place, material: Material) -> TextSample:
-        """Build the sample of a place; raises `Unfit` if its length is too short."""
+        """Build the sample with the key `place`. Raises `Unfit` if `place.length` is too short."""
         return fit(self.draft(place, material.haystack), place, material.encode, self.max_tokens)
 
     def check(self, place: Place, material: Material) -> None:
-        """Raise `Unfit` if the place's length is too short for the task, without building the whole sample."""
+        """Raise `Unfit` if `place.length` is too short for the task, without building the whole sample."""
         shortest(self.draft(place, material.haystack), place, material.encode, self.max_tokens)
 
 
@@ -49,19 +49,19 @@ class TokenTask:
     """Task with a synthetic token sequence, some of whose tokens the model predicts.
 
     Attributes:
-        make: builds the sample of a place from an alphabet of tokens.
-        has_depth: whether the answer is at one position of the context, so that the depth can be varied.
+        make: function that builds the sample of a key from an alphabet of tokens.
+        has_depth: True if the answer is at a single position of the context, so that its depth can be varied.
     """
 
     make: Callable[[Place, Sequence[int]], TokenSample]
     has_depth: bool = False
 
     def sample(self, place: Place, material: Material) -> TokenSample:
-        """Build the sample of a place; raises `Unfit` if its length is too short."""
+        """Build the sample with the key `place`. Raises `Unfit` if `place.length` is too short."""
         return self.make(place, material.alphabet)
 
     def check(self, place: Place, material: Material) -> None:
-        """Raise `Unfit` if the place's length is too short for the task."""
+        """Raise `Unfit` if `place.length` is too short for the task."""
         self.sample(place, material)
 
 

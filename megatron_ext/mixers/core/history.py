@@ -14,8 +14,8 @@ from megatron_ext.parallel.states import DiagonalScan, Scan, context_parallel_sc
 class SequenceHistory(ABC):
     """Interface through which a mixer accesses earlier positions.
 
-    A mixer that accesses them only through `Part.history` works on a whole sequence, on a context-parallel shard and
-    token by token. Each access of a layer has its own name, used once per call.
+    A mixer that accesses them only through `MixInput.history` works on a whole sequence, on a context-parallel shard
+    and token by token. Each access of a layer has its own name, which is used once per call of `mix`.
     """
 
     @property
