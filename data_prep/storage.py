@@ -1,4 +1,4 @@
-"""Atomic output: written beside the target, forced to disk, then renamed."""
+"""Atomic creation of folders: a folder is filled under another name, forced to disk, then renamed."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ BEGUN_NAME = ".begun.json"
 """File inside a `.partial` folder that records the options with which it was begun."""
 
 WORK_NAME = ".work"
-"""Folder inside a `.partial` folder for everything that the finished one does not keep."""
+"""Folder inside a `.partial` folder for temporary files, removed when the `.partial` folder is renamed."""
 
 LOCK_NAME = ".lock"
-"""File inside a `.partial` folder that its writer keeps locked: distinguishes a running writer from a killed one."""
+"""File inside a `.partial` folder that its writer keeps locked, which shows whether the writer still runs."""
 
 HASHED = 2 << 20
-"""Bytes of a file that are hashed at once: with fewer, threads that share cores are woken too often."""
+"""Number of bytes that are hashed at once. With fewer bytes, threads that share cores are woken too often."""
 
 
 def sha256_of(path: Path) -> str:
     """Return the SHA-256 of a file as hexadecimal digits.
 
     Raises:
-        OSError: it cannot be opened or read.
+        OSError: the file cannot be opened or read.
     """
     digest = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
-        if hasattr(os, "posix_fadvise"):  # the system reads ahead twice as far, and hashing waits less
+        if hasattr(os, "posix_fadvise"):  # doubles the system's read-ahead, so that hashing waits less
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
         block = memoryview(bytearray(max(1, min(HASHED, os.fstat(file.fileno()).st_size))))
         while count := file.readinto(block):
@@ -56,10 +56,10 @@ def unfinished_folder(output: Path, begun: dict[str, Any]) -> Iterator[Path]:
 
     Args:
         output: the folder to create.
-        begun: values that determine the content, as JSON. A folder that was begun with other values is refused.
+        begun: values that determine the content, as JSON values. Resuming with other values is an error.
 
     Raises:
-        UserError: `output` exists and is not empty, or this writer cannot resume its `.partial` folder.
+        UserError: `output` exists and is not empty, or its `.partial` folder cannot be resumed.
     """
     partial = claim(output)
     with (partial / LOCK_NAME).open("a") as lock:
@@ -81,7 +81,7 @@ def claim(output: Path) -> Path:
     """Return the `.partial` folder of an output, and create it if needed.
 
     Raises:
-        UserError: `output` exists and is not empty, or something else is in the way.
+        UserError: `output` exists and is not empty, or its `.partial` path exists but was not created by this command.
     """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(str(output), "already exists and is not empty", "choose another --output or remove it")
@@ -90,7 +90,7 @@ def claim(output: Path) -> Path:
     with contextlib.suppress(FileExistsError):
         partial.mkdir()
     names = {path.name for path in partial.iterdir()} if partial.is_dir() else {str(partial)}
-    if names and not names & {LOCK_NAME, BEGUN_NAME}:  # an empty folder may be that of a writer that was just killed
+    if names and not names & {LOCK_NAME, BEGUN_NAME}:  # an empty folder may come from a writer killed at its start
         raise UserError(str(partial), "exists, but was not created by `selectron prepare`", "move it elsewhere")
     return partial
 
@@ -98,8 +98,8 @@ def claim(output: Path) -> Path:
 def publish(partial: Path, output: Path) -> None:
     """Rename a finished `.partial` folder, after removing the work folder.
 
-    A kill at any point leaves a folder that the next run recognises. Before the renaming, it has the record of its
-    options and a manifest. After it, it is complete and still has that record, which `was_published` removes.
+    A kill at any point leaves a folder that the next run recognises. Before the folder is renamed, it contains a
+    manifest and the record of its options. After that, it still contains the record, which `was_published` removes.
     """
     shutil.rmtree(partial / WORK_NAME, ignore_errors=True)
     _force_folders_to_disk(partial)
@@ -122,9 +122,9 @@ def was_published(output: Path, begun: dict[str, Any]) -> bool:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Context manager that holds a file lock, and waits for it if needed.
+    """Context manager that acquires a file lock, waiting for it if needed.
 
-    Processes of a killed `prepare` may still execute their task when the next run reaches it; that run waits.
+    A process of a killed `prepare` may still execute a task when the next run reaches this task. The next run waits.
     """
     with path.open("w") as file:
         fcntl.lockf(file, fcntl.LOCK_EX)
@@ -132,14 +132,14 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def _begin(partial: Path, begun: dict[str, Any]) -> bool:
-    """Record the options of a new folder, or compare those of an old one. Return True if the folder is new."""
+    """Record the options of a new folder, or compare them with those of an old folder. Return True for a new folder."""
     note = partial / BEGUN_NAME
     is_new = not note.is_file()
     if is_new:
         if (partial / MANIFEST_NAME).exists():  # earlier versions removed the record before renaming the folder
             hint = f"rename it to {partial.name.removesuffix(PARTIAL_SUFFIX)}, or remove it to start again"
             raise UserError(str(partial), "is complete, but the run was stopped before it was renamed", hint)
-        _empty(partial)  # there is nothing to resume from before the record was written
+        _empty(partial)  # files from before the record was written cannot be resumed
         write_whole(note, json.dumps(begun).encode())
     elif (name := _difference(note, begun)) is not None:
         before, now = _shown(parse_json(read_regular(note)).get(name)), _shown(begun.get(name))
@@ -150,13 +150,13 @@ def _begin(partial: Path, begun: dict[str, Any]) -> bool:
 
 
 def _difference(note: Path, begun: dict[str, Any]) -> str | None:
-    """Return the first name, in order, for which a folder was begun with another value; None if all are equal."""
+    """Return the first name, in sorted order, whose value differs from the recorded one; None if all are equal."""
     before = parse_json(read_regular(note))
     return next((name for name in sorted(before.keys() | begun.keys()) if before.get(name) != begun.get(name)), None)
 
 
 def _discard(partial: Path) -> None:
-    """Remove a folder with nothing to resume; the record goes first, so that no run resumes half of it."""
+    """Remove a folder with nothing to resume. The record is removed first, so that no run resumes what is left."""
     with contextlib.suppress(OSError):
         (partial / BEGUN_NAME).unlink(missing_ok=True)
         _empty(partial)

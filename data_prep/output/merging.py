@@ -42,7 +42,7 @@ class Merge:
         root: folder of the manifest.
         tasks_folder: output folder of the tasks.
         tasks: number of tasks.
-        plan: split plan, which determines the required domains.
+        plan: split plan, which determines the domains that must have documents.
         tokenizer: the tokenizer of the data.
         report: folder of the contamination report; None if there is none.
         options: options for the manifest.
@@ -59,7 +59,7 @@ class Merge:
     provenance: dict[str, Any]
 
     def run(self) -> Manifest:
-        """Move the shards to their places and write the manifest. An interrupted merge can be rerun.
+        """Move the shards to their final paths and write the manifest. An interrupted merge can be rerun.
 
         Raises:
             UserError: a requested domain has no document.
@@ -119,10 +119,10 @@ class Merge:
 
 
 class Finish(PipelineStep):
-    """Creates the prepared folder; as a separate step, it can be the last job of a chain.
+    """Step that creates the prepared folder. As a separate step, it can be the last Slurm job of a chain.
 
     Args:
-        merging: the merge.
+        merging: merge that fills the folder.
         output: final path of the folder.
     """
 
@@ -135,7 +135,7 @@ class Finish(PipelineStep):
         self.output = output
 
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
-        """Merge and rename, as the only task."""
+        """Merge the results and rename the folder, in a single task."""
         self.merge()
         yield from ()
 

@@ -20,7 +20,7 @@ from megatron_ext.utils.printable import printable
 ABSENT = "give a file, a folder, a URL or `embedded`"
 
 MOST_FILES = 1_000_000
-"""Maximum number of input files: every worker keeps their list in memory, at some 700 bytes per file."""
+"""Maximum number of input files. Every worker keeps the list of files in memory, at about 700 bytes per file."""
 
 
 SPECIAL_FILES = {S_IFIFO: "a pipe", S_IFSOCK: "a socket", S_IFCHR: "a device", S_IFBLK: "a device"}
@@ -32,10 +32,10 @@ class InputFile:
 
     Attributes:
         location: path or URL, as shown in messages.
-        parts: path inside the input, in parts; only the file name if the input is that file.
+        parts: components of the path inside the input; only the file name if the input is a single file.
         size: size in bytes.
-        stamp: indicator of changes, as provided by the file system: modification time or ETag.
-        refusal: reason why it cannot be read (a broken link, or not a regular file); empty if it can.
+        stamp: modification time or ETag, which shows whether the file has changed.
+        refusal: reason why the file cannot be read (a broken link, or not a regular file); empty if it can be read.
     """
 
     location: str
@@ -56,7 +56,7 @@ class InputFile:
 
     @property
     def source(self) -> str:
-        """Path inside the input, as in ids and manifests: undecodable bytes of a name become escapes."""
+        """Path inside the input, as in ids and manifests, with undecodable bytes of a name as escapes."""
         return printable("/".join(self.parts))
 
     @property
@@ -70,19 +70,19 @@ class InputFile:
         return not is_url(self.location)
 
     def open(self) -> IO[bytes]:
-        """Open for reading bytes."""
+        """Open the file for reading bytes."""
         if self.is_local:
             return Path(self.location).open("rb")
         return cast("IO[bytes]", fsspec.open(self.location, "rb").open())
 
 
 def local_file(path: Path, parts: tuple[str, ...] | None = None) -> InputFile:
-    """Return the entry of a local file, or of what is in its place: a broken link or a pipe."""
+    """Return the entry of a local path. For a broken link or a special file, the entry has a `refusal`."""
     parts = parts or (path.name,)
-    if path.is_symlink() and not os.path.exists(path):  # handles a link to itself, on which pathlib fails
+    if path.is_symlink() and not os.path.exists(path):  # `os.path`, because pathlib fails on a link to itself
         return InputFile(str(path), parts, 0, refusal="is a broken link")
     stat = path.stat()
-    if not S_ISREG(stat.st_mode):  # opening a pipe would block, and it cannot be read twice
+    if not S_ISREG(stat.st_mode):  # opening a pipe would block, and a pipe cannot be read twice
         return InputFile(
             str(path), parts, 0, refusal=f"is {SPECIAL_FILES.get(S_IFMT(stat.st_mode), 'not a regular file')}"
         )
@@ -90,7 +90,7 @@ def local_file(path: Path, parts: tuple[str, ...] | None = None) -> InputFile:
 
 
 def without_protocol(source: str) -> str:
-    """Return the path of a URL of the local file system (`file:`); any other source unchanged."""
+    """Return the path of a URL of the local file system (`file:`). Return any other source unchanged."""
     is_own = is_url(source) and source.split("://")[0] in LocalFileSystem.protocol
     return str(LocalFileSystem._strip_protocol(source)) if is_own else source
 
@@ -99,7 +99,7 @@ def list_files(source: str) -> list[InputFile]:
     """List every file of an input, sorted by path. Links to files and folders are followed.
 
     Raises:
-        UserError: the path does not exist, contains over `MOST_FILES` files, or the URL's file system is unreachable.
+        UserError: the source does not exist, contains over `MOST_FILES` files, or has an unsupported protocol.
     """
     source = without_protocol(source)
     if not is_url(source):
@@ -125,9 +125,10 @@ def _local_files(root: Path) -> Iterator[InputFile]:
 
 
 def _scan(folder: Path, above: frozenset[tuple[int, int]] = frozenset()) -> Iterator[Path]:
-    """Yield all files below a folder. A link back to a folder that contains it is not followed.
+    """Yield all files below a folder. A link to a folder that contains the link is not followed.
 
-    Two links to one folder yield its files twice: each may be another domain or split. Deduplication handles copies.
+    The files of a folder with two links are yielded twice, because each link may be another domain or split.
+    Deduplication removes the copies.
     """
     status = folder.stat()
     here = (status.st_dev, status.st_ino)
@@ -136,7 +137,7 @@ def _scan(folder: Path, above: frozenset[tuple[int, int]] = frozenset()) -> Iter
     with os.scandir(folder) as listing:
         entries = list(listing)  # read completely, so that only one folder is open at once
     for entry in entries:
-        if os.path.isdir(entry.path):  # handles a link to itself, on which `entry.is_dir` fails
+        if os.path.isdir(entry.path):  # `os.path`, because `entry.is_dir` fails on a link to itself
             yield from _scan(Path(entry.path), above | {here})
         else:
             yield Path(entry.path)

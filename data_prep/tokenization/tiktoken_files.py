@@ -18,11 +18,11 @@ from megatron_ext.utils.temp_dirs import scratch_folder
 TIKTOKEN_SUFFIX = ".tiktoken"
 END_TOKEN = "<|endoftext|>"
 PUBLISHED = "https://openaipublic.blob.core.windows.net/encodings/{}.tiktoken"
-"""URL from which tiktoken loads a file, and the key of its cache."""
+"""URL from which tiktoken loads a file. The URL's SHA-1 is the file's name in tiktoken's cache."""
 
 
 def is_encoding_name(name: str) -> bool:
-    """Return True if tiktoken has an encoding of that name."""
+    """Return True if tiktoken has an encoding with this name."""
     return name in tiktoken.list_encoding_names()
 
 
@@ -44,8 +44,8 @@ class TiktokenTokenizer:
     def open(cls, name: str, pattern: str) -> TiktokenTokenizer:
         """Open an encoding by name, or a file.
 
-        A file with the name of one of tiktoken's encodings must be that encoding, which is checked. Any other file
-        needs its pattern, and gets `<|endoftext|>` after its last token.
+        A file without pattern must have the name and content of one of tiktoken's encodings. A file with a pattern gets
+        `<|endoftext|>` as an additional token after its last token.
 
         Raises:
             UserError: the file is missing or damaged, the encoding is not available, or a pattern is missing.
@@ -73,11 +73,11 @@ class TiktokenTokenizer:
         return [self._encoding.encode_ordinary(text) for text in texts]
 
     def decode(self, ids: list[int]) -> str:
-        """Return the text of ids; bytes that are not UTF-8 become U+FFFD, and unused ids are skipped."""
+        """Return the text of ids. Bytes that are not UTF-8 become U+FFFD, and ids without a token are skipped."""
         return self._encoding.decode([token for token in ids if token < self.vocab_size and token not in self._gaps])
 
     def find_end(self, token: str | None = None) -> tuple[str, int] | None:
-        """Return one of the encoding's special tokens and its id; None if there is none of that name."""
+        """Return one of the encoding's special tokens (default: `END_TOKEN`) and its id; None if it does not exist."""
         name = token or END_TOKEN
         if name not in self._encoding.special_tokens_set:
             return None
@@ -93,7 +93,7 @@ class TiktokenTokenizer:
 
 
 def _published(name: str, file: Path | None = None) -> tiktoken.Encoding:
-    """Return one of tiktoken's encodings; a local file is loaded through its cache, which verifies the content."""
+    """Return one of tiktoken's encodings. A local file is loaded through tiktoken's cache, which verifies it."""
     before = os.environ.get("TIKTOKEN_CACHE_DIR")
     with scratch_folder("tiktoken") as cache:
         if file is not None:
@@ -112,7 +112,7 @@ def _published(name: str, file: Path | None = None) -> tiktoken.Encoding:
 
 
 def _ranks(path: Path) -> dict[bytes, int]:
-    """Read a file. tiktoken's own reader caches by path, and would not notice that the file has changed."""
+    """Read ranks from a file. tiktoken's own reader caches by path and would not notice that the file has changed."""
     try:
         lines = (line.split() for line in read_regular(path, LARGEST_VOCABULARY).splitlines() if line)
         return {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}

@@ -1,7 +1,7 @@
 """Checkpoints on disk: `step_N/` folders, `latest`, and the record that identifies complete checkpoints.
 
-A checkpoint is written to `.step_N.partial`. It is renamed once every rank is done and its files match what was
-written. `latest` is updated after that. An interruption at any point leaves earlier checkpoints loadable.
+A checkpoint is written to `.step_N.partial`. The folder is renamed once every rank has written its files and verified
+them. `latest` is updated after that. An interruption at any point leaves earlier checkpoints loadable.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RECORD = "checkpoint.json"
 LATEST = "latest"
 
 _MOST = 1 << 62
-"""Upper bound of any number of steps, samples or tokens. Fits into int64."""
+"""Upper bound of the steps, samples and tokens in a record. It leaves room in int64."""
 
 
 TO_TRAIN = "choose another step with --from-step"
@@ -33,7 +33,7 @@ TO_TRAIN = "choose another step with --from-step"
 
 
 class DamagedCheckpoint(UserError):
-    """Missing or damaged checkpoint. Another one may be intact."""
+    """Error for a missing or damaged checkpoint. Another checkpoint may be intact."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ class Progress:
     """Progress of a run.
 
     Attributes:
-        step: completed optimizer steps.
-        samples: consumed training samples. This is the data position, an index into the run's sample order.
-        tokens: consumed training tokens.
+        step: number of completed optimizer steps.
+        samples: number of consumed training samples, which is also the index of the next sample in the sample order.
+        tokens: number of consumed training tokens.
     """
 
     step: int = 0
@@ -53,12 +53,12 @@ class Progress:
 
 @dataclass(frozen=True)
 class Record:
-    """Record written beside the state once it is complete.
+    """Record of a checkpoint, written beside the state once the state is complete.
 
     Attributes:
         progress: progress of the run.
-        identity: configuration values that another run must share to continue from this checkpoint.
-        generators: layout that the states of the random generators belong to.
+        identity: configuration values that a run must share to continue from this checkpoint.
+        generators: layout under which the states of the random generators were saved.
         files: size and checksum of every file of the checkpoint.
         model_only: True if the checkpoint contains only the model, without optimizer, generators and data position, as
             written by conversion.
@@ -76,8 +76,8 @@ class Retention:
     """Rule for which checkpoints are kept.
 
     Attributes:
-        newest: number of newest checkpoints to keep. 0: all.
-        every: also keep checkpoints whose step is a multiple of this. 0: none.
+        newest: number of newest checkpoints to keep. 0: keep all.
+        every: also keep checkpoints whose step is a multiple of this number. 0: keep no others.
     """
 
     newest: int = 0
@@ -88,8 +88,8 @@ class Retention:
 
         Args:
             steps: steps of the existing checkpoints, ascending.
-            step: step that was saved. Later checkpoints come from a run that was resumed from an earlier step. They
-                neither count nor are removed, and are replaced when their step is saved again.
+            step: step that was saved. Later checkpoints exist if the run was resumed from an earlier step. They do not
+                count as newest and are not removed. They are replaced when their step is saved again.
         """
         until = [other for other in steps if other <= step]
         old = until[: -self.newest] if self.newest else []
@@ -118,7 +118,7 @@ class CheckpointFolder:
     def steps(self) -> list[int]:
         """Return the steps of the complete checkpoints, ascending."""
         found = (path.parent.name for path in self.root.glob(f"step_*/{RECORD}"))
-        # A user may keep other folders there, e.g. step_6.copy.
+        # A user may keep other folders beside the checkpoints, such as step_6.copy.
         return sorted(step for name in found if (step := step_of(name)) is not None)
 
     def latest(self) -> int | None:
@@ -144,8 +144,8 @@ class CheckpointFolder:
     def go_back(self, step: int) -> None:
         """Set `latest` to an earlier checkpoint, from which the run is trained again.
 
-        The run's records of later steps are then dropped. If the run is killed before its next checkpoint, it must not
-        resume from a later one, because that would leave a gap in the records.
+        The run then drops its records of later steps. If the run is killed before its next checkpoint, it must not
+        resume from a later checkpoint, because that would leave a gap in the records.
 
         Args:
             step: step of a complete checkpoint.
@@ -154,7 +154,7 @@ class CheckpointFolder:
             OSError: the file cannot be written.
         """
         pointer, content = self.root / LATEST, f"{step_name(step)}\n".encode()
-        with suppress(OSError):  # an unreadable or larger file has other content
+        with suppress(OSError):  # a file that is unreadable or too large is overwritten
             if read_regular(pointer, len(content)) == content:
                 return
         write_whole(pointer, content)
@@ -170,10 +170,10 @@ class CheckpointFolder:
     def finish(
         self, step: int, record_parts: dict[str, Any], written: dict[str, FileDigest], retention: Retention
     ) -> None:
-        """Complete a written checkpoint: write the record, rename it, update `latest`, remove old checkpoints.
+        """Complete a written checkpoint: write its record, rename the folder, update `latest`, remove old checkpoints.
 
         Args:
-            step: step of the checkpoint. Its state is in the folder that `begin` created.
+            step: step of the checkpoint, whose state is in the folder `partial(step)`.
             record_parts: progress, identity and generators of its `Record`.
             written: size and checksum of the data written into each file.
             retention: rule for which checkpoints are kept.
@@ -185,7 +185,7 @@ class CheckpointFolder:
         self._check_sizes(partial, written)
         record = Record(**record_parts, files=dict(sorted(written.items())))
         write_whole(partial / RECORD, json.dumps(asdict(record), indent=1).encode())
-        # Remove a damaged or partly deleted folder of this step. A complete one is never saved again.
+        # An existing folder of this step is damaged or partly deleted, or belongs to steps that were trained again.
         shutil.rmtree(self.path(step), ignore_errors=True)
         partial.rename(self.path(step))
         write_whole(self.root / LATEST, f"{step_name(step)}\n".encode())
@@ -201,7 +201,7 @@ class CheckpointFolder:
                 raise NotAsWritten(f"{name} has {there.get(name, 'no')} bytes on the disk, and {size} were written")
 
     def _drop(self, step: int) -> None:
-        """Remove a checkpoint. It is renamed first, so that an interruption leaves none that looks complete."""
+        """Remove a checkpoint. The folder is renamed first, so that a partly removed one does not look complete."""
         going = self.root / f".{step_name(step)}.dropped"
         self.path(step).rename(going)
         shutil.rmtree(going)
@@ -238,7 +238,7 @@ class CheckpointFolder:
             return False
 
     def check_file(self, step: int, name: str, expected: FileDigest) -> None:
-        """Read a file of a checkpoint and compare it with its record.
+        """Read a file of a checkpoint and compare its size and checksum with the checkpoint's record.
 
         Raises:
             DamagedCheckpoint: the file is missing, unreadable or differs from the record.
@@ -268,10 +268,10 @@ class CheckpointFolder:
 
 
 def _check_types(record: Record) -> None:
-    """Refuse records with invalid field types, which may come from untrusted files.
+    """Check the types of a record's fields, because the record may come from an untrusted file.
 
     Raises:
-        TypeError: a field has another type, or a number is out of range.
+        TypeError: a field has another type, or a count is out of range.
     """
     if not all(type(number) is int and 0 <= number < _MOST for number in vars(record.progress).values()):
         raise TypeError("progress")

@@ -1,4 +1,4 @@
-"""Save plan: which rank writes what into which file. It is computed collectively once and reused for later saves."""
+"""Plan that assigns the items of a save to ranks and files. It is computed collectively and reused for later saves."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
 FILES_PER_RANK = 2
-"""Files per rank. Each has its own writer thread."""
+"""Number of files per rank. Each file has its own writer thread."""
 
 Item = tuple[WriteItem, io.BytesIO | None]
-"""Item to write, and its bytes. None instead of bytes for a tensor."""
+"""Item to write, and its bytes, or None if the item is a tensor."""
 
 
 @dataclass(frozen=True)
 class RankPlan:
-    """Part of the state that this rank writes.
+    """Items that this rank writes.
 
     Attributes:
         files: items of this rank, by file name. Tensors are passed separately, so that a plan does not keep them alive.
-        common: state that is the same on all ranks. The first rank writes it.
-        metadata: content of the index. On the first rank only.
+        common: state that is the same on all ranks, written by the first rank.
+        metadata: content of the index; None except on the first rank.
     """
 
     files: dict[str, list[Item]]
@@ -52,7 +52,7 @@ class _Cut:
     numel: int
 
     def of(self, held: Sequence[Tensor]) -> Tensor:
-        """Return the elements as a 1-D view. It uses few torch calls, because training waits for hundreds of these."""
+        """Return the elements as a 1-D view, with few torch calls, because training waits for hundreds of calls."""
         whole = held[self.held]
         if whole.dim() == 1 and whole.numel() == self.numel:
             return whole
@@ -77,10 +77,10 @@ class _Writer(FileSystemWriterAsync):
 class Planner:
     """Planner of the saves of one run, whose state always has the same structure.
 
-    In the first two saves the ranks exchange their parts, and the first save also checks that these form a complete
-    state. Once Megatron finds two consecutive plans equal, the plan is settled. From then on nothing is exchanged.
-    Tensors are cut from the held tensors at the same places as before, and only objects that are no tensors are
-    collected again.
+    In the first two saves the ranks exchange their plans, and the first save also checks that the plans form a complete
+    state. Once Megatron finds two consecutive plans equal, the plan is settled. Later saves exchange nothing. They
+    take the saved tensors as views of the held tensors, at the same offsets as before. Only objects that are not
+    tensors are collected again.
     """
 
     def __init__(self) -> None:
@@ -100,7 +100,7 @@ class Planner:
 
         Args:
             state: sharded state dictionary. It is modified.
-            held: tensors that all tensors of the state are views of.
+            held: tensors of the model and the optimizer. Every tensor of the state is a view of one of these tensors.
             folder: folder of the files.
 
         Returns:
@@ -131,7 +131,7 @@ class Planner:
 
         Args:
             held: the same tensors as for `plan`, possibly at new addresses.
-            plain: objects of the state that are no tensors.
+            plain: objects of the state that are not tensors.
         """
         assert _structure(held) == self._held, "a run's state always has the same structure"
         sharded, common = save_preprocess(plain, validate_access_integrity=False)
@@ -141,7 +141,7 @@ class Planner:
 
 
 def _by_key(sharded: dict[str, Any]) -> dict[str, Any]:
-    """Return the parts that this rank writes, in the form of torch's planner."""
+    """Return the objects and tensors that this rank writes, in the format of torch's planner."""
     by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
     return mcore_to_pyt_state_dict(by_key)
 

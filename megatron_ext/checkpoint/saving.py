@@ -1,9 +1,9 @@
 """Write a checkpoint in the background while training continues.
 
-Slow work runs in a thread, rather than in a forked process as in Megatron. A fork of a process with gloo, NCCL and CUDA
-threads may deadlock on a lock that one of them held. It outlives a killed rank, with its memory and its open output,
-and cannot copy from the GPU. Copies, torch.save and checksums release the GIL for the training thread. While 256 MB
-were saved, a thread that woke every half millisecond was never late by more than 7 ms.
+Slow work runs in a thread, rather than in a forked process as in Megatron. A forked process may deadlock on a lock that
+a gloo, NCCL or CUDA thread held during the fork. It also outlives a killed rank, with its memory and its open output
+file, and cannot copy from the GPU. Copies, torch.save and checksums release the GIL for the training thread. While 256
+MB were saved, another thread that woke up every half millisecond was never late by more than 7 ms.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from megatron_ext.utils.atomic_files import force_to_disk
 FORMAT = CheckpointingConfig("torch_dist", 1)
 
 HEAD_START = 0.03
-"""Seconds by which background work is delayed after a save, unless a rank waits for it.
+"""Seconds by which background work is delayed after a save, unless a rank waits for its completion.
 
-At the start of a step training must launch GPU work, and the background thread would compete for the GIL. Later in the
-step the GPU has work queued.
+At the start of a step, the training thread must launch GPU work, and the background thread would compete with it for
+the GIL. Later in the step, the GPU has work queued.
 """
 
 
@@ -56,7 +56,7 @@ class Written:
     """Files that a rank has written.
 
     Attributes:
-        results: location of each item, as returned by `index.encoded`.
+        results: location of each item in the files, as returned by `index.encoded`.
         files: size and checksum of each file, by name.
     """
 
@@ -69,13 +69,13 @@ class _Abandoned(Exception):
 
 
 class AsyncSave:
-    """Single save: every rank writes its files, then the first rank completes the checkpoint.
+    """Asynchronous save of one checkpoint. Every rank writes its files, then the first rank completes the checkpoint.
 
     Args:
         folder: checkpoint folder of the run.
         step: step to save.
         plan: items that this rank writes.
-        on_host: returns the plan's tensors as they were at the save.
+        on_host: function that returns the plan's tensors as they were when the save began.
         index: index writer of the run.
         record_parts: see `CheckpointFolder.finish`.
         retention: rule for which checkpoints are kept once this one is complete.
@@ -110,13 +110,13 @@ class AsyncSave:
         return not (self._finishing or self._writing).done()
 
     def advance(self) -> bool:
-        """Start the next phase, or finish. A collective call, to be made once no rank is busy.
+        """Start the next phase, or finish the save. A collective call, to be made once no rank is busy.
 
         Returns:
             True if the checkpoint is complete.
 
         Raises:
-            SaveFailed: on every rank, if a rank could not write. The partial checkpoint is removed.
+            SaveFailed: a rank could not write. Raised on every rank. The partial checkpoint is removed.
         """
         if not self._all_written:
             self._all_written = True
@@ -131,13 +131,13 @@ class AsyncSave:
         return True
 
     def wait(self) -> None:
-        """Block until the checkpoint is complete. A collective call. Raises like `advance`."""
+        """Block until the checkpoint is complete. A collective call, with the errors of `advance`."""
         self._hurried.set()
         while not self.advance():
             pass  # each call waits for this rank's work, and its collective for the other ranks
 
     def abandon(self) -> None:
-        """Cancel the save and remove its files. Each rank calls it independently."""
+        """Cancel the save and remove its files. Not a collective call."""
         self._abandoned.set()
         self._hurried.set()
         for work in (self._writing, self._finishing):
@@ -148,9 +148,9 @@ class AsyncSave:
     # --- in the background -------------------------------------------------------------------------------------------
 
     def _write(self) -> bytes:
-        """Write this rank's files. Return the encoded `Written`, or the `Failure`.
+        """Write this rank's files. Return a `Written` or a `Failure` as JSON.
 
-        The result is encoded here, because training would have to wait for that.
+        The result is encoded in this background thread, so that training does not have to wait for the encoding.
         """
         self._hurried.wait(HEAD_START)
         try:
@@ -177,7 +177,7 @@ class AsyncSave:
         return Written(encoded([result for _, results in written for result in results]), contents)
 
     def _write_file(self, path: Path, items: Sequence[tuple[WriteItem, Any]]) -> tuple[FileDigest, list[WriteResult]]:
-        """Write one file of tensors and objects, each in torch.save's format, which torch's reader expects."""
+        """Write one file of tensors and objects, each in the format of torch.save, which torch's reader expects."""
         transforms, results = _StorageWriterTransforms(), []
         with CheckedFile(path) as file:
             for item, data in items:
@@ -190,7 +190,11 @@ class AsyncSave:
             raise _Abandoned
 
     def _finish(self, said: Sequence[bytes]) -> Failure | None:
-        """Write index and record, rename the folder and update `latest`. On the first rank, with all ranks' results."""
+        """Write index and record, rename the folder and update `latest`. Runs on the first rank only.
+
+        Args:
+            said: encoded results of all ranks, as returned by `_write`.
+        """
         self._hurried.wait(HEAD_START)
         parts = [_report(part) for part in said]
         failure = next((part for part in parts if isinstance(part, Failure)), None)
@@ -251,7 +255,7 @@ def _write_whole_file(path: Path, saved: dict[str, Any]) -> FileDigest:
 
 
 def _check(path: Path, written: FileDigest) -> None:
-    """Read a file back and compare it with what was written."""
+    """Read a file back and compare its size and checksum with those of the data that was written."""
     found = content_of(path)
     if found != written:
         raise NotAsWritten(f"{path.name} does not contain what was written to it ({found} instead of {written})")

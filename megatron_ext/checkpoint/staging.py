@@ -10,22 +10,22 @@ from torch import Tensor
 from megatron_ext.platform.device import Platform
 
 OnHost = Callable[[], list[Tensor]]
-"""Return the copies in host memory. It may block, so a background thread calls it."""
+"""Function that returns the copies in host memory. It may block, so a background thread calls it."""
 
 _AT_ONCE = 16 << 20
-"""Bytes of transfers that are queued before waiting for them."""
+"""Maximum number of bytes of queued transfers from the device to the host."""
 
 _FILLED = 0.95
-"""Largest fraction of GPU memory that training and the copies may use together."""
+"""Maximum fraction of GPU memory that training and the copies may use together."""
 
 
 class Staging:
-    """Snapshots of the tensors of one run's saves. The host buffers, as large as the tensors, are reused by all saves.
+    """Snapshots of the tensors of a run's saves. The host buffers, as large as the tensors, are reused by all saves.
 
-    On a GPU the snapshot is taken on the device, by kernels on the training stream, so later changes of the tensors do
-    not affect it. A separate stream then copies it to pinned memory, which training does not wait for, and the device
-    copy is freed. If the device has no room for it beside training, the snapshot goes to pinned memory directly. The
-    save then blocks for the whole transfer.
+    On a GPU the snapshot is taken on the device, by kernels on the training stream, so that later changes of the
+    tensors do not affect the snapshot. A separate stream then copies the snapshot to pinned host memory, while training
+    continues, and the device copy is freed. If the device has too little free memory for the snapshot, the tensors are
+    copied to pinned host memory directly. The save then blocks for the whole transfer.
 
     Args:
         platform: platform of the tensors.
@@ -37,7 +37,7 @@ class Staging:
         self._on_device: bool | None = None
 
     def copy(self, tensors: Sequence[Tensor]) -> OnHost:
-        """Snapshot 1-D tensors. They may be changed after this returns.
+        """Snapshot 1-D tensors. The tensors may be changed after this returns.
 
         Earlier snapshots are overwritten and must no longer be in use.
         """
@@ -57,11 +57,14 @@ class Staging:
     def _make_room(self, tensors: Sequence[Tensor]) -> None:
         if [(t.numel(), t.dtype) for t in self._host] != [(t.numel(), t.dtype) for t in tensors]:
             self._host = []
-            # A separate storage for each, because torch.save writes whole storages.
+            # Each tensor has its own storage, because torch.save writes whole storages.
             self._host = [torch.empty(t.numel(), dtype=t.dtype, pin_memory=self._platform.is_cuda) for t in tensors]
 
     def _has_room_on_device(self, tensors: Sequence[Tensor]) -> bool:
-        """Decide once, because later the peak memory of training includes that of copies."""
+        """Return whether the device has room for a snapshot, as decided at the first save.
+
+        Later, the peak memory of training includes that of the copies.
+        """
         if self._on_device is None:
             device = self._platform.device
             taken = torch.cuda.max_memory_reserved(device) + sum(t.nbytes for t in tensors)
@@ -100,7 +103,7 @@ class Staging:
 
 
 def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copy the tensors on their device. Those of one dtype share one allocation and are copied by few kernels."""
+    """Copy the tensors on their device. Tensors of equal dtype share an allocation and are copied by few kernels."""
     found: dict[int, Tensor] = {}
     alike: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for number, t in enumerate(tensors):

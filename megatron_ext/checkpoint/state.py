@@ -34,8 +34,8 @@ def run_state(
     """Return the sharded state dictionary to save, or to load into.
 
     Args:
-        optimizer: holds the model chunks and their optimizer. Must be inside its `whole` context.
-        stretches: the optimizer's state.
+        optimizer: optimizer with its model chunks. The call must be inside the context `optimizer.whole()`.
+        stretches: slices of the optimizer's state, from `optimizer.stretches()`.
         groups: process groups.
         platform: platform of this process.
         with_generators: include the states of the random generators, which depend on the layout.
@@ -49,17 +49,17 @@ def run_state(
 
 
 def plain_state(optimizer: RunOptimizer, groups: ProcessGroupCollection, platform: Platform) -> dict[str, Any]:
-    """Return the part of `run_state` that is no tensor: counters, and the states of the random generators."""
+    """Return the entries of `run_state` that are not tensors: counters, and the states of the random generators."""
     return {"optimizer": optimizer.plain_state(), "generators": _generators(groups, platform)}
 
 
 def held_tensors(optimizer: RunOptimizer, stretches: Sequence[FlatSlice]) -> list[Tensor]:
-    """Return the tensors in memory whose parts `run_state` contains, in a fixed order."""
+    """Return the tensors in memory of which the tensors in `run_state` are views, in a fixed order."""
     return [*optimizer.held_by_model(), *(t for stretch in stretches for t in stretch.tensors.values())]
 
 
 def model_state(chunks: Sequence[torch.nn.Module], groups: ProcessGroupCollection) -> dict[str, Any]:
-    """Return the model's part of `run_state`, by chunk."""
+    """Return the sharded state of the model for `run_state`, by chunk."""
     metadata = {"dp_cp_group": groups.dp_cp, "singleton_local_shards": False}
     model: dict[str, Any] = {}
     for number, chunk in enumerate(chunks):
@@ -108,5 +108,5 @@ def _set_generators(states: dict[str, Any], platform: Platform) -> None:
 
 
 def layout_of_generators(groups: ProcessGroupCollection) -> list[int]:
-    """Return the parallel sizes that the states of the random generators depend on: [PP, TP]."""
+    """Return the parallel sizes on which the states of the random generators depend: [PP, TP]."""
     return [groups.pp.size(), groups.tp.size()]

@@ -44,11 +44,11 @@ class CheckpointStore:
         groups: process groups.
         platform: platform of this process.
         retention: rule for which checkpoints are kept.
-        asynchronous: `save` returns once the state is copied. `advance` and `wait` complete it.
+        asynchronous: True if `save` returns once the state is copied. `advance` and `wait` then complete the save.
         another: see `CheckpointFolder`.
         guard: function called on the first rank before a written checkpoint is renamed. If it raises, the save fails.
-        judge: function called with a checkpoint's record and folder before it is loaded. Raises UserError if the run
-            may not continue from it.
+        judge: function called with a checkpoint's record and folder before the checkpoint is loaded. It raises a
+            UserError if the run may not continue from the checkpoint.
 
     Attributes:
         folder: folder of the checkpoints.
@@ -80,7 +80,7 @@ class CheckpointStore:
     # --- saving ------------------------------------------------------------------------------------------------------
 
     def save(self, optimizer: RunOptimizer, progress: Progress) -> None:
-        """Save the state of all ranks as `step_N`. A collective call. It first waits for a save in progress.
+        """Save the state of all ranks as `step_N`. A collective call. A save in progress is completed first.
 
         Raises:
             UserError: the disk is full or fails. Earlier checkpoints are unchanged.
@@ -113,7 +113,7 @@ class CheckpointStore:
             self.wait()
 
     def check_writable(self) -> None:
-        """Call the guard, if there is one. Each rank calls it independently.
+        """Call the guard, if there is one. Not a collective call.
 
         Raises:
             UserError: the guard's error.
@@ -132,12 +132,12 @@ class CheckpointStore:
         return self._saving is not None and self._saving.is_busy
 
     def advance(self) -> None:
-        """Continue a save. A collective call, to be made on all ranks once none `is_busy`. Raises like `save`."""
+        """Continue a save. A collective call, to be made once no rank `is_busy`, with the errors of `save`."""
         if self._saving is not None and self._guarded(self._saving.advance):
             self._saving = None
 
     def wait(self) -> None:
-        """Complete a save in progress. A collective call. Raises like `save`."""
+        """Complete a save in progress. A collective call, with the errors of `save`."""
         if self._saving is not None:
             self._guarded(self._saving.wait)
             self._saving = None
@@ -145,7 +145,7 @@ class CheckpointStore:
     def abandon(self) -> None:
         """Cancel a save in progress and remove its files.
 
-        Each rank calls it independently, when training ends with an error.
+        Not a collective call: each rank calls this independently, when training ends with an error.
         """
         if self._saving is not None:
             self._saving.abandon()
@@ -154,7 +154,8 @@ class CheckpointStore:
     def _begin(self, step: int) -> None:
         """Create the partial folder and remove leftovers of killed runs. A collective call.
 
-        Only for a run's first saves. Later saves find no leftovers, and each rank creates the folder in the background.
+        Called only for a run's first saves. Later saves find no leftovers, and each rank creates the folder in the
+        background.
         """
         failure: Failure | None = None
         if dist.get_rank() == 0:
@@ -168,7 +169,7 @@ class CheckpointStore:
 
     def _copied_state(self, optimizer: RunOptimizer, partial: Path) -> tuple[RankPlan, OnHost]:
         """Plan this rank's writes and copy its state, so that training may change it. A collective call."""
-        # Creates thousands of short-lived objects, which would trigger full garbage collections.
+        # Planning creates thousands of short-lived objects, which would trigger full garbage collections.
         with optimizer.whole(), _disable_gc(), self._platform.optimizer_context():
             stretches = list(optimizer.stretches())
             held = held_tensors(optimizer, stretches)
@@ -225,10 +226,10 @@ class CheckpointStore:
         """Find the newest intact checkpoint. A collective call.
 
         Returns:
-            Its record, as `check` returns it, and the damage of the newer ones.
+            The record of that checkpoint, and the errors of the newer, damaged checkpoints.
 
         Raises:
-            UserError: all checkpoints are damaged, or `judge` refuses one.
+            UserError: all checkpoints are damaged, or `judge` refuses a checkpoint.
         """
         newest = self.folder.latest()
         damages: list[DamagedCheckpoint] = []
@@ -245,8 +246,8 @@ class CheckpointStore:
     def load(self, optimizer: RunOptimizer, record: Record) -> None:
         """Load model, optimizer, schedule and random generators from a checked checkpoint. A collective call.
 
-        The states of the generators only fit the layout they were saved with. Under another layout they are not
-        restored. A run without dropout draws no numbers from them.
+        The states of the random generators are only valid for the layout under which they were saved. Under another
+        layout they are not restored. This only affects runs with dropout, because other runs draw no random numbers.
         """
         same_layout = record.generators == layout_of_generators(self._groups)
         with optimizer.whole(), self._platform.optimizer_context():

@@ -19,8 +19,8 @@ from megatron_ext.evaluation.vocabulary import Vocabulary
 from megatron_ext.mixers.core.decode_cache import DecodeCache
 
 PIECE = 8192
-"""Maximum tokens of a prefill forward pass, over all prompts of a batch. Without the limit, a layer's activations of a
-long prompt take gigabytes."""
+"""Maximum number of tokens in a prefill forward pass, over all prompts of a batch. Without the limit, the activations
+of a layer for a long prompt would take gigabytes."""
 
 IsDone = Callable[[Sequence[int]], bool]
 
@@ -28,18 +28,18 @@ IsDone = Callable[[Sequence[int]], bool]
 class Continuations:
     """Batched generation for prompts of similar length.
 
-    A prompt gets the same continuation as it would get alone. There is no padding, because a recurrent state would
-    include it. Prefill covers all prompts up to the length of the shortest. After that, decoding advances token by
-    token: longer prompts consume their own tokens while shorter ones already generate. Prompts are grouped by length,
-    so that this adds at most `max_tokens` steps to a batch.
+    A prompt gets the same continuation as it would get alone. Prompts are not padded, because padding would change a
+    recurrent state. Prefill covers the first n tokens of all prompts, where n is the length of the shortest prompt.
+    Decoding then advances token by token: longer prompts consume their own tokens while shorter prompts already
+    generate. Prompts are grouped by length, so that this adds at most `max_tokens` steps to a batch.
 
     Args:
         chunks: model chunks of this rank, as `build_model` returns them.
         groups: process groups. Tensor- and pipeline-parallel ranks must pass the same prompts.
         device: device of the model.
-        vocab_size: number of tokens in the vocabulary; padded rows of the output layer beyond it are ignored.
-        tokens_at_a_time: maximum tokens of a batch, prompts and continuations together. A batch of one prompt may
-            exceed it.
+        vocab_size: number of tokens in the vocabulary. Padding rows of the output layer are ignored.
+        tokens_at_a_time: maximum number of tokens of a batch, prompts and continuations together. A batch of a single
+            prompt may exceed this maximum.
     """
 
     def __init__(
@@ -69,8 +69,8 @@ class Continuations:
         Args:
             prompts: tokens of each prompt, at least one.
             max_tokens: maximum number of tokens to generate per prompt.
-            end: token that stops generation; it is not included in the result.
-            is_done: stopping criterion, called with the tokens generated for a prompt.
+            end: token that stops generation and is not included in the result.
+            is_done: stopping criterion, called with all tokens generated so far for a prompt.
             draws: sampling parameters, one per prompt; None: greedy decoding.
         """
         found: dict[int, list[int]] = {}
@@ -96,7 +96,10 @@ class Continuations:
 
     @contextmanager
     def _begun(self) -> Iterator[tuple[OutputLayer | None, list[DecodeCache]]]:
-        """Begin new texts; yields the output layer (None on ranks without one) and the decode caches."""
+        """Context manager with empty decode caches.
+
+        Yields the output layer (None on ranks without an output layer) and the decode caches of this rank's layers.
+        """
         with ExitStack() as stack:
             memories = [memory for chunk in self._chunks for memory in stack.enter_context(with_decode_caches(chunk))]
             yield stack.enter_context(without_output_layer(self._chunks)), memories
@@ -119,11 +122,12 @@ class Continuations:
         """Run the model on the next tokens of each text, beginning at position `start`.
 
         Args:
-            texts: next tokens of each text, the same number for all.
+            texts: next tokens of each text, equally many for all texts.
             start: position of the first of these tokens.
 
         Returns:
-            The stage's output for the last piece of at most `PIECE` tokens, [t, b, hidden_size].
+            The stage's output for the last tokens, [t, b, hidden_size]. If the pass was split into pieces of at most
+            `PIECE` tokens, only the output for the last piece is returned.
         """
         tokens_bt = torch.tensor([list(text) for text in texts], device=self._device)
         for piece_bt in tokens_bt.split(max(1, PIECE // len(texts)), dim=1):
@@ -134,7 +138,7 @@ class Continuations:
         return hidden_tbh
 
     def _next(self, hidden_tbh: Tensor, at: int, texts: Sequence[_Text], output: OutputLayer | None) -> list[int]:
-        """Choose the token at position `at` of each text; meaningless for a text that does not generate there."""
+        """Choose the token at position `at` of each text. For a text that does not generate there, it is unused."""
         chosen_b = torch.zeros(len(texts), dtype=torch.int64, device=self._device)
         if output is not None and texts[0].sampler is None:
             _, chosen_b = self._vocabulary.ask(hidden_tbh[-1], output.weight_vh, chosen_b)
@@ -148,7 +152,7 @@ class Continuations:
     def best_of_beams(
         self, prompts: Sequence[Sequence[int]], max_tokens: int, end: int, is_done: IsDone, num_beams: int
     ) -> list[list[int]]:
-        """Return the best continuation that a beam search finds for each prompt, one prompt at a time; see `Beams`."""
+        """Return the best continuation of each prompt by beam search; see `Beams`. Prompts are processed one by one."""
         return [self._search(prompt, Beams(num_beams, max_tokens, end, is_done)) for prompt in prompts]
 
     def _search(self, prompt: Sequence[int], beams: Beams) -> list[int]:
@@ -165,7 +169,7 @@ class Continuations:
         return beams.best
 
     def _logits(self, hidden_tbh: Tensor, output: OutputLayer | None) -> Tensor:
-        """Return the next-token logits, fp32 [b, v], on all stages: every stage runs the search itself."""
+        """Return the next-token logits, fp32 [b, v], on all pipeline stages, because every stage runs the search."""
         if output is None:
             logits_bv = torch.empty(hidden_tbh.shape[1], self._vocabulary.size, device=self._device)
         else:
@@ -182,7 +186,7 @@ class _Text:
         self.is_open = True
 
     def wants(self, at: int) -> bool:
-        """Return True if a token is generated at this position: it is after the prompt and the text is open."""
+        """Return True if a token is generated at position `at`, i.e. after the prompt and while the text is open."""
         return self.is_open and at >= len(self.prompt)
 
     def draw(self, logits_v: Tensor) -> int:
@@ -201,7 +205,7 @@ class _Text:
         self.is_open = len(self.found) < self._max_tokens and not is_done(self.found)
 
     def token(self, at: int, filler: int) -> int:
-        """Return the token at a position, or `filler` after the end."""
+        """Return the token at position `at`, or `filler` after the end of the text."""
         if at < len(self.prompt):
             return self.prompt[at]
         place = at - len(self.prompt)

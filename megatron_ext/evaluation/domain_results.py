@@ -21,8 +21,8 @@ STEM = "domains"
 """Stem of the names of the output files."""
 
 MANIFEST_SPLITS = {"validation": "validation", "test": "test", "test_in_domain": "test"}
-"""Split in the manifest of each split of an evaluation. Test text of a training domain has a split of its own: it is
-never out of domain, and the two kinds of test text are never summed."""
+"""Manifest split by evaluation split. Test text of a training domain has an evaluation split of its own, because
+in-domain and out-of-domain test text are never summed."""
 
 COLUMNS = (
     "domain",
@@ -75,10 +75,10 @@ class DomainLoss:
         interval: confidence interval of `loss` over the choice of documents, see `spread_of_ratio`. It does not cover
             the variation between training runs. None: fewer than three documents.
         loss_per_byte: nats per byte of UTF-8. The bytes of first tokens that are not predicted
-            (`data.reset_attention`) do not count. None: only a part of the domain was evaluated; only the bytes of the
-            whole domain are known.
+            (`data.reset_attention`) do not count. None: only a part of the domain was evaluated, whose number of bytes
+            is unknown.
         bits_per_byte: `loss_per_byte` in bits.
-        first_tokens: labels that are left out because they begin a document, with `data.reset_attention`.
+        first_tokens: number of labels that are left out with `data.reset_attention`, because they begin a document.
     """
 
     domain: str
@@ -104,8 +104,9 @@ def domain_losses(
         records: records of `DomainEvaluator.evaluate`.
         manifest: manifest of the data.
         options: options of the evaluation.
-        first_bytes: function from the index of a record to the bytes of text in the first tokens of that domain's
-            documents. Called only for domains whose first tokens are not predicted. None: count no bytes for them.
+        first_bytes: function from the index of a record to the number of bytes of text in the first tokens of that
+            domain's documents. It is only called for domains whose first tokens are not predicted. None: these bytes
+            are taken as 0.
     """
     return [_domain_loss(record, manifest, options, first_bytes, i) for i, record in enumerate(records)]
 
@@ -119,7 +120,7 @@ def _domain_loss(
 ) -> DomainLoss:
     nats, tokens = np.array(record["document_loss"]), np.array(record["document_tokens"], dtype=np.float64)
     (entry,) = manifest.select(MANIFEST_SPLITS[record["split"]], [record["domain"]])
-    # The first token of a domain is not a label: it has no context.
+    # The first token of a domain is not a label, because it has no context.
     first_tokens = record.get("first_tokens", 0)
     is_whole = record["num_tokens"] + first_tokens == entry.tokens - 1
     per_byte = None

@@ -28,7 +28,7 @@ class EvaluationDomain:
         split: `validation` (text of a training domain, held out by folder or by hash), `test` (a domain that is not
             trained on) or `test_in_domain` (text of a training domain in a folder `test`).
         samples: windows of `seq_length` tokens.
-        num_documents: documents of the whole domain, evaluated or not.
+        num_documents: number of documents of the whole domain, evaluated or not.
     """
 
     name: str
@@ -50,11 +50,11 @@ def evaluation_domains(
     Args:
         root: folder of the prepared data.
         manifest: manifest of that folder.
-        train_domains: names of the training domains in the manifest. Those without validation text are skipped.
-        test_domains: names of the test domains in the manifest. One that is also trained on gets the split
+        train_domains: names of the training domains in the manifest. Domains without validation text are skipped.
+        test_domains: names of the test domains in the manifest. A domain that is also trained on gets the split
             `test_in_domain`.
         seq_length: tokens per window.
-        max_sequences: maximum windows per domain; 0: all.
+        max_sequences: maximum number of windows per domain; 0: all windows.
     """
     held_out = manifest.domain_names("validation")
     wanted = {
@@ -72,14 +72,14 @@ def evaluation_domains(
 
 
 class DomainEvaluator:
-    """Evaluator of a model on domains; the samples are divided over data-parallel ranks.
+    """Evaluator of a model on domains. The samples are divided over data-parallel ranks.
 
     Args:
-        model: runs the forward passes.
+        model: model that computes the loss of each token.
         domains: domains to evaluate on.
         micro_batch_size: samples per forward pass.
         packing: document information in the batches, the same as in training.
-        shows_progress: whether the first rank shows a progress line on standard error.
+        shows_progress: True if the first rank shows a progress line on standard error.
     """
 
     def __init__(
@@ -99,8 +99,8 @@ class DomainEvaluator:
         """Evaluate all domains.
 
         Args:
-            step: number of optimizer steps done.
-            tokens: training tokens consumed.
+            step: number of completed optimizer steps.
+            tokens: number of consumed training tokens.
 
         Returns:
             One record per domain in the format of `evaluation.jsonl`, the same on every rank. Fields: step, tokens,
@@ -136,13 +136,13 @@ class DomainEvaluator:
         return -(-micro_batches // groups.pp.size())
 
     def _rounds(self, domain: EvaluationDomain) -> Iterator[list[Batch]]:
-        """Yield this rank's micro-batches in lists of one schedule run each.
+        """Yield this rank's micro-batches in lists, one for each run of the pipeline schedule.
 
-        All ranks have the same number; missing ones are padding at the end.
+        All ranks have equally many micro-batches. Missing samples at the end are padding.
         """
         groups, size = self._model.groups, self._micro_batch_size
         dp_rank, dp_size = groups.dp.rank(), groups.dp.size()
-        per_round = groups.pp.size()  # an interleaved schedule needs a multiple of it
+        per_round = groups.pp.size()  # an interleaved schedule needs a multiple of this number of micro-batches
         for first in range(0, -(-len(domain.samples) // (size * dp_size)), per_round):
             yield [
                 evaluation_batch(

@@ -26,12 +26,12 @@ from megatron_ext.model.pipeline_schedule import evaluating, run_schedule
 from megatron_ext.platform.device import Platform
 
 NOTHING = -1
-"""Placeholder for a target or text number that is not requested."""
+"""Placeholder for a target that is not requested, and for the text index of a padding row."""
 
 
 @dataclass(frozen=True)
 class Text:
-    """Input tokens and the targets of their last positions.
+    """Input tokens, and the next tokens to score at the last positions.
 
     Attributes:
         tokens: input tokens, at least one.
@@ -47,9 +47,9 @@ class Answers:
     """Results of n texts, the same on every rank.
 
     Attributes:
-        log_probabilities: float64 [n], sum over the targets of a text, in nats.
-        misses: int64 [n], number of targets that are not the most likely token. Among equally likely tokens the lowest
-            id counts as the most likely.
+        log_probabilities: float64 [n], sum of the log-probabilities of each text's targets, in nats.
+        misses: int64 [n], number of each text's targets that are not the most likely token. Among equally likely tokens
+            the lowest id counts as the most likely.
     """
 
     log_probabilities: Tensor
@@ -61,9 +61,9 @@ class _MicroBatch:
     """Micro-batch of texts, cut to this context-parallel rank's t = T / cp positions.
 
     Attributes:
-        tokens: int64 [b, t].
-        positions: int64 [b, t].
-        targets: int64 [b, t]; `NOTHING` where no target is requested.
+        tokens: int64 [b, t], input tokens.
+        positions: int64 [b, t], position of each token in the text.
+        targets: int64 [b, t], next token; `NOTHING` where no target is requested.
         numbers: int64 [b], index of each text; `NOTHING` for a row of padding.
     """
 
@@ -74,18 +74,18 @@ class _MicroBatch:
 
 
 class NextTokens:
-    """Forward passes that score given next tokens; a call is collective.
+    """Scorer of given next tokens by forward passes. Calls are collective.
 
-    Texts are sorted by length, so that a micro-batch has little padding. The padding follows the text, where it does
+    Texts are sorted by length, so that a micro-batch has little padding. Padding is appended to a text, where it does
     not affect a causal mixer.
 
     Args:
         chunks: model chunks of this rank, as `build_model` returns them.
         groups: process groups.
         platform: device and backend.
-        vocab_size: number of tokens in the vocabulary; padded rows of the output layer beyond it are ignored.
-        micro_batch_size: texts per forward pass.
-        multiple: lengths are padded to a multiple of it. The layout must be able to divide such a length.
+        vocab_size: number of tokens in the vocabulary. Padding rows of the output layer are ignored.
+        micro_batch_size: number of texts per forward pass.
+        multiple: lengths are padded to a multiple of this number, which the layout must be able to shard.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class NextTokens:
         self._micro_batch_size, self._multiple = micro_batch_size, multiple
 
     def __call__(self, texts: Sequence[Text]) -> Answers:
-        """Score the targets of all texts; every rank passes the same texts."""
+        """Score the targets of all texts. Every rank must pass the same texts."""
         order = sorted(range(len(texts)), key=lambda number: -len(texts[number].tokens))
         found = torch.zeros(len(texts), 2, dtype=torch.float64, device=self._platform.device)
         with evaluating(self._chunks), without_output_layer(self._chunks) as output:
@@ -117,7 +117,7 @@ class NextTokens:
         return Answers(log_probabilities, misses.long())
 
     def _rounds(self, order: Sequence[int]) -> Iterator[list[int]]:
-        """Yield the indices of the texts of each schedule run, over all data-parallel ranks."""
+        """Yield the indices of the texts of each run of the pipeline schedule, over all data-parallel ranks."""
         per_round = self._micro_batch_size * self._groups.dp.size() * self._groups.pp.size()
         for first in range(0, len(order), per_round):
             yield list(order[first : first + per_round])
@@ -125,7 +125,7 @@ class NextTokens:
     def _run(
         self, texts: Sequence[Text], numbers: Sequence[int], output: OutputLayer | None
     ) -> list[tuple[_MicroBatch, Tensor]]:
-        """Return this rank's micro-batches with the [b, 2] sums of each; empty except on the last pipeline stage."""
+        """Return this rank's micro-batches with the sums [b, 2] of `_ask`; empty except on the last pipeline stage."""
         longest = max(len(texts[number].tokens) for number in numbers)
         length = -(-longest // self._multiple) * self._multiple
         batches = [self._micro_batch(texts, numbers, index, length) for index in range(self._groups.pp.size())]
@@ -159,7 +159,7 @@ class NextTokens:
         return _MicroBatch(cut(tokens), cut(positions), cut(targets), placed)
 
     def _ask(self, output: OutputLayer | None, batch: _MicroBatch, hidden_tbh: Tensor) -> Tensor:
-        """Return the sums [b, 2] of log-probabilities and misses over this rank's positions."""
+        """Return the sums of log-probabilities and misses over this rank's positions, float64 [b, 2]."""
         assert output is not None, "the schedule asks on the last stage"
         asked = batch.targets != NOTHING
         hidden_nh = output.whole_sequence(hidden_tbh).transpose(0, 1)[asked]
@@ -176,8 +176,8 @@ class OutputLayer:
     """Output layer of a model, on the last pipeline stage.
 
     Attributes:
-        weight_vh: [v / tp, hidden_size], this rank's rows of the vocabulary.
-        sequence_group: sequence-parallel group over which the hidden states are sharded; None: they are whole.
+        weight_vh: [v / tp, hidden_size], this tensor-parallel rank's rows of the weight.
+        sequence_group: sequence-parallel group over which the hidden states are sharded; None: they are not sharded.
     """
 
     weight_vh: Tensor
@@ -198,7 +198,7 @@ def without_output_layer(chunks: Sequence[torch.nn.Module]) -> Iterator[OutputLa
     """Context manager in which the model returns its last hidden states [t, b, hidden_size] instead of logits.
 
     Yields:
-        The output layer; None on ranks without one.
+        The output layer; None on ranks without an output layer.
     """
     models: list[GPTModel] = [unwrap_model(chunk) for chunk in chunks]
     last = next((model for model in models if model.post_process), None)

@@ -64,10 +64,10 @@ def open_step(path: Path, options: SourceOptions) -> Source:
 
 
 def checked_record(path: Path) -> Record:
-    """Return the record of a checkpoint, after checking that all files match it.
+    """Return the record of a checkpoint, after checking that all files match the record.
 
     Raises:
-        UserError: a file does not match, or the folder's name is not step_N.
+        UserError: a file does not match the record, or the folder's name is not step_N.
     """
     step = step_of(path.resolve().name)
     if step is None:
@@ -84,10 +84,10 @@ def source_of(path: Path, record: Record, stored: Tensors, options: SourceOption
 
     Args:
         path: folder of the checkpoint.
-        record: its record.
-        stored: its tensors.
-        options: information from the user.
-        has_optimizer: whether the checkpoint contains the optimizer state.
+        record: record of the checkpoint.
+        stored: tensors of the checkpoint.
+        options: options given by the user.
+        has_optimizer: True if the checkpoint contains the optimizer state.
 
     Raises:
         UserError: the record lacks fields of the model.
@@ -112,9 +112,13 @@ def _run(path: Path) -> Path:
 
 
 def _training(source: Source, record: Record, stored: TorchDistTensors, *, has_model_config: bool) -> Training | None:
-    """Return the state to resume training from; None: there is none.
+    """Return the state to resume training from, or None if the checkpoint contains none that can be converted.
 
-    `has_model_config` means that the user gave the model's configuration, which then completes an incomplete record.
+    Args:
+        source: the checkpoint without training state.
+        record: record of the checkpoint.
+        stored: tensors of the checkpoint.
+        has_model_config: True if the user gave the model's configuration, which then completes an incomplete record.
     """
     from megatron_ext.conversion.megatron.torch_dist import read_optimizer
     from megatron_ext.optim.algorithms.adamw import MOMENTS
@@ -124,7 +128,7 @@ def _training(source: Source, record: Record, stored: TorchDistTensors, *, has_m
     if optimizer is None or record.model_only:
         return None
     if {key.partition(".")[0] for key in optimizer.tensors.infos()} != {"param", *MOMENTS}:
-        return None  # no other format can hold the state of an optimizer other than AdamW
+        return None  # the other formats only support the state of AdamW
     identity = (
         identity_of(saved, record.identity[PRECISION]) if has_model_config and PRECISION in record.identity else {}
     )
@@ -161,7 +165,7 @@ def write_run(saved: SavedModel, tensors: Tensors, precision: str, progress: Pro
 def write_training(saved: SavedModel, training: Training, progress: Progress, folder: Path, name: str) -> None:
     """Write a run folder with one checkpoint that `selectron train --resume` can resume.
 
-    States of random generators are left out. They belong to one parallel layout, and training draws nothing from them.
+    States of random generators are left out, because they are only valid for one parallel layout.
 
     Args:
         saved: the model, as it was trained.

@@ -1,4 +1,4 @@
-"""Named tensors of a checkpoint: their shapes and dtypes without reading them, and access to one at a time."""
+"""Named tensors of a checkpoint. Shapes and dtypes are known without reading; tensors are read one by one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
-"""Keys of our tensors with one row per token."""
+"""Keys of the tensors with one row per token of the vocabulary."""
 
 SHOWN = 4
 """Maximum number of names that an error message lists."""
@@ -26,8 +26,8 @@ class TensorInfo:
     """Shape and dtype of a tensor.
 
     Attributes:
-        shape: its shape.
-        dtype: its dtype.
+        shape: shape of the tensor.
+        dtype: dtype of the tensor.
     """
 
     shape: tuple[int, ...]
@@ -40,12 +40,12 @@ class TensorInfo:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the data."""
+        """Number of bytes of the data."""
         return self.num_elements * self.dtype.itemsize
 
 
 class Tensors(ABC):
-    """Named tensors in a file or computed from others. Only few of them are in memory at a time."""
+    """Named tensors, read from files or computed from other tensors. Only few tensors are in memory at a time."""
 
     @abstractmethod
     def infos(self) -> Mapping[str, TensorInfo]:
@@ -56,7 +56,7 @@ class Tensors(ABC):
         """Return one tensor.
 
         Raises:
-            UserError: its file is missing or damaged.
+            UserError: the tensor's file is missing or damaged.
         """
 
     def stream(self) -> Iterator[tuple[str, Tensor]]:
@@ -66,7 +66,7 @@ class Tensors(ABC):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors."""
+        """Number of bytes of all tensors."""
         return sum(info.num_bytes for info in self.infos().values())
 
     @property
@@ -128,7 +128,7 @@ class Changed(Tensors):
 
     Args:
         source: the original tensors.
-        change: returns the transformed tensor, given the key and the tensor. It must support the meta device.
+        change: function from a key and a tensor to the transformed tensor. It must support tensors on the meta device.
     """
 
     def __init__(self, source: Tensors, change: Callable[[str, Tensor], Tensor]) -> None:
@@ -159,7 +159,7 @@ IN_FP32 = frozenset({"A_log", "D", "dt_bias", "log_decay", "step_bias", "skip", 
 
 
 def in_dtype(source: Tensors, dtype: torch.dtype | None) -> Tensors:
-    """Return the tensors with floating-point values converted to a dtype; None: unchanged.
+    """Return the tensors with floating-point values converted to a dtype, or unchanged if `dtype` is None.
 
     Tensors named in `IN_FP32` are never converted to a narrower dtype.
     """
@@ -176,7 +176,7 @@ def in_dtype(source: Tensors, dtype: torch.dtype | None) -> Tensors:
 
 
 def check_keys(expected: Iterable[str], found: Iterable[str], where: str) -> None:
-    """Refuse missing and unexpected tensors.
+    """Raise if tensors are missing or unexpected.
 
     Args:
         expected: keys of the expected tensors.
@@ -184,7 +184,7 @@ def check_keys(expected: Iterable[str], found: Iterable[str], where: str) -> Non
         where: file or folder to name in the error message.
 
     Raises:
-        UserError: tensors are missing or unexpected. The message lists the first ones.
+        UserError: tensors are missing or unexpected. The message lists the first `SHOWN` keys.
     """
     expected, found = list(expected), list(found)
     missing, unexpected = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
@@ -196,7 +196,7 @@ def check_keys(expected: Iterable[str], found: Iterable[str], where: str) -> Non
 
 
 def check_shapes(expected: Mapping[str, TensorInfo], found: Mapping[str, TensorInfo], where: str) -> None:
-    """Refuse tensors with other names or shapes than expected. Dtypes may differ.
+    """Raise if the keys or shapes of tensors differ from the expected ones. Dtypes may differ.
 
     Args:
         expected: expected tensors by key.
@@ -204,7 +204,7 @@ def check_shapes(expected: Mapping[str, TensorInfo], found: Mapping[str, TensorI
         where: file or folder to name in the error message.
 
     Raises:
-        UserError: names or shapes differ. The message contains the first ones.
+        UserError: keys or shapes differ. The message contains the first differences.
     """
     check_keys(expected, found, where)
     wrong = [key for key, info in expected.items() if info.shape != found[key].shape]
@@ -221,7 +221,7 @@ def _names(names: Sequence[str]) -> str:
 
 
 class _Unpadded(Tensors):
-    """Tensors of which some are truncated to their first rows. Their infos are computed without torch."""
+    """Tensors of which some are truncated to their first rows. Shapes and dtypes are computed without torch."""
 
     def __init__(self, source: Tensors, rows: int, keys: frozenset[str]) -> None:
         self._source, self._rows, self._keys = source, rows, keys
@@ -250,5 +250,5 @@ class _Unpadded(Tensors):
 
 
 def without_padding(source: Tensors, vocab_size: int) -> Tensors:
-    """Return the tensors with those of the vocabulary truncated to `vocab_size` rows."""
+    """Return the tensors with those in `VOCABULARY` truncated to `vocab_size` rows."""
     return _Unpadded(source, vocab_size, frozenset(VOCABULARY))

@@ -23,7 +23,7 @@ MAX_TOKENS = 256
 """Default maximum number of generated tokens, the same as in lm-eval's Hugging Face adapter."""
 
 PIECE = 256
-"""Number of texts passed to the model per call: enough to occupy all ranks, and few enough for a useful progress bar."""
+"""Number of texts passed to the model per call: enough to occupy all ranks, few enough for a useful progress bar."""
 
 USUAL = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}
 """Default sampling parameters, equal to those of transformers' `generate`, which lm-eval's Hugging Face model calls."""
@@ -136,7 +136,7 @@ class SelectronLM(TemplateLM):
         return self._model.encode(string)
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Return the log-probability of each whole text in nats. A text longer than `max_length` is cut into windows."""
+        """Return the log-probability of each whole text in nats. Texts above `max_length` are cut into windows."""
         windows = [self._windows(text) for (text,) in (request.args for request in requests)]
         answers = iter(self._loglikelihood_tokens([pair for pairs in windows for pair in pairs], disable_tqdm))
         return [sum(next(answers)[0] for _ in pairs) for pairs in windows]

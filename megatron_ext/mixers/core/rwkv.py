@@ -1,4 +1,4 @@
-"""Base class of RWKV-6 and RWKV-7: token shift, projections of mixed inputs, norm of a head's output."""
+"""Base class of RWKV-6 and RWKV-7: token shift, projections of shifted inputs, norm of a head's output."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from megatron_ext.parallel.parameters import Initializer, constant, new_paramete
 class RWKVMixer(Mixer):
     """Base class of mixers whose head group is a head and whose features each have their own input.
 
-    The inputs are mixtures of the hidden states of a token and the previous one (`token_shift`). Every tensor-parallel
-    rank computes them from the whole sequence shard of its context-parallel rank, and projects all of them to its own
-    heads. Initial values are those of the authors' code (github.com/BlinkDL/RWKV-LM) where it has a formula of layer
-    and channel. The large matrices are normal, as in the rest of the model.
+    The inputs are mixtures of the hidden states of a token and the previous token (`token_shift`). Every
+    tensor-parallel rank computes the mixtures from the whole sequence shard of its context-parallel rank, and projects
+    them to its own heads. Where the authors' code (github.com/BlinkDL/RWKV-LM) computes an initial value from layer and
+    channel, the same formula is used. The large matrices are normal, as in the rest of the model.
 
     Suffixes: h hidden, u head, d channel of a head, r rank of a low-rank projection, i index of the input.
     """
@@ -32,12 +32,12 @@ class RWKVMixer(Mixer):
     traits: ClassVar[MixerTraits] = MixerTraits(supports_state_passing=True, shifts_tokens=True)
 
     num_features: ClassVar[int]
-    """Number of vectors of head_dim that a head has per token."""
+    """Number of feature vectors of width head_dim per head and token."""
 
     def build_input_projection(self, linear: type) -> None:
         """Create projections of receptance, key and value, and the output norm.
 
-        The back-end's linear is not used, as it takes only one input.
+        The back-end's linear layer is not used, because all its features would have the same input.
         """
         self.r_proj, self.k_proj, self.v_proj = (self.new_projection() for _ in range(3))
         layer_share = self.layer_number / self.config.num_layers
@@ -47,13 +47,19 @@ class RWKVMixer(Mixer):
 
     @abstractmethod
     def add_parameters(self) -> None:
-        """Create the parameters that a mixer has besides these."""
+        """Create the mixer's parameters besides those that `build_input_projection` creates."""
 
     @abstractmethod
     def project(self, x_tbh: Tensor, before_1bh: Tensor) -> tuple[Tensor, ...]:
-        """Compute the heads' features, `num_features` tensors [t, b, u, d], from hidden states and the row before.
+        """Compute the features of the heads.
 
-        Each has its own projection. `mix` receives the first as x and the others as `MixInput.more`.
+        Args:
+            x_tbh: hidden states.
+            before_1bh: hidden state of the position before the first.
+
+        Returns:
+            `num_features` tensors [t, b, u, d], each from its own projection. `mix` receives the first tensor as
+            `x_tbuw` and the others as `MixInput.more`.
         """
 
     def features(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
@@ -83,7 +89,7 @@ class RWKVMixer(Mixer):
 
     @property
     def layers_left(self) -> float:
-        """Share of the model's layers from this one up; see `token_shift.layers_left`."""
+        """Fraction of the model's layers from this layer to the last; see `token_shift.layers_left`."""
         return layers_left(self.layer_number, self.config.num_layers)
 
     def new_projection(self) -> torch.nn.Parameter:
@@ -97,7 +103,7 @@ class RWKVMixer(Mixer):
         return new_parameter(shape, start, dtype=self.config.params_dtype, weight_decay=weight_decay)
 
     def narrow(self, x_tbh: Tensor, down_rh: Tensor) -> Tensor:
-        """Project hidden states to a low rank that all heads share: [t, b, r]."""
+        """Project hidden states to r features that all heads share: [t, b, r]."""
         return F.linear(x_tbh, self.replicated(down_rh))
 
     def to_heads(self, x_tbh: Tensor, weight_udh: Tensor) -> Tensor:
@@ -107,8 +113,8 @@ class RWKVMixer(Mixer):
     def own_group_norm(self, part: MixInput) -> tuple[Tensor, Tensor, float]:
         """Return weight, bias and epsilon for `normed_heads`.
 
-        Epsilon is head_dim times that of the model's norms: 64e-5 for heads of 64, as in the authors' code.
-        (flash-linear-attention has the factor in RWKV-7 but not in RWKV-6.)
+        Epsilon is head_dim times the epsilon of the model's norms: 64e-5 for heads of width 64, as in the authors'
+        code. (flash-linear-attention applies the factor head_dim in RWKV-7 but not in RWKV-6.)
         """
         weight, bias = (self.own_head_groups(p, part) for p in (self.group_norm_weight, self.group_norm_bias))
         return weight, bias, self.head_dim * self.config.layernorm_epsilon

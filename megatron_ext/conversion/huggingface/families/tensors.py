@@ -1,4 +1,7 @@
-"""Conversion rules that several families use: renaming, reshaping and reordering of rows."""
+"""Conversion rules that several families use: renaming, reshaping and reordering of rows.
+
+"Our" tensors belong to a Selectron checkpoint, "their" tensors to a checkpoint of the other library.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +16,20 @@ if TYPE_CHECKING:
 
 
 def renamed(ours: str, theirs: str) -> Rule:
-    """Return the rule for a tensor that only has another name."""
+    """Return the rule for a tensor that only has a different key on each side."""
     return Rule((ours,), (theirs,), list, list)
 
 
 def reshaped(
     ours: str, theirs: str, to_theirs: Callable[[Tensor], Tensor], to_ours: Callable[[Tensor], Tensor]
 ) -> Rule:
-    """Return the rule for one tensor that is a transformation of one other tensor.
+    """Return the rule for one of our tensors that is a transformation of one of their tensors.
 
     Args:
         ours: key of our tensor.
         theirs: key of their tensor.
-        to_theirs: transformation of our tensor.
-        to_ours: its inverse.
+        to_theirs: function from our tensor to theirs.
+        to_ours: inverse of `to_theirs`.
     """
     return Rule(
         (ours,),
@@ -50,25 +53,25 @@ def apart(x: Tensor, head_groups: int, widths: Sequence[int]) -> list[Tensor]:
         widths: number of rows of each kind in a head group.
 
     Returns:
-        For each kind, [head groups * width, ...].
+        For each kind, a tensor [head groups * width, ...].
     """
     return [part.flatten(0, 1) for part in x.unflatten(0, (head_groups, -1)).split(list(widths), 1)]
 
 
 def together(parts: Sequence[Tensor], head_groups: int) -> Tensor:
-    """Interleave the rows of each kind head group by head group; the inverse of `apart`."""
+    """Interleave tensors [head groups * width, ...] head group by head group; the inverse of `apart`."""
     import torch
 
     return torch.cat([part.unflatten(0, (head_groups, -1)) for part in parts], 1).flatten(0, 1)
 
 
 def rows(ours: str, theirs: dict[str, int], head_groups: int) -> Rule:
-    """Return the rule between our input projection, stored head group by head group, and their matrix for each kind of
-    row.
+    """Return the rule for an input projection: one tensor with interleaved head groups here, a tensor per kind there.
 
     Args:
-        ours: key of our tensor, [head groups * sum of widths, ...].
-        theirs: number of rows per head group, by key of their tensor and in our order. Tensors of 0 rows are left out.
+        ours: key of our tensor, [head groups * sum of widths, ...], with the rows of a head group next to each other.
+        theirs: number of rows per head group, by key of their tensor, in the order of our rows. Tensors of 0 rows are
+            left out.
         head_groups: number of heads or query groups.
     """
     widths = {name: width for name, width in theirs.items() if width}
@@ -87,8 +90,8 @@ def rows_in_order(ours: str, theirs: str, head_groups: int, widths: dict[str, in
         ours: key of our tensor, [head groups * sum of widths, ...].
         theirs: key of their tensor, with the same number of rows.
         head_groups: number of heads or query groups.
-        widths: number of rows per head group, by kind and in our order.
-        order: the kinds in their order.
+        widths: number of rows per head group by kind, in the order of our rows.
+        order: kinds in the order of their rows.
     """
 
     def to_theirs(x: Tensor) -> Tensor:
@@ -96,7 +99,7 @@ def rows_in_order(ours: str, theirs: str, head_groups: int, widths: dict[str, in
 
         numbers = torch.arange(len(x), device=x.device).unflatten(0, (head_groups, -1)).split(list(widths.values()), 1)
         kinds = dict(zip(widths, numbers, strict=True))
-        return x[torch.cat([kinds[kind].reshape(-1) for kind in order])]  # one copy, no intermediate ones
+        return x[torch.cat([kinds[kind].reshape(-1) for kind in order])]  # a single copy
 
     def to_ours(x: Tensor) -> Tensor:
         kinds = dict(zip(order, x.split([head_groups * widths[kind] for kind in order]), strict=True))
@@ -106,12 +109,12 @@ def rows_in_order(ours: str, theirs: str, head_groups: int, widths: dict[str, in
 
 
 def through(rule: Rule, to_theirs: Callable[[Tensor], Tensor], to_ours: Callable[[Tensor], Tensor]) -> Rule:
-    """Return a rule that applies another rule to our tensors in another shape.
+    """Return a rule that transforms each of our tensors before another rule is applied.
 
     Args:
-        rule: the rule for that shape.
-        to_theirs: converts our tensors to that shape.
-        to_ours: converts them back.
+        rule: rule for the transformed tensors.
+        to_theirs: function from our tensor to the form that `rule` expects.
+        to_ours: inverse of `to_theirs`.
     """
     return replace(
         rule,

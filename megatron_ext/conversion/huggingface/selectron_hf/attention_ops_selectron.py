@@ -20,12 +20,13 @@ MOST_SCORES = 2**26
 
 MOST_QUERIES = 1024
 ALWAYS_SELECTED = 3
-"""Number of blocks that Native Sparse Attention selects for every query: its own, the preceding one and block 0."""
+"""Number of blocks that Native Sparse Attention selects for every query: the query's block, the block before it and
+block 0."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """Consecutive queries with the keys and values that at least one of them can attend to.
+    """Consecutive queries with the keys and values that at least one of these queries can attend to.
 
     Attributes:
         q_bthd: queries [b, t, h, d].
@@ -45,7 +46,7 @@ class Block:
         """Return the causal mask, bool [t, s].
 
         Args:
-            window: number of keys that a query attends to, its own included; None: all keys up to its own.
+            window: number of keys that a query attends to, including the key of its own position; None: no limit.
         """
         t, s = self.queries_t[:, None], self.keys_s
         return s <= t if window is None else (s <= t) & (s > t - window)
@@ -105,10 +106,10 @@ def softmax_attention(
 
     Args:
         q_bthd: queries [b, t, h, d].
-        k_bsgd: keys [b, s, g, d]; the last t of them belong to the queries.
+        k_bsgd: keys [b, s, g, d]. The last t keys have the positions of the queries.
         v_bsgd: values [b, s, g, d].
         scale: factor on the products.
-        window: number of keys that a query attends to, its own included; None: all keys up to its own.
+        window: number of keys that a query attends to, including the key of its own position; None: no limit.
         slopes_h: ALiBi slopes [h]: the bias of a key is -slope times its distance; None: no ALiBi.
 
     Returns:
@@ -124,7 +125,7 @@ def softmax_attention(
             return _attend(block.q_bthd, block.k_bsgd, block.v_bsgd, visible_ts, scale)
         distance_ts = block.queries_t[:, None] - block.keys_s
         bias_hts = (-slopes_h[:, None, None] * distance_ts).masked_fill(~visible_ts, -torch.inf)
-        # A 16-bit type cannot represent large distances, so all of it is computed in fp32.
+        # A 16-bit type cannot represent large distances, so everything is computed in fp32.
         q, k, v = (x.float() for x in (block.q_bthd, block.k_bsgd, block.v_bsgd))
         return _attend(q, k, v, bias_hts[None], scale).to(v_bsgd.dtype)
 
@@ -134,8 +135,8 @@ def softmax_attention(
 def alibi_slopes(num_heads: int, device: torch.device) -> Tensor:
     """Return the ALiBi slopes 2^(-8 i / n), i = 1..n, fp32 [h].
 
-    If n is not a power of two, they are the slopes of the next lower power of two, followed by every second slope of
-    twice that number.
+    If n is not a power of two, let m be the next lower power of two. The result then has the slopes for m heads,
+    followed by the first n - m of every second slope for 2 m heads.
     """
     lower = 1 << (num_heads.bit_length() - 1)
 
@@ -148,15 +149,15 @@ def alibi_slopes(num_heads: int, device: torch.device) -> Tensor:
 
 @full_precision
 def top1_element(q_bthd: Tensor, k_bsgd: Tensor, v_bsgd: Tensor, *, scale: float, estimator: str) -> Tensor:
-    """Return for each query the value whose key has the highest product with it (arXiv 2505.18522).
+    """Return for each query the value of the key that has the highest product with the query (arXiv 2505.18522).
 
-    Among equal products the key with the lowest position wins.
+    Among equal products the key with the lowest position is selected.
 
     Args:
         q_bthd: queries [b, t, h, d].
-        k_bsgd: keys [b, s, g, d]; the last t of them belong to the queries.
+        k_bsgd: keys [b, s, g, d]. The last t keys have the positions of the queries.
         v_bsgd: values [b, s, g, d].
-        scale: factor on the products in the softmax that the gradient is taken of.
+        scale: factor on the products in the softmax whose gradient is used.
         estimator: gradient estimator. `straight_through`: the gradient of the softmax weights. `selected`: the gradient
             of the log probability of the selected key.
 
@@ -177,7 +178,7 @@ def top1_element(q_bthd: Tensor, k_bsgd: Tensor, v_bsgd: Tensor, *, scale: float
 
 
 def _weights_with_gradient(scores_bhts: Tensor, best_bht1: Tensor, estimator: str) -> Tensor:
-    """Return weights that are 1 at the best key and 0 elsewhere, with the gradient of the estimator."""
+    """Return weights [b, h, t, s] that are 1 at the best key and 0 elsewhere, with the gradient of the estimator."""
     if estimator == "straight_through":
         p = scores_bhts.softmax(-1)
         return torch.zeros_like(p).scatter(-1, best_bht1, 1.0) + (p - p.detach())
@@ -186,7 +187,7 @@ def _weights_with_gradient(scores_bhts: Tensor, best_bht1: Tensor, estimator: st
 
 
 def _means(x_bsgd: Tensor, size: int) -> Tensor:
-    """Return the mean of each complete chunk, fp32 [b, s // size, g, d]."""
+    """Return the mean row of each complete chunk of `size` rows, fp32 [b, s // size, g, d]."""
     whole = x_bsgd.shape[1] // size
     return x_bsgd[:, : whole * size].float().unflatten(1, (whole, size)).mean(2)
 
@@ -203,18 +204,19 @@ def top1_chunk(
     score: str,
     local: bool,
 ) -> Tensor:
-    """Attend with one softmax to the query's own chunk and its best complete earlier chunks (arXiv 2505.18522).
+    """Attend with one softmax to the query's own chunk and to the best complete earlier chunks (arXiv 2505.18522).
 
     Args:
         q_bthd: queries [b, t, h, d].
-        k_bsgd: keys [b, s, g, d] from the start of the sequence; the last t of them belong to the queries.
+        k_bsgd: keys [b, s, g, d] from the start of the sequence. The last t keys have the positions of the queries.
         v_bsgd: values [b, s, g, d].
         scale: factor on the products.
         chunk_size: keys per chunk.
-        top_k: number of earlier chunks that a query selects; among equal scores the earliest chunk wins.
-        score: score of a chunk: the product with its mean key (`approx`), its highest product (`exact`), or the
-            logsumexp of its scaled products (`exact_lse`).
-        local: whether a query attends to its own chunk. Queries in chunk 0 always do.
+        top_k: number of earlier chunks that a query selects. Among equal scores the earliest chunk is selected.
+        score: score of a chunk for a query: the product of the query with the chunk's mean key (`approx`), the highest
+            product with a key of the chunk (`exact`), or the logsumexp of the scaled products with the chunk's keys
+            (`exact_lse`).
+        local: True if a query attends to its own chunk. Queries in chunk 0 always do so.
 
     Returns:
         [b, t, h, d] in the dtype of the values.
@@ -230,7 +232,7 @@ def top1_chunk(
         own_ts = block.visible() & (of_key_s == own_t[:, None])
         if not local:
             own_ts = own_ts & (own_t == 0)[:, None]
-        # Padded by one chunk, which the keys of an incomplete last chunk index.
+        # The mask is padded by one chunk, which the keys of an incomplete last chunk index.
         mask_bhts = F.pad(taken_bhtn, (0, 1))[..., of_key_s] | own_ts
         return _attend(block.q_bthd, block.k_bsgd, block.v_bsgd, mask_bhts, scale)
 
@@ -247,7 +249,7 @@ def _chunk_scores(block: Block, size: int, score: str, scale: float, means_bngd:
 
 
 def _best_chunks(scores_bhtn: Tensor, own_t: Tensor, count: int) -> Tensor:
-    """Return the mask of the selected chunks among those before the query's own, bool [b, h, t, n]."""
+    """Return the mask of the selected chunks among the chunks before the query's own chunk, bool [b, h, t, n]."""
     earlier_tn = torch.arange(scores_bhtn.shape[-1], device=own_t.device) < own_t[:, None]
     # A stable sort, because topk guarantees no order among equal scores.
     order = scores_bhtn.masked_fill(~earlier_tn, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
@@ -271,12 +273,12 @@ def native_sparse_attention(
 
     Args:
         q_bthd: queries [b, t, h, d]; the query heads of a group share their selection.
-        k_bsgd: keys [b, s, g, d] from the start of the sequence; the last t of them belong to the queries.
+        k_bsgd: keys [b, s, g, d] from the start of the sequence. The last t keys have the positions of the queries.
         v_bsgd: values [b, s, g, d].
         gates_bthx: gates of the three branches, fp32 [b, t, h, 3].
         scale: factor on the products.
         block_size: keys per block.
-        num_selected: number of blocks of the selection branch, the `ALWAYS_SELECTED` ones included.
+        num_selected: number of blocks of the selection branch, including the `ALWAYS_SELECTED` blocks.
         window: number of keys of the sliding-window branch.
 
     Returns:
@@ -302,24 +304,25 @@ def native_sparse_attention(
 def _of_mean_blocks(block: Block, mean_keys_bngd: Tensor, size: int, scale: float) -> Tensor:
     """Return softmax probabilities over the blocks that end at or before the query, [b, h, t, n].
 
-    A query without such a block gets zeros.
+    The probabilities of a query without such a block are 0.
     """
     scores = block.products(mean_keys_bngd) * scale
     num_ended_t1 = ((block.queries_t + 1) // size)[:, None]
     ended_tn = torch.arange(scores.shape[-1], device=scores.device) < num_ended_t1
-    # A softmax over no scores is NaN. A query without such a block keeps all scores, and its result is zeroed.
+    # A softmax over no scores is NaN. For a query without such a block, no score is masked, and the result is zeroed.
     return scores.masked_fill(~(ended_tn | (num_ended_t1 == 0)), -torch.inf).softmax(-1).masked_fill(~ended_tn, 0.0)
 
 
 def _selected_keys(block: Block, p_bhtn: Tensor, size: int, count: int) -> Tensor:
     """Return the mask of the keys in the selected blocks, bool [b, h, t, s].
 
-    Selected are the query's own block, the preceding one, block 0, and the blocks with the highest probabilities.
+    The query's own block, the preceding block and block 0 are selected, and then the blocks with the highest
+    probabilities.
     """
     groups, own_t1 = block.k_bsgd.shape[2], (block.queries_t // size)[:, None]
     n = torch.arange((len(block.keys_s) - 1) // size + 1, device=p_bhtn.device)
     importance = p_bhtn.unflatten(1, (groups, -1)).sum(2)
-    # Restricted to the blocks of these keys. An incomplete last block has no probability.
+    # Only the blocks of these keys are kept. An incomplete last block has no probability and is padded with 0.
     importance = F.pad(importance, (0, max(len(n) - importance.shape[-1], 0)))[..., : len(n)]
     always_tn = (n == own_t1) | (n == own_t1 - 1) | (n == 0)
     importance = importance.masked_fill(always_tn, torch.inf).masked_fill(n > own_t1, -torch.inf)

@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache
 
 
 class EmptyHistory:
-    """Cache of a layer at the start of a sequence: it contains nothing and stores nothing."""
+    """Cache of a layer that contains nothing and stores nothing, used at the start of a sequence without decoding."""
 
     def previous_rows(self, name: str, x_bt: Tensor, count: int) -> Tensor:
         """Return the last rows before x, [b, count, ...]. Rows before the start of the sequence are zeros.
@@ -28,17 +28,18 @@ class EmptyHistory:
         return x_bt.new_zeros(x_bt.shape[0], count, *x_bt.shape[2:])
 
     def prefix_rows(self, name: str, x_bt: Tensor, window: int | None = None) -> Tensor:
-        """Return all rows up to the last one of this call, [b, s, ...], s >= t.
+        """Return all rows from the start of the sequence to the last row of this call, [b, s, ...], s >= t.
 
         Args:
             name: name of these rows in the layer.
             x_bt: rows of this call, [b, t, ...].
-            window: number of rows that a position uses, its own included. Older rows may be missing. None: all rows.
+            window: number of rows that a position uses, including its own row. Older rows may be left out. None: all
+                rows.
         """
         return x_bt
 
     def state(self, name: str) -> Tensor | None:
-        """Return the recurrent state before the rows of this call; None stands for zeros."""
+        """Return the recurrent state before the rows of this call, or None if the state is zero."""
         return None
 
     def keep_state(self, name: str, state: Tensor) -> None:
@@ -79,7 +80,7 @@ class LayerCache(EmptyHistory):
 
     def _keep_last(self, name: str, rows: Tensor, count: int) -> None:
         last = rows[:, max(rows.shape[1] - count, 0) :]
-        # A view would keep all rows in memory, and the other parts of the layer's projection.
+        # A view would keep the memory of all rows and of the layer's other projected features.
         self.kept[name] = last.clone() if last.untyped_storage().nbytes() > last.nbytes else last
 
 
@@ -173,10 +174,10 @@ class SelectronCache(Cache):
             group.layers = [LayerCache() for _ in range(self.num_layers)]
 
     def select_rows(self, index: Sequence[int]) -> None:
-        """Replace the batch by these rows, in this order. A row may occur more than once.
+        """Replace the batch by some of its rows.
 
         Args:
-            index: row indices in the current batch.
+            index: indices of the new batch's rows in the current batch. A row may occur more than once.
         """
         place = {row: (group, i) for group in self.groups for i, row in enumerate(group.rows)}
         self.padding = [self.padding[row] for row in index]
