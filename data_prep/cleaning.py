@@ -32,7 +32,8 @@ class CleaningOptions:
         unicode_form: normalization form; None leaves the text unchanged.
         line_ends: convert all line endings to LF.
         controls: remove control characters.
-        nul: `remove` NUL characters, `drop` documents that contain one (often binary data), or `stop` at the first.
+        nul: `remove` NUL characters, `drop` documents with a NUL character (often binary data), or `stop` with an error
+            at the first NUL character.
     """
 
     unicode_form: Literal["NFC", "NFKC"] | None = "NFC"
@@ -42,15 +43,16 @@ class CleaningOptions:
 
 
 class Clean(BaseFilter):
-    """Datatrove filter that cleans the text of documents and drops empty ones.
+    """datatrove filter that cleans the text of documents and drops empty documents.
 
-    Counts: `changed_line_ends`, `changed_nul`, `changed_controls`, `changed_unicode`, `changed` (documents with any of
-    these), `removed_nul`, `removed_controls` (characters), `dropped_nul`, `dropped_empty`.
+    The step's statistics are `changed_line_ends`, `changed_nul`, `changed_controls`, `changed_unicode`, `changed`
+    (documents with any of these changes), `removed_nul`, `removed_controls` (characters), `dropped_nul` and
+    `dropped_empty`.
 
     Args:
         options: options of the cleaning.
-        exclusion_writer: writes the dropped documents, or counts them.
-        ledger: receives the numbers of changed documents by split.
+        exclusion_writer: receives the dropped documents, and writes or counts them.
+        ledger: receives the counts of changed documents by split.
     """
 
     name = "clean"
@@ -72,7 +74,7 @@ class Clean(BaseFilter):
             True, or False and the reason for dropping it.
 
         Raises:
-            UserError: it contains a NUL character and `nul` is `stop`.
+            UserError: the document contains a NUL character and `nul` is `stop`.
         """
         before = doc.text
         if "\0" in doc.text and not self._without_nul(doc):

@@ -1,7 +1,7 @@
-"""Digests of prepared text, which show without reading it if two folders contain the same token stream.
+"""Digests of prepared text. Equal digests show that two folders contain the same token stream, without reading it.
 
-They are computed from the manifest's entries of the shards, which are checked against the files when a run starts. They
-do not include the folder's location: copied or remote data has the same digests.
+The digests are computed from the manifest's entries of the shards, which are checked against the files when a run
+starts. They do not include the folder's location, so that copied or remote data has the same digests.
 """
 
 from __future__ import annotations

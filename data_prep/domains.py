@@ -1,4 +1,4 @@
-"""Domains of an input, as far as they must be known before the work begins."""
+"""Search for the domains of an input before the preparation begins."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ FOLDER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_ .+-]*")
 """Domain names for which a folder can be created."""
 
 UNNAMED = "\N{NULL}none"
-"""Default domain during the check if records name their domain; users cannot give this name."""
+"""Default domain while checking whether records name their domain. Users cannot give this name."""
 
 MOST_SHOWN = 30
 """Maximum number of domains listed in a message."""
 
 
 def find_domains(corpus: Corpus, names: list[str], option: str) -> list[str]:
-    """Return the corpus's own spelling of the requested domains.
+    """Return the requested domains in the corpus's own spelling.
 
-    Documents are read until every name has been seen, so only a wrong name costs a complete pass.
+    Documents are read until every name has been found, so that only a wrong name costs a complete pass.
 
     Args:
         corpus: corpus to read.
         names: domain names in any spelling.
-        option: option with which they were given.
+        option: command-line option that contained the names.
 
     Raises:
         UserError: a name is unknown (the existing domains are listed), or there is no document.
@@ -57,10 +57,10 @@ def find_domains(corpus: Corpus, names: list[str], option: str) -> list[str]:
 
 
 def find_any(corpus: Corpus, names: Iterable[str]) -> None:
-    """Raise unless an input has one of some domains; reading stops at the first document of one.
+    """Raise unless an input has at least one of the given domains. Reading stops at the first document of one.
 
     Raises:
-        UserError: the input has none of them.
+        UserError: the input has none of the given domains.
     """
     keys = {domain_key(name) for name in names}
     others, problems = Others(), Problems("skip")
@@ -79,7 +79,7 @@ def names_domains(corpus: Corpus, problems: Problems) -> bool:
 
     Args:
         corpus: corpus opened with `UNNAMED` as the default domain.
-        problems: receives malformed records before that one.
+        problems: receives the malformed records before the first well-formed record.
 
     Raises:
         UserError: a record is malformed and `problems` stops, or no record is well-formed.
@@ -90,19 +90,23 @@ def names_domains(corpus: Corpus, problems: Problems) -> bool:
 
 
 def folder_name(name: str) -> str:
-    """Return a similar name that is allowed for a domain."""
+    """Return a valid domain name that is similar to a name."""
     return re.sub(r"[^A-Za-z0-9_ .+-]", "_", name).lstrip(" .+-") or "corpus"
 
 
 def chosen_domains(train: list[str] | None, test: list[str] | None) -> tuple[list[str], list[str]]:
-    """Return the training and test domains as given, or the defaults without those given for the other side."""
+    """Return the given training and test domains. If a list is None, it is the defaults without the other list's."""
     usual_train = [name for name in TRAIN_DOMAINS if not match_domain(name, test or [])]
     usual_test = [name for name in TEST_DOMAINS if not match_domain(name, train or [])]
     return (usual_train if train is None else train), (usual_test if test is None else test)
 
 
 def no_documents(corpus: Corpus, problems: Problems) -> UserError:
-    """Return the error of an input without a well-formed record: the first record's error, or the counts by reason."""
+    """Return the error for an input without a well-formed record.
+
+    If all records have the same kind of defect, it is the first record's error. Otherwise it contains the counts by
+    kind.
+    """
     counts: dict[str, int] = {}
     for (_, reason), number in problems.counts.items():
         counts[reason] = counts.get(reason, 0) + number
@@ -123,7 +127,7 @@ class Others:
         self.names: set[str] = set()
 
     def add(self, name: str) -> None:
-        """Add a name, unless there are too many already."""
+        """Add a name, unless there are more than `MOST_SHOWN` names already."""
         if len(self.names) <= MOST_SHOWN:
             self.names.add(name)
 

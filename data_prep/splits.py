@@ -20,8 +20,9 @@ class SplitPlan:
     Attributes:
         train: training domains.
         test: test domains.
-        folders: splits that the input's folders determine.
-        validation_fraction: fraction of the training documents held out by hash, if no folder determines the split.
+        folders: splits that have their own folder in the input.
+        validation_fraction: fraction of the training documents that is held out for validation, chosen by hash, if no
+            folder determines the split.
         optional: training or test domains that the input may lack.
     """
 
@@ -34,13 +35,13 @@ class SplitPlan:
     def side_of(self, domain: str, folder: str | None) -> str | None:
         """Return the split of a document as far as it is known without its text.
 
-        For `train`, the document may still be held out. If folders determine the splits, documents of test domains are
-        only taken from `test`, or from `validation` if there is no `test`. Documents of training domains in `test` are
-        in-domain test documents.
+        If the result is `train`, the document may still be held out for validation. If folders determine the splits,
+        documents of test domains are only taken from the folder `test`, or from `validation` if there is no folder
+        `test`. Documents of training domains in the folder `test` are in-domain test documents.
 
         Args:
             domain: domain of the document.
-            folder: split whose folder contains it; None if folders do not determine the split.
+            folder: split whose folder contains the document; None if folders do not determine the split.
 
         Returns:
             train, validation or test; None if the document is not used.
@@ -58,7 +59,7 @@ class SplitPlan:
         return f"tested on, but in the folder {folder}" if self.own_name(domain) in self.test else NO_SIDE
 
     def own_name(self, domain: str) -> str:
-        """Return the plan's spelling of a domain; the given one for other domains."""
+        """Return the plan's spelling of a domain. A domain that is not in the plan keeps its spelling."""
         return self._own_names.get(domain_key(domain), domain)
 
     @cached_property
@@ -74,7 +75,7 @@ class SplitPlan:
 
     @property
     def has_test(self) -> bool:
-        """Return True if there may be test documents."""
+        """True if there may be test documents."""
         return bool(self.test) or "test" in self.folders
 
 

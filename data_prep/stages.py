@@ -1,8 +1,8 @@
 """Stages of a preparation, each a datatrove pipeline over the same tasks.
 
-They select domains, clean, split by hash, remove duplicates, search for test text in training text, and tokenise. Every
-pass over the documents begins with the same steps, and only tokens are written, never text. Without deduplication and
-decontamination there is a single pass; with exact deduplication and a contamination report there are four.
+The stages select domains, clean, split by hash, remove duplicates, search for test text in training text, and tokenise.
+Every pass over the documents begins with the same steps. Only tokens are written, never text. Without deduplication and
+decontamination there is a single pass. With exact deduplication and a contamination report there are four passes.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Filtering:
     """Processing of documents before tokenisation.
 
     Attributes:
-        cleaning: options of the cleaning; None for none.
-        duplicates: `keep` them, or remove `exact` ones, or `near` ones including exact ones.
+        cleaning: options of the cleaning; None for no cleaning.
+        duplicates: `keep` all duplicates, remove `exact` duplicates, or remove exact and `near` duplicates.
         near: options of near-duplicate detection.
         overlap: options of the search for test text in training text; None for no search.
     """
@@ -92,7 +92,11 @@ class Preparation:
         return [self._shown(stage) for stage in (*stages, *more)] + [self._tokenising(documents, problems, ledger)]
 
     def merge(self, options: dict[str, Any]) -> Merge:
-        """Return the merge of the tasks' shards to one folder, with these options for the manifest."""
+        """Return the merge of the tasks' shards into one folder.
+
+        Args:
+            options: options of the preparation, for the manifest.
+        """
         report = self._folder("contamination") if self._overlap else None
         return Merge(
             root=self.root,
@@ -110,7 +114,7 @@ class Preparation:
         return self.filtering.overlap if self.plan.has_test else None
 
     def _deduplicating(self, documents: list[PipelineStep], ledger: Ledger) -> tuple[list[Stage], list[PipelineStep]]:
-        """Return the stages that find duplicates, and the steps that read the documents without them."""
+        """Return the stages that find duplicates, and the steps that read the documents without duplicates."""
         if self.filtering.duplicates == "keep":
             return [], documents
         beside = [collecting(str(self._folder("contamination")), self._overlap)] if self._overlap else []
@@ -121,7 +125,7 @@ class Preparation:
         return [*exact.stages, *near.stages], near.documents
 
     def _decontaminating(self, documents: list[PipelineStep], ledger: Ledger) -> tuple[list[Stage], list[PipelineStep]]:
-        """Return the stages that search for test text, and the steps that read the documents without dropped ones."""
+        """Return the stages that search for test text, and the steps that read the documents that are not dropped."""
         if self._overlap is None:
             return [], documents
         source, folder = Source(documents, self.tasks), str(self._folder("contamination"))
@@ -138,7 +142,7 @@ class Preparation:
         return replace(shown, steps=[*shown.steps, writer])
 
     def _shown(self, stage: Stage) -> Stage:
-        """Return a stage that reads the corpus with its own progress board, to which its reader reports bytes."""
+        """Return a stage with its own progress board if it reads the corpus, and any other stage unchanged."""
         reader, *rest = stage.steps
         if not isinstance(reader, ReadCorpus):
             return stage

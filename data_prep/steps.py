@@ -19,12 +19,12 @@ from data_prep.splits import SplitPlan
 
 
 class ReadCorpus(PipelineStep):
-    """Reads the files of a task: task r of w reads the files r, r + w, r + 2 w, ...
+    """Step that reads the files of a task. Task r of w reads the files with the indices r, r + w, r + 2 w, ...
 
     Args:
         corpus: corpus to read.
-        problems: handling of malformed records. Each task counts its own, in its own copy.
-        board: progress board that receives the bytes read; None for none.
+        problems: handling of malformed records. Each task has its own copy with its own counts.
+        board: progress board that receives the bytes read; None: no board.
     """
 
     type = "READER"
@@ -50,9 +50,9 @@ class ReadCorpus(PipelineStep):
 
 
 class ChooseDomains(PipelineStep):
-    """Drops documents that no split uses, and sets `split` of the others as far as it is known without the text.
+    """Step that drops documents that no split uses, and sets `split` of all others without reading their text.
 
-    It also unifies the spellings of a domain.
+    The step also unifies the spellings of a domain. `AssignSplits` later replaces `split` where it depends on the text.
 
     Args:
         plan: assignment of documents to splits.
@@ -84,7 +84,7 @@ class ChooseDomains(PipelineStep):
 
 
 class AssignSplits(PipelineStep):
-    """Sets `split` of documents by their cleaned text."""
+    """Step that sets `split` of documents by their cleaned text."""
 
     type = "SPLITTER"
     name = "splits"
@@ -109,9 +109,9 @@ def reading(
     Args:
         corpus: corpus to read.
         plan: assignment of documents to splits.
-        cleaning: options of the cleaning; None for none.
+        cleaning: options of the cleaning; None for no cleaning.
         problems: handling of malformed records.
-        ledger: receives the counts of unused documents, and of those that cleaning changes or drops.
+        ledger: receives the counts of unused documents, and of documents that cleaning changes or drops.
     """
     steps: list[PipelineStep] = [ReadCorpus(corpus, problems), ChooseDomains(plan, ledger)]
     if cleaning is not None:

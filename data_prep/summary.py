@@ -28,11 +28,11 @@ LEFT_OUT = {
 }
 
 MOST_LINES = 20
-"""Maximum number of unused domains that get a line of their own."""
+"""Maximum number of lines for unused domains. Further domains share one line."""
 
 
 def summary(manifest: Manifest, output: str) -> str:
-    """Return a table of the splits and domains, and lines about the documents that are not in them.
+    """Return a table of the splits and domains, and lines about the documents that are in no split.
 
     Args:
         manifest: manifest of the folder.

@@ -1,7 +1,7 @@
 """Collectives of small values, and checks whose outcome is identical on all ranks.
 
-Values are sent as JSON in byte tensors. torch's object collectives unpickle what they receive, so any peer that can
-reach a rank could run code on it.
+Values are sent as JSON in byte tensors. torch's object collectives are not used, because they unpickle what they
+receive: any peer that can reach a rank could run code on it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from megatron_ext.utils.errors import UserError
 
 
 def raise_on_all_ranks(check: Callable[[], object]) -> None:
-    """Run a check on every rank. If it fails on any, raise the error of the first failing rank on all.
+    """Run a check on every rank. If it fails on any rank, raise the error of the first failing rank on all ranks.
 
     A collective call. Without a process group, only this process runs the check.
 
     Args:
-        check: raises a `UserError` if it fails.
+        check: function that raises a `UserError` if the check fails.
 
     Raises:
         UserError: the error of the first failing rank, of the same class.
@@ -62,7 +62,11 @@ def gather_values(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
 
 
 def gather_on_first(content: bytes) -> list[bytes] | None:
-    """Gather the bytes of each rank, in the order of the ranks, on rank 0; None on the others. A collective call."""
+    """Gather the bytes of each rank, in the order of the ranks, on rank 0. A collective call.
+
+    Returns:
+        The bytes of all ranks on rank 0; None on the other ranks.
+    """
     return _gathered(content, None, 0)
 
 

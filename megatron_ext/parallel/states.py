@@ -21,15 +21,15 @@ def context_parallel_scan(scan: Scan, v_bthe: Tensor, key_dim: int, group: Proce
     """Run a scan over the whole sequence and return the outputs of this rank's shard.
 
     A scan over a shard from the state S yields the outputs N S + O and the final state M S + W, separately for each
-    column of the values. So one scan over the values [v | 0] from the state [0 | I] yields [O | N] and [W | M]. The
-    ranks all-gather W and M, and each computes the initial state of its shard from them. The backward pass uses the
-    same exchange.
+    column of the values. One scan over the values [v | 0] from the state [0 | I] therefore yields the outputs [O | N]
+    and the final state [W | M]. The ranks all-gather W and M, from which each rank computes the initial state of its
+    shard. The backward pass uses the same exchange.
 
     Args:
-        scan: scan over this rank's shard, an op with its own keys; jointly linear in values and state.
+        scan: scan over this rank's shard with the shard's keys; jointly linear in values and state.
         v_bthe: values of this rank's shard [b, t, h, e].
-        key_dim: d.
-        group: context-parallel group; rank r holds shard r.
+        key_dim: d, the number of rows of a state.
+        group: context-parallel group; rank r has shard r.
 
     Returns:
         [b, t, h, e] in the dtype of the scan's outputs.
@@ -46,7 +46,7 @@ def context_parallel_scan(scan: Scan, v_bthe: Tensor, key_dim: int, group: Proce
 
     state = _put_together(last, after, torch.zeros_like(last[..., :e]), group)
     from_zeros, of_state = (x.transpose(1, 2).flatten(0, 1) for x in given.split([e, key_dim], -1))
-    # baddbmm rounds the sum once.
+    # baddbmm rounds the sum of both terms only once.
     out = torch.baddbmm(from_zeros, of_state, state.to(given.dtype).flatten(0, 1))
     return out.unflatten(0, (b, h)).transpose(1, 2)
 
@@ -54,14 +54,14 @@ def context_parallel_scan(scan: Scan, v_bthe: Tensor, key_dim: int, group: Proce
 def diagonal_state_before(kept: Tensor, written: Tensor, group: ProcessGroup) -> Tensor:
     """Return the state at the beginning of this rank's shard; zeros on the first rank.
 
-    The state is updated elementwise: this rank's shard maps the state S to kept * S + W. Unlike in
-    `context_parallel_scan`, the caller scans its shard again from the result. The contribution of S to each token's
-    read-out would be as large as the states of all tokens.
+    The state is updated elementwise: this rank's shard maps the state S to kept * S + W. The caller must scan its shard
+    again from the result. The method of `context_parallel_scan`, which needs no second scan, would have to store the
+    contribution of S to each token's output, which takes as much memory as the states of all tokens.
 
     Args:
         kept: factor by which this shard multiplies each element of the state, of any shape.
-        written: W, the final state of this shard from zeros.
-        group: context-parallel group; rank r holds shard r.
+        written: W, the final state of this shard from zeros, of the shape of `kept`.
+        group: context-parallel group; rank r has shard r.
     """
 
     def after(summary: Tensor, state: Tensor) -> Tensor:
@@ -73,8 +73,15 @@ def diagonal_state_before(kept: Tensor, written: Tensor, group: ProcessGroup) ->
 def _put_together(
     summary: Tensor, after: Callable[[Tensor, Tensor], Tensor], state: Tensor, group: ProcessGroup
 ) -> Tensor:
-    """Compute the initial state of this rank's shard from all ranks' summaries and the state before the first."""
-    # Every rank uses all summaries, as all ranks must take part in the exchange of the backward pass.
+    """Compute the initial state of this rank's shard.
+
+    Args:
+        summary: summary of this rank's shard.
+        after: function from a shard's summary and initial state to the shard's final state.
+        state: initial state of the first shard.
+        group: context-parallel group; rank r has shard r.
+    """
+    # Every rank uses all summaries, because all ranks must take part in the exchange of the backward pass.
     before = [state]
     for of_part in gather_sequence(summary[None], group)[:-1]:
         before.append(after(of_part, before[-1]))
@@ -87,7 +94,7 @@ def previous_rows(x_tbuw: Tensor, count: int, group: ProcessGroup) -> Tensor:
     Args:
         x_tbuw: this rank's sequence shard [t, b, u, w].
         count: number of rows; nothing is exchanged for 0.
-        group: ranks that hold the shards, in order.
+        group: ranks that have the shards, in order.
 
     Raises:
         ValueError: a shard has fewer than `count` rows.

@@ -1,8 +1,8 @@
 """Watchdog that ends a rank without progress and prints its stacks, so that a silent hang becomes an exit.
 
-A rank that is stopped, or a link that drops silently, leaves all other ranks in a collective. They would wait until the
-group's time-out, and ranks outside a collective forever. Each rank watches itself, so that no other process is needed.
-The watchdog is Python's faulthandler: a C thread that needs neither the GIL nor a signal.
+If a rank is stopped or a network link drops silently, all other ranks wait in a collective until the time-out of its
+group. A rank that hangs outside a collective would wait forever. Each rank watches itself, so that no other process is
+needed. The watchdog is Python's faulthandler: a C thread that needs neither the GIL nor a signal.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _heartbeat: Heartbeat | None = None
 def group_timeout(seconds: float) -> timedelta:
     """Return the time-out of collectives under a watchdog.
 
-    It is later than the watchdog, because NCCL's time-out ends a rank without printing stacks.
+    The time-out is longer than the watchdog's limit, because NCCL's time-out ends a rank without printing stacks.
 
     Args:
         seconds: limit of the watchdog, as in `watching`.
@@ -40,7 +40,7 @@ def watching(seconds: float, heartbeat: Heartbeat | None = None) -> Iterator[Non
     """Context manager under which this process ends with exit code 1 and prints its stacks if it makes no progress.
 
     Args:
-        seconds: longest time between two calls of `alive`; 0: no watchdog.
+        seconds: maximum number of seconds between two calls of `alive`; 0: no watchdog.
         heartbeat: receives a beat at each call of `alive`.
     """
     global _seconds, _heartbeat
@@ -54,7 +54,7 @@ def watching(seconds: float, heartbeat: Heartbeat | None = None) -> Iterator[Non
 
 
 def alive() -> None:
-    """Record progress of this process and restart the watchdog. Every forward pass calls it."""
+    """Record progress of this process and restart the watchdog. Every forward pass calls this."""
     if _heartbeat is not None:
         _heartbeat.beat()
     if _seconds:

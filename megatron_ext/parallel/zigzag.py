@@ -1,9 +1,9 @@
 """Zigzag load balancing of causal attention: each rank gets queries with equally many visible keys.
 
-Rank r of n holds pieces 2r and 2r + 1 of 2n pieces of the sequence, and processes pieces r and 2n - 1 - r: an early
-one, whose queries see few keys, and a late one. Llama 3's context parallelism does the same (Grattafiori et al. 2024,
-arXiv 2407.21783, section 3.3.2). Here only the queries of attention are exchanged. The other operations keep contiguous
-shards, which those that access earlier positions need.
+Rank r of n has pieces 2r and 2r + 1 of 2n pieces of the sequence, and processes pieces r and 2n - 1 - r. The queries of
+the early piece r see few keys, those of the late piece many. Llama 3's context parallelism does the same (Grattafiori
+et al. 2024, arXiv 2407.21783, section 3.3.2). Here only the queries of attention are exchanged. All other operations
+keep contiguous shards, because some of them access earlier positions.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from megatron_ext.parallel.exchange import all_to_all, exchange
 
 
 def to_zigzag(x_tbnw: Tensor, group: ProcessGroup) -> Tensor:
-    """Exchange a rank's sequence shard for the two pieces that it processes, the early one first.
+    """Exchange a rank's sequence shard for the two pieces that the rank processes, the early piece first.
 
     Args:
-        x_tbnw: [t, b, n, w], t even.
-        group: rank r holds shard r.
+        x_tbnw: sequence shard [t, b, n, w], t even.
+        group: context-parallel group; rank r has shard r.
 
     Returns:
-        [t, b, n, w]. The backward pass applies the inverse exchange.
+        The two pieces, together [t, b, n, w]. The backward pass applies the inverse exchange.
     """
     return exchange(x_tbnw, _to_zigzag, _from_zigzag, group)
 
@@ -34,7 +34,7 @@ def from_zigzag(x_tbnw: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def zigzag_pieces(group: ProcessGroup) -> tuple[int, int]:
-    """Return the indices of the two pieces that this rank processes, of 2n."""
+    """Return the indices, in [0, 2n), of the two pieces that this rank processes."""
     return group.rank(), 2 * group.size() - 1 - group.rank()
 
 
@@ -65,5 +65,5 @@ def _count(ranks: list[int], rows: int, size: int) -> list[int]:
 
 
 def _in_order(x_tbnw: Tensor, order: list[int]) -> Tensor:
-    """Return the two halves in the given order; each order is its own inverse."""
+    """Return the two halves of the rows in the given order. Each order is its own inverse."""
     return x_tbnw if order == [0, 1] else torch.cat(x_tbnw.chunk(2)[::-1])

@@ -14,8 +14,9 @@ _UNTIL = "config.until_step_"
 
 
 def keep_config(config: RunConfig, folder: Path, step: int) -> None:
-    """Write the configuration. A different previous one is kept as `config.until_step_N.yaml`, N being `step`.
+    """Write the configuration of a run that has completed `step` steps.
 
+    If the previous configuration differs, it is kept as `config.until_step_N.yaml`, where N is `step`.
     `run.allow_changed` and `run.allow_other_data` apply to one start only and are not written.
     """
     config = replace(config, run=replace(config.run, allow_changed=[], allow_other_data=False))
@@ -26,7 +27,7 @@ def keep_config(config: RunConfig, folder: Path, step: int) -> None:
 
 
 def config_file_at(folder: Path, step: int) -> Path | None:
-    """Return the file of the configuration with which a run did a step; None: the folder has none."""
+    """Return the file of the configuration under which a run made a step; None: the folder has no such file."""
     older = {}
     for path in folder.glob(f"{_UNTIL}*.yaml"):
         number = path.stem.removeprefix(_UNTIL)

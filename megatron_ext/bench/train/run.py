@@ -45,11 +45,11 @@ class Variant:
     """Variant of a configuration.
 
     Attributes:
-        name: in the table.
-        overrides: applied to the common configuration.
-        config: whole configuration; None: it is invalid.
-        refused: why it cannot be trained.
-        plain: the model is megatron-core's own; see `plain_megatron`.
+        name: name in the table.
+        overrides: overrides of the common configuration.
+        config: whole configuration; None: the configuration is invalid.
+        refused: reason why the variant cannot be trained; None: it can be trained.
+        plain: True if megatron-core alone builds the model; see `plain_megatron`.
     """
 
     name: str
@@ -64,10 +64,10 @@ class TrainingPlan:
     """Settings of the benchmark, other than the variants.
 
     Attributes:
-        processes: that train each variant.
-        amount: numbers of steps.
+        processes: number of processes that train each variant.
+        amount: numbers of warm-up, timed and profiled steps.
         vocabulary: vocabulary size of the model; None: that of the data.
-        prepared: read the configured data instead of random tokens.
+        prepared: True if the configured data is read instead of random tokens.
     """
 
     processes: int
@@ -80,8 +80,8 @@ def parse_variant(text: str, option: str = "--variant") -> tuple[str, tuple[str,
     """Split `NAME:key=value,...` into name and overrides. A comma that no key or file follows belongs to the value.
 
     Args:
-        text: to split.
-        option: its command-line option, for the message.
+        text: text to split.
+        option: command-line option that contained the text, for the message.
 
     Raises:
         UserError: the format is invalid.
@@ -96,14 +96,16 @@ def parse_variant(text: str, option: str = "--variant") -> tuple[str, tuple[str,
 def read_variants(
     path: Path, overrides: Sequence[str], texts: Sequence[str], processes: int, plain: Sequence[str] = ()
 ) -> list[Variant]:
-    """Return the variants of a configuration, including rejected ones; without any, the configuration itself.
+    """Return the variants of a configuration, including those that cannot be trained.
+
+    If no variants are given, the configuration itself is the only variant.
 
     Args:
-        path: of the configuration.
-        overrides: of all variants.
+        path: path of the configuration.
+        overrides: overrides that all variants share.
         texts: variants in the format of `parse_variant`.
-        processes: that train each variant.
-        plain: variants with plain megatron-core models; they come first.
+        processes: number of processes that train each variant.
+        plain: variants whose model megatron-core alone builds, in the same format. They come first.
 
     Raises:
         UserError: the common configuration cannot be read, or cannot be trained and there are no variants; or a variant
@@ -142,14 +144,15 @@ def bench(
     """Measure every variant.
 
     Args:
-        variants: in the order of the rows.
-        plan: settings.
+        variants: variants in the order of the rows.
+        plan: settings of the benchmark.
         about: fields of the report that identify the run; see `which_run`.
-        tell: takes a line before and after each variant.
-        save: takes the report after each row, so that an interrupted benchmark keeps its results.
+        tell: function called with a line of text before and after each variant.
+        save: function called with the report after each row, so that an interrupted benchmark keeps its results.
 
     Returns:
-        Report and exit code. The code is 1 if a variant failed, that of a signal if one ended the benchmark, else 0.
+        Report and exit code. If a signal ended the benchmark, the code is that of the signal. Otherwise it is 1 if a
+        variant failed, else 0.
     """
     with scratch_folder("bench") as folder:
         here, ceilings = _machine(folder)

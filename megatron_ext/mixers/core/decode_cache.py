@@ -15,7 +15,8 @@ from megatron_ext.parallel.states import DiagonalScan, Scan
 class DecodeCache(SequenceHistory):
     """Decode cache of one module in this process.
 
-    It holds recurrent states, the last rows of convolutions, and keys and values: all of them, or those in a window.
+    The cache contains recurrent states, the last rows of convolutions, and keys and values. With a window, only the
+    keys and values in the window are cached.
 
     Attributes:
         num_positions: number of positions processed so far.
@@ -29,12 +30,12 @@ class DecodeCache(SequenceHistory):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes allocated, spare capacity included."""
+        """Number of allocated bytes, including spare capacity."""
         held = [*self._kept.values(), *self._states.values(), *(rows.room for rows in self._rows.values())]
         return sum(x.untyped_storage().nbytes() for x in held)
 
     def advance(self, count: int) -> int:
-        """Advance by `count` positions and return the first of them."""
+        """Advance by `count` positions and return the position of the first of these."""
         assert self._kept or self._states or self._rows or not self.num_positions, (
             "a mixer asks `Part.past` for what came before; this one does not"
         )
@@ -68,10 +69,10 @@ class DecodeCache(SequenceHistory):
         return out
 
     def take(self, numbers_n: Tensor) -> None:
-        """Reorder the cached sequences: keep those with the given indices, in that order, with repetitions.
+        """Replace the cached sequences by those with the given indices, in this order. An index may be repeated.
 
         Args:
-            numbers_n: indices of sequences, int64, on the device of the cache.
+            numbers_n: indices of sequences, int64 [n], on the device of the cache.
         """
         self._kept = {name: rows.index_select(1, numbers_n) for name, rows in self._kept.items()}
         self._states = {name: state.index_select(0, numbers_n) for name, state in self._states.items()}
@@ -80,7 +81,7 @@ class DecodeCache(SequenceHistory):
 
     def _keep_last(self, name: str, rows: Tensor, count: int) -> None:
         last = rows[max(len(rows) - count, 0) :]
-        # A view would keep the storage of all rows alive, and of the other features in the same projection.
+        # A view would keep the memory of all rows and of the other features in the same projection.
         self._kept[name] = last.clone() if last.untyped_storage().nbytes() > last.nbytes else last
 
 
@@ -91,7 +92,7 @@ class _Rows:
         self._count, self.room = 0, torch.empty(0)
 
     def extended_by(self, x: Tensor) -> Tensor:
-        """Append x [t, ...] and return all rows so far; a view that is valid until the next call."""
+        """Append x [t, ...] and return all rows so far, as a view that is valid until the next call."""
         start, self._count = self._count, self._count + len(x)
         if self._count > len(self.room):
             room = x.new_empty(max(self._count, 3 * start // 2), *x.shape[1:])
@@ -113,7 +114,7 @@ class HistoryModule(MegatronModule):
 
     Args:
         config: Megatron's configuration of the model.
-        sequence_group: ranks that hold the shards of the sequence, in order.
+        sequence_group: ranks that have the shards of the sequence, in order.
 
     Attributes:
         memory: decode cache; None outside decoding. See `evaluation.decoding`.

@@ -13,17 +13,17 @@ from torch import Tensor
 from kernels.common.fusion import shapes_vary
 
 PieceMix = Callable[[tuple[Tensor, ...], Tensor | None], Tensor]
-"""Function from features [n, b, head groups, width] and shared features [n, b, width] of b pieces to the mixed
-features.
+"""Function that mixes b pieces of n positions each.
 
-The result is [n, b, head groups, output_width].
+It takes features, [n, b, head groups, width] each, and shared features [n, b, width] or None. It returns mixed features
+[n, b, head groups, output_width].
 """
 
 TOGETHER = ("cuda",)
-"""Device types on which a call costs more than padding, so that pieces of similar length are batched."""
+"""Device types on which a call of `mix` costs more than padding, so that pieces of similar length are batched."""
 
 SHORTEST = 64
-"""Number of positions to which shorter pieces are padded when batched."""
+"""Minimum padded length of a batched piece, in positions."""
 
 
 def mix_by_document(
@@ -31,13 +31,13 @@ def mix_by_document(
 ) -> Tensor:
     """Mix each document separately, so that no information passes between documents.
 
-    A mixer that accesses earlier positions only in `Mixer.mix` starts anew with each sample of each call: keys, states,
-    convolution, chunks and positions. So each piece becomes a sample. On a CPU it is the only one of its call. On
-    devices in `TOGETHER`, pieces of similar length share a call. Shorter ones are padded with zeros at the end, which
-    causal mixers never read.
+    A mixer that accesses earlier positions only in `Mixer.mix` begins each sample of each call without history: keys,
+    states, convolutions, chunks and positions. Each piece therefore becomes a sample. On a CPU, a call has a single
+    sample. On devices in `TOGETHER`, pieces of similar length share a call. Shorter pieces are padded with zeros at the
+    end, which causal mixers never read.
 
     Args:
-        mix: mixes pieces of one length.
+        mix: function that mixes pieces of equal length.
         features_tbuw: projected features, [t, b, head groups, width] each.
         shared_tbw: features that all head groups share, [t, b, width], or None.
         cu_seqlens: int [n + 1], ascending: offsets of the n pieces among the b * t tokens, row by row, and b * t at the
@@ -86,11 +86,11 @@ def _mix_together(
 
 @lru_cache(maxsize=2)
 def _plan(bounds: tuple[int, ...], longest: int, device: torch.device) -> tuple[list[tuple[int, int]], Tensor]:
-    """Plan the calls that pieces share; cached, as every layer needs the same plan.
+    """Plan the calls that pieces share. The plan is cached, because every layer needs the same plan.
 
     Returns:
-        (padded length, pieces) of each call, and for each token its row in the concatenation of the calls' flattened
-        [length, pieces].
+        (padded length, number of pieces) of each call, and int64 [tokens]: the row of each token in the concatenation
+        of the calls' inputs, each flattened from [length, pieces].
     """
     calls: dict[int, list[tuple[int, int]]] = {}
     for start, end in pairwise(bounds):
@@ -104,14 +104,17 @@ def _plan(bounds: tuple[int, ...], longest: int, device: torch.device) -> tuple[
 
 
 def _padded(length: int, longest: int) -> int:
-    """Round a piece's length up to one of few: a power of two or three quarters of one, at least `SHORTEST`."""
+    """Round a piece's length up to a power of two or three quarters of a power of two, at least `SHORTEST`.
+
+    The result is at most `longest`. Rounding limits the number of different lengths, and thus of calls.
+    """
     power = max(SHORTEST, 1 << (length - 1).bit_length())
     three_quarters = power * 3 // 4
     return min(three_quarters if power > SHORTEST and length <= three_quarters else power, longest)
 
 
 class _Rows(torch.autograd.Function):
-    """`x.index_select(0, rows)` for distinct rows: backward copies the gradient, where torch's accumulates it."""
+    """`x.index_select(0, rows)` for distinct rows. The backward pass copies gradients instead of accumulating them."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:

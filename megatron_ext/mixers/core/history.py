@@ -25,22 +25,23 @@ class SequenceHistory(ABC):
 
     @abstractmethod
     def previous_rows(self, name: str, x: Tensor, count: int) -> Tensor:
-        """Return the last rows before x, with zeros before the sequence: [count, ...].
+        """Return the last rows before x, [count, ...]. Rows before the start of the sequence are zeros.
 
         Args:
-            name: identifies these rows within the layer.
+            name: name of these rows, unique within the layer.
             x: current rows, [t, ...].
             count: number of rows to return.
         """
 
     @abstractmethod
     def prefix_rows(self, name: str, x_tbnw: Tensor, window: int | None = None) -> Tensor:
-        """Return the rows of the sequence up to the last current one: [s, b, n, w], s >= t.
+        """Return the rows of the sequence up to the last current row, [s, b, n, w], s >= t.
 
         Args:
-            name: identifies these rows within the layer.
+            name: name of these rows, unique within the layer.
             x_tbnw: current rows, [t, b, n, w].
-            window: number of rows a position can see, its own included. Rows further back may be missing. None: all.
+            window: number of rows that a position uses, including its own row. Older rows may be left out. None: all
+                rows.
         """
 
     @abstractmethod
@@ -48,8 +49,8 @@ class SequenceHistory(ABC):
         """Run a scan from the state that earlier positions have left.
 
         Args:
-            name: identifies the state within the layer.
-            scan: scan over the current rows, an op with its own keys; jointly linear in values and state.
+            name: name of the state, unique within the layer.
+            scan: scan over the current rows with their keys; jointly linear in values and state.
             v_bthe: values [b, t, h, e].
             key_dim: d of the state [b, h, d, e].
 
@@ -62,7 +63,7 @@ class SequenceHistory(ABC):
         """Run a scan whose state is updated elementwise, from the state that earlier positions have left.
 
         Args:
-            name: identifies the state within the layer.
+            name: name of the state, unique within the layer.
             scan: scan over the current rows; affine in the state.
             kept: factor by which the scan multiplies each element of the initial state, of the state's shape.
 
@@ -72,7 +73,7 @@ class SequenceHistory(ABC):
 
 
 class EmptyHistory(SequenceHistory):
-    """Empty past: the sequence begins with the current rows."""
+    """History without earlier positions: the sequence begins with the current rows."""
 
     def previous_rows(self, name: str, x: Tensor, count: int) -> Tensor:
         """Implement `SequenceHistory.previous_rows`."""
@@ -95,10 +96,10 @@ BEGINNING = EmptyHistory()
 
 
 class ContextParallelHistory(SequenceHistory):
-    """Past of a context-parallel rank: the shards of the ranks before it.
+    """History of a context-parallel rank: the sequence shards of lower ranks.
 
     Args:
-        group: context-parallel group; rank r holds shard r, and all shards have the same length.
+        group: context-parallel group; rank r has shard r, and all shards have the same length.
     """
 
     def __init__(self, group: ProcessGroup) -> None:

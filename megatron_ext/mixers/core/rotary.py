@@ -24,7 +24,7 @@ class Rotation(NamedTuple):
     sin_tp: Tensor
 
 
-@lru_cache(maxsize=8)  # the layers of a model share it
+@lru_cache(maxsize=8)  # the layers of a model share a rotation
 def rotation(first_position: int, num_positions: int, width: int, base: float, device: torch.device) -> Rotation:
     """Return the rotation of consecutive positions.
 
@@ -43,14 +43,14 @@ def rotation(first_position: int, num_positions: int, width: int, base: float, d
 def frequencies(width: int, base: float) -> Tensor:
     """Return each channel pair's angle per position, [width / 2], fp32, rounded as in transformers and megatron-core.
 
-    They compute 1 / base^(i / width) on the CPU. base^(-i / width) is mathematically equal, but often differs in the
-    last bit of fp32. Over thousands of positions that becomes an error of 1e-3 in the angle.
+    Both libraries compute 1 / base^(i / width) on the CPU. base^(-i / width) is mathematically equal, but often differs
+    in the last bit of fp32. Over thousands of positions, the difference in the angle grows to 1e-3.
     """
     return 1.0 / (base ** (torch.arange(0, width, 2, dtype=torch.float32) / width))
 
 
 def rotate(x_tbnd: Tensor, by: Rotation) -> Tensor:
-    """Rotate the channel pairs of each head; computed in fp32, returned in x's dtype."""
+    """Rotate the channel pairs of each head in fp32, and return the result in the dtype of `x_tbnd`."""
     cos, sin = (y[:, None, None] for y in by)
     left, right = x_tbnd.float().chunk(2, -1)
     return torch.cat([left * cos - right * sin, right * cos + left * sin], -1).to(x_tbnd.dtype)
@@ -61,7 +61,7 @@ def rotated_heads(x_tbuw: Tensor, by: Rotation, widths: Sequence[int]) -> tuple[
     """Rotate queries and keys, and return them with the remaining features.
 
     Args:
-        x_tbuw: rows of [queries | key | other features] per head group, with one or more queries.
+        x_tbuw: features [queries | key | other features] of each head group, with one or more queries.
         by: rotation of the positions.
         widths: widths of all queries together, the key, and each other feature.
 

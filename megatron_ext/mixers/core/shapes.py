@@ -10,8 +10,8 @@ class StateShape(NamedTuple):
 
     Attributes:
         states: number of states.
-        key_dim: rows of each state.
-        value_dim: columns of each state: the width of the values that are written to it.
+        key_dim: number of rows of each state.
+        value_dim: number of columns of each state, which is the width of the values that are written to the state.
     """
 
     states: int
@@ -20,11 +20,11 @@ class StateShape(NamedTuple):
 
 
 class Rounds(NamedTuple):
-    """Number of parts in which a rank exchanges its features for whole sequences; see `Mixer.exchange_rounds`.
+    """Numbers of rounds in which a rank exchanges its features for whole sequences; see `Mixer.exchange_rounds`.
 
     Attributes:
-        samples: number of parts that the samples are split into.
-        head_groups: number of parts that the head groups of each of those are split into.
+        samples: number of rounds into which the samples are divided.
+        head_groups: number of rounds into which the head groups of each round of samples are divided.
     """
 
     samples: int

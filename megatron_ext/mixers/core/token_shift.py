@@ -1,4 +1,4 @@
-"""RWKV's token shift: interpolation between the hidden states of each token and the previous one."""
+"""RWKV's token shift: interpolation between the hidden states of each token and of the previous token."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from megatron_ext.parallel.parameters import Initializer, by_channel
 
 @fused
 def mixtures(x_tbh: Tensor, before_1bh: Tensor, mu_ih: Tensor, more_itbh: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Interpolate between each token and the previous one with several weights: x_t + (x_{t-1} - x_t) * mu.
+    """Interpolate between each token and the previous token with several weights: x_t + (x_{t-1} - x_t) * mu.
 
     Args:
         x_tbh: hidden states [t, b, hidden].
-        before_1bh: row before the first; see `SequenceHistory.previous_rows`.
-        mu_ih: weight of the previous token by channel, for each of the i mixtures.
-        more_itbh: token-dependent addition to the weight, or None.
+        before_1bh: hidden state before the first token; see `SequenceHistory.previous_rows`.
+        mu_ih: weights of the previous token [i, hidden], for i mixtures.
+        more_itbh: token-dependent addition to the weights [i, t, b, hidden], or None.
 
     Returns:
         The mixtures, [t, b, hidden] each.
@@ -28,15 +28,15 @@ def mixtures(x_tbh: Tensor, before_1bh: Tensor, mu_ih: Tensor, more_itbh: Tensor
 
 
 def ramp(exponent: float, lowered: float = 0.0) -> Initializer:
-    """Return an initializer of mu that falls with the channel, from the previous token's share to the token's own.
+    """Return an initializer of mu that decreases with the channel.
 
-    Channel c of C starts at 1 - (c/C)^exponent - lowered, as in the authors' code (github.com/BlinkDL/RWKV-LM).
+    Channel c of C gets the value 1 - (c/C)^exponent - lowered, as in the authors' code (github.com/BlinkDL/RWKV-LM).
     """
     return by_channel(lambda channel: 1 - (channel / len(channel)) ** exponent - lowered)
 
 
 def ramps(*of_rows: Initializer) -> Initializer:
-    """Return an initializer that fills each row with its own initializer."""
+    """Return an initializer that fills row i of a matrix with the i-th of the given initializers."""
 
     def fill(whole: Tensor, generator: torch.Generator) -> None:
         for row, start in zip(whole, of_rows, strict=True):
@@ -46,5 +46,5 @@ def ramps(*of_rows: Initializer) -> Initializer:
 
 
 def layers_left(layer_number: int, num_layers: int) -> float:
-    """Return the share of the model's layers from this one up: 1 for layer number 1, the first."""
+    """Return the fraction of the model's layers from this layer to the last: 1 for the first layer, number 1."""
     return 1 - (layer_number - 1) / num_layers
