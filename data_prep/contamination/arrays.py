@@ -24,10 +24,10 @@ Append = Callable[[npt.NDArray[Any]], None]
 def appended_array(folder: DataFolder, name: str, dtype: npt.DTypeLike) -> Iterator[Append]:
     """Context manager that yields a function to append rows to a one-dimensional array file.
 
-    The file appears under its name when the block ends.
+    The file appears under its name when the context ends.
 
     Args:
-        folder: local folder, or an fsspec URL: then the file is written to a local disk and copied.
+        folder: folder of the file. For a remote folder, the file is written to a local disk and then copied.
         name: name of the file, which may include a subfolder.
         dtype: dtype of the rows.
     """

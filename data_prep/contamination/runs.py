@@ -1,7 +1,7 @@
-"""Sorted runs of hashes: tasks write a run each time memory is full, and a merge processes range by range.
+"""Sorted runs of hashes. A task writes a run whenever its memory is full, and a merge processes range by range.
 
-No array of all hashes is ever in memory: a run and a range have at most about `RUN_HASHES` hashes, each of which takes
-some 32 bytes during sorting. Hashes are uniformly distributed, so equal ranges contain about as many.
+The hashes are never all in memory. A run and a range have at most about `RUN_HASHES` hashes, each of which takes about
+32 bytes during sorting. Hashes are uniformly distributed, so that ranges of equal width have about equally many hashes.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ RUNS = "runs"
 """Name of the folder of runs."""
 
 RUN_HASHES = 8_000_000
-"""Hashes that are sorted at once: 256 MB."""
+"""Number of hashes that are sorted at once, in 256 MB."""
 
 
 class RunWriter:
-    """Writes the distinct hashes of a task to `<name>/<task>-<run>.npy`, each run ascending and without repetition.
+    """Writer of a task's hashes to `<name>/<task>-<run>.npy`, each run ascending and without repetition.
 
     Args:
         folder: output folder.
@@ -43,7 +43,7 @@ class RunWriter:
             self.close()
 
     def close(self) -> None:
-        """Write the pending hashes, or an empty run to show that the task has none."""
+        """Write the pending hashes as a run, which is empty if there are none: the merge requires a run per task."""
         hashes = np.unique(np.concatenate([np.empty(0, np.uint64), *self._pending]))
         save(self._folder, f"{self._prefix}-{self._runs:05d}.npy", hashes)
         self._pending, self._waiting, self._runs = [], 0, self._runs + 1
@@ -79,7 +79,7 @@ def run_names(folder: DataFolder, name: str, tasks: int) -> list[list[str]]:
     """Return the names of each task's runs, in order.
 
     Raises:
-        FileNotFoundError: a task has written none.
+        FileNotFoundError: a task has written no run.
     """
     found: list[list[str]] = [[] for _ in range(tasks)]
     for run in sorted(folder.list_files(name, glob_pattern="*.npy")):
@@ -91,6 +91,6 @@ def run_names(folder: DataFolder, name: str, tasks: int) -> list[list[str]]:
 
 
 def _between(ascending: Hashes, bounds: list[np.uint64]) -> Hashes:
-    """Return a copy of the values in [first bound, second bound), or without an upper limit."""
+    """Return a copy of the values in [first bound, second bound). Without a second bound there is no upper limit."""
     start, *end = np.searchsorted(ascending, bounds)
     return np.array(ascending[start : end[0] if end else None])

@@ -20,21 +20,21 @@ FAILURES = "failures"
 
 
 class RayExecutor(RayPipelineExecutor):
-    """Runs tasks on Ray with one thread per process, without datatrove's messages.
+    """Executor that runs tasks on Ray with one thread per process, without datatrove's messages.
 
-    After a failure no further task of the stage starts; running tasks complete.
+    After a failure, no further task of the stage starts. Running tasks complete.
     """
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
-        with quiet():  # it warns that nodes must share the folder, which the output requires anyway
+        with quiet():  # datatrove warns that nodes must share the logging folder, which the output requires anyway
             super().__init__(*arguments, **named)
 
     def run(self) -> None:
         """Run every task that is not finished.
 
         Raises:
-            UserError: a task raised it, or tasks ended without an error, for example on a lost node.
-            RuntimeError: a task raised any other exception; the message has its traceback.
+            UserError: a task raised this error, or tasks ended without an error, for example on a lost node.
+            RuntimeError: a task raised any other exception, whose traceback is in the message.
         """
         import ray
 
@@ -66,7 +66,7 @@ class RayExecutor(RayPipelineExecutor):
             raise
 
     def _warn_where_none_can_begin(self, nodes: Iterable[Mapping[str, Any]]) -> None:
-        """Print a warning if no node is large enough: Ray waits silently for one, which may still join."""
+        """Print a warning if no node is large enough for a task. Ray waits silently until such a node joins."""
         gib = self.cpus_per_task * self.mem_per_cpu_gb
         for node in nodes:
             offered = node["Resources"]

@@ -25,22 +25,22 @@ def noted_jobs(root: Path) -> list[str]:
 
 
 def check_no_jobs(root: Path, progress: Callable[[], str]) -> None:
-    """Raise if Slurm jobs of an earlier run still fill a folder; forget those that have ended.
+    """Raise if Slurm jobs of an earlier run still fill a folder. If all have ended, remove their record.
 
-    The error message is the user's way to see the progress of the jobs.
+    The error message shows the user the progress of the jobs.
 
     Args:
         root: folder being filled.
-        progress: returns a description of the jobs' progress.
+        progress: function that returns a description of the jobs' progress.
 
     Raises:
-        UserError: there are such jobs, or Slurm cannot be queried.
+        UserError: a recorded job has not ended, or Slurm cannot be queried.
     """
     jobs = noted_jobs(root)
     if not jobs:
         return
     try:
-        # List all jobs of the user: a query by number fails if Slurm has forgotten one of the jobs.
+        # All jobs of the user are listed, because a query by id fails if Slurm no longer has one of the jobs.
         command = ["squeue", "--noheader", "--me", "--format=%A %F"]
         listed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:

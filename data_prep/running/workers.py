@@ -12,7 +12,7 @@ from datatrove.utils.logging import logger
 from megatron_ext.utils.errors import UserError
 
 OWN_FILES = 100
-"""Files that a process may have open besides those of its task: libraries, logs, the forkserver's pipes."""
+"""Number of files that a process may have open besides those of its task: libraries, logs, the forkserver's pipes."""
 
 
 @contextmanager
@@ -34,9 +34,9 @@ def in_worker() -> None:
 
 
 def allow_open_files(tasks: int) -> None:
-    """Raise the limit of open files, so that this process and its children can open a file of each task at once.
+    """Raise the limit on open files, so that this process and its children can open a file of each task at once.
 
-    Most systems allow 1,024 files by default, and more on request.
+    Most systems allow 1,024 files by default, and allow a process to raise this limit.
 
     Raises:
         UserError: the hard limit is too low.

@@ -24,8 +24,8 @@ _YAML_BLANKS = {ord("\n"): " ", ord("\t"): " "}
 class Parser(argparse.ArgumentParser):
     """argparse parser with the error format of all commands: one line, exit code 2.
 
-    Options may stand between positional arguments, also those of a sub-command. argparse supports that only on request
-    (`parse_intermixed_args`), and never in a sub-command.
+    Options may be given between positional arguments, in sub-commands too. argparse supports this only through
+    `parse_intermixed_args`, and never in a sub-command.
     """
 
     _looking = False
@@ -33,7 +33,7 @@ class Parser(argparse.ArgumentParser):
     def add_argument(self, *names: Any, **given: Any) -> Any:
         """Add an argument as argparse does. Optional positional arguments (`nargs="*"`) default to an empty list.
 
-        argparse reports them as required if they have no default.
+        Without a default, argparse would report them as required.
         """
         if given.get("nargs") == "*" and not names[0].startswith("-"):
             given.setdefault("default", [])
@@ -75,7 +75,7 @@ class Parser(argparse.ArgumentParser):
             value = getattr(parsed, action.dest, None)
             for one in value if isinstance(value, list) else [value]:
                 if isinstance(one, str | Path) and action.dest not in FREE_TEXT:
-                    # An override is YAML, which may have several lines. Its value is checked with its field.
+                    # An override is YAML, which may have several lines. Its value is checked with the field it sets.
                     text = str(one).translate(_YAML_BLANKS) if action.dest == "overrides" else str(one)
                     check_text(action.option_strings[-1] if action.option_strings else str(action.metavar), text)
         return parsed
@@ -95,7 +95,7 @@ class Parser(argparse.ArgumentParser):
         else:
             unknown = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
             known = set(re.findall(r"[\w.-]+", unknown[2])) if unknown else set()
-        if not unknown or unknown[1] in known:  # option of another sub-command, or a surplus value
+        if not unknown or unknown[1] in known:  # the name exists: an option of another sub-command, or a surplus value
             return ""
         longer = sorted(name for name in known if name.startswith(unknown[1]))
         close = longer or difflib.get_close_matches(unknown[1], sorted(known), n=1, cutoff=0.6)

@@ -1,8 +1,8 @@
 """Printing of a user error once, however many ranks find it.
 
-Every rank that finds the error tries to create the same file. The one that succeeds reports it. Under `launch.local`
-the environment gives the file, and the parent prints its text. Under torchrun or Slurm there is no such parent, and the
-creator prints the error.
+Every rank that finds the error tries to create the same file. The rank that succeeds reports the error. Under
+`launch.local`, the environment names the file, and the parent process prints the file's text. Under torchrun or Slurm
+there is no such parent, and the rank that created the file prints the error.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def report_user_error(message: str) -> None:
     try:
         speaks = alone or claim(Path(given) if given else _shared_file(), message)
     except OSError:
-        given, speaks = None, True  # printing it twice is better than not at all
+        given, speaks = None, True  # it is better to print the error twice than not at all
     if speaks and not given:
         print_user_error(message)
 
@@ -58,13 +58,13 @@ def stopped_code() -> int:
     if int(os.environ.get("RANK", "0")) == 0:
         try:
             Path(given).touch()
-        except OSError:  # killed early is better than being taken for finished
+        except OSError:  # it is better to be killed early than to be taken for finished
             return EXIT_STOPPED
     return 0
 
 
 def disk_refusal(error: Exception) -> UserError | None:
-    """Return the user error for a disk that is full or read-only; None: it is another error."""
+    """Return a user error if an error means that a disk is full or read-only, else None."""
     if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
         return None
     problem = f"cannot be written ({os_reason(error)})"
@@ -96,11 +96,11 @@ def claim(path: Path, message: str) -> bool:
     """Create a file with a message if it does not exist.
 
     Args:
-        path: the file, the same for all ranks.
-        message: its text.
+        path: path of the file, the same for all ranks.
+        message: text of the file.
 
     Returns:
-        True: it was created here. False: another process was first.
+        True if this call created the file, False if another process had created it before.
 
     Raises:
         OSError: the folder cannot be written.
@@ -117,8 +117,9 @@ def _shared_file() -> Path:
     """Return a file name shared by the ranks of this job on this machine, but by no other job."""
     parent = os.getppid()
     variables = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_STEP_ID")
-    # The ranks of a machine are children of one torchrun (or Slurm step). Its start time distinguishes reused pids: the
-    # file cannot be removed at the end, since it is unknown when the last rank has read it.
+    # The ranks of a machine are children of one torchrun (or Slurm step). The parent's start time is part of the name,
+    # because its pid may be reused while the file still exists. The file cannot be removed at the end, since it is
+    # unknown when the last rank has read it.
     key = [*(os.environ.get(name, "") for name in variables), str(os.getuid()), str(parent), _start_time(parent)]
     digest = hashlib.sha256("\0".join(key).encode()).hexdigest()[:20]
     folder = own_folder()

@@ -1,4 +1,4 @@
-"""Option `--resume` of commands (continue from a checkpoint), and `--resume=auto` (continue if there is one)."""
+"""Options `--resume` (continue from a checkpoint) and `--resume=auto` (continue if there is a checkpoint)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def add_resume(parser: argparse.ArgumentParser | argparse._ArgumentGroup, what: 
 
     Args:
         parser: a parser or argument group. Its arguments must first pass through `with_resume`.
-        what: help text: what is done if there is something to resume.
+        what: help text that describes the action if there is something to resume.
     """
     what = f"{what}; {_RESUME_AUTO}: or start a new run if there is none"
     parser.add_argument("--resume", action="store_const", const=True, default=False, help=what)

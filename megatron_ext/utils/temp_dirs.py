@@ -31,7 +31,7 @@ The lock distinguishes a folder in use from one that a killed process has left.
 def ended_by_exceptions() -> Iterator[list[BaseException]]:
     """Context manager that turns signals which would end the process into exceptions, with a shell's exit codes.
 
-    It has no effect outside the main thread.
+    The context manager has no effect outside the main thread.
 
     Yields:
         The exceptions that were raised by signals.
@@ -71,9 +71,9 @@ def scratch_folder(kind: str, parent: Path | None = None) -> Iterator[Path]:
         folder = Path(tempfile.mkdtemp(prefix=start, dir=parent))
         try:
             with (folder / _NEW).open("w") as lock:
-                with suppress(OSError):  # no locks on this file system: nobody can tell what is in use
+                with suppress(OSError):  # without locks on this file system, the folder is never removed as unused
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    Path(lock.name).rename(folder / _HELD)  # locked before others can find it
+                    Path(lock.name).rename(folder / _HELD)  # renamed when locked, so that `_clear` finds it locked
                 yield folder
         finally:
             if (folder / _HELD).exists() or (folder / _NEW).exists():
@@ -90,7 +90,7 @@ def own_folder() -> Path:
     """Return this user's folder in `TMPDIR`, which no other user can read or write.
 
     Raises:
-        OSError: it cannot be created, or the name is taken by something else.
+        OSError: the folder cannot be created, or its name is taken.
     """
     folder = Path(tempfile.gettempdir()) / f"selectron-{os.getuid()}"
     with suppress(FileExistsError):
@@ -102,7 +102,7 @@ def own_folder() -> Path:
 
 
 def _clear(parent: Path, start: str) -> None:
-    """Remove this user's folders that no process uses any more; links are not followed."""
+    """Remove this user's folders whose name begins with `start` and that no process uses. Links are not followed."""
     for folder in parent.glob(f"{glob.escape(start)}*"):
         with suppress(OSError):  # in use, another user's, or already gone
             found = folder.lstat()

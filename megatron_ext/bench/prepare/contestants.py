@@ -21,12 +21,12 @@ def bare(tokenizer: str, folder: str, workers: int, method: str) -> dict[str, fl
 
     Args:
         tokenizer: path of a tokenizer.json.
-        folder: with `*.jsonl.zst`.
-        workers: processes, of one thread each.
+        folder: folder with files `*.jsonl.zst`.
+        workers: number of processes, of one thread each.
         method: `encode_batch` or `encode_batch_fast`.
 
     Returns:
-        Seconds of the slowest worker, processor seconds of all, and number of tokens.
+        Seconds of the slowest worker, processor seconds of all workers, and number of tokens.
     """
     paths = sorted(Path(folder).glob("*.jsonl.zst"))
     shares = [(tokenizer, paths[rank::workers], method) for rank in range(workers)]
@@ -78,7 +78,7 @@ def datatrove(tokenizer: str, folder: str, workers: int, end: str, output: str) 
 def main() -> None:
     """Run a contestant given as `NAME FILE ARGUMENTS` (ARGUMENTS in JSON), and write its result to FILE."""
     name, target, arguments = sys.argv[1:]
-    # The library reads these when it first runs: one thread in each of the processes.
+    # The tokenizer library reads these variables when it first runs, and then uses one thread per process.
     os.environ["TOKENIZERS_PARALLELISM"], os.environ["RAYON_NUM_THREADS"] = "false", "1"
     contestant = bare if name == "bare" else datatrove
     found = contestant(*json.loads(arguments))

@@ -1,4 +1,4 @@
-"""Input texts for all contestants: as compressed record files, and as one plain file for those that need it."""
+"""Input texts for all contestants, as compressed record files and as one plain file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from data_prep.reading.lines import read_lines
 
 DOMAIN, TEST_DOMAIN = "Text", "Test"
 TEST_EVERY = 20
-"""One in this many documents is test text, starting with the first: decontamination needs some to search for."""
+"""One in this many documents is test text, starting with the first document, for decontamination to search for."""
 
 LETTERS = "etaoinshrdlucmfwypvbgk"
 
@@ -29,10 +29,10 @@ class Input:
     """Input texts on disk.
 
     Attributes:
-        folder: with `*.jsonl.zst`.
-        lines: one plain file with all texts.
+        folder: folder with files `*.jsonl.zst`, which together contain all texts.
+        lines: plain file with all texts.
         documents: number of documents.
-        bytes: of text.
+        bytes: size of the text in UTF-8 bytes.
     """
 
     folder: Path

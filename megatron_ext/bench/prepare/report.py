@@ -15,15 +15,15 @@ class PrepareRow:
     """Result of one contestant: medians over the rounds.
 
     Attributes:
-        name: of the contestant.
+        name: name of the contestant.
         documents: number of documents read.
-        bytes: of their text in UTF-8.
+        bytes: size of the documents' text in UTF-8 bytes.
         tokens: number of tokens produced.
-        seconds: from start to exit; for a bare tokenizer: of encoding alone.
-        cpu_seconds: of all its processes; for a bare tokenizer: of encoding alone.
-        start_cpu_seconds: `cpu_seconds` with one document per file, i.e. independent of the input size.
-        peak_bytes: resident memory of its largest process, maximum over the rounds; 0: not measured.
-        does_more: additional work that the others do not do.
+        seconds: seconds from start to exit; for a bare tokenizer, seconds of encoding alone.
+        cpu_seconds: processor seconds of all processes; for a bare tokenizer, those of encoding alone.
+        start_cpu_seconds: `cpu_seconds` for one document per file, which does not depend on the input size.
+        peak_bytes: resident memory of the largest process, maximum over the rounds; 0: not measured.
+        does_more: additional work that the other contestants do not do.
     """
 
     name: str
@@ -48,9 +48,9 @@ class PrepareReport(BenchReport):
 
     Attributes:
         data: description of the input.
-        workers: processes of each contestant.
+        workers: number of processes of each contestant.
         rounds: number of rounds.
-        rows: the bare tokenizer's first.
+        rows: results of the contestants, those of the bare tokenizer first.
         left_out: contestants that were not available.
     """
 
@@ -67,7 +67,7 @@ class PrepareReport(BenchReport):
         return asdict(self)
 
     def body(self) -> list[str]:
-        """Return what was read, notes and the table."""
+        """Return a description of the input, notes and the table, as Markdown lines."""
         floors = self.rows[:2]
         shares = [f"of {floor.name}" for floor in floors]
         speeds = ("MB a processor second", "thousand tokens a processor second")

@@ -70,8 +70,8 @@ class Run:
     """Measured run of a contestant.
 
     Attributes:
-        seconds: from start to exit.
-        cpu_seconds: of all processes.
+        seconds: seconds from start to exit.
+        cpu_seconds: processor seconds of all processes.
         peak_bytes: resident memory of the largest process; 0: not measured.
         tokens: number of tokens produced; 0: not reported.
     """
@@ -85,12 +85,12 @@ class Run:
 def compare(
     texts: Iterator[str], tokenizer: Path, workers: int, rounds: int, disk: Path, megatron: Path | None
 ) -> list[PrepareRow]:
-    """Run all contestants in turn for several rounds, each on all texts and on few texts, and return the medians.
+    """Run all contestants for several rounds, on all texts and on one text per file, and return the medians.
 
     Args:
-        texts: to tokenize.
+        texts: texts to tokenize.
         tokenizer: path of a tokenizer.json.
-        workers: processes of each contestant.
+        workers: number of processes of each contestant.
         rounds: number of rounds.
         disk: folder for inputs and outputs during the benchmark.
         megatron: checkout of Megatron-LM; None: leave it out.

@@ -36,14 +36,14 @@ class SavedModel:
 
 @dataclass(frozen=True)
 class Rule:
-    """Invertible conversion between a few of our tensors and a few of theirs, independent of all others.
+    """Invertible conversion between some tensors of a Selectron checkpoint and some of the other library's checkpoint.
 
     Attributes:
-        ours: keys in our checkpoint. The tensors are unsharded and without vocabulary padding.
-        theirs: keys in their checkpoint.
-        to_theirs: converts the tensors of `ours`, in order, to those of `theirs`. It supports every dtype and the meta
-            device, and does not change the bits of a value.
-        to_ours: the inverse.
+        ours: keys in the Selectron checkpoint. The tensors are unsharded and without vocabulary padding.
+        theirs: keys in the other library's checkpoint.
+        to_theirs: function from the tensors of `ours`, in order, to those of `theirs`. It supports every dtype and the
+            meta device, and does not change the bits of a value.
+        to_ours: inverse of `to_theirs`.
         neutral: keys of `theirs` that correspond to none of our tensors. Their values are fixed and `to_ours` checks
             them.
     """
@@ -62,13 +62,13 @@ class Family(Protocol):
     """Name in the `architectures` field of config.json."""
 
     def why_not(self, saved: SavedModel) -> str | None:
-        """Return why the architecture does not support a model of ours; None: it does."""
+        """Return the reason why the architecture does not support a Selectron model; None if it does."""
 
     def config(self, saved: SavedModel) -> dict[str, Any]:
-        """Return the config.json of a model of ours, without the dtype and the token ids."""
+        """Return the config.json of a Selectron model, without the dtype and the token ids."""
 
     def saved_model(self, config: dict[str, Any]) -> SavedModel:
-        """Return our model that a config.json describes.
+        """Return the Selectron model that a config.json describes.
 
         Raises:
             UserError: a field, which the error names, has a value that our models do not support.
@@ -88,7 +88,7 @@ class ShipsCode(Protocol):
     def model(self, config: dict[str, Any]) -> Module:
         """Return the fp32 model of a config.json.
 
-        It is built from this package's files. Those in the folder of the checkpoint are not trusted and not executed.
+        The model is built from this package's files. Files in the checkpoint's folder are not trusted and not executed.
         """
 
     def rotating(self) -> Sequence[ModuleType]:

@@ -42,7 +42,7 @@ class Training:
         tensors: tensors of the model with vocabulary padding. The padding rows are part of every softmax and are
             trained.
         optimizer: optimizer state, for tensors of the same shapes.
-        identity: identity of the record, which a resumed run must share.
+        identity: identity in the checkpoint's record, which a resumed run must share.
         config: configuration of the run as plain values; None: not available.
     """
 
@@ -64,9 +64,9 @@ class Source:
         tensors: tensors converted to ours, without vocabulary padding.
         tokenizer: tokenizer beside the model; None: there is none.
         progress: progress of the training; None: not known.
-        has_optimizer: whether the checkpoint contains optimizer state, in any form.
+        has_optimizer: True if the checkpoint contains optimizer state, in any form.
         training: state to resume a Selectron run from; None: not available, or from another library.
-        family: family of its architecture; None: the format is not Hugging Face.
+        family: family of the model's architecture; None: the format is not Hugging Face.
     """
 
     path: Path
