@@ -13,7 +13,7 @@ OnHost = Callable[[], list[Tensor]]
 """Function that returns the copies in host memory. It may block, so a background thread calls it."""
 
 _AT_ONCE = 16 << 20
-"""Maximum number of bytes of queued transfers from the device to the host."""
+"""Number of bytes of queued transfers to the host after which `_fetch` waits for their completion."""
 
 _FILLED = 0.95
 """Maximum fraction of GPU memory that training and the copies may use together."""

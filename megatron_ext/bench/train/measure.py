@@ -31,9 +31,10 @@ class Amount:
     """Numbers of steps to run.
 
     Attributes:
-        warm_up: untimed steps first, in which kernels are compiled and tuned and Adam's moments created.
-        steps: timed steps.
-        profiled: steps under the profiler after those; 0: none.
+        warm_up: number of untimed steps at the start, in which kernels are compiled and tuned, and Adam's moments are
+            created.
+        steps: number of timed steps.
+        profiled: number of steps under the profiler after the timed steps; 0: no profile.
     """
 
     warm_up: int
@@ -106,9 +107,9 @@ def measure(
         vocabulary: vocabulary size of the model.
         samples: training samples.
         groups: process groups.
-        platform: of this process.
-        amount: numbers of steps.
-        plain: use megatron-core's own model.
+        platform: platform of this process.
+        amount: numbers of warm-up, timed and profiled steps.
+        plain: True if megatron-core alone builds the model.
 
     Returns:
         Measurements, the same on every rank.
