@@ -10,7 +10,9 @@ from kernels.gated_delta_rule import triton_backward, triton_forward
 from kernels.gated_delta_rule.triton_tile import CHUNK
 
 WIDE, FEW_WARPS = 64, 2
-"""Kernels other than the scans are limited to FEW_WARPS unless their tiles are at least WIDE: see `triton_forward`."""
+"""Except in the scans, a kernel with a tile narrower than WIDE columns runs with at most FEW_WARPS warps. The module
+docstring of `triton_forward` gives the reason.
+"""
 
 
 class Tuning(NamedTuple):
@@ -18,9 +20,9 @@ class Tuning(NamedTuple):
 
     Attributes:
         num_warps, num_stages: launch options of Triton.
-        block: maximum value columns per program, or key columns for `multiply_pairs` and `write_gradients`; below WIDE
-            for the scans. None for all columns.
-        inner: value columns that `write_gradients` loads at a time.
+        block: maximum value columns per program, or maximum key columns for `multiply_pairs` and `write_gradients`. For
+            the scans it must be below WIDE. None for all columns.
+        inner: maximum value columns that `write_gradients` loads at a time.
     """
 
     num_warps: int
@@ -29,18 +31,18 @@ class Tuning(NamedTuple):
     inner: int = 64
 
 
+# Module attributes, so that a benchmark can assign other values.
 SOLVE = Tuning(num_warps=1, num_stages=1)
 MULTIPLY = Tuning(num_warps=2, num_stages=2, block=64)
 READ = Tuning(num_warps=4, num_stages=2, block=128)
 WALK = Tuning(num_warps=4, num_stages=2, block=32)
 WALK_ALONE = Tuning(num_warps=4, num_stages=3, block=16)
-"""Used for the scans if WALK gives fewer programs than the GPU has multiprocessors."""
+"""Parameters of the scans if WALK gives fewer programs than the GPU has multiprocessors."""
 WRITE_GRADIENTS = Tuning(num_warps=4, num_stages=2, block=64)
-"""Replace these to benchmark other values."""
 
 
 class Problem(NamedTuple):
-    """Sizes of one call."""
+    """Sizes and options of one call."""
 
     samples: int
     length: int
@@ -73,7 +75,7 @@ class Problem(NamedTuple):
         return self.launch(tuning, D=self.key, E=self.value, **blocks)
 
     def of_scan(self, x: Tensor) -> dict[str, Any]:
-        """Return the constants of the scans, in which a program iterates over a whole sequence."""
+        """Return the constants of the scans, in which a program iterates over all chunks of a sample."""
         wide = self.of_values(WALK)
         programs = self.places * -(-self.value // wide["BLOCK_E"])
         return wide if programs >= multiprocessors(x) else self.of_values(WALK_ALONE)
@@ -92,14 +94,14 @@ def with_few_warps(constants: dict[str, Any]) -> dict[str, Any]:
 
 
 class Solved(NamedTuple):
-    """Outputs of `solve`: see `triton_forward.solve_chunks`."""
+    """Outputs of `solve`; `triton_forward.solve_chunks` describes them."""
 
     below: Tensor
     totals: Tensor
 
 
 def solve(problem: Problem, k: Tensor, beta: Tensor, g: Tensor | None) -> Solved:
-    """Invert the chunks' systems.
+    """Invert the triangular system of each chunk.
 
     Args:
         problem: sizes.
@@ -120,12 +122,12 @@ def solve(problem: Problem, k: Tensor, beta: Tensor, g: Tensor | None) -> Solved
 def multiply(
     problem: Problem, x: Tensor, y: Tensor, solved: Solved, *, scale: float = 1.0, strict: bool = False
 ) -> Tensor:
-    """Compute products of token pairs: see `triton_forward.multiply_pairs`.
+    """Compute products of token pairs with `triton_forward.multiply_pairs`.
 
     Args:
         problem: sizes.
         x, y: contiguous [b, t, h, d].
-        solved: output of `solve`, for its totals.
+        solved: output of `solve`; its totals are used.
         scale: factor on the products.
         strict: write 0 for the product of a token with itself.
     """
@@ -140,7 +142,7 @@ def multiply(
 
 
 class Scanned(NamedTuple):
-    """Outputs of `walk`: see `triton_forward.scan_chunks`."""
+    """Outputs of `scan`; `triton_forward.scan_chunks` describes them."""
 
     states: Tensor
     updates: Tensor
@@ -195,7 +197,10 @@ def backward(
     problem: Problem, dout: Tensor, dlast: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, solved: Solved,
     first: Tensor,
 ) -> Gradients:  # fmt: skip
-    """Return the gradients of the inputs, given those of the output and the final state. Arguments as in `walk`."""
+    """Return the gradients of the inputs, given `dout` and `dlast`, the gradients of the output and the final state.
+
+    Other arguments as in `scan`; q is like k.
+    """
     states, updates, _ = scan(problem, k, v, beta, solved, first)
     pairs = multiply(problem, q, k, solved)
     dstates, dv, dfirst = torch.empty_like(states), torch.empty_like(v), torch.empty_like(first)

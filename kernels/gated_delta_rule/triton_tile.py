@@ -17,14 +17,14 @@ SOLVED = tl.constexpr(16)
 
 @triton.jit
 def place_of(program, chunks, heads):
-    """Return a program's sample (int64), head and chunk, for a grid of samples * heads * chunks programs."""
+    """Return a program's sample (int64), head and chunk, in a one-dimensional grid of samples * heads * chunks."""
     place, chunk = program // chunks, program % chunks
     return (place // heads).to(tl.int64), place % heads, chunk
 
 
 @triton.jit
 def rows_of_chunk(sample, chunk, length, C: tl.constexpr):
-    """Return a chunk's rows in [samples * length, ...], and a mask of the existing ones."""
+    """Return the indices of a chunk's tokens in [samples * length, ...], and a mask of the tokens that exist."""
     t = chunk * C + tl.arange(0, C)
     return sample * length + t, t < length
 
@@ -43,7 +43,7 @@ def place_columns_as_rows(rows, valid, columns, head, heads, WIDTH: tl.constexpr
 
 @triton.jit
 def place_of_scan(H: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Return the position of a scan's program: blocks of E on the first axis, samples * H on the second.
+    """Return the indices of a scan's program, for a grid of (blocks of E, samples * H) programs.
 
     Returns:
         place: index of the (sample, head) pair, int64; then the sample, int64, and the head, int32.
@@ -73,9 +73,9 @@ def load_totals(totals, sample, chunk, length, head, heads, C: tl.constexpr, DEC
 
 @triton.jit
 def between(pairs, total, STRICT: tl.constexpr, DECAYS: tl.constexpr, C: tl.constexpr):
-    """Multiply pairs of tokens [C, C] by the decay from j to i, and set pairs with j > i to 0.
+    """Multiply the products of token pairs (i, j), [C, C], by the decay from j to i. Set products with j > i to 0.
 
-    STRICT: also set the diagonal to 0.
+    If STRICT, also set the diagonal to 0.
     """
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     if DECAYS:
@@ -87,8 +87,9 @@ def between(pairs, total, STRICT: tl.constexpr, DECAYS: tl.constexpr, C: tl.cons
 def unit_lower_inverse(below, C: tl.constexpr):
     """Invert the identity plus `below`, an fp32 [C, C] matrix that is zero on and above its diagonal.
 
-    The diagonal blocks are inverted by substitution. Then adjacent blocks are joined twice: if D is the inverse without
-    the blocks L between the two, the inverse with them is D - D L D.
+    The diagonal blocks are inverted by substitution. Then pairs of adjacent blocks are joined, twice. Let D be the
+    inverse of a pair of diagonal blocks, and L the block of `below` that connects them. The inverse of the joined block
+    is D - D L D.
 
     Args:
         below: the matrix.

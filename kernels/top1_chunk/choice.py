@@ -1,4 +1,4 @@
-"""Chunk selection of Top-1 Chunk attention on its own, for sharded keys: from mean keys, or from part of the keys.
+"""Separate chunk selection for Top-1 Chunk attention with sharded keys: by mean keys, or by the keys of one shard.
 
 The selected chunks are passed to `top1_chunk_attention` as its `selection`. The functions have no gradient. Each uses
 the implementation, Triton or plain torch, that `top1_chunk_attention` uses for the same inputs.
@@ -98,7 +98,7 @@ def best_by_keys(
     first_chunk: int = 0,
     implementation: Implementation = "auto",
 ) -> Best:
-    """Find for every query the top_k best earlier chunks among part of the sequence's keys.
+    """Find for every query the top_k best earlier chunks among consecutive chunks of the sequence.
 
     Args:
         q: queries [b, tq, hq, d].
@@ -107,7 +107,7 @@ def best_by_keys(
         top_k: number of chunks.
         score: "exact" or "exact_lse"; see `top1_chunk_attention`.
         scale: factor on q.k for "exact_lse"; None means d**-0.5.
-        query_offset: position of the first query in the sequence; a multiple of chunk_size, not before the first key.
+        query_offset: position of the first query in the sequence: a multiple of chunk_size, not before the first key.
         first_chunk: index of the first chunk of k in the sequence.
         implementation: "reference"; "triton", which scores every key without screening; or "auto".
 
@@ -135,7 +135,7 @@ def best_by_keys(
 
 
 def merge(a: Best, b: Best) -> Best:
-    """Merge two results into the best chunks of both; the lowest index wins a tie, regardless of the argument order."""
+    """Merge two results into the best chunks of both, independent of their order. The lowest index wins a tie."""
     top_k = a.chunks.shape[-1]
     scores, chunks = torch.cat([a.scores, b.scores], -1), torch.cat([a.chunks, b.chunks], -1)
     # Sort by index, then stably by score, so that equal scores stay in index order. Missing chunks come last.
@@ -152,7 +152,7 @@ def _takes_triton(op: str, implementation: str, q: Tensor, chunk_size: int) -> b
 
 
 def _problem(q: Tensor, num_groups: int, num_held: int, chunk_size: int, query_offset: int, scale: float = 1.0) -> Any:
-    """Build the problem of queries over the first `num_held` keys of their rows, which may end before the queries."""
+    """Build the problem of queries over each sample's first `num_held` keys, which may end before the queries."""
     from kernels.top1_chunk.triton_problem import Problem
 
     batch, num_queries, num_heads, head_dim = q.shape

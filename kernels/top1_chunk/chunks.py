@@ -1,7 +1,7 @@
 """Table of the keys and queries of each chunk, for a batch of sequences or for packed documents.
 
-Kernels take one flat row of tokens: the token of row b at position t is b * length + t. A *slot* is a chunk of any row
-or document. Slots are numbered consecutively, so that those of a document are adjacent.
+Kernels take flat tokens: position t of batch row b is token b * length + t. A *slot* is the index of a chunk among the
+chunks of all batch rows or documents. The chunks of a document have adjacent slots.
 """
 
 from collections.abc import Sequence
@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 KEY_START, KEY_COUNT, QUERY_START, QUERY_COUNT, QUERY_SHIFT, FIRST_SLOT = range(6)
-"""Table columns: flat start and count of the slot's keys, flat start and count of its queries, position of the first
+"""Table columns: flat start and number of the chunk's keys, flat start and number of its queries, position of the first
 query within the chunk, and first slot of the document."""
 
 NUM_COLUMNS = 6
 
 
 class Layout(NamedTuple):
-    """Shapes that determine a table."""
+    """Shapes that determine a chunk table."""
 
     batch: int
     num_queries: int
@@ -39,7 +39,7 @@ def chunk_table(layout: Layout, bounds: Sequence[int] | None, device: torch.devi
     return _cached_table(layout, None if bounds is None else tuple(bounds), device)
 
 
-# A small cache: packed documents have their own table in each micro-batch, which is not used again.
+# The cache is small, because each micro-batch of packed documents has a new table that is not used again.
 @lru_cache(maxsize=16)
 def _cached_table(layout: Layout, bounds: tuple[int, ...] | None, device: torch.device) -> Tensor:
     table = _table_of_rows(layout) if bounds is None else _table_of_documents(layout, bounds)

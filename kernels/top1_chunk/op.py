@@ -97,7 +97,7 @@ def top1_chunk_backward(
     scale: float,
     query_offset: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v from that of `out`. Other arguments: inputs and outputs of `top1_chunk`."""
+    """Return the gradients of q, k and v, given the gradient of `out` and inputs and outputs of `top1_chunk`."""
     from kernels.top1_chunk import triton_launch
 
     problem = _problem(q, k, cu_seqlens, chunk_size, local, scale, query_offset)

@@ -1,7 +1,7 @@
 """Attention of a tile of rows to the keys of one chunk, and the addressing of rows and slots.
 
-Query heads that share a key head g are rows of one matrix: row n * R + r is head g * R + r of token n, with R query
-heads per key head. Table columns are those of `chunks`. Log-sum-exps are in units of log2.
+R query heads share a key head. The queries of key head g are the rows of one matrix: row n * R + r is query head
+g * R + r of token n. Table columns are those of `chunks`. Log-sum-exps are in units of log2.
 """
 
 # mypy: ignore-errors
@@ -17,7 +17,7 @@ COLUMNS = tl.constexpr(6)
 
 @triton.jit
 def head_rows(row, g, G: tl.constexpr, R: tl.constexpr):
-    """Return the rows in a [tokens, G * R, d] matrix for the rows `row` of key head g."""
+    """Return the indices of key head g's rows `row` in queries [tokens * G * R, d]."""
     return (row // R).to(tl.int64) * (G * R) + g * R + row % R
 
 
@@ -29,7 +29,11 @@ def first_slot(table, slot):
 
 @triton.jit
 def own_rows(table, slot, tile, R: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Return one tile of a slot's own rows: (row [M], position in the chunk [M], valid [M], number of visible keys)."""
+    """Return a tile of the rows whose queries are in a slot.
+
+    Returns:
+        (row [M], position in the chunk [M], valid [M], number of the chunk's keys visible to any of these rows).
+    """
     entry = table + slot * COLUMNS
     start, count, shift = tl.load(entry + 2), tl.load(entry + 3), tl.load(entry + 4)
     m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -64,23 +68,23 @@ def attend(
         if CAUSAL:
             scores = tl.where((n < seen)[None, :] & (n[None, :] <= position[:, None]), scores, -float("inf"))
         top = tl.maximum(highest, tl.max(scores, 1))
-        # All products may be -inf, and -inf - -inf would be NaN.
+        # If all scores are -inf, `top` is replaced, because -inf - -inf is NaN.
         level = tl.where(top == -float("inf"), 0.0, top)
         weights = tl.exp2(scores - level[:, None])
         decay = tl.exp2(highest - level)
         total = total * decay + tl.sum(weights, 1)
         mixed = mixed * decay[:, None] + product(weights.to(values.dtype), values)
         highest = top
-    # One division per row, not per element: a division takes some ten instructions.
+    # One division per row instead of per element, because a division takes about ten instructions.
     return mixed * (1.0 / tl.where(total > 0, total, 1.0))[:, None], highest + tl.log2(total)
 
 
 @triton.jit
 def shares(level_a, level_b):
-    """Return the shares of two parts in their joint softmax, from their log-sum-exps [M].
+    """Return the shares of two sets of keys, a and b, in their joint softmax, from their log-sum-exps [M].
 
     Returns:
-        (share of a, share of b, log-sum-exp of both); 0, 0 and -inf for -inf and -inf.
+        (share of a, share of b, log-sum-exp of both); 0, 0 and -inf if both log-sum-exps are -inf.
     """
     top = tl.maximum(level_a, level_b)
     level = tl.where(top == -float("inf"), 0.0, top)
@@ -92,6 +96,6 @@ def shares(level_a, level_b):
 
 @triton.jit
 def join(a, level_a, b, level_b):
-    """Join two softmax parts, each an output [M, BLOCK_D] with its log-sum-exp [M]."""
+    """Combine the attention to two sets of keys, each an output [M, BLOCK_D] with its log-sum-exp [M]."""
     share_a, share_b, level = shares(level_a, level_b)
     return a * share_a[:, None] + b * share_b[:, None], level

@@ -1,8 +1,9 @@
-"""Attention to the chosen chunks and to the own one, joined through the log-sum-exp, in Triton.
+"""Attention to the chosen chunks and to the query's own chunk, combined through the log-sum-exp, in Triton.
 
-The pass over the first choice writes the output and log-sum-exp of its rows. Each further pass, and the local pass at
-the end, reads both, joins its part and writes them again. The local pass is the last because it visits the rows in
-memory order, where reading is cheap. A row occurs once in an order, so there are no write conflicts and no atomics.
+The first pass attends to each row's best chosen chunk, and writes the rows' output and log-sum-exp. Each further pass
+attends to the next best chunk, and the last (local) pass to the own chunk. These passes read output and log-sum-exp,
+combine them with their own result and write them again. The local pass is last because it processes the rows in memory
+order, which makes reading cheap. A pass processes each row once, so there are no write conflicts and no atomics.
 """
 
 # mypy: ignore-errors
@@ -27,9 +28,9 @@ def attend_chosen(
     Args:
         q: queries [tokens, G * R, d].
         k, v: keys and values [tokens, G, d].
-        out: [tokens, G * R, d], written; with JOINS, joined to its old content.
-        lse: fp32 [G, rows], written; with JOINS, joined to its old content.
-        order: rows grouped by choice, int32.
+        out: [tokens, G * R, d], written; with JOINS, combined with its old content.
+        lse: fp32 [G, rows], written; with JOINS, combined with its old content.
+        order: int32, rows grouped by chosen chunk.
         items: int32 [items, ITEM_COLUMNS] from `cut_segments`, each of at most BLOCK_M rows.
     """
     item = items + tl.program_id(0) * ITEM_COLUMNS
@@ -58,14 +59,15 @@ def attend_local(
     G: tl.constexpr, R: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, TILES: tl.constexpr, LOCAL: tl.constexpr,
 ):  # fmt: skip
-    """Attend to the own chunk up to the query and join; without LOCAL only in a document's first chunk.
+    """Attend to the keys of the own chunk up to the query, and combine the result with `out` and `lse`.
 
-    Grid (slots * TILES * G,): heads of one chunk are consecutive, as in memory.
+    Without LOCAL, only queries of a document's first chunk attend. Grid (slots * TILES * G,): heads of one chunk are
+    consecutive, as in memory.
 
     Args:
         q, k, v: as in `attend_chosen`.
-        out, lse: output of `attend_chosen`, joined; 0 and -inf for rows that attend to nothing.
-        chosen: int32 [G, rows], a row's first choice; -1 if `attend_chosen` wrote nothing for the row.
+        out, lse: output of `attend_chosen`, updated; 0 and -inf for rows that attend to nothing.
+        chosen: int32 [G, rows], slot of a row's best chunk; -1 if `attend_chosen` wrote nothing for the row.
     """
     g, tile = tl.program_id(0) % G, tl.program_id(0) // G
     slot = tile // TILES

@@ -1,7 +1,8 @@
 """Group rows by the chunk they chose: a stable counting sort, in Triton.
 
-Each block of BLOCK rows is sorted separately. The lengths of its runs, summed over chunks and blocks, give the
-destination of each run. There are no atomics and the order is stable, so sums in this order are deterministic.
+Each block of BLOCK rows is sorted separately. A run is a sequence of rows of a sorted block that chose the same chunk.
+The running sum of run lengths over chunks and blocks gives the destination of each run. There are no atomics and the
+order is stable, so sums in this order are deterministic.
 """
 
 # mypy: ignore-errors
@@ -23,7 +24,7 @@ def sort_blocks(chosen, keys, rows, slots, blocks, BLOCK: tl.constexpr):
 
     Args:
         chosen: int32 [G, rows].
-        keys: int32 [G, blocks, BLOCK], written: slot * BLOCK + place in the block, ascending.
+        keys: int32 [G, blocks, BLOCK], written: slot * BLOCK + index in the block, ascending.
     """
     block, g = tl.program_id(0), tl.program_id(1)
     i = tl.arange(0, BLOCK)
@@ -40,7 +41,7 @@ def _later(a, b):
 
 @triton.jit
 def _runs(keys, BLOCK: tl.constexpr):
-    """Return for a sorted block: (bin, place in the block, place in its run, mask of the ends of runs)."""
+    """Return for each key of a sorted block: bin, row index in the block, index in its run, mask of the runs' ends."""
     i = tl.arange(0, BLOCK)
     key = tl.load(keys + i)
     before = tl.load(keys + i - 1, mask=i > 0, other=-1)
@@ -66,7 +67,7 @@ def count_runs(keys, counts, slots, blocks, BLOCK: tl.constexpr):
 
 @triton.jit
 def place_rows(keys, ends, counts, order, slots, blocks, BLOCK: tl.constexpr):
-    """Write each row to its place in the order. Grid (blocks, G).
+    """Write the rows in the order of their bins. Grid (blocks, G).
 
     Args:
         keys: output of `sort_blocks`.
@@ -82,7 +83,7 @@ def place_rows(keys, ends, counts, order, slots, blocks, BLOCK: tl.constexpr):
 
 @triton.jit
 def _bin_end(ends, bin, stride, capacity, there):
-    """Return the end of a bin in the order; 0 where not `there`."""
+    """Return the end of a bin in the order; 0 where the mask `there` is False."""
     return tl.minimum(tl.load(ends + (bin.to(tl.int64) + 1) * stride - 1, mask=there, other=0), capacity)
 
 
@@ -115,11 +116,11 @@ def cut_segments(
         counts, ends, stride, capacity: as in `count_segments`.
         table: chunk table, see `chunks`.
         items: int32 [num_items, ITEM_COLUMNS], written: begin and end in the order, key head, first token of the chunk,
-            number of the part or -1 for a bin's only segment, slot of the chunk. Unused items have begin = end.
+            index of the part or -1 for a bin's only segment, slot of the chunk. Unused items have begin = end.
     """
     item = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     place = item + tl.load(running + bins - 1)  # position in the running sum, where segments follow all parts
-    # Bisection for the first bin whose items end beyond this one.
+    # Bisection for the first bin whose segments end beyond `place`.
     low = tl.zeros([BLOCK], tl.int32)
     high = tl.zeros([BLOCK], tl.int32) + bins
     for _ in tl.static_range(STEPS):

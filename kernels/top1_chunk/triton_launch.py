@@ -11,10 +11,11 @@ from kernels.top1_chunk.triton_problem import LN2, Problem
 
 
 def backward_segment(problem: Problem) -> int:
-    """Return the rows per program of the backward pass, among those that chose the same chunk.
+    """Return the size of a segment: the rows that chose the same chunk are divided among programs in segments.
 
-    It is 16 chunks' worth of rows. The partial dk and dv of chunks with several segments, at most two per full segment,
-    then take at most a sixteenth of the memory of all inputs, outputs and gradients.
+    A full segment has at least 16 rows per key of the chunk. Each segment of a chunk with several segments needs a
+    partial dk and dv. There are at most two such partial results per full segment, so they take at most a sixteenth of
+    the memory of all inputs, outputs and gradients.
     """
     return max(1024, 16 * problem.layout.chunk_size)
 
@@ -22,14 +23,15 @@ def backward_segment(problem: Problem) -> int:
 def forward(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, *, top_k: int, score: str, given: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the forward pass. If `given` holds a selection in the format of `chosen`, no selection is made.
+    """Run the forward pass. If given, `given` is used as `chosen` and no chunks are selected.
 
     Returns:
         out: [tokens, hq, d] in v's dtype.
         lse: fp32 [hkv, rows], log-sum-exp in units of log2.
         chosen: int32 [top_k, hkv, rows], slots, best first; -1 for a missing chunk.
     """
-    # A single join rounds the first part once more. With several joins the errors would accumulate.
+    # With top_k = 1, `out` is rounded only once between the chosen and the own chunk. With more chunks, the rounding
+    # errors would accumulate, so the sum is in fp32.
     out = torch.empty(q.shape, dtype=v.dtype if top_k == 1 else torch.float32, device=q.device)
     lse = torch.empty(problem.num_groups, problem.rows, dtype=torch.float32, device=q.device)
     with on_device(q):
@@ -45,14 +47,17 @@ def forward(
 
 
 def _hopper_kernels_fit(problem: Problem, q: Tensor, out: Tensor) -> bool:
-    # fp32 outputs, used for several choices, would be rounded in shared memory.
+    # The Hopper kernels would round fp32 outputs, which are used for top_k > 1, in shared memory.
     return on_hopper(q) and triton_attend_hopper.fits(problem) and out.dtype == q.dtype
 
 
 def attend_chosen(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, chosen_gr: Tensor, out: Tensor, lse: Tensor, *, joins: bool
 ) -> None:
-    """Write the attention to one choice, int32 [hkv, rows], or join it to the content of `out` and `lse`."""
+    """Compute the attention of each row to its chunk in `chosen_gr`, int32 [hkv, rows].
+
+    The result is written to `out` and `lse`, or combined with their contents if `joins`.
+    """
     order = group(problem, chosen_gr)
     if _hopper_kernels_fit(problem, q, out) and not joins:
         items = cut(problem, order, triton_attend_hopper.BLOCK_M.value, chosen_gr.numel()).items
@@ -70,7 +75,10 @@ def attend_chosen(
 def attend_local(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, chosen_gr: Tensor, out: Tensor, lse: Tensor
 ) -> None:
-    """Join the attention to the own chunk to `out` and `lse`, which are unset for rows without a choice."""
+    """Combine the attention of each row to its own chunk with `out` and `lse`.
+
+    For rows without a chosen chunk, `out` and `lse` are uninitialised and are overwritten.
+    """
     if _hopper_kernels_fit(problem, q, out) and problem.local and problem.whole_chunks:
         triton_attend_hopper.attend_local(problem, q, k, v, out, lse, chosen_gr)
         return
@@ -91,7 +99,7 @@ def backward(
     local, remote = problem.tiles("local_backward"), problem.tiles("chosen_backward")
     block_n = min(local.block_n, problem.layout.chunk_size)
     launches = problem.layout.chunk_size // block_n
-    # Each further launch adds to its output, which would be rounded repeatedly in the inputs' dtype.
+    # Every launch after the first adds to the gradients. In the inputs' dtype, each addition would round them again.
     once = len(chosen) == 1 and launches == 1
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype if once else torch.float32, device=x.device) for x in (q, k, v))
     delta = torch.empty_like(lse)

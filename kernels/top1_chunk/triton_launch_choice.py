@@ -10,9 +10,10 @@ from kernels.top1_chunk.triton_problem import LN2, Problem
 
 
 def choose(problem: Problem, q: Tensor, k: Tensor, chosen: Tensor, score: str, scratch: Tensor) -> None:
-    """Write `chosen`, int32 [top_k, hkv, rows]: slots, best first; -1 for a missing chunk.
+    """Select chunks by `score` and write their slots to `chosen`, int32 [top_k, hkv, rows].
 
-    `scratch` is overwritten. It is a contiguous buffer of at least q's size that is not in use yet.
+    Slots are sorted best first; -1 is a missing chunk. `scratch` is a contiguous buffer of at least q's size, which is
+    overwritten.
     """
     if score == "approx":
         select_by_mean(problem, q, mean_keys(problem, k), chosen)
@@ -23,7 +24,7 @@ def choose(problem: Problem, q: Tensor, k: Tensor, chosen: Tensor, score: str, s
 
 
 def select_by_mean(problem: Problem, q: Tensor, means: Tensor, chosen: Tensor) -> None:
-    """Write `chosen` by the scores of the mean keys of all slots."""
+    """Select chunks by the scores of their mean keys, and write `chosen` as in `choose`."""
     tiles = problem.tiles("select_mean")
     row_tiles = problem.row_tiles(tiles.block_m)
     triton_select.select_by_mean[problem.slots * row_tiles, problem.num_groups](
@@ -54,7 +55,10 @@ def select_by_keys(
     limit: int | None = None,
     scores: Tensor | None = None,
 ) -> None:
-    """Write `chosen` by the scores of the keys of each document's first `limit` chunks, and `scores` if given."""
+    """Select among each document's first `limit` chunks by the scores of their keys, and write `chosen` as in `choose`.
+
+    The scores of the selected chunks are written to `scores`, fp32 like `chosen` in shape, if given.
+    """
     tiles = problem.tiles("select_keys")
     row_tiles = problem.row_tiles(tiles.block_m)
     size = problem.layout.chunk_size

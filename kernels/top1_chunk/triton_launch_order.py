@@ -13,24 +13,28 @@ class Order(NamedTuple):
     """Rows ordered by key head, then by chosen chunk; rows without a choice are last within a head."""
 
     rows: Tensor
-    """int32."""
+    """int32, indices of rows within their key head."""
     ends: Tensor
-    """int32 [hkv * (slots + 1), counts per bin], a running sum. A bin's last entry is its end in the order, unless that
-    exceeds the order's capacity."""
+    """int32 [bins, counts per bin], a running sum. There are hkv * (slots + 1) bins, one per key head and slot and one
+    per key head for rows without a choice. A bin's last entry is its end in `rows`, unless it exceeds the length of
+    `rows`."""
 
 
 class Segments(NamedTuple):
     """Work items of an order; see `triton_group.cut_segments`."""
 
     items: Tensor
+    """int32 [items, ITEM_COLUMNS]."""
     part_ends: Tensor
+    """int32 [bins], running sum of `part_counts`."""
     part_counts: Tensor
+    """int32 [bins], number of segments of a bin with several segments; 0 for other bins."""
     num_parts: int
-    """Upper bound of the number of segments of chunks with several segments."""
+    """Upper bound of the sum of `part_counts`."""
 
 
 def group(problem: Problem, chosen_gr: Tensor) -> Order:
-    """Order the rows stably by one choice, int32 [hkv, rows]."""
+    """Order the rows stably by their slot in `chosen_gr`, int32 [hkv, rows]."""
     num_groups, rows, slots, device = problem.num_groups, problem.rows, problem.slots, chosen_gr.device
     size = triton_group.ORDER_BLOCK
     blocks = -(-rows // size)
@@ -49,14 +53,14 @@ def cut(problem: Problem, order: Order, size: int, most: int) -> Segments:
     """Divide each bin's rows into segments of `size`; a head's last bin, of rows without a choice, is left out.
 
     Args:
-        problem: problem of the bins' heads.
-        order: order of its rows.
-        size: rows per segment.
+        problem: problem whose key heads are ordered.
+        order: order of the problem's rows.
+        size: maximum rows per segment.
         most: upper bound of the number of rows with a choice.
     """
     ends, capacity = order.ends, len(order.rows)
     (bins, stride), block = ends.shape, 128
-    # One running sum for both. Parts come first, so that their numbers start at 0.
+    # One running sum over both rows. Parts come first, so that their indices start at 0.
     counts = torch.empty(2, bins, dtype=torch.int32, device=ends.device)
     triton_group.count_segments[(-(-bins // block),)](
         ends, counts, bins, stride, capacity, problem.slots, SEGMENT=size, BLOCK=block

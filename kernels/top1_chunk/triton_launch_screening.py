@@ -11,29 +11,33 @@ from kernels.top1_chunk.triton_launch_order import Order, cut
 from kernels.top1_chunk.triton_problem import Problem
 
 LEAST_CHUNKS = 256
-"""Minimum complete chunks of the longest document for screening to be faster; see docs/benchmarks/kernels.md."""
+"""Minimum chunks of the longest document for screening to be faster; see docs/benchmarks/kernels.md."""
 
 LEAST_OPERATIONS = 2e12
-"""Minimum operations of scoring all keys for screening to be faster; below, its launches dominate."""
+"""Minimum `operations` in `screening_pays` for screening to be faster. Below it, launch overhead dominates."""
 
 CANDIDATES = 64
-"""Capacity for a row's candidates. A row with more is scored against all its chunks."""
+"""Maximum number of stored candidates per row. A row with more is scored against all its earlier chunks."""
 
 SURVIVORS = 16
-"""Average number of candidates per row that can be rescored. Rows beyond that are scored against all their chunks."""
+"""Average number of candidates per row for which there is memory to rescore them. Rows whose candidates exceed this
+memory are scored against all their earlier chunks.
+"""
 
 HELD_SHARE = 0.12
-"""Approximate limit of temporary memory, as a fraction of the bytes of q, k, v and o; at least one key head's worth."""
+"""Approximate limit of temporary memory, as a fraction of the bytes of q, k, v and o. A single key head may exceed the
+limit.
+"""
 
 LEAST_HELD = 2**28
-"""Temporary memory in bytes that is always allowed. With one or two heads at a time, launch overhead would be as large
-as the work (docs/benchmarks/kernels.md)."""
+"""Temporary memory in bytes that is allowed even if it exceeds `HELD_SHARE`. With only one or two heads at a time,
+launch overhead would be as large as the work (docs/benchmarks/kernels.md)."""
 
 RECHECK_SEGMENT = 1024
-"""Rows that one program rescores against a chunk."""
+"""Maximum number of rows that one program rescores against a chunk."""
 
 SHARES = 64
-"""Programs that share the chunks of a tile of missed rows."""
+"""Number of programs that share the chunks of a tile of rows with incomplete candidates."""
 
 CENTRE_STRIDE = 16
 """Stride of the keys over which the centre is averaged, to reduce its cost."""
@@ -54,22 +58,23 @@ def screening_pays(problem: Problem, top_k: int) -> bool:
 
 
 def int8_width(problem: Problem) -> int:
-    """Return the columns of the int8 tiles, at least the 32 that int8 products need."""
+    """Return the number of columns of int8 tiles, at least 32 because int8 products need 32."""
     return max(32, problem.shape["BLOCK_D"])
 
 
 class Heads(NamedTuple):
-    """Some adjacent key heads of a problem."""
+    """Consecutive key heads of a problem that are screened together."""
 
     problem: Problem
     """The problem restricted to these heads."""
     num_groups: int
-    """Number of key heads of k in memory."""
+    """Total number of key heads of k, which determines the stride of its tokens."""
     q: Tensor
-    """[tokens, hq, d], starting with the first of these heads, like k."""
+    """View [tokens, query heads, d] that starts at the first query head of these key heads."""
     k: Tensor
+    """View [tokens, key heads, d] that starts at the first of these key heads."""
     centre_gd: Tensor
-    """fp32, any vector per head; the mean of its keys is best."""
+    """fp32 [these key heads, d], c of `triton_screen`. The mean of a head's keys gives the tightest bounds."""
 
     @property
     def shape(self) -> dict[str, int]:
@@ -77,7 +82,7 @@ class Heads(NamedTuple):
         return {"G": self.num_groups, "HEAD_DIM": self.problem.head_dim, "BLOCK_D": int8_width(self.problem)}
 
     def own_rows(self) -> tuple[tuple[int, int], dict[str, int]]:
-        """Return the grid and constants of the kernels that process the candidates of each slot's own rows."""
+        """Return the grid and constants of the kernels that process the candidates of the queries in each chunk."""
         block_m = self.problem.tiles("screen").block_m
         row_tiles = self.problem.row_tiles(block_m)
         constants = {"R": self.problem.heads_per_group, "BLOCK_M": block_m, "TILES": row_tiles, "CAPACITY": CANDIDATES}
@@ -89,24 +94,33 @@ class Heads(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Statistics of each row from screening, in addition to its candidates; see `triton_screen`."""
+    """Statistics of each row from screening, in addition to its candidates."""
 
     counts: Tensor
+    """int32 [heads, rows], output of `triton_screen.screen`."""
     floors: Tensor
+    """fp32 [heads, rows], output of `triton_screen.screen`."""
     query_scales: Tensor
+    """fp32 [heads, 2, rows], output of `triton_screen.quantise_queries`."""
 
 
 class Missed(NamedTuple):
     """Rows with incomplete candidates; see `triton_recheck.count_first`."""
 
     rows: Tensor
+    """int32 [heads, rows], indices of these rows; only the first `number` of each head are written."""
     slots: Tensor
+    """int32 [heads, rows], slot of each of these rows."""
     number: Tensor
+    """int32 [heads], number of these rows."""
 
 
 def select_screened(problem: Problem, q: Tensor, k: Tensor, chosen: Tensor, scratch: Tensor) -> None:
-    """Write `chosen`, int32 [1, hkv, rows], with the result of `select_by_keys`. `scratch` as in `choose`."""
-    # An approximate mean: any centre is correct.
+    """Write the slot of each row's best chunk to `chosen`, int32 [1, hkv, rows], as `select_by_keys` does.
+
+    `scratch` as in `choose`.
+    """
+    # An approximate mean suffices, because the result is correct for any centre.
     centre_gd = k[::CENTRE_STRIDE].mean(0, dtype=torch.float32)
     ratio = problem.heads_per_group
     flat = scratch.view(-1)
@@ -122,10 +136,10 @@ def select_screened(problem: Problem, q: Tensor, k: Tensor, chosen: Tensor, scra
 
 
 def heads_at_once(problem: Problem, places: int) -> int:
-    """Return the number of key heads to screen together; `places` is the capacity for candidates."""
+    """Return the number of key heads to screen together; `places` is the size of the buffer for candidates."""
     width = int8_width(problem)
     held = (2 * problem.heads_per_group + 2) * problem.head_dim * problem.dtype.itemsize * problem.num_groups
-    # Per row: q8 or the order, bounds, scales, counts and the best score. Per key: k8.
+    # Bytes per row: q8 or later the order, bounds, scales, counts and the best score. Bytes per key: k8.
     new = (max(width, 4 * SURVIVORS) + 40) * problem.heads_per_group + width
     most = min(places, 2**31 - 1) // (problem.rows * CANDIDATES)
     least = LEAST_HELD * problem.heads_per_group // (new * problem.rows)
@@ -134,7 +148,7 @@ def heads_at_once(problem: Problem, places: int) -> int:
 
 
 def collect_candidates(heads: Heads, candidates: Tensor) -> Found:
-    """Write `candidates`, int32 [at least heads * CANDIDATES * rows], like `triton_screen.screen`."""
+    """Screen all chunks. Write `candidates`, int32 [at least heads * CANDIDATES * rows]; see `triton_screen.screen`."""
     problem, q, k, shape = heads.problem, heads.q, heads.k, heads.shape
     count, rows, slots, size = problem.num_groups, problem.rows, problem.slots, problem.layout.chunk_size
     width, tokens, block_m = shape["BLOCK_D"], len(k), 32
@@ -165,7 +179,10 @@ def collect_candidates(heads: Heads, candidates: Tensor) -> Found:
 
 
 def score_candidates(heads: Heads, candidates: Tensor, found: Found, chosen_gr: Tensor) -> None:
-    """Write `chosen_gr`, int32 [heads, rows]. The outputs of `collect_candidates` are overwritten."""
+    """Rescore the candidates and write each row's best slot to `chosen_gr`, int32 [heads, rows].
+
+    The outputs of `collect_candidates` are overwritten.
+    """
     problem, q, k = heads.problem, heads.q, heads.k
     counts, num_groups, bins = found.counts, problem.num_groups, problem.num_groups * (problem.slots + 1)
     num_counters = bins * triton_recheck.COUNTERS.value
@@ -179,7 +196,7 @@ def score_candidates(heads: Heads, candidates: Tensor, found: Found, chosen_gr: 
         order = _order_by_chunk(heads, candidates, found, best, chosen_gr, missed, counters.view(bins, -1), first)
         items = cut(problem, order, RECHECK_SEGMENT, len(order.rows)).items
         triton_recheck.recheck[(len(items),)](q, k, best, order.rows, items, problem.rows, **options)
-    # There are few missed rows, and a program without any costs only its start.
+    # Missed rows are few, and a program without missed rows costs only its start.
     programs = -(-4 * multiprocessors(q) // problem.num_groups)
     triton_recheck.score_missed[programs, problem.num_groups](
         q, k, best, *missed, problem.table, problem.rows, SHARES=SHARES, **options
@@ -198,7 +215,10 @@ def _order_by_chunk(
     chunk_counts: Tensor,
     first: bool,
 ) -> Order:
-    """Order the rows to score by chunk: those of first candidates, or, with their scores in `best`, of the others.
+    """Order the rows to score by the chunk to score them against.
+
+    If `first`, each row is listed for its first candidate. Otherwise each row is listed for its other candidates that
+    may beat the first candidate's score in `best`.
 
     `chunk_counts`, int32 [heads * (slots + 1), COUNTERS], is zero before and after.
     """

@@ -12,7 +12,7 @@ LN2 = 0.6931471805599453
 
 
 class Problem(NamedTuple):
-    """Shapes of one call. Tensors are flat: q [tokens, hq, d], k and v [tokens, hkv, d]."""
+    """Shapes and options of one call. Tensors are flat: q [tokens, hq, d], k and v [tokens, hkv, d]."""
 
     table: Tensor
     layout: Layout
@@ -23,7 +23,7 @@ class Problem(NamedTuple):
     scale: float
     local: bool
     longest: int
-    """Number of keys of the longest row or document."""
+    """Number of keys of the longest sample or document."""
 
     @property
     def heads_per_group(self) -> int:
@@ -32,17 +32,17 @@ class Problem(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Number of query rows per key head."""
+        """Number of rows per key head. A row is a query of one query head."""
         return self.layout.batch * self.layout.num_queries * self.heads_per_group
 
     @property
     def rows_per_chunk(self) -> int:
-        """Number of rows per key head of a complete chunk."""
+        """Number of rows of a complete chunk per key head."""
         return self.layout.chunk_size * self.heads_per_group
 
     @property
     def slots(self) -> int:
-        """Number of chunks of all rows or documents."""
+        """Number of chunks of all samples or documents. A slot is an index of such a chunk in `table`."""
         return len(self.table)
 
     @property
@@ -56,14 +56,14 @@ class Problem(NamedTuple):
         return {"G": self.num_groups, "HEAD_DIM": self.head_dim, "BLOCK_D": max(16, next_power_of_two(self.head_dim))}
 
     def tiles(self, kernel: str) -> Tiles:
-        """Return a kernel's tile sizes for this dtype and head dim, with at most a chunk's rows."""
+        """Return a kernel's tile sizes for this dtype and head dim, with no more rows than a chunk needs."""
         width = "small" if self.head_dim <= 64 else "narrow" if self.head_dim <= 128 else "wide"
         chosen = TILES[kernel, "fp32" if self.dtype == torch.float32 else width]
         block_m = min(chosen.block_m, max(16, next_power_of_two(self.rows_per_chunk)))
         return chosen._replace(block_m=block_m)
 
     def row_tiles(self, block_m: int) -> int:
-        """Return the number of tiles of a slot's own rows."""
+        """Return the number of tiles of the rows of one chunk."""
         return -(-self.rows_per_chunk // block_m)
 
     def keys_and_launch(self, tiles: Tiles) -> dict[str, Any]:
@@ -112,4 +112,6 @@ TILES = {
     ("chosen_backward", "wide"): Tiles(32, 64, 8, 1),
     ("chosen_backward", "fp32"): Tiles(16, 32, 4, 1),
 }
-"""Measured on an H200; docs/benchmarks/kernels.md lists the alternatives."""
+"""Tile sizes by kernel and by head dim or fp32, chosen by measurements on an H200. docs/benchmarks/kernels.md lists the
+alternatives.
+"""

@@ -1,9 +1,9 @@
 """Rescore candidates in the inputs' precision and select the best, in Triton.
 
-The products are bitwise those of `select_by_keys`. Rows are grouped by their candidates' chunks, so that the tensor
-cores do this work. Each row's candidate with the highest bound is scored first. Its score excludes most of the other
-candidates, and the rest is scored next. Positions in these orders come from atomic counters and differ between runs.
-The selection does not, because a maximum is independent of the order.
+The products are bitwise those of `select_by_keys`. Rows are grouped by their candidates' chunks, so that tensor cores
+compute the products. Each row's candidate with the highest bound is scored first. Its score excludes most of the other
+candidates. The remaining ones are scored next. The order of rows within a group comes from atomic counters and differs
+between runs. The selection is deterministic, because a maximum does not depend on the order.
 """
 
 # mypy: ignore-errors
@@ -18,9 +18,10 @@ from kernels.top1_chunk.triton_group import ITEM_COLUMNS
 from kernels.top1_chunk.triton_screen import LARGEST, SMALLEST, chunk_number, upper_bound
 
 NONE_YET = tl.constexpr(-(2**63))
+"""Initial value of a row's highest `_rank`, below every rank."""
 
 COUNTERS = tl.constexpr(32)
-"""Counters per chunk, because atomic additions to the same or adjacent addresses serialise."""
+"""Number of counters per chunk. There are several because atomic additions to one address are serialised."""
 
 ROUNDING = tl.constexpr(2**-20)
 """Upper bound of the relative rounding error of a few operations in fp32."""
@@ -28,7 +29,7 @@ ROUNDING = tl.constexpr(2**-20)
 
 @triton.jit
 def _counter(counts, g, slots, slot, program):
-    """Return the pointer to the counter of a chunk that a program uses, or to another array's entry for the counter."""
+    """Return the pointer to a program's counter for a chunk, in an array `counts` [heads, slots + 1, COUNTERS]."""
     return counts + (g * (slots + 1) + slot) * COUNTERS + program % COUNTERS
 
 
@@ -41,7 +42,7 @@ def _list_missed(missed_rows, missed_slots, num_missed, g, row, slot, missed, ro
 
 @triton.jit
 def _rank(score, slot):
-    """Pack score and slot into one int64, ordered by score, and for equal scores with the lowest slot highest."""
+    """Pack score and slot into an int64 that rises with the score and, for equal scores, falls with the slot."""
     # -0 and 0 are equal scores. NaN becomes -inf.
     score = tl.where(score == score, score + 0.0, -float("inf"))
     bits = score.to(tl.int32, bitcast=True)
@@ -51,7 +52,7 @@ def _rank(score, slot):
 
 @triton.jit
 def _score(rank):
-    """Return the score of a `_rank`; NaN for NONE_YET."""
+    """Return the score packed by `_rank`; NaN for NONE_YET."""
     rising = (rank >> 32).to(tl.int32)
     return (rising ^ ((rising >> 31) & MAX_INT32)).to(tl.float32, bitcast=True)
 
@@ -61,16 +62,17 @@ def count_first(
     candidates, counts, floors, chosen, chunk_counts, missed_rows, missed_slots, num_missed, table, rows, slots,
     R: tl.constexpr, BLOCK_M: tl.constexpr, TILES: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
-    """Select directly if one candidate is left, else count first candidates by chunk; list rows with too many.
+    """Exclude candidates below the final lower bounds, and count the rows by the chunk of their first candidate.
 
-    Grid (slots * TILES, heads).
+    A row with a single remaining candidate needs no score: its selection is written. Rows with too many candidates are
+    listed. Grid (slots * TILES, heads).
 
     Args:
         candidates: output of `screen`; reduced to the remaining ones, the one with the highest bound first.
         counts: output of `screen`; replaced by the number of remaining candidates, 0 if nothing needs to be scored.
         floors: output of `screen`.
-        chosen: int32 [heads, rows], written where no decision is left.
-        chunk_counts: int32 [heads, slots + 1, COUNTERS], zero before; written: rows to score against a chunk.
+        chosen: int32 [heads, rows], written for rows with one remaining candidate, or with none (-1).
+        chunk_counts: int32 [heads, slots + 1, COUNTERS], zero before; written: number of rows to score per chunk.
         missed_rows, missed_slots: int32 [heads, rows], written: rows with over CAPACITY candidates, and their slots.
         num_missed: int32 [heads], zero before; written.
     """
@@ -90,7 +92,7 @@ def count_first(
         entry = tl.load(place + i * rows, mask=i < count, other=0)
         survives = (i < count) & ((upper_bound(entry) < floor) == 0)
         leads = survives & ((left == 0) | (upper_bound(entry) > upper_bound(front)))
-        # Never writes beyond the entries that were read.
+        # In place: the index written is never above the index read.
         tl.store(place + left * rows, tl.where(leads, front, entry), mask=survives & (left > 0))
         front = tl.where(leads, entry, front)
         left += survives.to(tl.int32)
@@ -108,14 +110,14 @@ def count_others(
     candidates, counts, floors, query_scales, best, chunk_counts, table, rows, slots,
     R: tl.constexpr, BLOCK_M: tl.constexpr, TILES: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
-    """Count the candidates that may beat the first one's score, by chunk. Grid (slots * TILES, heads).
+    """Count by chunk the candidates that may beat their row's first candidate. Grid (slots * TILES, heads).
 
     Args:
         candidates, counts: output of `count_first`; reduced to the candidates that may win.
         floors: output of `screen`.
         query_scales: output of `quantise_queries`.
         best: int64 [heads, rows], the `_rank` of each row's first candidate.
-        chunk_counts: as in `count_first`; written: rows to score against a chunk.
+        chunk_counts: as in `count_first`.
     """
     program, g = tl.program_id(0), tl.program_id(1)
     slot = program // TILES
@@ -127,7 +129,7 @@ def count_others(
     score = _score(tl.load(best + at, mask=scored, other=NONE_YET))
     scale = query_scales + g.to(tl.int64) * 2 * rows + row
     offset = tl.load(scale + rows, mask=scored, other=0.0)
-    # Bounds are bounds of (q.k - q.c) / sq.
+    # The score is converted to the unit of the bounds, (q.k - q.c) / sq.
     slack = (tl.abs(score) + tl.abs(offset) + SMALLEST) * ROUNDING
     raised = (score - offset - slack) / tl.load(scale, mask=scored, other=1.0)
     floor = tl.load(floors + at, mask=scored, other=0.0)
@@ -154,8 +156,8 @@ def place_counted(
         candidates, counts: output of the counting kernel.
         chunk_counts: output of the counting kernel; reset to zero.
         ends: int32 [heads, slots + 1, COUNTERS], running sum of `chunk_counts`: the end of each counter's rows.
-        order: int32 [capacity], written: rows by head, then chunk.
-        missed_rows, missed_slots, num_missed: as in `count_first`; rows beyond the order's capacity are added.
+        order: int32 [capacity], written: rows, ordered by head, then chunk.
+        missed_rows, missed_slots, num_missed: as in `count_first`. Rows that do not fit in `order` are added.
     """
     program, g = tl.program_id(0), tl.program_id(1)
     slot = program // TILES
@@ -184,7 +186,7 @@ def recheck(
     G: tl.constexpr, R: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Score the candidates. Grid (items,).
+    """Score the candidates and keep the best of each row. Grid (items,).
 
     Args:
         q, k: queries and keys of the first head.
@@ -214,9 +216,9 @@ def score_missed(
     G: tl.constexpr, R: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, SHARES: tl.constexpr,
 ):  # fmt: skip
-    """Score all earlier chunks of the rows with incomplete candidates. Any grid (programs, heads).
+    """Score all earlier chunks of the rows with incomplete candidates. Grid (programs, heads), with any first size.
 
-    The chunks of a tile of rows are divided among SHARES programs. Otherwise a few rows would take long.
+    The chunks of a tile of rows are divided among SHARES programs, because one program would take long for a tile.
 
     Args:
         best: as in `recheck`.
@@ -236,7 +238,7 @@ def score_missed(
         highest = tl.full([BLOCK_M], NONE_YET, tl.int64)
         begin, end = tl.min(tl.where(valid, first, MAX_INT32)), tl.max(tl.where(valid, slot, 0))
         mine = begin + i % SHARES
-        # One loop over the tiles of all chunks: with nested loops Triton would not prefetch.
+        # A single loop over the tiles of all chunks, because Triton does not prefetch in nested loops.
         for j in range(tl.cdiv(end - mine, SHARES) * PER_CHUNK):
             c = mine + j // PER_CHUNK * SHARES
             start, count = tl.load(table + c * COLUMNS), tl.load(table + c * COLUMNS + 1)

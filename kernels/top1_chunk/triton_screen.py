@@ -21,22 +21,24 @@ from kernels.top1_chunk.triton_attend import COLUMNS, first_slot, head_rows, own
 
 LEVELS = tl.constexpr(127)
 SMALLEST, LARGEST = tl.constexpr(1e-30), tl.constexpr(1e30)
-"""Range of the largest absolute value of a query or chunk. Outside it fp32 may over- or underflow, without bound."""
+"""Range of a query's or chunk's largest absolute value within which norms are bounded. Outside this range, squares in
+fp32 may overflow or underflow, and norms count as infinite.
+"""
 
 MARGIN = tl.constexpr(1 + 2**-10)
-"""Factor on norms: upper bound of the rounding error of fp32 sums of up to 256 squares."""
+"""Factor that makes a computed norm an upper bound despite the rounding of fp32 sums of up to 256 squares."""
 
 PRODUCT_ERROR = tl.constexpr(2**-13)
-"""Relative to |q| |k|: upper bound of the error of fp32 products, summed in any order, and of the arithmetic here."""
+"""Upper bound, relative to |q| |k|, of the rounding errors of an fp32 product (summed in any order) and its bounds."""
 
 NUMBER_BITS = tl.constexpr(16)
 MAX_CHUNKS = 2**16
-"""Maximum chunks per document: a candidate is a chunk number and the upper half of an fp32 bound, in one int32."""
+"""Maximum chunks per document: `_entry` packs a chunk index and the upper half of an fp32 bound into an int32."""
 
 
 @triton.jit
 def _round(x, highest):
-    """Return (x / scale, that rounded to integers as fp32, scale); `highest` is max |x|, of a row or of all rows."""
+    """Return (x / scale, x / scale rounded to integers as fp32, scale); `highest` is max |x|, by row or of all rows."""
     scale = tl.where((highest > SMALLEST) & (highest < LARGEST), highest / LEVELS, 1.0)
     scaled = x / scale
     return scaled, tl.floor(scaled + 0.5), scale
@@ -44,7 +46,10 @@ def _round(x, highest):
 
 @triton.jit
 def _norms(x, highest):
-    """Return an upper bound of each row's norm; infinite if there is no bound. `highest` as in `_round`."""
+    """Return an upper bound of each row's norm; infinite if `highest` is out of range and not 0, or for NaN.
+
+    `highest` as in `_round`.
+    """
     norm = tl.sqrt(tl.sum(x * x, 1)) * MARGIN
     norm = tl.where(((highest > SMALLEST) & (highest < LARGEST)) | (highest == 0), norm, float("inf"))
     # A maximum ignores NaN, so NaN is replaced here.
@@ -60,7 +65,7 @@ def quantise_queries(
 
     Args:
         q: queries [tokens, G * R, d] of the first head.
-        centre: fp32 [heads, d], c.
+        centre: fp32 [heads, d], c of the module docstring.
         q8: int8 [heads, rows, BLOCK_D], written.
         query_bounds: fp32 [heads, 2, rows], written: |dq| / sq, and an upper bound of |q8|.
         query_scales: fp32 [heads, 2, rows], written: sq, and an upper bound of q.c.
@@ -116,7 +121,7 @@ def quantise_keys(
         n = j + tl.arange(0, BLOCK_N)
         _, x = _centred(keys_of_head, centre_of_head, start, n, count, G * HEAD_DIM, HEAD_DIM, BLOCK_D)
         highest = tl.maximum(highest, tl.max(tl.abs(x)))
-    # In units of the scale, because squares of small numbers would underflow.
+    # Norms are in units of the scale, because squares of small values would underflow.
     scale, size, error, product_error = 1.0, 0.0, 0.0, 0.0
     for j in range(0, CHUNK, BLOCK_N):
         n = j + tl.arange(0, BLOCK_N)
@@ -136,15 +141,16 @@ def quantise_keys(
 
 @triton.jit
 def _entry(upper, number):
-    """Pack the upper half of a bound's bits and a chunk number."""
+    """Pack the upper half of an fp32 bound's bits and a chunk index into an int32."""
     return (upper.to(tl.int32, bitcast=True) & -(2**NUMBER_BITS)) | number
 
 
 @triton.jit
 def upper_bound(entry):
-    """Return an upper bound of the bound in `_entry`: truncated bits are ones, for a negative number zeros.
+    """Return an fp32 upper bound of the bound packed by `_entry`.
 
-    Infinity and NaN become NaN.
+    `_entry` drops the lower bits of the bound. They are replaced by ones in a positive bound and by zeros in a negative
+    bound. Infinity and NaN become NaN.
     """
     bits = entry & -(2**NUMBER_BITS)
     return tl.where(bits >= 0, bits | (2**NUMBER_BITS - 1), bits).to(tl.float32, bitcast=True)
@@ -152,27 +158,29 @@ def upper_bound(entry):
 
 @triton.jit
 def chunk_number(entry):
-    """Return the chunk number of `_entry`, relative to the document's first chunk."""
+    """Return the chunk index packed by `_entry`, relative to the document's first chunk."""
     return entry & (2**NUMBER_BITS - 1)
 
 
 @triton.jit
 def collect(place, rows, count, floor, highest, scale, reach, number, ends, CAPACITY: tl.constexpr):
-    """Add a chunk to the rows' candidates if it may beat the best so far. Return the new (count, floor).
+    """Add a chunk to the candidates of the rows in which it may have the highest score. Return the new (count, floor).
+
+    All arguments except `scale`, `rows`, `number` and CAPACITY have an element per row.
 
     Args:
-        place: pointers to each row's candidates, which are `rows` apart.
-        count: int32, number of candidates per row.
-        floor: fp32, highest lower bound so far.
-        highest: int32, highest int8 product of the chunk.
-        scale: factor on it, without sq.
-        reach: fp32, bound of the error of the product.
-        number: number of the chunk.
-        ends: mask of the rows to which the chunk is visible, at the chunk's last tile.
+        place: pointers to each row's first candidate. Successive candidates of a row are `rows` elements apart.
+        count: int32, number of candidates.
+        floor: fp32, highest lower bound of the chunks so far.
+        highest: int32, highest product of the int8 query with the chunk's int8 keys.
+        scale: sk of the chunk. Scores are in units of the query's sq.
+        reach: fp32, upper bound of the error of `highest * scale`.
+        number: index of the chunk in its document.
+        ends: mask of valid rows at the chunk's last tile of keys, False at earlier tiles.
     """
     score = highest.to(tl.float32) * scale
     upper = score + reach
-    # NaN must pass, too.
+    # Written as "not less", so that NaN passes.
     passes = ends & ((upper < floor) == 0)
     tl.store(place + count * rows, _entry(upper, number), mask=passes & (count < CAPACITY))
     return count + passes.to(tl.int32), tl.where(ends, tl.maximum(floor, score - reach), floor)
@@ -186,13 +194,13 @@ def screen(
 ):  # fmt: skip
     """Collect each row's candidates in one pass. Grid (slots * TILES, heads), the last slots first.
 
-    A chunk is added if it may beat the best so far. `floors` later reduces the candidates to those that may still win.
-    All scores of a row are divided by sq.
+    A chunk becomes a candidate if its upper bound is not below the highest lower bound so far. Later, the final lower
+    bounds in `floors` exclude candidates that were added early. All scores of a row are divided by sq.
 
     Args:
         q8, query_bounds, k8, chunk_bounds: outputs of `quantise_queries` and `quantise_keys`.
         candidates: int32 [heads, CAPACITY, rows], written, see `_entry`.
-        counts: int32 [heads, rows], written; above CAPACITY for rows with more.
+        counts: int32 [heads, rows], written: number of candidates. Those beyond CAPACITY are counted but not stored.
         floors: fp32 [heads, rows], written: the highest lower bound.
     """
     program, g, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)

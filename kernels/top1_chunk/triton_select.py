@@ -1,4 +1,4 @@
-"""Chunk selection, in Triton: score earlier chunks and keep a running best.
+"""Chunk selection, in Triton: score earlier chunks and keep the best so far.
 
 No [rows, chunks] array is written to memory. Rows and table columns are those of `triton_attend`.
 """
@@ -38,12 +38,12 @@ def _own_queries(
     G: tl.constexpr, R: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     TILES: tl.constexpr,
 ):  # fmt: skip
-    """Return a program's tile of rows, and the slots that they choose from.
+    """Return a program's tile of rows, and the range of slots that the rows choose from.
 
-    These are the document's slots before the rows' own slot, at most its first `limit`.
+    The range contains the document's slots before the rows' own slot, limited to the document's first `limit` slots.
 
     Returns:
-        (end of those slots, first of them, row [M], valid [M], queries [M, BLOCK_D]).
+        (end of the range, start of the range, row [M], valid [M], queries [M, BLOCK_D]).
     """
     program = tl.program_id(0)
     slot = slots - 1 - program // TILES
@@ -55,9 +55,10 @@ def _own_queries(
 
 @triton.jit
 def _store_best(choice, best, row, valid, scores, slots, first, slot, SCORES: tl.constexpr):
-    """Write the slot of the best score [M, N], the lowest in a tie; the first slot if all are NaN, -1 without slots.
+    """Write the slot of each row's best score, given scores [M, N]. The lowest slot wins a tie.
 
-    With SCORES, write that score to `best`.
+    The slot is `first` if all scores are NaN, and -1 if there are no slots to choose from. With SCORES, also write the
+    score to `best`.
     """
     index = tl.min(tl.where(scores == tl.max(scores, 1)[:, None], slots, MAX_INT32), 1)
     index = tl.where(index == MAX_INT32, first, index)
@@ -87,7 +88,7 @@ def select_by_mean(
     if TOP_K == 1:
         best = tl.full([BLOCK_M, BLOCK_N], -float("inf"), tl.float32)
         at = tl.zeros([BLOCK_M, BLOCK_N], tl.int32) + first
-        # Complete tiles have no mask, which would be a fifth of the loop's work.
+        # Complete tiles need no mask. Masking would take a fifth of the loop's time.
         whole = first + (slot - first) // BLOCK_N * BLOCK_N
         for start in range(first, whole, BLOCK_N):
             tile = load_rows(means + g * HEAD_DIM, start + n, n >= 0, G * HEAD_DIM, HEAD_DIM, BLOCK_D)

@@ -18,15 +18,15 @@ from megatron_ext.utils.errors import UserError
 BASELINE = "attention"
 
 BLOCK = {"block": "transformer", "normalization": "rms_norm"}
-"""Default block and normalization of a configuration that lacks these fields, written by an earlier version."""
+"""Block and normalization of configurations that lack these fields because an earlier version wrote them."""
 
 TEXT, CHANGED = "data.text", "run.changed"
 """Entries of a recipe that are not configuration fields: the training text, if runs differ in it, and configuration
 changes during a run."""
 
 _OUTSIDE = ("data.train_domains", "mixers.")
-"""Prefixes of fields that are compared differently: domains in `read_runs` and as text, mixers with defaults
-for missing settings."""
+"""Prefixes of fields with a comparison of their own. Domains are compared in `read_runs` and as text. Missing settings
+of mixers are set to their defaults before they are compared."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ class Architecture:
 def group_runs(runs: Sequence[Run]) -> list[Architecture]:
     """Group runs by all settings that affect the result except the seed; the baseline comes first.
 
-    The baseline is `attention` with default settings, else the first architecture with only attention layers,
-    else the architecture of the first run. Labels distinguish runs with equal mixers but other differences (width,
-    learning rate, ...).
+    The baseline is `attention` with default settings. Without it, the baseline is the first architecture with only
+    attention layers, or else the architecture of the first run. Labels distinguish runs with equal mixers but other
+    differences (width, learning rate, ...).
 
     Raises:
         UserError: two runs have the same architecture and seed, which would count a measurement twice.

@@ -1,4 +1,4 @@
-"""Decisions of runs about failed steps, the data that runs skipped, and slow ranks."""
+"""Tables of the decisions that runs made about faulty steps, of the data that they skipped, and of slow ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DONE: dict[Kind, str] = {
     "stop": "run stopped",
     "changed": "went on changed",
 }
-"""Description of each kind of decision."""
+"""Description of each kind of decision, for the table of decisions."""
 
 COLUMNS: dict[Kind, str] = {
     "again": "steps computed again",
@@ -34,7 +34,7 @@ COLUMNS: dict[Kind, str] = {
     "stop": "times stopped at a step",
     "changed": "times changed on the way",
 }
-"""Column of each kind of decision in the history table."""
+"""Column of the history table that counts each kind of decision."""
 
 MOST_NAMED = 6
 """Maximum number of steps that a sentence lists."""
@@ -44,7 +44,7 @@ _LINE = ConfigDict(extra="ignore", strict=True)
 
 @checked_dataclass(frozen=True, config=_LINE)
 class Decision:
-    """Line of decisions.jsonl: a failed step and the decision about it; `to_step` is the target of a roll-back."""
+    """Line of decisions.jsonl: a step and the decision about it. `to_step` is the target of a roll-back."""
 
     time: str
     step: PositiveInt
@@ -67,7 +67,7 @@ class Decided:
 
     Attributes:
         run: the run.
-        decisions: decisions about failed steps, in the order of the file.
+        decisions: decisions of the run, in the order of the file.
         timed: comparisons of the ranks' timings, in the order of the file.
     """
 
@@ -129,7 +129,7 @@ def _slow_ranks(timed: Iterable[Timed]) -> dict[str, list[tuple[int, str]]]:
 
 
 def unlike_data(decided: Sequence[Decided]) -> list[str]:
-    """Describe the data that each run skipped, one line per run; empty if all runs skipped the same."""
+    """Describe the data that each run skipped, one line per run; empty if all runs skipped the same data."""
     found = [(_steps_without(one), _rolled_back(one), _shards_without(one.run)) for one in decided]
     if len(set(found)) == 1:
         return []
@@ -137,18 +137,18 @@ def unlike_data(decided: Sequence[Decided]) -> list[str]:
 
 
 def _steps_without(of: Decided) -> tuple[int, ...]:
-    """Return the skipped steps that were not done later, after a resume from an earlier checkpoint."""
+    """Return the skipped steps that the run has not completed later, after a resume from an earlier checkpoint."""
     done = set(of.run.steps.tolist())
     return tuple(sorted({one.step for one in of.decisions if one.decision == "skip"} - done))
 
 
 def _rolled_back(of: Decided) -> tuple[tuple[int, int], ...]:
-    """Return the first and last step whose samples each roll-back skipped."""
+    """Return, for each roll-back, the first and last step whose samples were skipped."""
     return tuple(((one.to_step or 0) + 1, one.step) for one in of.decisions if one.decision == "roll_back")
 
 
 def _shards_without(run: Run) -> tuple[tuple[tuple[str, ...], int, int | None], ...]:
-    """Return (shards, first step, last step) for each change of the shards that a run skipped."""
+    """Return (shards, first step, last step or None) for each period in which a run skipped the same shards."""
     return tuple(
         (tuple(sorted(shard.shard for shard in one.record.shards)), one.record.step, one.until) for one in skipped(run)
     )

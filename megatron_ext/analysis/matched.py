@@ -8,9 +8,9 @@ At a fixed x, the loss of a document is a weighted sum of its losses at the eval
 documents. A gap between two runs is computed for each document in the same way, so that the difficulty of a document
 cancels. The spread of losses and gaps over documents is that of a ratio of sums (`spread_of_ratio`).
 
-The second source of uncertainty is the training loss, which is a mean over the few batches of a window. An error in it
-moves a point along x, which is equivalent to moving it along y by the slope of the curve. In short runs this is the
-larger part. The scatter of the batches within each window is therefore included (`matched_spread`).
+The second source of uncertainty is the training loss, a mean over the few batches of a window. An error of the training
+loss moves a point along x. The effect is that of a shift along y by the error times the slope of the curve. In short
+runs, this is the larger source. The scatter of batches within each window is therefore included (`matched_spread`).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ ALL_DOMAINS = "all"
 """Domain name of the token-weighted mean over all domains of a split."""
 
 LONGEST_WINDOW = 20
-"""Maximum averaging window in steps. It averages out most of the noise of single batches, and the loss changes little
-within it."""
+"""Maximum averaging window in steps: long enough to average out most of the noise of single batches, and so short that
+the loss changes little."""
 
 GRID_POINTS = 48
 """Number of training losses of the plotted gap curves, besides the tabulated levels."""
@@ -53,7 +53,7 @@ ROUNDING = 1e-9
 class Estimate:
     """Estimate of a quantity at G training losses.
 
-    All fields are float64 [G]. Errors and interval ends are NaN if they are unknown: with fewer than three documents.
+    All fields are float64 [G]. Errors and interval ends are NaN with fewer than three documents.
 
     Attributes:
         value: value of the sample.
@@ -99,8 +99,8 @@ class Measured:
     def documents_needed(self, level: int, difference: float = RESOLUTION) -> int | None:
         """Return the number of documents needed to detect a gap of `difference`.
 
-        With this number, the half width of the gap's 95 % interval from documents alone is `difference`. The documents'
-        part of the standard error falls with the square root of their number. More documents do not reduce the
+        With this number of documents, the half width of the gap's 95 % interval from documents alone is `difference`.
+        The standard error over documents falls with the square root of their number. More documents do not reduce the
         uncertainty from batches and seeds.
 
         Args:
@@ -122,10 +122,10 @@ class Comparison:
 
     Attributes:
         architectures: architectures, the baseline first.
-        window: steps over which a training loss is averaged.
-        training_losses: float64 [G], in descending order over the range that all runs share, nats per token; empty if
-            there is no such range.
-        levels: indices of the tabulated levels in `training_losses`; the last one is the headline.
+        window: number of steps over which the training loss is averaged.
+        training_losses: float64 [G] in nats per token, in descending order over the range that all runs share; empty if
+            the runs share no range.
+        levels: indices in `training_losses` of the tabulated losses; the last index is `headline`.
         measured: results of every architecture on every domain, and on all domains of each split together.
     """
 
@@ -160,7 +160,7 @@ def compare(runs: Sequence[Run], *, window: int | None = None, levels: int = 5) 
 
     Args:
         runs: runs from `read_runs`. Runs that differ only in their seed are averaged.
-        window: steps over which the training loss is averaged; None: `default_window`.
+        window: number of steps over which the training loss is averaged; None for `default_window`.
         levels: number of tabulated training losses, evenly spaced, in addition to the lowest common one.
 
     Raises:
@@ -220,7 +220,7 @@ def interpolation_weights(x: FloatArray, at: FloatArray) -> FloatArray:
 
 
 def _levels(high: float, low: float, levels: int) -> tuple[FloatArray, tuple[int, ...]]:
-    """Return the training losses of the comparison in descending order, and the indices of the tabulated ones.
+    """Return the training losses of the comparison in descending order, and the indices of the tabulated losses.
 
     Args:
         high: highest training loss in the range of every run.

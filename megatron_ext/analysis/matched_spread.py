@@ -12,10 +12,10 @@ from megatron_ext.analysis.runs import FloatArray, IntArray, Run, Split
 from megatron_ext.utils.ratio_interval import FEWEST_DOCUMENTS, Spread, none_like, spread_of_ratio
 
 SHORTEST_NOISE_WINDOW = 6
-"""Minimum number of steps for an estimate of batch noise, twice the number that a parabola fits exactly."""
+"""Minimum number of steps for an estimate of batch noise: twice the three that a parabola fits exactly."""
 
 PARABOLA = 3
-"""Degrees of freedom of a parabola fitted to a window."""
+"""Number of constants of a parabola, by which a fit reduces the degrees of freedom of its residuals."""
 
 
 def batch_noise(run: Run, window: int) -> tuple[FloatArray | None, ...]:
@@ -39,7 +39,7 @@ def _departures(run: Run, window: int, step: int) -> FloatArray | None:
 
 
 def curve_slope(x: FloatArray, y: FloatArray, at: FloatArray) -> FloatArray:
-    """Return the slope [G] of y over x [E] at `at` [G], of a parabola fitted to all points.
+    """Return the slope [G] at `at` [G] of a parabola that is fitted to the points x [E], y [E].
 
     A slope from neighbouring points alone would be dominated by noise.
     """
@@ -175,9 +175,9 @@ def _with_noise(reading: Reading) -> Iterator[tuple[int, FloatArray]]:
 def _strata(documents: Sequence[int]) -> list[list[int]]:
     """Return the indices of the domains of each stratum, given the number of documents of each domain.
 
-    Domains with too few documents for a variance are merged to one stratum, with the smallest other domains until it
-    has enough documents. Domains differ more than documents of one domain, so that the spread tends to be too large
-    (collapsed strata, Cochran 1977, Sampling Techniques, section 5A.12).
+    Domains with too few documents for a variance are merged into one stratum. If the stratum still has too few
+    documents, the smallest other domains are added. Domains differ more than documents of one domain, so the spread
+    tends to be too large (collapsed strata, Cochran 1977, Sampling Techniques, section 5A.12).
     """
     order = sorted(range(len(documents)), key=lambda number: documents[number])
     small = [number for number in order if documents[number] < FEWEST_DOCUMENTS]

@@ -31,7 +31,7 @@ exec bash "$job/{SCRIPT}" >>"$job/job-$number.log" 2>&1
 
 @dataclass(frozen=True)
 class Array:
-    """Job array of a sweep.
+    """Slurm job array of a sweep.
 
     Attributes:
         folder: RUNS/launch/arrays/N.
@@ -46,7 +46,7 @@ class Array:
 
     @property
     def jobs(self) -> list[Job]:
-        """Jobs of its tasks, in order.
+        """Jobs of the array's tasks, in order.
 
         Raises:
             UserError: the file that lists them is damaged.
@@ -61,7 +61,7 @@ class Array:
         """Submit the array, and write the number of each job to its folder.
 
         Raises:
-            UserError: Slurm rejects it.
+            UserError: Slurm rejects the array.
         """
         self.keep_number(slurm.submit(self.script))
 
@@ -78,10 +78,10 @@ def write_array(
 
     Args:
         runs: folder of the sweep.
-        jobs: one per run.
-        resources: of each run.
-        parallel: maximum number of concurrent tasks; None: unlimited.
-        after: number of a job that must end successfully before these start; None: there is none.
+        jobs: one job per run.
+        resources: resources of each run.
+        parallel: maximum number of concurrent tasks; None for no limit.
+        after: number of a Slurm job that must end successfully before the array starts, or None.
 
     Raises:
         UserError: the folder cannot be written.
@@ -95,7 +95,7 @@ def write_array(
     options = [
         *sbatch_options(resources, folder, "array.log"),  # each task also has its own log
         f"{tasks(len(jobs))}{limit}",
-        # Without this, jobs would wait forever for a run that failed.
+        # Without --kill-on-invalid-dep, jobs would wait forever for a run that failed.
         *([f"--dependency=afterok:{after}", "--kill-on-invalid-dep=yes"] if after else []),
     ]
     lines = [
@@ -115,8 +115,8 @@ def write_array(
 
 
 def _inside(runs: Path, name: str, where: str) -> Path:
-    """Return a job's folder after checking that it is below the sweep's folder, since job numbers are written there."""
-    # The file has absolute paths, which may lead to the runs through other links than this call's path.
+    """Return a job's folder, to which its number is written, after checking that it is below the sweep's folder."""
+    # The file contains absolute paths, which may lead to the runs through other links than `runs` does.
     path = Path(name)
     inner = path.resolve().relative_to(runs.resolve()) if path.resolve().is_relative_to(runs.resolve()) else path
     return path_within(runs, str(inner), where)
@@ -128,7 +128,7 @@ def tasks(number: int) -> str:
 
 
 def find_lost(runs: Path) -> None:
-    """Write the job numbers of arrays whose submitting call was killed before it could.
+    """Write the missing job numbers of arrays whose submitting process was killed before it wrote them.
 
     Raises:
         UserError: Slurm does not respond.

@@ -1,4 +1,4 @@
-"""Dependencies between runs of a sweep: branches (`run.branch_from`) wait for their trunks."""
+"""Dependencies between runs of a sweep: a branch (`run.branch_from`) waits for its trunk."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def trunks_of(folder: Path, configs: Mapping[str, RunConfig]) -> dict[str, str]:
     """Return the trunk of each run that branches from another run of its sweep.
 
     Args:
-        folder: contains the run folders.
-        configs: of the sweep's runs, by name.
+        folder: folder that contains the run folders.
+        configs: configurations of the sweep's runs, by name.
 
     Raises:
         UserError: a trunk does not keep the checkpoint that a run branches from, or the dependencies are cyclic.
@@ -55,10 +55,12 @@ def trunks_of(folder: Path, configs: Mapping[str, RunConfig]) -> dict[str, str]:
 
 
 def in_order(names: Iterable[str], trunks: Mapping[str, str]) -> dict[str | None, list[str]]:
-    """Group runs by the trunk they wait for (None: no trunk in `names`), each group after that of its trunk.
+    """Group runs by the trunk that they wait for; None if their trunk is not in `names`.
+
+    The group of a trunk's branches follows the group that contains the trunk.
 
     Args:
-        names: of the runs.
+        names: names of the runs.
         trunks: trunk of each run that branches from another run.
     """
     names = list(names)

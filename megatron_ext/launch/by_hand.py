@@ -20,10 +20,10 @@ class ManualStart:
     """Start of a run by `selectron train` itself rather than by a launched job.
 
     Attributes:
-        is_running: its process is training.
-        is_stopped: it exited properly, either finished or stopped with a checkpoint.
-        said: description.
-        output: file with its output; empty: a terminal or pipe, or unknown.
+        is_running: True if its process is training.
+        is_stopped: True if its process exited properly: finished, or stopped with a checkpoint.
+        said: description of the state for users.
+        output: file with the output of its process; empty if that is a terminal, a pipe or unknown.
     """
 
     is_running: bool
@@ -38,18 +38,18 @@ def has_begun(run: Path) -> bool:
 
 
 def newest_manual_start(run: Path, job: Job | None) -> ManualStart | None:
-    """Return the newest start of a run by hand if it is later than the last event of its newest job, else None."""
+    """Return the newest start of a run by hand if it is later than the last event of the newest job, else None."""
     events = [] if job is None else read_events(job.folder, [])
     return manual_start(run, None if job is None else events[-1].time if events else "")
 
 
 def manual_start(run: Path, last_event: str | None) -> ManualStart | None:
-    """Return the newest start of a run if it was by hand; None: it was by a launched job, or there is none.
+    """Return the newest start of a run if it was by hand; None if it was by a launched job, or if there is no start.
 
     Args:
         run: run folder.
-        last_event: time of the last event of its newest job, UTC, ISO 8601. Empty: the job has no events. None: there
-            is no job.
+        last_event: time of the last event of the run's newest job in UTC, ISO 8601; empty if the job has no events;
+            None if there is no job.
     """
     state = lock_state(run / LOCK)
     holder = None if state is None else state.holder

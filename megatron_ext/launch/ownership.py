@@ -1,4 +1,4 @@
-"""Match of Slurm jobs to job folders: a copied folder contains the job number of the original."""
+"""Check that a Slurm job belongs to a job folder. A copied folder contains the job number of the original."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from megatron_ext.utils.errors import UserError
 
 
 def is_of_another(job: Job, state: JobState) -> bool:
-    """Return True if the script of the Slurm job with this job's number is in another folder than this job's.
+    """Return True if the Slurm job with a job's number was submitted from another folder than the job's.
 
-    Folders are compared by inode, since several paths may lead to the same folder, and files of a copy may be hard
-    links.
+    Folders are compared by inode, because several paths may lead to one folder. Files are not compared, because the
+    files of a copy may be hard links.
 
     Args:
-        job: with a number.
-        state: of the Slurm job with this number.
+        job: job with a number.
+        state: state of the Slurm job with this number.
     """
     if state.script is None:
         return False
@@ -43,7 +43,10 @@ def _is_same(folder: Path, other: Path) -> bool:
 
 
 def own_state(job: Job | None) -> JobState | None:
-    """Return the state of a job in Slurm; None: it has no number, Slurm has forgotten it, or it is another folder's.
+    """Return the state of a job in Slurm.
+
+    Returns:
+        None if the job has no number, Slurm no longer lists it, or the Slurm job belongs to another folder.
 
     Raises:
         UserError: Slurm does not respond, or the job's number cannot be read.
@@ -55,10 +58,10 @@ def own_state(job: Job | None) -> JobState | None:
 
 
 def check_own(job: Job, state: JobState) -> None:
-    """Check that a job belongs to its folder before it is changed.
+    """Check that a Slurm job belongs to the folder of `job`, before the Slurm job is changed.
 
     Raises:
-        UserError: it belongs to another folder.
+        UserError: the Slurm job belongs to another folder.
     """
     if is_of_another(job, state):
         problem = f"job {job.number} belongs to {state.script}, not to this folder, which was copied or moved"

@@ -1,4 +1,4 @@
-"""Reading of a run's files such that a damaged file does not hide the others."""
+"""Reader of a run's files that records a damaged file as a problem and still reads the others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Readings:
     """Read files, and collect problems instead of raising exceptions.
 
     Attributes:
-        problems: a line for each, which begins with the file.
+        problems: one line per problem, which begins with the file.
     """
 
     def __init__(self) -> None:
@@ -29,9 +29,9 @@ class Readings:
         """Return the result of a function that reads a file, or a default if it fails.
 
         Args:
-            path: for the message.
-            read: the function.
-            default: returned if the file is damaged.
+            path: path of the file, for the message.
+            read: function that reads the file.
+            default: result if the file cannot be read.
         """
         try:
             return read()

@@ -1,4 +1,4 @@
-"""Global batch sizes that a number of GPUs can divide, close to the configured one."""
+"""Global batch sizes near the configured one that are divisible among the replicas."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ if TYPE_CHECKING:
 
 
 def fitting_batch(config: RunConfig, world_size: int) -> RunConfig:
-    """Replace the global batch size by the nearest multiple of what the replicas process at once.
+    """Replace the global batch size by the nearest that all replicas can divide into whole micro-batches.
 
     Args:
-        config: of the run.
+        config: configuration of the run.
         world_size: number of ranks.
 
     Returns:
-        The same configuration if its batch is divisible, or if the ranks do not form whole replicas.
+        Configuration with the new batch size. It is unchanged if its batch is already divisible, or if the ranks do not
+        form whole replicas.
     """
     replicas, left = divmod(world_size, model_parallel_size(config.parallel))
     if left or not replicas:
@@ -30,7 +31,7 @@ def fitting_batch(config: RunConfig, world_size: int) -> RunConfig:
 
 
 def batch_of_a_replica_a_node(config: RunConfig, machine: Machine) -> RunConfig:
-    """Replace the global batch size by the nearest that is divisible if each node holds one replica."""
+    """Replace the global batch size by the nearest that is divisible among one replica per node."""
     return _nearest(config, config.training.micro_batch_size * machine.nodes)
 
 

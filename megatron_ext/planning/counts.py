@@ -1,7 +1,7 @@
 """Parameters and FLOPs per token of whole configurations, equal to what their runs report.
 
-A model is built on the meta device in a separate process. That process sees no GPU and so allocates no memory on one,
-and the environment changes that torch and Megatron need do not affect runs launched from here.
+A model is built on the meta device in a separate process. That process sees no GPU, so it allocates no GPU memory. The
+environment variables that it sets for torch and Megatron do not affect runs launched from the parent process.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class ModelCounts:
 
 
 class Counter:
-    """Counter of models with a cache; a context manager, which stops the worker process on exit.
+    """Cached parameter and FLOP counter. As a context manager, it stops its worker process on exit.
 
     Args:
-        vocab_size: returns the vocabulary size given `data.path` and `data.cache_dir`.
+        vocab_size: function that returns the vocabulary size for `data.path` and `data.cache_dir`.
     """
 
     def __init__(self, vocab_size: Callable[[str, str | None], int] = vocab_size) -> None:
@@ -58,10 +58,10 @@ class Counter:
             self._process.shutdown()
 
     def __call__(self, config: RunConfig) -> ModelCounts:
-        """Count the model of a checked configuration.
+        """Count the parameters and FLOPs of a checked configuration's model.
 
         Raises:
-            UserError: the data, which determines the vocabulary size, is not available here.
+            UserError: the data, which determines the vocabulary size, is not available on this machine.
         """
         model, vocab_size = _model_part(config), self._vocab_size(config.data.path, config.data.cache_dir)
         key = json.dumps([vocab_size, asdict(model)], sort_keys=True)
@@ -94,6 +94,6 @@ def _prepare() -> None:
 
 
 def _count(*model: Any) -> ModelCounts:
-    # By name: torch is imported in the worker process, not in the one that imports this module.
+    # Resolved by name, so that only the worker process imports torch.
     counts: ModelCounts = resolve_name("megatron_ext.planning.weightless:count")(*model)
     return counts

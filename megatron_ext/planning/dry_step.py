@@ -44,13 +44,13 @@ class Layer:
 
     Attributes:
         part: name of the mixer's rate; see `rates.part_of_mixer`.
-        mixer_flops: of the mixer with its projections.
+        mixer_flops: FLOPs of the mixer including its projections.
         projection_flops: portion of `mixer_flops` in linears that can run in FP8.
-        feed_forward_flops: of the feed-forward.
-        exchange_rounds: rounds in which heads are exchanged, see `Mixer.exchange_rounds`; None: they are not.
-        units: heads or groups that a rank mixes at a time, summed over the samples it mixes at a time.
-        summary_scans: additional scans if states are passed between context-parallel ranks, see `Mixer.summary_scans`;
-            else 0.
+        feed_forward_flops: FLOPs of the feed-forward.
+        exchange_rounds: rounds of the head exchange, see `Mixer.exchange_rounds`; None if the mixer exchanges no heads.
+        units: number of (sample, head or group) pairs that a rank mixes at a time.
+        summary_scans: number of additional scans if context-parallel ranks pass states, see `Mixer.summary_scans`; else
+            0.
     """
 
     part: str
@@ -67,15 +67,16 @@ class Footprint:
     """Resources of a rank's step.
 
     Attributes:
-        rank: in the world.
-        stage: pipeline stage.
+        rank: global rank.
+        stage: pipeline stage of the rank, from 0.
         parameters: number of parameters on the rank.
         linear_parameters: portion of `parameters` in linears that can run in FP8.
-        micro_batches: of the dry run. Of a longer step it has only as many as reach the memory peak.
-        layers: of the rank, in order.
-        loss_flops: model FLOPs per token of the whole output layer; 0: it is on another stage.
-        has_embedding: the input embedding is on this rank.
-        replicas: ranks with the same parameters, over which gradients are reduced.
+        micro_batches: number of micro-batches of the dry run: those of a step, but at most as many as are needed to
+            reach the memory peak.
+        layers: layers of the rank, in order.
+        loss_flops: model FLOPs per token of the whole output layer; 0 if the output layer is on another stage.
+        has_embedding: True if the input embedding is on this rank.
+        replicas: global ranks with the same parameters, over which gradients are reduced.
         ledger: messages, and memory other than parameters, their gradients and optimizer state.
     """
 
@@ -98,8 +99,8 @@ def footprint(config: RunConfig, vocab_size: int, world_size: int, rank: int) ->
         config: whole configuration, checked for this world size. Linears are Transformer Engine's unless `run.backend`
             is local.
         vocab_size: vocabulary size of the tokenizer, before padding.
-        world_size: ranks of the run.
-        rank: to dry-run.
+        world_size: number of ranks of the run.
+        rank: global rank to simulate.
     """
     gpu = virtual_gpu()
     with groups_of_rank(config.parallel, world_size, rank) as groups:
@@ -185,7 +186,7 @@ def _ledger_of_step(
 
 
 class _Now:
-    """Tracker of the model part that is being computed, updated on entry and exit of its modules."""
+    """Tracker of the model part that is being computed. It is updated on entry and exit of the part's modules."""
 
     def __init__(self) -> None:
         self._inside: list[tuple[str, int | None]] = [(LOSS, None)]
@@ -213,7 +214,7 @@ def _drop_gradient(parameter: Tensor) -> None:
 def fused_as_on_a_gpu() -> Iterator[None]:
     """Context manager in which norms and Megatron's SwiGLU count as one kernel each, as on a GPU.
 
-    On meta tensors torch composes them of several operations.
+    On meta tensors torch runs several operations for each.
     """
     norms = {name: getattr(functional, name) for name in ("rms_norm", "layer_norm")}
     for name, norm in norms.items():
@@ -230,7 +231,7 @@ def _batch(config: RunConfig, cp_size: int, device: torch.device) -> Batch:
     """Return a micro-batch of this rank, with one document per sample."""
     rows, length = config.training.micro_batch_size, config.data.seq_length // cp_size
     tokens = torch.empty(rows, length, dtype=torch.int64, device=device)
-    # On the CPU: the values of the document boundaries are read.
+    # The boundaries are on the CPU because their values are read.
     bounds = torch.arange(rows + 1, dtype=torch.int32) * length if config.data.reset_attention else None
     return Batch(
         tokens=tokens,

@@ -1,4 +1,4 @@
-"""Fields of a sweep under `plan.`, from which fields of its runs are derived."""
+"""Fields of a sweep under `plan.`, from which configuration fields of its runs are derived."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class PlanFields:
 
     @property
     def budget(self) -> tuple[str, float] | None:
-        """Name and value of the budget; None: there is none."""
+        """Name and value of the budget, or None without one."""
         given = [(name, getattr(self, name)) for name in BUDGETS if getattr(self, name) is not None]
         return given[0] if given else None
 
@@ -57,14 +57,14 @@ def split_plan(fields: Sequence[str], more: Sequence[str]) -> tuple[PlanFields |
     """Separate the plan from the other fields of a run.
 
     Args:
-        fields: of the run, from the sweep file.
-        more: of all runs, from the command line. They take precedence over derived fields.
+        fields: fields of the run from the sweep file, as NAME=VALUE.
+        more: fields of all runs from the command line. They take precedence over derived fields.
 
     Returns:
-        Plan (None: there is none), and the remaining fields of `fields` and of `more`.
+        Plan (None without plan fields), and the remaining entries of `fields` and of `more`.
 
     Raises:
-        UserError: there are two budgets, a field of the sweep file is also derived, or a value is invalid.
+        UserError: there are several budgets, a field is both in the sweep file and derived, or a value is invalid.
     """
     words = [field.removeprefix(PLAN) for field in (*fields, *more) if field.startswith(PLAN)]
     own, given = ([field for field in those if not field.startswith(PLAN)] for those in (fields, more))

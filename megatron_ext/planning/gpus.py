@@ -15,26 +15,26 @@ BANDWIDTH_REACHED = 0.894
 """
 
 LINKS_REACHED = 0.8
-"""Fraction of the specified NVLink and network bandwidth. Assumed: not measured separately on several GPUs."""
+"""Fraction of the specified NVLink and network bandwidth that messages reach. Assumed, not measured."""
 
 EXCHANGE_REACHED: dict[TransportName, float] = {"nccl": 0.55, "copy_engine": 0.68}
-"""Fraction of NVLink's bandwidth reached by the exchange of heads: 105 MB each way between two H100s took NCCL 425
-microseconds and copy engines 342 (docs/benchmarks/training.md).
+"""Fraction of NVLink's specified bandwidth that the head exchange reaches, by transport. Between two H100s, 105 MB in
+each direction took 425 microseconds with NCCL and 342 with copy engines (docs/benchmarks/training.md).
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """Kind of GPU, by its data sheet.
+    """Specifications of a kind of GPU, from its data sheet.
 
     Attributes:
-        name: as in --gpu.
-        memory: bytes.
+        name: value of --gpu.
+        memory: memory size in bytes.
         peak_flops: dense bf16 FLOP/s.
-        bandwidth: of memory, bytes/s.
+        bandwidth: memory bandwidth in bytes/s.
         nvlink: bytes/s to the other GPUs of the node, per direction.
         network: bytes/s to other nodes, per direction: the GPU's share of a typical node's adapters.
-        has_8_bits: it has FP8 matrix products.
+        has_8_bits: True if the GPU has FP8 matrix products.
     """
 
     name: str
@@ -63,12 +63,12 @@ GPUS = {
         Gpu(name="b200", memory=180 * GB, peak_flops=2250e12, bandwidth=8000 * GB, nvlink=900 * GB, network=50 * GB),
     )
 }
-"""SXM modules by NVIDIA's data sheets of 2020, 2022, 2023 and 2024, A100 and H100 with 80 GiB. Network adapters per
-GPU: 200 Gbit/s with A100, 400 Gbit/s with the others.
+"""Supported kinds of GPU by name. Values are those of SXM modules in NVIDIA's data sheets of 2020, 2022, 2023 and 2024.
+A100 and H100 have 80 GiB. Each A100 has a network adapter of 200 Gbit/s, each of the others one of 400 Gbit/s.
 """
 
 MEASURED = "h200"
-"""Kind of GPU on which rates were measured. For the others they are scaled by the data sheets."""
+"""Kind of GPU on which rates were measured. For other kinds, rates are scaled by `peak_flops`."""
 
 
 def gpu_of(name: str) -> Gpu:

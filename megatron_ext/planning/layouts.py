@@ -15,16 +15,17 @@ RECOMPUTE: tuple[Literal["none", "mlp", "full"], ...] = ("none", "mlp", "full")
 
 
 def candidates(config: RunConfig, world_size: int, per_node: int) -> Iterator[Sequence[RunConfig]]:
-    """Yield configurations that differ only in layout, micro-batch size and recomputation; some break a rule.
+    """Yield sequences of configurations that differ only in layout, micro-batch size and recomputation.
 
-    Sizes are powers of two. Tensor and context parallelism stay within a node. Tensor parallelism implies sequence
-    parallelism, without which it only costs memory. The micro-batch size is 1 or as configured. The configurations of
-    one yielded sequence differ in recomputation, the fastest first, so the first that fits is the best.
+    Some configurations break a rule. Sizes are powers of two. Tensor and context parallelism stay within a node. Tensor
+    parallelism is always combined with sequence parallelism, because tensor parallelism alone needs more memory for no
+    gain. The micro-batch size is 1 or as configured. The configurations of one sequence differ only in recomputation,
+    the fastest first, so the first that fits is the best.
 
     Args:
-        config: of the run.
+        config: configuration of the run.
         world_size: number of ranks.
-        per_node: ranks per node.
+        per_node: number of ranks per node.
     """
     layers = len(parse_pattern(config.model.pattern))
     for tensor in _powers(min(per_node, config.model.num_attention_heads)):
@@ -53,7 +54,7 @@ def candidates(config: RunConfig, world_size: int, per_node: int) -> Iterator[Se
 
 
 def by_copy_engines(config: RunConfig, rounds: int) -> RunConfig:
-    """Return the configuration with copy engines to exchange heads."""
+    """Return the configuration with copy engines as transport of the head exchange, in `rounds` rounds."""
     parallel = replace(config.parallel, context_transport="copy_engine", context_exchange_rounds=rounds)
     return replace(config, parallel=parallel)
 

@@ -29,11 +29,11 @@ TO_ONE = ("send", "recv_")
 
 
 class Purpose(NamedTuple):
-    """Purpose of memory.
+    """Purpose for which memory is allocated.
 
     Attributes:
-        part: model part, as in `selectron bench train`; or communication.
-        layer: its number from 1 in the whole model; None: not in a layer.
+        part: model part as named by `selectron bench train`, or communication.
+        layer: layer number in the whole model, from 1; None outside of layers.
         phase: forward or backward pass. Recomputation belongs to the backward pass.
     """
 
@@ -46,7 +46,7 @@ class Message(NamedTuple):
     """Kind of collective call.
 
     Attributes:
-        call: c10d's name, e.g. `allreduce_`.
+        call: name of the c10d operator, e.g. `allreduce_`.
         ranks: global ranks of the group; for a point-to-point message, the two ranks.
         size: bytes of the whole tensor that is reduced, gathered or exchanged, on one rank.
     """
@@ -91,8 +91,8 @@ class Watched(TorchDispatchMode):
     """Dispatch mode that records meta tensors and collectives in a ledger, and creates new tensors on the meta device.
 
     Args:
-        ledger: to record in.
-        purpose: returns the purpose of the current computation.
+        ledger: ledger to record in.
+        purpose: function that returns the purpose of the current computation.
     """
 
     def __init__(self, ledger: Ledger, purpose: Callable[[], Purpose]) -> None:
@@ -101,7 +101,7 @@ class Watched(TorchDispatchMode):
         self._known: dict[int, tuple[Purpose, int] | None] = {}
 
     def know(self, tensors: Iterable[Tensor]) -> None:
-        """Exclude tensors that exist before the step, such as weights."""
+        """Exclude tensors that exist before the step, such as weights, from the ledger."""
         self._known |= {x.untyped_storage()._cdata: None for x in tensors}
 
     def __torch_dispatch__(

@@ -1,4 +1,4 @@
-"""Feed-forward width at which a model has as many parameters as another."""
+"""Feed-forward width at which a model has as many parameters as a reference model."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def matched_width(config: RunConfig, measure: str, target: int, match: MatchPara
         config: whole configuration of the run.
         measure: name of the reference run.
         target: parameters of the reference run.
-        match: how parameters are matched.
-        parameters: counts the parameters of a configuration.
+        match: tolerance and granularity of the match.
+        parameters: function that counts the parameters of a configuration.
 
     Raises:
         UserError: the model has no feed-forward, or misses the target by more than `match.within`.
@@ -45,5 +45,5 @@ def matched_width(config: RunConfig, measure: str, target: int, match: MatchPara
 
 
 def with_width(config: RunConfig, width: int) -> RunConfig:
-    """Return the configuration with another feed-forward width."""
+    """Return the configuration with feed-forward width `width`."""
     return replace(config, model=replace(config.model, ffn_hidden_size=width))

@@ -18,7 +18,7 @@ IN_8_BITS = "weights in 8 bits"
 WORKING = "backward pass, working memory"
 
 GATHERED_AT_ONCE = 1_500_000_000
-"""Parameters that ZeRO-3 in DeepSpeed may have gathered at once: default max_live_parameters plus a bucket."""
+"""Maximum number of parameters that DeepSpeed's ZeRO-3 gathers at once: default max_live_parameters plus a bucket."""
 
 USABLE = 0.88
 """Fraction of a GPU's memory available for tensors. The CUDA context and NCCL take about 2 GiB. torch's allocator
@@ -32,8 +32,8 @@ class MemoryByPurpose:
     """Peak memory of the tensors of one rank.
 
     Attributes:
-        rank: in the world.
-        stage: pipeline stage.
+        rank: global rank.
+        stage: pipeline stage of the rank, from 0.
         kinds: bytes by kind at the peak. Kinds named for model parts are activations saved by the forward pass.
         by_layer: bytes saved by the forward pass, by layer number from 1.
     """
@@ -53,7 +53,7 @@ class MemoryByPurpose:
         return self.total <= USABLE * gpu.memory
 
     def why_not(self, gpu: Gpu) -> str:
-        """Describe by how much the memory is exceeded, and the largest kind."""
+        """Describe the required and the usable memory, and the largest kind of tensors."""
         largest = max(self.kinds, key=lambda kind: self.kinds[kind])
         needs = f"tensors of rank {self.rank} take {self.total / GIB:.1f} of {USABLE * gpu.memory / GIB:.1f} usable GiB"
         return f"{needs}, mostly {largest} ({self.kinds[largest] / GIB:.1f})"
@@ -79,8 +79,8 @@ def persistent_bytes(config: RunConfig, parameters: float, replicas: int) -> def
     Gradients are kept in fp32. The optimizer state has two moments per parameter and, in bf16, the fp32 parameter.
 
     Args:
-        config: with optimizer and precision.
-        parameters: of the rank's model shard.
+        config: whole configuration; its optimizer and precision are used.
+        parameters: number of parameters of the rank's model shard.
         replicas: data-parallel ranks over which the optimizer may shard.
     """
     optimizer, size = config.optimizer, 2 if config.training.precision == "bf16" else 4

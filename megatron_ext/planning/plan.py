@@ -28,7 +28,9 @@ FootprintOf = Callable[[RunConfig, int, int, int], "Footprint"]
 
 
 ROUNDS = 2
-"""Rounds in which copy engines exchange heads, if allowed. More gain nothing (docs/benchmarks/training.md)."""
+"""Preferred number of rounds for a head exchange by copy engines, if the configuration allows this number. More rounds
+do not shorten the step (docs/benchmarks/training.md).
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,11 +60,11 @@ class Planned:
     Attributes:
         config: whole configuration.
         replicas: data-parallel size.
-        micro_batches: per step and replica.
-        memory: of one rank of each planned pipeline stage.
-        time: of a step; None: see `untimed`.
-        untimed: why there is no time.
-        refused: why the layout is invalid or does not fit; None: it fits.
+        micro_batches: number of micro-batches per step and replica.
+        memory: memory of one rank of each planned pipeline stage; empty if the layout is invalid.
+        time: estimated time of a step; None if there is no estimate.
+        untimed: reason why `time` is None although the layout was planned.
+        refused: reason why the layout is invalid or does not fit in GPU memory; None if it fits.
     """
 
     config: RunConfig
@@ -75,7 +77,7 @@ class Planned:
 
     @property
     def most(self) -> MemoryByPurpose:
-        """Memory of the rank that needs most."""
+        """Memory of the planned rank with the largest total."""
         return max(self.memory, key=lambda memory: memory.total)
 
 
@@ -83,7 +85,7 @@ def plan(config: RunConfig, vocab_size: int, machine: Machine, mixers: Mixers) -
     """Plan a configuration without changing its layout.
 
     Raises:
-        UserError: it cannot be trained on this machine.
+        UserError: the configuration cannot be trained on this machine.
     """
     check(config, machine.world_size, mixers)
     check_nodes(config, machine.world_size, machine.per_node)
@@ -100,14 +102,15 @@ def search(
 ) -> list[Planned]:
     """Plan all layouts of a configuration, and return those that fit first, sorted by speed.
 
-    If NCCL is configured to exchange heads, the exchange by copy engines is planned as a further layout.
+    If the configured context transport is NCCL, each layout that fits and exchanges heads is also planned with copy
+    engines as transport, if they are valid for it.
 
     Args:
-        config: of the run. Its layout, micro-batch size and recomputation are replaced.
+        config: configuration of the run. Its layout, micro-batch size and recomputation are replaced.
         vocab_size: vocabulary size of the tokenizer.
         machine: to plan for.
         mixers: registered mixers.
-        tell: takes a line that reports progress.
+        tell: called with a line that reports progress after each planned layout.
     """
     _check_8_bits(config, machine.gpu)
     found: list[Planned] = []
@@ -127,7 +130,7 @@ def search(
 
 
 def shards(config: RunConfig, vocab_size: int, world_size: int) -> Iterator[Shard]:
-    """Build the model shard of each rank of a checked configuration and yield a description, in the order of ranks."""
+    """Build the model shard of each rank of a checked configuration and yield a description of each, in rank order."""
     with process_pool() as pool:
         size = -(-world_size // 16)
         blocks = [range(first, min(first + size, world_size)) for first in range(0, world_size, size)]
@@ -137,7 +140,7 @@ def shards(config: RunConfig, vocab_size: int, world_size: int) -> Iterator[Shar
 
 
 def _rounds_of_copy_engines(config: RunConfig, machine: Machine, mixers: Mixers) -> int | None:
-    """Return the rounds in which copy engines could exchange heads instead of NCCL; None: they cannot."""
+    """Return the number of rounds in which copy engines can replace NCCL in the head exchange; None if they cannot."""
     if config.parallel.context == 1 or config.parallel.context_transport != "nccl":
         return None
     allowed = (n for n in (ROUNDS, 1) if not _refusal(by_copy_engines(config, n), machine, mixers))
@@ -147,11 +150,13 @@ def _rounds_of_copy_engines(config: RunConfig, machine: Machine, mixers: Mixers)
 def _until_one_fits(
     alternatives: Sequence[RunConfig], copied_in: int | None, vocab_size: int, machine: Machine
 ) -> list[Planned]:
-    """Plan configurations up to the first that fits, and this one also with copy engines if it exchanges heads.
+    """Plan configurations in order until one fits.
+
+    If the one that fits exchanges heads and `copied_in` is given, also plan it with copy engines as transport.
 
     Args:
         alternatives: configurations, the best first.
-        copied_in: rounds of copy engines; None: do not plan them.
+        copied_in: number of rounds of a head exchange by copy engines; None: do not plan copy engines.
         vocab_size: vocabulary size of the tokenizer.
         machine: to plan for.
     """
@@ -186,18 +191,18 @@ def _check_8_bits(config: RunConfig, gpu: Gpu) -> None:
 
 
 def _rank_of_each_stage(config: RunConfig, world_size: int) -> list[int]:
-    """Return the first rank of each pipeline stage: the stage is the slowest-varying index of a rank."""
+    """Return the first rank of each pipeline stage. Ranks of a stage are consecutive."""
     stages = config.parallel.pipeline
     return [stage * (world_size // stages) for stage in range(stages)]
 
 
 def _ends(ranks: Sequence[int]) -> list[int]:
-    """Return the ranks of the first and last pipeline stage, which need most memory and time."""
+    """Return the first and the last of the stages' ranks. The first or last stage needs most memory and time."""
     return [*ranks[:1], *ranks[1:][-1:]]
 
 
 def _footprint(config: RunConfig, vocab_size: int, world_size: int, rank: int) -> Footprint:
-    # By name: torch is imported in the worker process, not in the one that imports this module.
+    # Resolved by name, so that only the worker process imports torch.
     taken: FootprintOf = resolve_name("megatron_ext.planning.dry_step:footprint")
     return taken(config, vocab_size, world_size, rank)
 
@@ -225,7 +230,7 @@ def _planned(config: RunConfig, footprints: Sequence[Footprint], machine: Machin
 
 
 def _refusal(config: RunConfig, machine: Machine, mixers: Mixers) -> Planned | None:
-    """Return the layout with its error if it breaks a rule; None: it breaks none."""
+    """Return the layout with its error if it breaks a rule, else None."""
     try:
         check(config, machine.world_size, mixers)
         check_nodes(config, machine.world_size, machine.per_node)
@@ -241,7 +246,7 @@ def _unplanned(config: RunConfig, machine: Machine, error: UserError) -> Planned
 
 
 def _order(planned: Planned) -> tuple[bool, bool, float]:
-    """Sort key: first layouts that fit, by speed, then those that do not, by memory, then invalid ones."""
+    """Sort key: layouts that fit by speed, then layouts that do not fit by memory, then invalid layouts."""
     speed = planned.time.tokens_per_second if planned.time else 0.0
     if planned.refused is None:
         return False, False, -speed

@@ -1,4 +1,4 @@
-"""Measured rates of the parts of a step; see `tools/collect_rates.py`."""
+"""Measured rates of the parts of a training step, as collected by `tools/collect_rates.py`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_ext.model.step_parts import FEED_FORWARD, LOSS
 
 RATES = "rates.json"
 FORWARD_SHARE = 1 / 3
-"""Assumed share of the forward pass in a step if not measured: one of three matrix products is in the forward pass."""
+"""Fraction of a part's time in the forward pass, assumed if not measured: one of its three matrix products."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,14 +23,13 @@ class Rate:
     """Measured rate.
 
     Attributes:
-        part: a mixer, with its score if it has several (`top1_chunk approx`), or another part of a step.
-        hidden_size: of the model.
+        part: name of a mixer, followed by its score if it has several (`top1_chunk approx`), or another part of a step.
+        hidden_size: hidden size of the measured model.
         seq_length: tokens per sample.
         flops: model FLOP/s of forward and backward pass.
         forward_share: fraction of the time in the forward pass; None: not measured.
         source: file in docs/benchmarks.
-        units: heads or groups that were mixed at a time, summed over samples, in a measurement with few of them; None:
-            enough to fill a GPU.
+        units: number of (sample, head or group) pairs that were mixed at a time, if too few to fill a GPU; else None.
     """
 
     part: str
@@ -56,12 +55,12 @@ class PartRate:
 
 
 def part_of_mixer(mixer: str, score: str | None = None) -> str:
-    """Return the name of a mixer's rates; those of Top-1 Chunk depend on the score."""
+    """Return the name of a mixer's rates. Top-1 Chunk has separate rates for each score."""
     return f"{mixer} {score}" if mixer == "top1_chunk" else mixer
 
 
 def part_of_feed_forward(fp8: str) -> str:
-    """Return the name of a feed-forward's rates, which depends on `training.fp8`."""
+    """Return the name of the feed-forward's rates for a value of `training.fp8`."""
     return FEED_FORWARD if fp8 == "none" else f"{FEED_FORWARD} {fp8}"
 
 
@@ -73,9 +72,9 @@ def measured() -> tuple[Rate, ...]:
 
 
 def rate_of(part: str, hidden_size: int, seq_length: int, rates: Sequence[Rate] | None = None) -> PartRate:
-    """Interpolate the rate of a part, linearly in the logarithm of the length and at the nearest hidden size.
+    """Interpolate the rate of a part between measurements at the nearest hidden size.
 
-    Beyond the measured lengths the rate is constant.
+    Interpolation is linear in the logarithm of the sequence length. Beyond the measured lengths the rate is constant.
 
     Raises:
         KeyError: the part was not measured.
@@ -93,12 +92,12 @@ def rate_of(part: str, hidden_size: int, seq_length: int, rates: Sequence[Rate] 
 
 
 def is_measured(part: str) -> bool:
-    """Return whether there is a rate of a part."""
+    """Return True if a part has a measured rate."""
     return any(rate.part == part for rate in measured())
 
 
 def mixer_rate(part: str, hidden_size: int, seq_length: int) -> PartRate:
-    """Return `rate_of` a mixer, or the median rate of all measured mixers if this one was not measured."""
+    """Return the rate of a mixer, or the median rate of all measured mixers if this mixer was not measured."""
     if is_measured(part):
         return rate_of(part, hidden_size, seq_length)
     others = sorted({rate.part for rate in measured() if not rate.part.startswith((FEED_FORWARD, LOSS))})
@@ -113,9 +112,9 @@ def filled(part: str, units: int, rates: Sequence[Rate] | None = None) -> float:
     the logarithm of the units, constant beyond the measurements, and 1 without measurements.
 
     Args:
-        part: see `Rate`.
-        units: heads or groups that are mixed at a time, summed over samples.
-        rates: measurements; None: those of this package.
+        part: name of the part; see `Rate`.
+        units: number of (sample, head or group) pairs that are mixed at a time.
+        rates: measurements; None for those of this package.
     """
     own = [rate for rate in (measured() if rates is None else rates) if rate.part == part]
     points = sorted((rate.units, rate.flops) for rate in own if rate.units is not None)
@@ -123,7 +122,7 @@ def filled(part: str, units: int, rates: Sequence[Rate] | None = None) -> float:
 
 
 def _between(points: Sequence[tuple[int, float]], at: int) -> float:
-    """Interpolate sorted points linearly in the logarithm of x; constant beyond them."""
+    """Interpolate sorted points (x, y) at x = `at`, linearly in log x. Beyond the points, return the nearest y."""
     for (left, low), (right, high) in pairwise(points):
         if left <= at <= right:
             return low + math.log(at / left) / math.log(right / left) * (high - low)

@@ -1,4 +1,4 @@
-"""Model shards that the ranks of a world build, constructed without that world."""
+"""Model shards of all ranks of a world, built in a single process."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Shard:
     """Model shard of a rank.
 
     Attributes:
-        rank: in the world.
+        rank: global rank.
         place: tensor-, context-, pipeline- and data-parallel rank.
         parameters: number of parameters on the rank.
-        of_stage: number of parameters of its tensor-parallel group, each counted once.
+        of_stage: number of parameters on the rank's tensor-parallel group, each counted once.
     """
 
     rank: int
@@ -31,7 +31,7 @@ class Shard:
 
 
 def build(config: RunConfig, vocab_size: int, world_size: int, ranks: Iterable[int]) -> list[Shard]:
-    """Build the shards of some ranks; see `dry_step.footprint` for the arguments."""
+    """Build the shards of `ranks`; see `dry_step.footprint` for the other arguments."""
     return [_build(config, vocab_size, world_size, rank) for rank in ranks]
 
 
@@ -52,7 +52,7 @@ def whole_model(shards: Sequence[Shard]) -> int:
     """Return the number of parameters of the whole model that the shards form.
 
     Raises:
-        AssertionError: ranks of a stage disagree, or two ranks have the same place.
+        AssertionError: ranks of a stage differ in `of_stage`, or two ranks have the same `place`.
     """
     assert len({shard.place for shard in shards}) == len(shards), "two ranks are in one place"
     of_stages: dict[int, set[int]] = {}

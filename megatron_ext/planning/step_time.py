@@ -1,9 +1,9 @@
 """Estimate of the step time from measured rates, memory bandwidth and link bandwidth.
 
-Parts with matrix products take their model FLOPs divided by the measured rate of the part. A mixer's rate is reduced if
-a GPU processes few heads at a time. Parts that are memory-bound take their bytes divided by the measured bandwidth. A
-part of the exchange of heads in rounds is overlapped (`HIDES`). All other communication of tensor, context and pipeline
-parallelism and the gradient reduction are assumed not to overlap.
+The time of parts with matrix products is their model FLOPs divided by the measured rate of the part. A mixer's rate is
+reduced if a GPU processes few heads at a time. The time of memory-bound parts is their bytes divided by the measured
+bandwidth. If heads are exchanged in rounds, a fraction of the exchange is overlapped with computation (`HIDES`). All
+other communication of tensor, context and pipeline parallelism, and the gradient reduction, are assumed not to overlap.
 """
 
 from __future__ import annotations
@@ -39,41 +39,52 @@ if TYPE_CHECKING:
 BUBBLE, HOST = "pipeline bubble", "data and host"
 
 NORM_PASSES = {FORWARD: 10.2, BACKWARD: 13.2, "again": 5.1}
-"""Number of times that a layer's norms and residual read or write its hidden states. `again`: during the backward
-pass, if the part after the mixer is recomputed. Measured on an H200 (docs/benchmarks/training.md).
+"""Number of times that a layer's norms and residual additions read or write its hidden states in each pass. `again`:
+additional number in the backward pass if only the feed-forward block is recomputed (`training.recompute=mlp`). Measured
+on an H200 (docs/benchmarks/training.md).
 """
 
 EMBEDDING_PASSES = 25.0
-"""Reads and writes of hidden states by the embedding in both passes; its gradient is a scatter-add in any order."""
+"""Number of times that the embedding reads or writes hidden states in both passes. The number is high because the
+gradient is a scatter-add in any order.
+"""
 
 UPDATE_BYTES = 10.0, 63.0
-"""Bytes that an update reads and writes per parameter: on every rank, and in addition where its optimizer state is."""
+"""Bytes per parameter that the optimizer update reads and writes: on every rank, and in addition on the rank that holds
+the parameter's optimizer state.
+"""
 
 HOST_SECONDS = 0.012
 """Seconds per step in which the GPU waits for the batch, for the gradient norm or for kernel launches."""
 
 HOST_SECONDS_OF_LAYER = {"none": 0.0, "tensorwise": 1.2e-3, "blockwise": 0.0}
-"""Further seconds per layer and micro-batch, by `training.fp8`: the small kernels that compute a tensor's scale make
-the step host-bound. Measured with 32,768 tokens (docs/benchmarks/planning.md). With more tokens more of it is hidden.
+"""Additional seconds per layer and micro-batch, by `training.fp8`. Small kernels that compute one scale per tensor make
+the step host-bound. Measured with 32,768 tokens (docs/benchmarks/planning.md). With more tokens, kernels run longer and
+hide more of this time.
 """
 
 LATENCY = 2e-5
-"""Seconds per collective call in addition to the transfer. Assumed, as is `LINKS_REACHED`."""
+"""Seconds per collective call in addition to the transfer. Assumed, not measured, like `LINKS_REACHED`."""
 
 
 HIDES = {"copy_engine": 0.5, "nccl": 0.25}
-"""Fraction of the exchange of heads by which rounds, however many, shorten a step. This measured fraction is smaller
-than the overlapped one (docs/benchmarks/training.md). NCCL gains only by rounds of samples, not by rounds of heads.
+"""Fraction of the head exchange's time that an exchange in rounds saves in a step, for any number of rounds. The saving
+was measured and is smaller than the overlapped time (docs/benchmarks/training.md). NCCL saves time only with rounds of
+samples, not with rounds of heads.
 """
 
 COPIES_OF_SAMPLES = 8.0
-"""Reads and writes of a layer's hidden states in both passes, to split samples into rounds and concatenate them."""
+"""Number of times that a layer's hidden states are read or written in both passes to split samples into rounds and to
+concatenate the rounds.
+"""
 
 HEADS = "alltoall_base_"
 """Name of c10d's operator that exchanges heads."""
 
 PACKED = {"nccl": 1, "copy_engine": 2}
-"""Copies of the exchanged data on each GPU: to or from rank order, and for copy engines into their send buffer."""
+"""Number of copies of the exchanged data on each GPU, by transport. One copy reorders the data to or from rank order.
+Copy engines need another one into their send buffer.
+"""
 
 CALLS = {
     "_allgather_base_": "all-gather",
@@ -83,7 +94,7 @@ CALLS = {
     "broadcast_": "broadcast",
     "recv_": "between pipeline stages",
 }
-"""Common names of c10d's operators."""
+"""Usual names of c10d's operators in reports."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +116,7 @@ class StepTime:
 
     Attributes:
         parts: seconds by part; their sum is the step time.
-        tokens: of the whole batch.
+        tokens: number of tokens of the global batch.
         volumes: communication volume by kind.
         not_measured: mixers without a measured rate, whose time is that of the median mixer.
     """
@@ -130,11 +141,11 @@ def step_time(config: RunConfig, footprints: Sequence[Footprint], gpu: Gpu, worl
     """Estimate the time of a step.
 
     Args:
-        config: of the run.
-        footprints: of one rank of each planned pipeline stage.
+        config: configuration of the run.
+        footprints: footprint of one rank of each planned pipeline stage.
         gpu: kind of GPU.
         world_size: number of ranks.
-        per_node: ranks per node.
+        per_node: number of ranks per node.
     """
     layout, parallel = layout_of(config, world_size), config.parallel
     links = _Links(gpu, per_node)
@@ -176,7 +187,10 @@ class _Links:
 
 
 def sent(message: Message) -> float:
-    """Return the bytes that a rank sends in a ring collective; received point-to-point and broadcast bytes count."""
+    """Return the bytes that a rank sends in a ring collective.
+
+    Broadcast and point-to-point messages count at their full size on the receiver; `send` counts 0.
+    """
     others = (len(message.ranks) - 1) / len(message.ranks)
     factors = {"allreduce_": 2 * others, "send": 0.0, "recv_": 1.0, "broadcast_": 1.0}
     return factors.get(message.call, others) * message.size
@@ -236,7 +250,8 @@ class _Products:
         whole = self._seconds_at(rate, layer.mixer_flops, self._recomputes_mixer, filled(layer.part, layer.units))
         projections = self.seconds(FEED_FORWARD, layer.projection_flops, self._recomputes_mixer)
         in_use = self.seconds(self._linears, layer.projection_flops, self._recomputes_mixer)
-        # A rank that passes a state on scans its shard again. All but the projections counts as the scan.
+        # A rank that passes its state to the next rank scans its shard again. All time except the projections counts as
+        # the scan.
         scans = layer.summary_scans * (whole - projections)
         saved_by_fp8 = projections - in_use
         return whole + scans - saved_by_fp8
@@ -247,14 +262,14 @@ def _tokens(config: RunConfig) -> float:
 
 
 def _seconds_of_a_pass(config: RunConfig, gpu: Gpu) -> float:
-    """Return the time to read or write a layer's hidden states on a rank once."""
+    """Return the seconds in which a rank reads or writes the hidden states of one micro-batch once."""
     size = 2 if config.training.precision == "bf16" else 4
     shared = config.parallel.tensor if sequence_parallel(config) else 1
     return _tokens(config) * config.model.hidden_size * size / (BANDWIDTH_REACHED * gpu.bandwidth) / shared
 
 
 def _norms(config: RunConfig, one_pass: float) -> float:
-    """Return the time of a layer's norms and residual, which are memory-bound."""
+    """Return the seconds of a layer's norms and residual additions, which are memory-bound."""
     recompute = config.training.recompute
     passes = NORM_PASSES[FORWARD] * (1 + (recompute == "full")) + NORM_PASSES[BACKWARD]
     passes += NORM_PASSES["again"] * (recompute == "mlp")
@@ -263,7 +278,7 @@ def _norms(config: RunConfig, one_pass: float) -> float:
 
 
 def _messages(config: RunConfig, footprint: Footprint, links: _Links, mixer: float) -> float:
-    """Return the time of all messages that is not overlapped by the mixers' time."""
+    """Return the seconds of all messages minus those overlapped with the mixers' computation (`mixer` seconds)."""
     transport = config.parallel.context_transport
     seconds: defaultdict[str, float] = defaultdict(float)
     for message, count in footprint.ledger.messages.items():
@@ -276,7 +291,7 @@ def _messages(config: RunConfig, footprint: Footprint, links: _Links, mixer: flo
 
 
 def _exchange_copies(config: RunConfig, footprint: Footprint, gpu: Gpu, one_pass: float) -> float:
-    """Return the time to copy exchanged heads into the order of ranks, and to split samples into rounds."""
+    """Return the seconds to copy exchanged heads into the order of ranks, and to split samples into rounds."""
     messages = footprint.ledger.messages.items()
     exchanged = sum(message.size * count for message, count in messages if message.call == HEADS)
     copied = 2 * PACKED[config.parallel.context_transport] * exchanged / footprint.micro_batches
@@ -294,7 +309,7 @@ def _hides(rounds: Rounds, transport: TransportName) -> float:
 
 
 def _volumes(footprint: Footprint, links: _Links, micro_batches: int) -> dict[str, Volume]:
-    """Return the volume that a rank sends for all its micro-batches, by call."""
+    """Return the data that a rank sends for all its micro-batches in a step, by kind of call."""
     found: dict[str, Volume] = {}
     for message, count in footprint.ledger.messages.items():
         more = links.volume(message.ranks, sent(message) * count / footprint.micro_batches * micro_batches)
@@ -307,7 +322,10 @@ def _volumes(footprint: Footprint, links: _Links, micro_batches: int) -> dict[st
 
 
 def _reduction(config: RunConfig, footprint: Footprint, micro_batches: int) -> list[float]:
-    """Return the bytes per call that a rank sends over data-parallel ranks: fp32 gradients, weights as stored."""
+    """Return the bytes of each collective call over data-parallel ranks, as sent by one rank.
+
+    Gradients are sent in fp32, weights in their storage precision.
+    """
     replicas, sharding = len(footprint.replicas), config.optimizer.sharding
     others, size = (replicas - 1) / replicas, 2 if config.training.precision == "bf16" else 4
     gradients, weights = 4.0 * footprint.parameters * others, size * footprint.parameters * others

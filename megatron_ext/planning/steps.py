@@ -1,4 +1,4 @@
-"""Conversion of budgets to steps."""
+"""Conversion of training budgets (FLOPs or tokens) to optimizer steps."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def planned_steps(name: str, budget: float, config: RunConfig, counts: Callable[
     """Return the number of steps closest to a budget.
 
     Args:
-        name: of the budget, see `PlanFields`.
-        budget: value in its unit.
+        name: field of `PlanFields` that gives the budget.
+        budget: value of that field.
         config: whole configuration of the run.
-        counts: counts its model.
+        counts: function that counts parameters and FLOPs of a configuration's model.
 
     Raises:
         UserError: the budget is less than a step.

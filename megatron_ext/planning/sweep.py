@@ -16,13 +16,13 @@ from megatron_ext.utils.errors import UserError
 from megatron_ext.utils.markdown import table
 
 Load = Callable[[Path, Sequence[str]], RunConfig]
-"""Function that reads a configuration with overrides, see `load_config`."""
+"""Function that reads a configuration file and applies overrides; see `load_config`."""
 
 Check = Callable[[RunConfig], None]
 """Function that raises an error for an invalid configuration."""
 
 _LONG = 1 << 40
-"""Placeholder for a run's steps while they are unknown: enough for any schedule."""
+"""Placeholder for a run's number of steps before it is derived: longer than any schedule."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,9 @@ class SweepRun:
 
     Attributes:
         config: whole and checked configuration.
-        overrides: of the base configuration.
-        counts: of its model, if runs are listed and it is planned or matched.
+        overrides: overrides of the base configuration.
+        counts: parameters and FLOPs of the run's model, if runs are listed and this run has a plan or takes part in
+            parameter matching; else None.
     """
 
     config: RunConfig
@@ -46,14 +47,15 @@ def sweep_runs(
     """Return the runs of a sweep by name, with all fields derived from their plans.
 
     Args:
-        path: of the sweep file.
+        path: path of the sweep file.
         more: overrides of all runs, applied after the derived fields.
         load: reads a run's configuration.
         check: applied to every run.
-        listed: the runs will be listed. Their models are then counted even if nothing depends on it.
+        listed: True if the runs will be listed. Planned and matched models are then counted even if no field depends on
+            the counts.
 
     Raises:
-        UserError: the file or a run is invalid. The message names both.
+        UserError: the file or a run is invalid. The message names the file and the run.
     """
     swept = read_sweep(path)
     if not swept.config.is_file():
@@ -113,7 +115,7 @@ class _Draft:
         self.config = self._loaded()
 
     def check_model(self, check: Check) -> None:
-        """Check all but the schedule, which is unknown so far, so that the model can be counted."""
+        """Check all fields except the schedule, which is not derived yet, so that the model can be counted."""
         training = replace(self.config.training, steps=_LONG)
         optimizer = replace(self.config.optimizer, schedule="constant", warmup_steps=0, decay_steps=0)
         check(replace(self.config, training=training, optimizer=optimizer))
@@ -125,7 +127,7 @@ class _Draft:
 def _match(
     draft: _Draft, measure: str, measured: _Draft, match: MatchParameters, counter: Counter, check: Check
 ) -> None:
-    """Set the feed-forward width of a run so that its parameters match."""
+    """Set the feed-forward width of a run so that it has as many parameters as the run `measured`."""
     draft.check_model(check)
     target = counter(measured.config).parameters
     width = matched_width(draft.config, measure, target, match, lambda config: counter(config).parameters)
@@ -136,12 +138,12 @@ def _match(
 
 
 def _plan(draft: _Draft, plan: PlanFields, counter: Counter, check: Check) -> None:
-    """Set the steps of a run, and the fields that are a fraction of them."""
+    """Set the number of steps of a run, and the fields that are a fraction of this number."""
     if plan.budget is not None:
         draft.check_model(check)
         name, budget = plan.budget
         draft.derive(DERIVED[name], planned_steps(name, budget, draft.config, counter))
-    # The actual steps of the run, which the command line may have set.
+    # Read from the configuration, because the command line may have overridden the derived number.
     steps = draft.config.training.steps
     for name, share in (("warmup_share", plan.warmup_share), ("decay_share", plan.decay_share)):
         if share is not None:

@@ -1,7 +1,7 @@
-"""Emulation of the tensors that Transformer Engine's linears save for backward, on Megatron's linears.
+"""Megatron linears that save the same bytes for backward as Transformer Engine's linears.
 
-Follows transformer_engine.pytorch.module.linear of version 2.11. A non-contiguous input is copied, and the copy is
-saved. In FP8 the quantized input is saved with its scales.
+The emulation follows transformer_engine.pytorch.module.linear of version 2.11: A non-contiguous input is copied, and
+the copy is saved. In FP8 the quantized input is saved with its scales.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from megatron_ext.model.module_parts import within
 from megatron_ext.model.output_layer import LossOutputLayer
 
 BYTES = {"tensorwise": 1.0, "blockwise": 1 + 4 / 128}
-"""Bytes per element in FP8, including scales of hidden states: one fp32 scale per 128 elements if blockwise."""
+"""Bytes per element of hidden states in FP8, by recipe. Blockwise scaling adds an fp32 scale per 128 elements."""
 
 Linear: TypeAlias = ColumnParallelLinear | RowParallelLinear
 
 
 def linears(modules: Iterable[nn.Module]) -> Iterator[tuple[str, Linear]]:
-    """Yield the linears of layers, by name, that the Transformer Engine back-end replaces: not the output layer."""
+    """Yield names and linears that the Transformer Engine back-end replaces: all except the output layer."""
     for whole in modules:
         for name, module in whole.named_modules():
             if isinstance(module, Linear) and not isinstance(module, LossOutputLayer):
-                yield name.removeprefix("module."), module  # added by the bf16 wrapper
+                yield name.removeprefix("module."), module  # the bf16 wrapper adds the prefix
 
 
 def weights_of_linears(modules: Iterable[nn.Module]) -> int:
@@ -41,7 +41,7 @@ def weights_of_linears(modules: Iterable[nn.Module]) -> int:
 
 @contextmanager
 def as_transformer_engines(modules: Sequence[nn.Module], fp8: str) -> Iterator[None]:
-    """Context manager in which linears of layers save what Transformer Engine's would.
+    """Context manager in which linears save the same bytes for backward as Transformer Engine's.
 
     Args:
         modules: model chunks.
@@ -64,7 +64,7 @@ class _In8Bits(NamedTuple):
     """Hidden states saved in FP8.
 
     Attributes:
-        kept: byte tensor of their size in FP8.
+        kept: byte tensor as large as the hidden states and their scales in FP8.
         shape: of the hidden states.
         dtype: of the hidden states.
     """
@@ -75,7 +75,7 @@ class _In8Bits(NamedTuple):
 
 
 def _keeping_8_bits(bytes_each: float) -> saved_tensors_hooks:
-    """Return hooks that save hidden states [t, b, features] in FP8; weights [features, features] persist anyway."""
+    """Return hooks that save hidden states [t, b, features] in FP8 and leave weights [features, features] unchanged."""
 
     def pack(x: Tensor) -> Tensor | _In8Bits:
         if x.dim() != 3:

@@ -23,12 +23,12 @@ class VirtualGpu(Platform):
 
     @property
     def is_cuda(self) -> bool:
-        """True, so that decisions are those on a GPU."""
+        """True, so that code that depends on the device takes the GPU branch."""
         return True
 
 
 def virtual_gpu() -> VirtualGpu:
-    """Return the platform of a simulated rank, in a process that sees no GPU, on which Megatron would allocate."""
+    """Return the platform of a simulated rank. The process must see no GPU: Megatron would allocate memory on one."""
     select_platform("cpu")  # replaces the CUDA device that Megatron asks for
     return VirtualGpu(torch.device("meta"), "nccl")
 
@@ -36,8 +36,8 @@ def virtual_gpu() -> VirtualGpu:
 def on_stand_ins(config: RunConfig) -> RunConfig:
     """Return a configuration whose model runs without GPU-only components.
 
-    Megatron's modules replace Transformer Engine's (see `te_linears`). Messages between stages are sent one by one.
-    Heads are exchanged through NCCL's collective, which the ledger records.
+    Megatron's modules replace Transformer Engine's (see `te_linears`). Messages between pipeline stages are sent one by
+    one. Heads are exchanged by NCCL's all-to-all, which the ledger records.
     """
     parallel = replace(config.parallel, batch_p2p_comm=False, context_transport="nccl")
     training, run = replace(config.training, fp8="none"), replace(config.run, backend="local")

@@ -18,7 +18,7 @@ def vocab_size(path: str, cache_dir: str | None) -> int:
         cache_dir: `data.cache_dir`.
 
     Raises:
-        UserError: the data is not available here.
+        UserError: the data is not available on this machine.
     """
     if is_url(path):
         return ShardCache(path, Path(cache_dir or "")).manifest.tokenizer.vocab_size

@@ -17,7 +17,7 @@ from megatron_ext.platform.device import Platform, select_platform
 
 
 def count(config: RunConfig, vocab_size: int) -> ModelCounts:
-    """Count the whole model in this process, without a GPU.
+    """Count parameters and FLOPs of the whole model in this process, without a GPU.
 
     Args:
         config: whole configuration with the layout of one process.
@@ -33,6 +33,6 @@ def count(config: RunConfig, vocab_size: int) -> ModelCounts:
 
 @cache
 def _alone() -> tuple[Platform, ProcessGroupCollection]:
-    """Return platform and process groups of this process, created once."""
+    """Return the CPU platform and single-process groups, which are created once per process."""
     platform = select_platform("cpu")
     return platform, groups_of_one_process(platform.communication).__enter__()

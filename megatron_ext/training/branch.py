@@ -38,15 +38,15 @@ class Branch:
     def check_rate(self, lr: float, *, is_allowed: bool = False) -> None:
         """Check that the other run used this run's learning rate at the branch step.
 
-        `Continuing` compares the configurations. This compares with the rate that the other run recorded.
+        `Continuing` compares the configurations. This method compares with the rate in the other run's records.
 
         Args:
             lr: this run's learning rate at the step.
-            is_allowed: accept a different rate.
+            is_allowed: True to accept a different rate.
 
         Raises:
-            UserError: the rate differs, so a run trained from scratch could not reach this state. Or the other run
-                has no record of the step.
+            UserError: the rate differs, so a run trained from scratch could not reach this state; or the other run has
+                no record of the step.
         """
         found = lr_at(self.run, self.step)
         if found is None:

@@ -30,7 +30,7 @@ TEXT = "data"
 
 _BRANCH = "run.branch_from"
 _PLACES = {"run.dir", "run.name", _BRANCH, ALLOW, ALLOW_DATA}
-"""Fields that are not compared: the run's location, its origin and the permissions themselves."""
+"""Fields whose changes are not printed: the run's location, its origin and the permissions themselves."""
 
 _MEANINGS = {
     Effect.NOTHING: "the losses are not affected",
@@ -47,7 +47,7 @@ class CheckpointChanges:
     Attributes:
         messages: lines to print.
         allowed: allowed changes that affect the completed steps or the data: step, field, before and after.
-        recorded: the changes in the checkpoint's own record, then `allowed`.
+        recorded: changes listed in the checkpoint's record, followed by `allowed`.
     """
 
     messages: Sequence[str] = ()
@@ -61,8 +61,8 @@ class Continuing:
 
     Attributes:
         config: checked configuration with derived fields.
-        identity: see `runs.identity`; None: the data was not opened and is not compared.
-        is_branch: whether the checkpoint belongs to another run.
+        identity: identity of the run, see `runs.identity`; None if the data was not opened, and is not compared.
+        is_branch: True if the checkpoint belongs to another run.
     """
 
     config: RunConfig
@@ -77,9 +77,9 @@ class Continuing:
             checkpoint: folder of the checkpoint.
 
         Raises:
-            DamagedCheckpoint: an entry of its record is malformed.
-            UserError: the model, the training of the completed steps or the training text differs, and this was not
-                allowed by name.
+            DamagedCheckpoint: an entry of the checkpoint's record is malformed.
+            UserError: the model, the training of the completed steps or the training text differs, and the difference
+                was not allowed.
         """
         check_identity(record.identity, checkpoint / RECORD)
         step = record.progress.step
@@ -125,7 +125,10 @@ class Continuing:
         raise UserError(first.field, problem, hint)
 
     def _reject_changed_trunk(self, record: Record, checkpoint: Path) -> None:
-        """Reject a trunk that was itself changed: a run trained from scratch could not reach its checkpoint."""
+        """Reject a trunk whose configuration changed while it trained, unless the change is allowed by name.
+
+        A run trained from scratch could not reach such a checkpoint.
+        """
         allowed = self.config.run
         for one in record.identity.get(CHANGED, ()):
             if one["field"] == TEXT:
@@ -138,7 +141,7 @@ class Continuing:
                 raise UserError("run.branch_from", problem, f"branch off before it, or add {hint}")
 
     def _other_text(self, record: Record, checkpoint: Path, found: Sequence[Change]) -> list[str]:
-        """Return the differences of the training text if they are allowed."""
+        """Return the differences of the training text, after checking that they are allowed."""
         before = record.identity
         if self.identity is None:
             return []
@@ -166,7 +169,7 @@ class Continuing:
                 return []
             return [f"its domains are {', '.join(names[1])} instead of {', '.join(names[0])}"]
         old, new = before[DATA], self.identity[DATA]
-        if any(one.field == TRAIN_DOMAINS for one in found):  # allowed: common domains must be equal
+        if any(one.field == TRAIN_DOMAINS for one in found):  # only common domains must match
             both = set(names[0] or ()) & set(names[1])
             old, new = ({"texts": [text for text in one["texts"] if text["domain"] in both]} for one in (old, new))
             return differences(old, new, "train")
@@ -218,7 +221,7 @@ def print_changes(found: CheckpointChanges, records: RunRecords | None) -> None:
         records: records of the run; None except on the first rank.
 
     Raises:
-        UserError: the file cannot be written.
+        UserError: decisions.jsonl cannot be written.
     """
     if records is None:
         return

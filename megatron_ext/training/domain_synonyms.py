@@ -20,8 +20,8 @@ def without_synonyms(found: Sequence[Change], before: Mapping[str, Any], after: 
 
     Args:
         found: differences between two configurations.
-        before: identity of the first, see `runs.identity`.
-        after: identity of the second, or its `known_domains`.
+        before: identity of the first configuration, see `runs.identity`.
+        after: identity of the second configuration, or its `known_domains`.
     """
     same = {
         field

@@ -1,4 +1,4 @@
-"""Configuration fields recorded with a checkpoint, in the form in which they are compared with those of a run."""
+"""Configuration fields recorded with a checkpoint, converted for comparison with the fields of a run."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def mixer_defaults(used: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def other_rate(found: Sequence[Change], before: Mapping[str, Any], after: Mapping[str, Any], step: int) -> str | None:
-    """Describe the first completed step whose learning rate would have differed; None: there is none."""
+    """Describe the first completed step whose learning rate would differ with the new schedule, or return None."""
     if not any(one.effect is Effect.SCHEDULE for one in found):
         return None
     other = first_other_rate(*_schedule(before), *_schedule(after), step)

@@ -20,21 +20,21 @@ from megatron_ext.utils.json_text import parse_json
 
 
 class RunRecords:
-    """Write the records of a run through its loggers; only the first rank has one.
+    """Writer of a run's records through its loggers. Only the first rank has a writer.
 
     Args:
-        folder: of the run.
+        folder: run folder.
         name: label of the progress bar, and name of the run at tracking services.
         first_step: number of completed steps. Records of later steps are dropped.
-        steps: of the whole run.
+        steps: number of steps of the whole run.
         guard: called before each write; raises if this process may no longer write.
         texts: value of the field `data` in each record, by file name (METRICS, EVALUATION).
         backends: names of loggers besides the record files and the progress line, see `LoggingConfig`.
         settings: configuration and model size for the loggers, see `LoggedRun`.
 
     Attributes:
-        last_evaluation: step of the newest evaluation by domain in the existing records; 0: none.
-        last_suites: step of the newest results of the other suites; 0: none.
+        last_evaluation: step of the newest evaluation by domain in the existing records; 0 if there is none.
+        last_suites: step of the newest results of the other suites; 0 if there are none.
 
     Raises:
         UserError: a file contains a line that is not a record.
@@ -55,7 +55,7 @@ class RunRecords:
         self._folder, self._guard = folder, guard
         run = LoggedRun(folder, name, steps, texts or {}, settings or {})
         self._jsonl, self._progress = JsonLines(run), ProgressLine(run)
-        # The record files come first: what the other loggers have received is always in them.
+        # The record files come first, so that they contain everything that the other loggers have received.
         self._loggers = [self._jsonl, *(entry.kind(run) for entry in check_loggers(backends)), self._progress]
         self._start(first_step)
         self.last_evaluation, self.last_suites = (last_step(folder / name) for name in (EVALUATION, SUITES))
@@ -82,7 +82,8 @@ class RunRecords:
     def flush(self) -> None:
         """Flush all loggers.
 
-        Call it before a checkpoint: a run that is killed afterwards and resumes from it then has the steps before it.
+        Call this method before a checkpoint is written. A run that is killed later and resumes from the checkpoint then
+        has the records of all steps before it.
 
         Raises:
             UserError: see `step`.
@@ -122,7 +123,7 @@ class RunRecords:
         self._progress.say(line)
 
     def close(self) -> None:
-        """Close all loggers, even if one fails; the progress line last, so that it does not mix with a warning.
+        """Close all loggers, even if one fails. The progress line is closed last, so that no warning is mixed with it.
 
         Raises:
             UserError: see `step`.
@@ -134,7 +135,7 @@ class RunRecords:
                 stack.callback(logger.close)
 
     def keep(self, name: str, record: Mapping[str, Any]) -> None:
-        """Append a record to another file, which is opened for this record alone.
+        """Append a record to the file `name`, which is opened and closed for each record.
 
         Raises:
             UserError: see `step`.
@@ -158,7 +159,7 @@ class RunRecords:
 
 
 def lr_at(folder: Path, step: int) -> float | None:
-    """Return the recorded learning rate of a step (the last record if it was repeated); None: there is no record.
+    """Return the recorded learning rate of a step, from its last record if it was repeated; None without a record.
 
     Raises:
         UserError: a line is not a valid record.
@@ -170,7 +171,7 @@ def lr_at(folder: Path, step: int) -> float | None:
 
 
 def copy_records(source: Path, folder: Path) -> None:
-    """Replace the records of a run by those of another. `RunRecords` then passes them to the other loggers.
+    """Replace the records of a run by those of another run. `RunRecords` later passes them to the other loggers.
 
     Previous records of the run stem from a start that reached no checkpoint.
     """

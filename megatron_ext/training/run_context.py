@@ -18,11 +18,11 @@ class RunContext:
     Attributes:
         config: checked configuration with derived fields.
         folder: run folder.
-        platform: of this process.
+        platform: platform of this process.
         lock: lock of the run folder; None except on the first rank.
         step: step of the run's own checkpoint to continue from; None: start from the beginning or from `branch`.
-        is_exact: whether an earlier checkpoint must not replace that of `step` if it is damaged.
-        branch: checkpoint of another run to start from; None: there is none.
+        is_exact: True if an earlier checkpoint must not be used when the checkpoint of `step` is damaged.
+        branch: checkpoint of another run to start from, or None.
     """
 
     config: RunConfig

@@ -31,7 +31,7 @@ def holding(folder: Path) -> Iterator[RunLock | None]:
         folder: run folder.
 
     Yields:
-        The lock; None: this is not the first rank.
+        The lock, or None on the other ranks.
 
     Raises:
         UserError: another process trains the run, a link leads out of its folder, or the folder cannot be written.

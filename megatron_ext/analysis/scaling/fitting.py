@@ -58,10 +58,10 @@ class Found:
     Attributes:
         fitted: the law.
         sure: uncertainty of the law.
-        tested: back-test on the largest models; None: too few other models.
+        tested: back-test on the largest models; None if there are too few smaller models.
         budgets: IsoFLOP parabolas.
-        best: power law of the optimal size over compute from the parabolas; None: fewer than two have a minimum.
-        transfer: power law of test loss over training loss; None: no or too few test losses.
+        best: power law of the optimal size over compute; None if fewer than two parabolas have a minimum.
+        transfer: power law of test loss over training loss; None if there are too few test losses.
     """
 
     fitted: Fit
@@ -104,7 +104,7 @@ class Fitting:
 
 
 def fit_all(points: Mapping[str, Points], where: str, options: Options, runs: RunPoints | None = None) -> Fitting:
-    """Fit a law for each mixer, with warnings on standard error about constants that the points do not determine.
+    """Fit a law for each mixer, and warn on standard error about constants that the points do not determine.
 
     Args:
         points: points by mixer.

@@ -1,4 +1,4 @@
-"""IsoFLOP: optimal size at a compute as the minimum of a parabola (Hoffmann et al. 2022, arXiv 2203.15556, 3.2)."""
+"""IsoFLOP fit: the minimum of a parabola is the optimal size for a compute budget (arXiv 2203.15556, section 3.2)."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from megatron_ext.analysis.scaling.law import ALIKE
 from megatron_ext.analysis.scaling.points import Points
 
 SAME_COMPUTE = 1.12
-"""Maximum ratio of the compute of two points of one budget. Tokens are rounded to batches, and sizes to widths."""
+"""Maximum ratio of the compute of two points of one budget. Compute varies within a budget because tokens are rounded
+to whole batches, and sizes to whole widths."""
 
 CLEAR_GAP, CLEARER = 1.02, 2.0
-"""Criterion that splits points within `SAME_COMPUTE` into two budgets: a gap in compute of at least the factor
-`CLEAR_GAP`, which is also (in logarithms) at least `CLEARER` times the largest other gap."""
+"""Criterion that splits points within `SAME_COMPUTE` into two budgets: a gap in compute by at least the factor
+`CLEAR_GAP`, whose logarithm is also at least `CLEARER` times that of the largest other gap."""
 
 SAME_RUN = 1.01
-"""Maximum ratio of the compute of repetitions. Models of one size that differ more should not be in one budget."""
+"""Maximum ratio of the compute of repeated runs of one size. A larger ratio suggests that a budget mixes several."""
 
 FEWEST_SIZES = 4
-"""Minimum number of sizes of a budget; a parabola fits any three exactly."""
+"""Minimum number of distinct sizes in a budget. A parabola fits any three points exactly."""
 
 SPREAD = 2.0
-"""Minimum ratio of the largest to the smallest size of a budget. With a smaller ratio, losses differ only by noise."""
+"""Minimum ratio of the largest to the smallest size in a budget. Below it, losses differ mostly by noise."""
 
 CONFIDENCE = 0.95
 
@@ -42,9 +43,9 @@ class Budget:
         curve: coefficients of the parabola of loss over log params, highest power first.
         best_params: number of parameters at the minimum of the parabola; None: there is no minimum within the range of
             the models.
-        best_interval: 95 % interval of `best_params`, for independent normal noise of equal variance; None: the
-            points do not bound it on both sides, or `best_params` is None.
-        doubt: reason to assume that the points are of several budgets; empty: none.
+        best_interval: 95 % interval of `best_params`, for independent normal noise of equal variance; None if the
+            interval is not bounded on both sides, or `best_params` is None.
+        doubt: reason to suspect that the points belong to several budgets; empty if there is none.
     """
 
     flops: float
@@ -83,7 +84,11 @@ def budgets(points: Points) -> list[Budget]:
 
 
 def best_sizes(found: list[Budget]) -> PowerLaw | None:
-    """Fit a power law of the optimal number of parameters over compute; None if fewer than two budgets have one."""
+    """Fit a power law of the optimal number of parameters over compute.
+
+    Returns:
+        None if fewer than two budgets have an optimal number of parameters.
+    """
     told = [(budget.flops, budget.best_params) for budget in found if budget.best_params is not None]
     if len(told) < 2:
         return None
@@ -99,10 +104,10 @@ def best_sizes(found: list[Budget]) -> PowerLaw | None:
 
 
 def _groups(points: Points, order: IntArray) -> Iterator[IntArray]:
-    """Yield the indices of the points of each budget, in ascending order of compute. `order` has the same order.
+    """Yield the indices of the points of each budget. `order` and the result are in ascending order of compute.
 
     Points are split at the largest gap in compute until no group is wider than `SAME_COMPUTE`. A group is split further
-    at a clear gap with a budget on either side.
+    at a clear gap (`CLEAR_GAP`) if the points on both sides form a budget.
     """
     if not _is_budget(points, order):
         return
@@ -117,7 +122,7 @@ def _groups(points: Points, order: IntArray) -> Iterator[IntArray]:
 
 
 def _is_budget(points: Points, numbers: IntArray) -> bool:
-    """Return True if points have enough distinct sizes over a large enough range; compute is not checked."""
+    """Return True if points have enough distinct sizes over a large enough range. Their compute is not checked."""
     sizes = np.unique(points.params[numbers])
     return len(sizes) >= FEWEST_SIZES and bool(sizes[-1] >= SPREAD * sizes[0])
 
@@ -143,8 +148,9 @@ def _budget(points: Points) -> Budget:
 def _lowest_interval(points: Points) -> tuple[float, float] | None:
     """Return Fieller's interval of the minimum of a parabola: sizes at which a t-test does not reject a slope of 0.
 
-    The slope at x is 2 a x + b. It is 0 within t standard errors if (2 a x + b)^2 <= t^2 var(2 a x + b). This is the
-    interval between the roots of a second parabola, or is unbounded if that one opens downwards.
+    The slope at x is 2 a x + b. It is 0 within t standard errors if (2 a x + b)^2 <= t^2 var(2 a x + b). Both sides
+    are quadratic in x. The solutions are the interval between two roots, or an unbounded set if the difference of the
+    sides opens downwards.
     """
     freedom = len(points) - 3
     if freedom < 1:
@@ -159,7 +165,7 @@ def _lowest_interval(points: Points) -> tuple[float, float] | None:
     square = 4 * (a**2 - t_squared * covariance[0, 0])
     linear = 4 * (a * b - t_squared * covariance[0, 1])
     constant = b**2 - t_squared * covariance[1, 1]
-    inner = max(linear**2 - 4 * square * constant, 0.0)  # negative only by rounding: the minimum lies between
+    inner = max(linear**2 - 4 * square * constant, 0.0)  # negative only by rounding
     if square <= 0:
         return None
     low, high = ((-linear + sign * math.sqrt(inner)) / (2 * square) for sign in (-1, 1))

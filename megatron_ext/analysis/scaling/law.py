@@ -31,20 +31,20 @@ STARTS = {
 """Grid of 4,500 starting points (Hoffmann et al., appendix D.3)."""
 
 FEWEST_POINTS = 5
-"""Minimum number of points, the number of constants."""
+"""Minimum number of points, equal to the number of constants."""
 
 LARGEST_LOG = 700.0
 """Maximum logarithm of a constant; the exponential of 710 overflows double precision."""
 
 ROUNDS = 20
-"""Maximum restarts of the optimizer. Each begins at the end of the one before with a new curvature estimate, which may
+"""Maximum runs of the optimizer. Each run starts where the previous one stopped, with a new curvature estimate that may
 allow further progress."""
 
 STEPS, FIRST_STEPS = 5000, 500
-"""Maximum iterations of a round, and of the first round from each start, which only selects the best start."""
+"""Maximum iterations of a round in the final fit, and of the single round from each start that selects the best one."""
 
 EXACT = 1e-16
-"""Value of the scaled objective that counts as an exact fit; its residuals of 1e-11 are rounding errors."""
+"""Value of the scaled objective below which a fit counts as exact: residuals of 1e-11 are rounding errors."""
 
 NEAR_STEPS = 200
 """Maximum function evaluations of a fit that starts near its optimum."""
@@ -52,17 +52,17 @@ NEAR_STEPS = 200
 ALIKE = 0.05
 """Relative spread within which sizes, token counts, and tokens per parameter count as equal.
 
-Token counts are rounded to whole steps (2.5 % either way in a run of 20 steps), and sizes to whole widths. An increase
-of the tokens by 5 % changes a loss by beta * 5 % of the term B / D^beta. This is at most a hundredth of a nat, as much
-as the effect of another seed.
+Token counts are rounded to whole steps (by up to 2.5 % in a run of 20 steps), and sizes to whole widths. An increase of
+the tokens by 5 % lowers the loss by beta * 5 % of the term B / D^beta. This is at most a hundredth of a nat, about the
+effect of another seed.
 """
 
 FAINT, RAISED = 1e-2, 0.5
-"""Fractions of the lowest loss. A term below `FAINT` has too small a gradient to grow again. A refit starts such a term
-also at `RAISED`, where its gradient is large enough."""
+"""Values of a term, as fractions of the lowest loss. The gradient of a term below `FAINT` is too small for the term to
+grow again. A refit with such a term has a second start, where the term is `RAISED`."""
 
 SAME_LOSS = 1e-6
-"""Relative spread within which losses count as equal; unlike sizes, they are not rounded."""
+"""Relative spread within which losses count as equal. It is smaller than `ALIKE` because losses are not rounded."""
 
 
 @dataclass(frozen=True)
@@ -121,9 +121,9 @@ class Fit:
 class _Objective:
     """Sum of Huber losses over points, and its gradient.
 
-    The arguments [5] are the logarithms of both terms at the points' mean log N and mean log D, log E, alpha and beta.
-    A change of an exponent then rotates its term about the center of the points. With log A and log B as arguments,
-    these would have to change with it.
+    The arguments [5] are the logarithms of the two power-law terms at the points' mean log N and mean log D, then
+    log E, alpha and beta. A change of an exponent then rotates its term about the center of the points. With log A and
+    log B as arguments, a change of an exponent would need a matching change of log A or log B.
     """
 
     def __init__(self, points: Points, delta: float = DELTA) -> None:
@@ -211,7 +211,7 @@ def fit(points: Points) -> Fit:
     objective = _Objective(points)
     ends = [_descend(objective, start, rounds=1, steps=FIRST_STEPS) for start in _starts(objective)]
     nearest = min(ends, key=lambda end: float(objective(end)[0]))
-    # With as few points as constants, many laws fit exactly. In this flat valley L-BFGS alone takes minutes.
+    # With as few points as constants, many laws fit exactly. L-BFGS alone would need minutes in this flat region.
     nearest = _best(objective, [nearest, objective.near(nearest)])
     best = _best(objective, [nearest, _descend(objective, nearest, ROUNDS)])
     return Fit(objective.law(best), float(objective(best)[0]), points)
@@ -238,7 +238,7 @@ def refit(points: Points, law: ScalingLaw, delta: float = DELTA) -> ScalingLaw:
 
 
 def _best(objective: _Objective, ends: list[FloatArray]) -> FloatArray:
-    """Return the arguments with the smallest value among those with finite constants, or the first one if none are."""
+    """Return the best arguments among those with finite constants, or `ends[0]` if none has finite constants."""
     usable = [end for end in ends if objective.has_constants(end)] or ends[:1]
     return min(usable, key=lambda end: float(objective(end)[0]))
 
@@ -283,7 +283,7 @@ def number_unlike(values: FloatArray) -> int:
 
 
 def _starts(objective: _Objective) -> Iterator[FloatArray]:
-    """Yield the start with the smallest objective for each pair of exponents."""
+    """Yield, for each pair of exponents in `STARTS`, the start with the smallest objective."""
     others = list(product(STARTS["log_a"], STARTS["log_b"], STARTS["log_e"]))
     for exponents in product(STARTS["alpha"], STARTS["beta"]):
         starts = objective.arguments(np.array([[*other, *exponents] for other in others]))

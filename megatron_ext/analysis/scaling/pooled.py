@@ -1,4 +1,4 @@
-"""Grouping of runs into laws. Runs of one law differ only in size, length, seed and settings tuned to a size."""
+"""Grouping of runs into laws. Runs of one law differ only in size, length, seed and the settings tuned to these."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SIZE = (
     *("model.ffn_hidden_size", "training.steps", "training.global_batch_size"),
     *("optimizer.lr", "optimizer.min_lr", "optimizer.warmup_steps", "optimizer.decay_steps"),
 )
-"""Fields in which the runs of one law may differ: those of size and tokens, and those tuned to them."""
+"""Fields in which the runs of one law may differ: those that set size and tokens, and those tuned for them."""
 
 OF_LAW = ": "
 """Separator between the mixer and the settings that distinguish several laws of one mixer."""

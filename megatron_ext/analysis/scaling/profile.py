@@ -7,11 +7,11 @@ that is constrained to this value has a residual sum of squares of at most
     S_min * (1 + t^2 / (n - 5)),    t: 97.5 % quantile of Student's t with n - 5 degrees of freedom.
 
 For given exponents the law is linear in E, A and B. A two-dimensional grid of exponents is therefore sufficient. Each
-node has a least-squares problem with the constraints E, A, B >= 0. It has a closed form on each of the seven sets of
-terms that do not vanish. There are no random draws.
+node of the grid has a least-squares problem with the constraints E, A, B >= 0. The problem has a closed-form solution
+for each of the seven sets of non-zero terms. There are no random draws.
 
-Single runs may be outliers, to which least squares are sensitive. The squares are therefore those of Huber's
-pseudo-observations, see `robust`. Without outliers these equal the losses, or nearly so.
+Single runs may be outliers, to which least squares are sensitive. The losses are therefore replaced by Huber's
+pseudo-observations, see `robust`. Without outliers, these equal the losses or nearly do.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ CONFIDENCE = 0.95
 
 SMALLEST_EXPONENT, LARGEST_EXPONENT = -1.0, 4.0
 """Range of the exponents. An interval that reaches an end of this range is unbounded on that side. With a larger
-exponent a term affects only the smallest models, so that the losses no longer change."""
+exponent, a term affects only the smallest models, and the other losses hardly depend on the exponent."""
 
 SEARCH_NODES, NODES = 21, 49
-"""Nodes per axis of the search grid and of the final grid. The ends of an interval are accurate to about a hundredth of
-its length."""
+"""Nodes per axis of the search grid and of the final grid. With the final grid, the ends of an interval are accurate to
+about a hundredth of the interval's length."""
 
 ROUNDS = 24
 """Maximum number of moves of the search grid."""
 
 BLOCK_ELEMENTS = 2**21
-"""Maximum number of functions times nodes evaluated at a time (16 MiB per array)."""
+"""Maximum elements of an array over functions and nodes (16 MiB). More functions are evaluated in several blocks."""
 
 FACES = tuple(face for size in (1, 2, 3) for face in combinations(range(3), size))
 """Sets of non-zero terms, as indices into (E, A, B)."""
@@ -51,7 +51,7 @@ FACES = tuple(face for size in (1, 2, 3) for face in combinations(range(3), size
 
 @dataclass(frozen=True)
 class _Face:
-    """Unconstrained least squares at K nodes with F of the three terms.
+    """Solutions of unconstrained least squares at K nodes, with F of the three terms E, A and B.
 
     Attributes:
         terms: indices of the F terms.
@@ -70,7 +70,7 @@ class _Face:
 
 
 class _Squares:
-    """Residual sums of squares of log losses about laws.
+    """Least-squares problems of log losses, by pair of exponents.
 
     A term is represented by its value at the points' mean log N and mean log D. Design columns are relative to the
     losses of the robust law.
@@ -81,7 +81,8 @@ class _Squares:
         self.middles = float(log_n.mean()), float(log_d.mean())
         self.n, self.d = log_n - self.middles[0], log_d - self.middles[1]
         self.weights = 1 / centre.law.loss(points.params, points.tokens)
-        # First order about the robust law's losses: log(m) = log(at) + (m - at) / at. The fit is then linear in m.
+        # Log losses are expanded to first order about the robust law's losses `at`: log(m) = log(at) + (m - at) / at.
+        # The fit is then linear in the losses m.
         self.targets = 1 + centre.rest
 
     def columns(self, alpha: FloatArray, beta: FloatArray) -> FloatArray:
@@ -107,7 +108,7 @@ def _face(face: tuple[int, ...], columns_k3f: FloatArray, targets_k3: FloatArray
         face: indices of its terms.
         columns_k3f: design columns of the face in the orthonormal basis of all three terms.
         targets_k3: targets in the same basis.
-        rest_k: residual sum of squares outside the space of this basis.
+        rest_k: residual sum of squares of the fit with all three terms.
     """
     lengths_kf = np.linalg.norm(columns_k3f, axis=1)
     q_k3f, r_kff = np.linalg.qr(columns_k3f / lengths_kf[:, None])
@@ -120,7 +121,7 @@ def _face(face: tuple[int, ...], columns_k3f: FloatArray, targets_k3: FloatArray
 
 
 def _least(faces: Sequence[_Face]) -> FloatArray:
-    """Return the minimum sums of squares [K] with E, A, B >= 0, over the faces whose coefficients are not negative."""
+    """Return the minimum sums of squares [K] subject to E, A, B >= 0: the minimum over faces without negative terms."""
     every = [np.where((face.terms_kf >= 0).all(-1), face.rest_k, np.inf) for face in faces]
     return np.asarray(np.min(every, axis=0))
 
@@ -136,8 +137,8 @@ class Region:
         limit: residual sum of squares at the boundary of the region.
         middles: mean logarithms of parameters and tokens, at which the values of the terms are given.
         noise: estimate of sigma, the relative scatter of losses about the law.
-        is_open: whether the region reaches the end of the exponents' range: alpha below, alpha above, beta below, beta
-            above.
+        is_open: True where the region reaches an end of the exponents' range: lower and upper end of alpha, lower and
+            upper end of beta.
     """
 
     alpha: FloatArray
@@ -174,7 +175,10 @@ class Region:
         return float(low[0]), float(high[0])
 
     def factor(self, number: int) -> tuple[float, float]:
-        """Return the interval of A (0) or B (1); unbounded above if the interval of its exponent is."""
+        """Return the interval of A (0) or B (1).
+
+        Where the interval of its exponent is open, the lower end is 0 and the upper end infinite.
+        """
         exponent = (self.alpha, self.beta)[number]
         row = np.zeros((1, len(exponent), 3))
         row[..., 1 + number] = np.exp(exponent * self.middles[number])
@@ -209,7 +213,7 @@ class Region:
                 unit = ways_pkf / np.maximum(steep_pk, np.finfo(float).tiny)[..., None]
                 aside_pkf = room_k[:, None] * np.einsum("kfg,pkg->pkf", part.inverse_kff, unit)
                 for sign, ends in ((-1.0, low), (1.0, high)):
-                    # An extreme counts only within the orthant. Otherwise the extreme is on another face.
+                    # An extreme with a negative term is invalid. The valid extreme is then on another face.
                     inside = (part.terms_kf + sign * aside_pkf >= 0).all(-1)
                     values = np.where(inside, centre_pk + sign * room_k * steep_pk, -sign * np.inf)
                     best = values.min(-1) if sign < 0 else values.max(-1)
@@ -258,7 +262,7 @@ class _Grid:
         return self.least * self._threshold
 
     def settled(self) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
-        """Fit the grid to the region.
+        """Move and scale the grid until it covers the region, and evaluate the final grid.
 
         Returns:
             Alpha, beta and minimum sums of squares at the nodes, [K] each, and the distance of neighboring nodes along
@@ -288,7 +292,7 @@ class _Grid:
         return np.stack(np.meshgrid(*np.linspace(low, high, number).T)).reshape(2, -1)
 
     def _look(self, exponents: FloatArray) -> FloatArray:
-        """Return minimum sums of squares [K] at exponents [2, K], infinite outside their range; updates `least`."""
+        """Return minimum sums of squares [K] at exponents [2, K], infinite out of range, and update `least`."""
         inside = ((exponents >= SMALLEST_EXPONENT - 1e-9) & (exponents <= LARGEST_EXPONENT + 1e-9)).all(0)
         rest = np.full(exponents.shape[1], np.inf)
         rest[inside] = _least(self._squares.faces(*exponents[:, inside]))

@@ -2,8 +2,9 @@
 
 `law.DELTA` limits the influence of a point at a fixed 0.1 % of its loss. If losses scatter more than that, the fit is
 nearly one of least absolute values, for which there is no good estimate of the uncertainty from few points. Intervals
-are therefore based on another fit, whose threshold is 1.345 standard deviations of the scatter. Threshold and scatter
-are estimated together (Huber's proposal 2). For normal noise this fit has 95 % of the efficiency of least squares.
+are therefore based on a second fit, whose threshold is 1.345 standard deviations of the scatter. Threshold and scatter
+are estimated together (Huber's proposal 2). For normal noise this second fit has 95 % of the efficiency of least
+squares.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from megatron_ext.analysis.runs import FloatArray
 from megatron_ext.analysis.scaling.law import FEWEST_POINTS, Fit, ScalingLaw, refit
 
 BOUND = 1.345
-"""Threshold in standard deviations; larger residuals are clipped to it."""
+"""Threshold in standard deviations of the scatter. Larger residuals are clipped to the threshold."""
 
 EXPECTED = 0.71016
 """Mean square of a standard normal variable that is clipped to +-`BOUND`."""
 
 SMALLEST_NOISE = 1e-8
-"""Standard deviation of log losses below which there are only rounding errors."""
+"""Minimum standard deviation of log losses. Smaller scatter consists of rounding errors."""
 
 ROUNDS, SETTLED = 10, 0.02
 """Maximum iterations of fit and scatter estimate, and the relative change of the scatter at which they stop."""
@@ -34,7 +35,7 @@ class Robust:
     """Robust fit for intervals.
 
     Attributes:
-        law: law close to the fitted one; identical for points without noise.
+        law: law of the second fit; equal to the fitted law for points without noise.
         rest: float64 [n], residuals of log losses as pseudo-observations. They are clipped, and scaled so that a
             least-squares fit to them has the variance of the robust fit.
     """
@@ -44,7 +45,7 @@ class Robust:
 
 
 def robust(fitted: Fit) -> Robust:
-    """Compute the robust fit from a fitted law; needs more points than constants."""
+    """Compute the robust fit, starting at a fitted law. There must be more points than constants."""
     points, law, freedom = fitted.points, fitted.law, len(fitted.points) - FEWEST_POINTS
     rest = _residuals(fitted, law)
     noise = max(math.sqrt(float(rest @ rest) / freedom), SMALLEST_NOISE)

@@ -25,7 +25,7 @@ WINDOW = 0.05
 """Final fraction of a run's steps over which its training loss is averaged, because the loss of one batch is noisy."""
 
 LONGEST_WINDOW = 100
-"""Maximum averaging window in steps; over more steps the loss changes."""
+"""Maximum averaging window in steps. Over a longer window the loss would fall noticeably."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def points_of_runs(paths: Sequence[Path], *, embeddings: bool = True) -> RunPoin
     Args:
         paths: run folders, or folders of run folders. Unfinished runs inside a folder of runs are left out, with a
             warning on standard error.
-        embeddings: whether to count the parameters of embeddings and output layer.
+        embeddings: True to count the parameters of embeddings and output layer.
 
     Raises:
         UserError: a folder is not a valid run folder, a run folder that is given directly is unfinished, no run is
@@ -134,7 +134,7 @@ def points_of(runs: Sequence[Run], named: Sequence[Path] = (), *, embeddings: bo
 
 
 def _begun(paths: Sequence[Path]) -> tuple[list[Path], list[LeftOut]]:
-    """Return the run folders, and separately those inside a folder of runs that have no step yet."""
+    """Return the run folders to read, and the runs without a step inside given folders of runs, which are left out."""
     folders: list[Path] = []
     left_out: list[LeftOut] = []
     for path in paths:
@@ -147,7 +147,7 @@ def _begun(paths: Sequence[Path]) -> tuple[list[Path], list[LeftOut]]:
 
 
 def _has_a_step(metrics: Path) -> bool:
-    """Return True if there is a complete line; a killed run may have left a partial one."""
+    """Return True if the file has a complete line. A killed run may have left only a partial line."""
     if not metrics.is_file():
         return False
     with metrics.open("rb") as file:
@@ -172,7 +172,7 @@ def _warn(left_out: Sequence[LeftOut]) -> None:
 
 
 def by_mixer(points: Sequence[RunPoint]) -> dict[str, Points]:
-    """Group points by mixer in the order of first occurrence; with test losses only if all runs have them."""
+    """Group points by mixer, in the order of first occurrence. Test losses are included only if all points have one."""
     tested = _tested(points)
     found: dict[str, list[list[float]]] = {}
     for point in points:

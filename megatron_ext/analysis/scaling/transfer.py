@@ -1,7 +1,7 @@
 """Power law of test loss over training loss for each mixer, and tests of the difference of two mixers.
 
-L_test = factor * L_train^exponent is a line in logarithms, fitted by least squares, with the tests of linear regression
-(Draper & Smith 1998, chapter 1). Each point has the final losses of a trained model.
+L_test = factor * L_train^exponent is a line in logarithms. It is fitted by least squares, with the tests of linear
+regression (Draper & Smith 1998, chapter 1). Each point consists of the final losses of a trained model.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FEWEST = 3
 COVERAGE = 0.95
 
 ROUNDING = 1e-28
-"""Variance of log losses that is only rounding error."""
+"""Variance of log losses below which there are only rounding errors."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,8 @@ class Difference:
             separate scatter for each mixer).
         train_loss: middle of the training losses that both mixers cover (geometric mean of the ends); None: their
             ranges do not overlap.
-        ratio: test loss of the second mixer over that of the first at `train_loss`; None: as above.
-        interval: 95 % interval of the ratio; None: as above.
+        ratio: test loss of the second mixer over that of the first at `train_loss`; None if `train_loss` is None.
+        interval: 95 % interval of the ratio; None if `train_loss` is None.
     """
 
     p_value: float
@@ -122,10 +122,10 @@ def line_of(train: FloatArray, test: FloatArray) -> Line | None:
 
 
 def difference(one: Line, other: Line) -> Difference:
-    """Test if two lines are equal, and estimate their ratio in the middle of the common range.
+    """Test if two lines are equal, and estimate the ratio of test losses in the middle of the common range.
 
-    Each mixer has a separate scatter, so that degrees of freedom are approximate: Welch (1947) for the ratio,
-    Krishnamoorthy & Yu (2004, Statistics & Probability Letters 66) for both constants together.
+    Each mixer has a separate scatter, so the degrees of freedom are approximate. They follow Welch (1947) for the
+    ratio, and Krishnamoorthy & Yu (2004, Statistics & Probability Letters 66) for the test of both constants.
     """
     p_value = _probability(one, other)
     low = max(one.log_train.min(), other.log_train.min())

@@ -16,7 +16,7 @@ from megatron_ext.analysis.scaling.unidentifiable import Untold, names_of, unide
 from megatron_ext.utils.errors import UserError
 
 HELD_OUT = 0.1
-"""Fraction of the points that a back-test holds out, those of the largest models."""
+"""Fraction of the points that a back-test holds out. The points of the largest models are held out."""
 
 PARAMS_EXPONENT, TOKENS_EXPONENT = "params_exponent", "tokens_exponent"
 """Exponents a and b of the optimal numbers of parameters and tokens over compute: N ~ C^a, D ~ C^b, a + b = 1."""
@@ -36,9 +36,8 @@ class Uncertainty:
 
     Attributes:
         fitted: the law and its points.
-        region: confidence region of laws; None: there are not more points than constants.
-        unidentifiable: constants without intervals, because the points do not determine them however small the noise
-            is.
+        region: confidence region of laws; None if there are not more points than constants.
+        unidentifiable: constants without intervals, because the points do not determine them even without noise.
     """
 
     fitted: Fit
@@ -52,15 +51,15 @@ class Uncertainty:
 
     @property
     def noise(self) -> float | None:
-        """Estimated relative scatter of losses about the law; None: not more points than constants."""
+        """Estimated relative scatter of losses about the law; None if there are not more points than constants."""
         return None if self.region is None else self.region.noise
 
     def interval(self, name: str) -> tuple[float, float]:
         """Return the 95 % interval of a constant, of `PARAMS_EXPONENT` or of `TOKENS_EXPONENT`.
 
         The ends are NaN if the interval is unknown, and infinite on a side that the points do not bound. The law
-        is fitted with the Huber loss, but the interval is based on least squares. If it does not contain the estimate,
-        it is extended to it.
+        is fitted with the Huber loss, but the interval is based on a least-squares fit. An interval that does not
+        contain the estimate is extended to the estimate.
         """
         if name in (PARAMS_EXPONENT, TOKENS_EXPONENT):
             return self._share_interval(name)
@@ -120,9 +119,9 @@ class BackTest:
 
 
 def back_test(points: Points) -> BackTest | None:
-    """Fit a law without the largest tenth of the models, and predict these.
+    """Fit a law without the largest tenth of the models, and predict their losses.
 
-    At least one model is held out, and all models of the same size.
+    At least one model is held out. Models as large as the smallest held-out model are held out, too.
 
     Returns:
         None if a law cannot be fitted to the remaining models.

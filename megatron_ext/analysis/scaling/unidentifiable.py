@@ -14,14 +14,15 @@ from megatron_ext.analysis.scaling.points import Points
 CONSTANTS = ("E", "A", "B", "alpha", "beta")
 
 FEWEST_VALUES = 3
-"""Minimum number of distinct sizes, and of distinct token counts. With two sizes, a curve E + A / N^alpha through both
-losses exists for every E."""
+"""Minimum number of distinct model sizes, and of distinct token counts. With only two sizes, there is a curve
+E + A / N^alpha through both losses for every E."""
 
 FLAT = float(np.sqrt(np.finfo(np.float64).eps))
-"""Singular value below which a direction is flat. The objective depends on its square, which is a rounding error."""
+"""Singular value, relative to the largest, below which a direction is flat. The objective depends on the square of the
+singular value, which is then as small as a rounding error."""
 
 PART = 1e-6
-"""Minimum component of a constant in a flat direction to count as a part of it."""
+"""Minimum absolute component in a flat direction (a unit vector) above which a constant counts as undetermined."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Untold:
 
     Attributes:
         constants: names of the constants, in the order of `CONSTANTS`.
-        why: property of the points that is the reason.
+        why: reason, a property of the points.
     """
 
     constants: tuple[str, ...]
@@ -44,7 +45,7 @@ class Untold:
 
 
 def unidentifiable(fitted: Fit) -> list[Untold]:
-    """Return the constants that the points of a law do not determine, by reason; empty if they determine all."""
+    """Return the constants that a law's points do not determine, grouped by reason; empty if all are determined."""
     found = list(_of_few_values(fitted.points))
     known = {name for one in found for name in one.constants}
     flat = _flat(fitted)
@@ -61,24 +62,25 @@ def names_of(found: Sequence[Untold]) -> list[str]:
 def _of_few_values(points: Points) -> Iterator[Untold]:
     """Yield constants that are undetermined because there are only two distinct sizes or token counts.
 
-    Two sizes give two values of E + A / N^alpha for three unknowns; the same holds for tokens.
+    Two sizes give two values of E + A / N^alpha for three unknowns. Two token counts likewise give two values of
+    E + B / D^beta.
     """
     for what, values, constants in (
         ("sizes", points.params, ("E", "A", "alpha")),
         ("numbers of tokens", points.tokens, ("E", "B", "beta")),
     ):
-        if number_unlike(values) < FEWEST_VALUES:  # two: `check_points` excludes one
+        if number_unlike(values) < FEWEST_VALUES:  # exactly two, because `check_points` rejects one
             yield Untold(constants, f"two {what}")
 
 
 def _flat(fitted: Fit) -> tuple[str, ...]:
-    """Return the constants in the null space of the losses' derivatives at the law."""
+    """Return the constants that change along a direction in which the losses do not change to first order."""
     slopes_pc = _slopes(fitted)
     _, values_c, directions_cc = np.linalg.svd(slopes_pc)
     flat_c = np.concatenate([values_c, np.zeros(len(CONSTANTS) - len(values_c))]) < FLAT * values_c[0]
     has_part_c = (np.abs(directions_cc[flat_c]) > PART).any(axis=0)
     found = {name for name, has in zip(CONSTANTS, has_part_c, strict=True) if has}
-    # A is the value of its term at N = 1, far from all models: it is undetermined if its exponent is.
+    # A is the value of its term at N = 1, far from all models, so A is undetermined if alpha is. The same holds for B.
     found |= {factor for factor, exponent in (("A", "alpha"), ("B", "beta")) if exponent in found}
     return tuple(name for name in CONSTANTS if name in found)
 
@@ -86,7 +88,8 @@ def _flat(fitted: Fit) -> tuple[str, ...]:
 def _slopes(fitted: Fit) -> FloatArray:
     """Return the derivatives [points, constants] of the log losses, with columns normalized to length 1 or 0.
 
-    With L = E + a exp(-alpha n) + b exp(-beta d), where n and d are the centered logarithms, they are proportional to
+    With L = E + a exp(-alpha n) + b exp(-beta d), where n and d are centered logarithms, the derivatives are
+    proportional to
 
         1 / L,   exp(-alpha n) / L,   exp(-beta d) / L,   -n a exp(-alpha n) / L,   -d b exp(-beta d) / L.
     """

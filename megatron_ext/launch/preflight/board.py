@@ -1,4 +1,4 @@
-"""Communication of the pre-flight processes: orders of the first one and the others' answers, through a store."""
+"""Communication of the pre-flight processes through a store: the first process sends orders, the others answer."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Board:
         """Wait for a value and return it.
 
         Raises:
-            Silence: it did not arrive.
+            Silence: the value did not arrive within `seconds`.
         """
         try:
             self._store.wait([key], timedelta(seconds=max(seconds, 0.001)))
@@ -61,7 +61,7 @@ class Board:
         return json.loads(self._store.get(key))
 
     def gather(self, keys: Mapping[int, str], seconds: float) -> dict[int, Any]:
-        """Return the values that arrive from the ranks within the time limit."""
+        """Return by rank the values of `keys` that arrive within `seconds` in total."""
         end = time.monotonic() + seconds
         there = {}
         for rank, key in keys.items():
@@ -70,7 +70,7 @@ class Board:
         return there
 
     def order(self, orders: Mapping[int, Any]) -> dict[int, str]:
-        """Send the next order to ranks and return the keys of their answers."""
+        """Send an order to each rank in `orders`, and return by rank the keys of the answers."""
         keys = {}
         for rank, what in orders.items():
             number = self._numbers[rank] = self._numbers.get(rank, -1) + 1
@@ -85,7 +85,7 @@ class Board:
             seconds: time limit for each order.
 
         Raises:
-            Silence: none arrived in time.
+            Silence: no order arrived within `seconds`.
         """
         number = 0
         while True:
@@ -93,7 +93,9 @@ class Board:
             number += 1
 
     def part(self, name: str, seconds: float) -> Store:
-        """Return a part of the store for a group, over its own connection: a hanging call there blocks no other.
+        """Return a view of the store with keys prefixed by `name`, over a separate connection.
+
+        A hanging call on this connection blocks no other connection.
 
         Raises:
             Silence: the store does not respond.

@@ -27,11 +27,11 @@ class Gpu:
     """Result of checking a GPU.
 
     Attributes:
-        index: on its node.
-        name: of the device.
-        free: bytes.
-        total: bytes.
-        error: why computation on it fails; empty: it works.
+        index: index of the GPU on its node.
+        name: name of the device.
+        free: free memory in bytes.
+        total: total memory in bytes.
+        error: reason why computation on the GPU fails; empty if it works.
     """
 
     index: int
@@ -46,8 +46,8 @@ class Space:
     """Free space in a folder.
 
     Attributes:
-        path: of the folder.
-        free: bytes; None: the folder does not exist.
+        path: path of the folder.
+        free: free bytes; None if the folder does not exist.
     """
 
     path: str
@@ -59,16 +59,16 @@ class NodeReport:
     """Results of a process.
 
     Attributes:
-        rank: of the process.
-        local_rank: on its node.
+        rank: global rank of the process.
+        local_rank: rank of the process on its node.
         node: Slurm's node name, or else the host name.
-        processes: number on this node.
-        gpus_asked: GPUs that Slurm allocated to the job on this node, or 0.
-        gpus_seen: GPUs visible to this process.
-        gpus: those that this process checked.
-        memory: available bytes.
-        spaces: by use: `run`, `temporary`, `shared memory`.
-        versions: of the code and its dependencies.
+        processes: number of processes on this node.
+        gpus_asked: number of GPUs that Slurm allocated to the job on this node; 0 without Slurm.
+        gpus_seen: number of GPUs visible to this process.
+        gpus: GPUs that this process checked.
+        memory: available memory of the node in bytes.
+        spaces: free space by use: `run`, `temporary`, `shared memory`.
+        versions: versions of the code and its dependencies, by name.
     """
 
     rank: int
@@ -87,14 +87,14 @@ def look_around(folder: Path, environment: Mapping[str, str] = os.environ) -> No
     """Check the node of this process.
 
     Args:
-        folder: of the run's job.
-        environment: with RANK, LOCAL_RANK, LOCAL_WORLD_SIZE, and Slurm's variables.
+        folder: folder of the run's job.
+        environment: environment variables RANK, LOCAL_RANK, LOCAL_WORLD_SIZE, and those of Slurm.
     """
     import torch
 
     processes, local_rank = int(environment["LOCAL_WORLD_SIZE"]), int(environment["LOCAL_RANK"])
     seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    # Not `tempfile.gettempdir()`: on a full disk it chooses another folder, which C libraries do not do.
+    # Not `tempfile.gettempdir()`, which chooses another folder if the disk is full. C libraries do not.
     folders = {"run": folder, "temporary": Path(environment.get("TMPDIR", "/tmp")), "shared memory": Path("/dev/shm")}
     return NodeReport(
         rank=int(environment["RANK"]),
@@ -123,7 +123,7 @@ def _free(path: Path) -> int | None:
 
 
 def _gpu(index: int) -> Gpu:
-    """Compare a matrix product of a GPU with the CPU's. Its small integers have exact fp32 sums in any order."""
+    """Compare a matrix product on a GPU with the CPU's. The factors are small integers, so all fp32 sums are exact."""
     import torch
 
     try:

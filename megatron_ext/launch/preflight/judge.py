@@ -1,4 +1,4 @@
-"""Verdict on the nodes of a job from the reports of their processes; no measurements are made here."""
+"""Verdict on the nodes of a job from the reports of their processes and the measurements of their links."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Verdict:
     Attributes:
         bad: nodes to exclude, with the reason.
         troubles: faults that cannot be attributed to a node. The job starts again.
-        refusals: faults common to all nodes. Another start would have the same faults, so the job ends.
+        refusals: faults common to all nodes. The job ends, because another start would have the same faults.
         warnings: faults that do not prevent training.
     """
 
@@ -45,15 +45,17 @@ def judge_nodes(
 ) -> Verdict:
     """Judge each node by the reports of its processes.
 
-    A node is bad if it fails a check. A check that fails on all of several nodes rejects the job instead, and so does a
-    run folder without space on every node. If none of at least two other nodes reported at all, the first node is
-    blamed for being unreachable. Otherwise the nodes without a report are bad.
+    A node is bad if it fails a check. A check that fails on every node is a refusal. With a single node, only a failed
+    check of the run folder is a refusal.
+
+    A node is also bad if processes of it sent no report. If only the first node reported, and there are at least two
+    others, the first node is bad instead, because the others probably could not reach it.
 
     Args:
-        nodes: of the job, the first one first.
-        processes: expected number per node.
-        reports: of the processes that reported.
-        clocks: by node, offset in seconds from the first node's clock (positive: ahead), and its error bound.
+        nodes: names of the job's nodes, beginning with the node of rank 0.
+        processes: expected number of processes per node.
+        reports: reports of the processes that sent one.
+        clocks: by node, offset in seconds from the first node's clock (positive: ahead), and the offset's error bound.
         limits: requirements for a node.
     """
     by_node: dict[str, list[NodeReport]] = {node: [] for node in nodes}
@@ -135,7 +137,7 @@ def _of_spaces(report: NodeReport, limits: Limits) -> Iterator[tuple[str, str]]:
 
 
 def _usual_versions(speaking: Mapping[str, Sequence[NodeReport]]) -> dict[str, str]:
-    """Return the most common version of each component; of equally common ones the first node's."""
+    """Return the most common version of each component. Among equally common versions, the first node's wins."""
     reports = [one for there in speaking.values() for one in there]
     names = {name for one in reports for name in one.versions}
     counts = {name: Counter(one.versions.get(name, "none") for one in reports) for name in names}
@@ -156,7 +158,7 @@ class Links:
 
     Args:
         slowest: by pair, the slowest link over all local ranks.
-        limits: that define a slow link.
+        limits: limits below which a link is slow.
     """
 
     slowest: dict[Pair, Link]
@@ -173,7 +175,7 @@ class Links:
         return Links(slowest, limits)
 
     def problem(self, pair: Pair) -> str:
-        """Return the problem of a pair; empty: there is none."""
+        """Return the problem of a pair, or an empty string."""
         link = self.slowest[pair]
         if link.error:
             return f"no all-reduce ({link.error})"
@@ -202,10 +204,10 @@ def _speed(link: Link) -> float:
 
 
 def second_tries(first: Links) -> list[Pair]:
-    """Return the pairs to measure after the ring; empty if nothing is wrong.
+    """Return the pairs to measure after the ring; empty if no pair has a problem.
 
-    These are the suspect pairs again. In addition, each node without a good pair is paired with a good node that shares
-    no suspect pair with it, if there is one.
+    All suspect pairs are measured again. In addition, a node without a good pair is measured with a good node, if there
+    is a good node with which it does not form a suspect pair.
     """
     suspects, good = first.suspects(), first.good_nodes()
     lonely = [node for node in dict.fromkeys(node for pair in suspects for node in pair) if node not in good]
@@ -220,10 +222,10 @@ def second_tries(first: Links) -> list[Pair]:
 def judge_links(first: Links, again: Links) -> Verdict:
     """Judge nodes by the measurements of their pairs.
 
-    A node is bad if it has no good pair, neither in the ring nor in the second measurement with a good node. If two
-    nodes have good pairs with others but not with each other, the second one is excluded, as the job can run without
-    it. If no pair is good, as with only two nodes, no node can be blamed. Then the job starts again for a failed pair,
-    and a slow pair causes a warning.
+    A node is bad if it has no good pair in either measurement. If an all-reduce fails between two nodes that both have
+    good pairs with other nodes, the second node is bad, because the job can run without it. If no pair is good, no node
+    can be blamed, and a failed pair is a trouble. A pair that is only slow causes a warning unless one of its nodes is
+    bad.
 
     Args:
         first: pairs of the ring.

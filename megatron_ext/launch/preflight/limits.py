@@ -1,4 +1,4 @@
-"""Requirements for a node, as options of `selectron preflight` and, for its job, of `selectron launch`."""
+"""Requirements for a node, as options of `selectron preflight` and of `selectron launch`, whose jobs run it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _seconds(text: str) -> float:
 
 
 def _limit(default: str, read: Any, unit: str, text: str) -> Any:
-    """Declare a limit with its option; `default` is in the user's notation."""
+    """Declare a limit and its option. `default` is written as a user would write it, for example "1GB"."""
     metadata = {"default": default, "read": read, "unit": unit, "help": f"{text} (default {default})"}
     return field(default=read(default), metadata=metadata)
 
@@ -103,7 +103,7 @@ def limits_of(args: argparse.Namespace) -> Limits:
 
 
 def words(args: argparse.Namespace) -> list[str]:
-    """Return all limits as arguments of `selectron preflight` for the job's script, where users can edit them."""
+    """Return all limits as arguments of `selectron preflight`, for the job's script. Users can edit them there."""
     limits_of(args)
     return [
         word

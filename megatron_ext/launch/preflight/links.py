@@ -1,4 +1,4 @@
-"""Bandwidth and latency between two nodes, by an all-reduce between one process of each in a separate group."""
+"""Bandwidth and latency between two nodes, measured by all-reduces between one process on each node."""
 
 from __future__ import annotations
 
@@ -18,12 +18,17 @@ Pair = tuple[str, str]
 """Names of two nodes, in the order of the job's nodes."""
 
 BYTES = {"cuda": 64 * 2**20, "cpu": 4 * 2**20}
+"""Bytes of the tensor that measures bandwidth, by type of device."""
+
 _REPEATS, _SMALL_REPEATS = 5, 20
 _THREAD = "pair"
 
 
 def longest(seconds: float) -> float:
-    """Return the seconds after which a pair is given up: its limit, plus a margin as libraries time out late."""
+    """Return the seconds after which a measurement with a limit of `seconds` is abandoned.
+
+    The margin is needed because libraries time out later than requested.
+    """
     return seconds + min(seconds, 10.0)
 
 
@@ -32,12 +37,12 @@ class Link:
     """Result of the all-reduces between two processes.
 
     Attributes:
-        pair: their nodes.
-        local_rank: of both processes.
-        bandwidth: bus bandwidth in GB/s, best of five. For n ranks it is 2 (n - 1) / n times the tensor's bytes divided
-            by the seconds. For two ranks it is the bytes divided by the seconds.
-        latency: seconds of an all-reduce of 4 bytes, median of 20.
-        error: why the measurement failed; empty: it succeeded.
+        pair: nodes of the processes.
+        local_rank: local rank of both processes.
+        bandwidth: bus bandwidth in GB/s, the best of five measurements. Bus bandwidth for n ranks is 2 (n - 1) / n
+            times the tensor's bytes divided by the seconds, so for two ranks it is bytes divided by seconds.
+        latency: seconds of an all-reduce of 4 bytes, median of 20 measurements.
+        error: reason why the measurement failed; empty if it succeeded.
     """
 
     pair: Pair
@@ -61,7 +66,10 @@ def rounds(pairs: Iterable[Pair]) -> list[list[Pair]]:
 
 
 def ring(nodes: Sequence[str]) -> list[Pair]:
-    """Pair each node with the next and the last with the first, ordered so that `rounds` needs the fewest rounds."""
+    """Return the pairs of a ring: each node with the next node, and the last node with the first.
+
+    The order of the pairs lets `rounds` distribute them over the fewest rounds.
+    """
     if len(nodes) < 3:
         return [(nodes[0], nodes[1])] if len(nodes) == 2 else []
     around = [(one, nodes[(i + 1) % len(nodes)]) for i, one in enumerate(nodes)]
@@ -69,14 +77,14 @@ def ring(nodes: Sequence[str]) -> list[Pair]:
 
 
 def measure(pair: Pair, local_rank: int, end: int, store: Store, device: torch.device, seconds: float) -> Link:
-    """Measure the link to the process of the same local rank on the other node, in a group of their own.
+    """Measure the link to the process of the same local rank on the other node, in a process group of these two.
 
     Args:
         pair: names of the two nodes.
-        local_rank: of both processes.
+        local_rank: local rank of both processes.
         end: 0 or 1, this node's index in the pair.
-        store: for this pair only.
-        device: of the tensors: NCCL on a GPU, gloo on the CPU.
+        store: store that only these two processes use.
+        device: device of the tensors; selects NCCL (GPU) or gloo (CPU).
         seconds: time limit for the measurement.
     """
     found: list[Link] = []
@@ -137,7 +145,7 @@ def _group(store: Store, end: int, device: torch.device, limit: timedelta) -> An
 
     if device.type == "cpu":
         return dist.ProcessGroupGloo(store, end, 2, limit)
-    # Otherwise NCCL's watchdog would end this process with the pair, and a wait would only enqueue the work.
+    # By default, NCCL's watchdog would end this process when a pair fails, and a wait would only enqueue the work.
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
     os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
     options = dist.ProcessGroupNCCL.Options()
@@ -155,8 +163,9 @@ def _synchronize(device: torch.device) -> None:
 def offset(ask: Callable[[], float], times: int = 5, clock: Callable[[], float] = time.time) -> tuple[float, float]:
     """Return the offset of another clock from this one, estimated as NTP does.
 
-    The other clock is read between two readings of this one. The offset is its time minus the midpoint of the two
-    readings. Its error is at most half their distance. The reading with the smallest error is used.
+    The other clock is read between two readings of this one. The offset is the other
+    clock's time minus the midpoint of the two readings. The error of the offset is at most half the time between the
+    two readings. The result with the smallest error bound is returned.
 
     Args:
         ask: returns the other clock's time.

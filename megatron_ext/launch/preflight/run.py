@@ -118,7 +118,7 @@ def _obey(board: Board, report: NodeReport, limits: Limits) -> int:
 
 
 def _talk(board: Board, report: NodeReport, order: Mapping[str, Any], limits: Limits) -> list[Link]:
-    """Measure the pairs of this process, one after the other."""
+    """Measure the links of this process with its partners, one after the other."""
     import torch
 
     device = torch.device(order["device"], report.local_rank) if order["device"] == "cuda" else torch.device("cpu")
@@ -131,7 +131,7 @@ def _talk(board: Board, report: NodeReport, order: Mapping[str, Any], limits: Li
         try:
             store = board.part(f"{order['name']}/{pair}/{report.local_rank}", limits.pair_timeout)
             store.set(f"here{end}", "")
-            # The other process may still wait for an earlier pair, for up to the time limit of each.
+            # The other process may still be measuring earlier pairs, each for up to its time limit.
             store.wait([f"here{1 - end}"], timedelta(seconds=_longest(turn + 1, limits)))
         except (Silence, RuntimeError):
             links.append(Link(pair=pair, local_rank=report.local_rank, error="the other process does not respond"))
@@ -150,9 +150,9 @@ class _Flight:
 
     Args:
         board: communication with the other processes.
-        report: of the first process itself.
+        report: report of the first process itself.
         limits: requirements for a node.
-        nodes: names, if known in advance.
+        nodes: names of the job's nodes; empty if unknown.
     """
 
     board: Board
@@ -191,7 +191,7 @@ class _Flight:
         self._processes = max(1, size // len(self.nodes))
 
     def _compare_clocks(self) -> None:
-        """Measure the clock offset of one process per node, one at a time: concurrent answers would add error."""
+        """Measure the clock offset of one process per node, one by one because concurrent answers would add error."""
         for rank, report in self.reports.items():
             if rank and report.local_rank == 0:
 
@@ -214,7 +214,7 @@ class _Flight:
         return judge_links(first, again)
 
     def _measure(self, name: str, pairs: Sequence[Pair], nodes: Sequence[str]) -> list[Link]:
-        """Run all-reduces between all pairs, with the pairs of a round in parallel."""
+        """Run all-reduces between the nodes of each pair. The pairs of a round run in parallel."""
         turns = rounds(pairs)
         there = [one for one in self.reports.values() if one.node in nodes]
         counts = {node: sum(one.node == node for one in there) for node in nodes}
@@ -236,7 +236,7 @@ class _Flight:
         return found
 
     def end(self) -> None:
-        """Tell the other processes to exit; they need this process's store until then."""
+        """Order the other processes to exit, and wait for their answers: until then they need this process's store."""
         self.board.gather(self.board.order({rank: {"do": "end"} for rank in self.reports if rank}), _PATIENCE)
 
     def lines(self, verdict: Verdict) -> list[str]:
@@ -301,4 +301,4 @@ def _leave(path: Path, flight: _Flight, verdict: Verdict) -> None:
     notes += [f"warning: {line}" for line in verdict.warnings]
     text = "".join(f"{' '.join(line.split())}\n" for line in notes)
     write_whole(path.with_name(f"{path.name}.notes"), text.encode())
-    # The script itself writes the list of excluded nodes: it also excludes nodes where no process could be started.
+    # The job's script writes the list of excluded nodes. It also excludes nodes where no process could start.

@@ -23,14 +23,14 @@ def note(records: RunRecords, decision: str, step: int, line: str, **details: An
     """Record a decision and print it.
 
     Args:
-        records: of the run.
+        records: records of the run.
         decision: one of the constants of this module.
-        step: that it concerns.
-        line: what happened and what is done.
-        details: further fields of the record; numbers that are not finite become null.
+        step: step that the decision concerns.
+        line: description of the cause and the action.
+        details: further fields of the record. Numbers that are not finite become null.
 
     Raises:
-        UserError: the file cannot be written.
+        UserError: decisions.jsonl cannot be written.
     """
     numbers = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in details.items()}
     now = datetime.now(UTC).isoformat(timespec="seconds")
@@ -39,7 +39,7 @@ def note(records: RunRecords, decision: str, step: int, line: str, **details: An
 
 
 def read_decisions(folder: Path) -> list[dict[str, Any]]:
-    """Return the decisions of a run in order, without a last line that a killed run left incomplete."""
+    """Return the decisions of a run in order. An incomplete last line, left by a killed run, is ignored."""
     path = folder / DECISIONS
     lines = read_regular(path).decode().split("\n")[:-1] if path.exists() else []
     return [_decision(f"{path}:{number}", line) for number, line in enumerate(lines, start=1)]
@@ -57,13 +57,15 @@ def _decision(where: str, line: str) -> dict[str, Any]:
 
 
 def copy_decisions(source: Path, folder: Path, step: int) -> None:
-    """Replace a branch's decisions by those of its trunk that led to the checkpoint it starts from.
+    """Replace the decisions of a branch by those of its trunk that led to the checkpoint from which the branch starts.
+
+    Roll-backs to `step` or a later step are not copied, nor are changes that were allowed when the trunk resumed from
+    `step`.
 
     Args:
-        source: folder of the other run (the trunk).
-        folder: of the run. Its previous decisions stem from a start that reached no checkpoint.
-        step: of the checkpoint. Left out are roll-backs to this step or a later one, and changes that were allowed when
-            the other run resumed from this step.
+        source: run folder of the trunk.
+        folder: run folder of the branch. Its previous decisions stem from a start that reached no checkpoint.
+        step: step of the trunk's checkpoint that the branch starts from.
     """
     lines = [json.dumps(record) for record in read_decisions(source) if _is_before(record, step)]
     if lines or (folder / DECISIONS).exists():
@@ -77,12 +79,15 @@ def _is_before(record: Mapping[str, Any], step: int) -> bool:
 
 
 def interventions(folder: Path) -> int:
-    """Count the steps of a run that were skipped or rolled back."""
+    """Return the number of steps of a run that were skipped or rolled back."""
     return len({record["step"] for record in read_decisions(folder) if record["decision"] in (SKIP, ROLL_BACK)})
 
 
 def place_in_data(folder: Path, progress: Progress) -> Progress:
-    """Return the progress to continue with from a checkpoint. After a roll-back, the faulty samples are left out."""
+    """Return the progress from which a run continues at a checkpoint.
+
+    After a roll-back to this checkpoint, samples up to the faulty step are skipped.
+    """
     for record in reversed(read_decisions(folder)):
         if record["decision"] == ROLL_BACK and record["to_step"] == progress.step:
             return Progress(progress.step, max(progress.samples, record["samples"]), progress.tokens)

@@ -19,8 +19,8 @@ class Fault:
     """Fault of a step.
 
     Attributes:
-        kind: selects the field `resilience.on_...` that gives the action.
-        problem: message.
+        kind: kind of fault; `resilience.on_<kind>` gives the action.
+        problem: message that describes the fault.
     """
 
     kind: Literal["nonfinite", "spike"]
@@ -28,11 +28,11 @@ class Fault:
 
 
 class StepGuard:
-    """Detect faulty steps from their own values and from the steps before.
+    """Detect faulty steps from their loss and gradient norm, compared with those of previous steps.
 
     Args:
         config: thresholds.
-        history: loss and gradient norm of the steps before, the newest last.
+        history: loss and gradient norm of previous steps, the newest last.
     """
 
     def __init__(self, config: ResilienceConfig, history: Iterable[tuple[float, float]] = ()) -> None:
@@ -40,14 +40,14 @@ class StepGuard:
         self.remember(history)
 
     def remember(self, history: Iterable[tuple[float, float]]) -> None:
-        """Replace the steps that later ones are compared with."""
+        """Replace the history with which steps are compared."""
         self._window = deque(history, maxlen=self._config.spike_window)
 
     def judge(self, loss: float, grad_norm: float) -> Fault | None:
-        """Return the fault of a step; None: there is none.
+        """Return the fault of a step, or None.
 
         Args:
-            loss: mean over the whole batch, in nats per token.
+            loss: mean over the global batch, in nats per token.
             grad_norm: global gradient norm before clipping.
         """
         values = {LOSS: loss, NORM: grad_norm}
@@ -64,5 +64,5 @@ class StepGuard:
         return None
 
     def accept(self, loss: float, grad_norm: float) -> None:
-        """Add a step to those that later ones are compared with."""
+        """Add a step to the history with which later steps are compared."""
         self._window.append((loss, grad_norm))

@@ -1,11 +1,11 @@
-"""Detection of a rank's first non-finite gradient, before the gradients are reduced and all ranks have it.
+"""Detection of a rank's first non-finite gradient, before the reduction spreads it to all ranks.
 
 The check costs a pass over every gradient. It is therefore done only when a step is repeated because its gradient norm
-was not finite. It uses autograd hooks and so works under every optimizer: Megatron and DeepSpeed reduce and release
-gradients (ZeRO-2 and ZeRO-3 during the backward pass) only after autograd has computed them.
+was not finite. The check uses autograd hooks, so it works with every optimizer. Megatron and DeepSpeed reduce and
+release a gradient (ZeRO-2 and ZeRO-3 during the backward pass) only after autograd has computed it.
 
-Limitations: the ranks of a model-parallel group exchange gradients in the backward pass, so all of them may have a
-non-finite one. A sum may overflow although each summand is finite; then no rank is found.
+Limitations: the ranks of a model-parallel group exchange gradients in the backward pass, so the check may find all
+ranks of the group. If the sum over ranks overflows although each rank's gradient is finite, the check finds no rank.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ def watched_gradients(chunks: Sequence[torch.nn.Module]) -> Iterator[Callable[[]
     """Context manager that checks the gradients of model chunks while the backward pass computes them.
 
     Args:
-        chunks: of this rank, wrapped or not.
+        chunks: model chunks of this rank, with or without wrappers.
 
     Yields:
-        Function to call after the backward pass. It returns the name of the parameter whose gradient was the first
-        non-finite one; None: all were finite.
+        Function to call after the backward pass. It returns the name of the parameter with the first non-finite
+        gradient, or None if all gradients were finite.
     """
     seen: list[tuple[str, Tensor]] = []
 
@@ -39,7 +39,7 @@ def watched_gradients(chunks: Sequence[torch.nn.Module]) -> Iterator[Callable[[]
     named = [pair for chunk in chunks for pair in named_in_model(chunk) if pair[1].requires_grad]
     hooks = [parameter.register_hook(look(name)) for name, parameter in named]
     try:
-        # The results stay on the device until the end: reading each one would synchronize every time.
+        # The results stay on the device until the end, because reading each one would synchronize with the device.
         yield lambda: next((name for name, is_finite in seen if not is_finite), None)
     finally:
         for hook in hooks:

@@ -23,7 +23,7 @@ from megatron_ext.training.trainer import StepResult
 from megatron_ext.utils.errors import UserError
 
 MOST_NAMED = 4
-"""Maximum number of ranks that a message names. decisions.jsonl has all."""
+"""Maximum number of ranks that a message names. decisions.jsonl lists all."""
 
 _LOWER_RATE = "optimizer.lr lower with run.allow_changed=[optimizer.lr]"
 
@@ -33,8 +33,9 @@ class Unsound:
     """Rank with a non-finite loss or gradient.
 
     Attributes:
-        rank: number and host name.
-        parameter: with the first non-finite gradient; None: the loss was not finite, or gradients were not checked.
+        rank: global rank, followed by the host name.
+        parameter: name of the parameter with the first non-finite gradient; None if the loss was not finite, or if
+            gradients were not checked.
     """
 
     rank: str
@@ -45,11 +46,11 @@ class Recovery:
     """Apply the configured actions to faulty steps, identically on all ranks.
 
     Args:
-        config: the actions.
-        folder: of the run.
-        optimizer: of the run.
-        store: of its checkpoints.
-        records: of the run; None except on the first rank.
+        config: actions and limits.
+        folder: run folder.
+        optimizer: optimizer of the run.
+        store: checkpoints of the run.
+        records: records of the run; None except on the first rank.
     """
 
     def __init__(
@@ -75,11 +76,11 @@ class Recovery:
         """Record that a faulty step is computed again.
 
         Args:
-            step: its number.
-            result: of the faulty attempt.
+            step: number of the step.
+            result: result of the faulty attempt.
 
         Returns:
-            True if the next attempt is to look for non-finite gradients.
+            True if the next attempt should check each gradient for non-finite values.
         """
         assert result.fault is not None
         found = self._found(result)
@@ -89,12 +90,12 @@ class Recovery:
         return math.isfinite(result.loss) and not math.isfinite(result.grad_norm)
 
     def after_retry(self, step: int, result: StepResult, attempts_left: int) -> None:
-        """Record that the attempt after `before_retry` succeeded, if it did.
+        """Record that the attempt after `before_retry` succeeded. Do nothing if it is faulty.
 
         Args:
-            step: its number.
-            result: of the attempt.
-            attempts_left: number of further attempts that were allowed.
+            step: number of the step.
+            result: result of the attempt.
+            attempts_left: number of further attempts that were still allowed.
         """
         if result.fault is None:
             line = f"right when computed again: loss {result.loss:.4f}; a machine had erred{_on(self._suspects)}"
@@ -104,9 +105,9 @@ class Recovery:
         """Apply the configured action to a step whose last attempt is faulty.
 
         Args:
-            result: of the step.
+            result: result of the last attempt.
             before: progress of the run before the step.
-            samples: per step.
+            samples: number of samples per step.
 
         Returns:
             Progress from which the run continues.
@@ -175,7 +176,7 @@ class Recovery:
         return UserError(field, said, hint)
 
     def _found(self, result: StepResult) -> list[Unsound]:
-        """Gather the ranks whose own loss, or (if an attempt checked them) own gradients, were not finite."""
+        """Gather the ranks with a non-finite local loss or, if gradients were checked, a non-finite gradient."""
         here = None
         if not result.is_sound_here or result.nonfinite_gradient is not None:
             here = Unsound(f"{dist.get_rank()} ({socket.gethostname()})", result.nonfinite_gradient)
@@ -199,7 +200,7 @@ class Recovery:
         note(self._records, decision, step, line, loss=result.loss, grad_norm=result.grad_norm, **details)
 
     def _history(self) -> list[tuple[float, float]]:
-        """Return loss and gradient norm of the newest steps from the first rank's records, on every rank."""
+        """Return, on every rank, loss and gradient norm of the newest steps in the first rank's records."""
         window = self._config.spike_window if self._config.on_spike != "ignore" else 0
         history, *_ = gather_objects([] if self._records is None else self._records.history(window))
         return [(loss, norm) for loss, norm in history]

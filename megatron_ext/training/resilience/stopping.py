@@ -12,16 +12,16 @@ from types import FrameType
 from megatron_ext.utils.signals import handled
 
 AGAIN_SECONDS = 1.0
-"""Seconds within which a second SIGINT is ignored: a terminal and a launcher that forwards signals each send one."""
+"""Seconds within which a second SIGINT is ignored. On Ctrl-C, the terminal and the launcher may each send a SIGINT."""
 
 _SAID = b"selectron: stopping with a checkpoint after this step; Ctrl-C once more ends at once, without one\n"
 
 
 class StopRequest:
-    """Record the signal that asked this process to stop. A second Ctrl-C interrupts it at once.
+    """Record the signal that asked this process to stop. A second Ctrl-C interrupts the process at once.
 
     Attributes:
-        signal_name: e.g. `SIGTERM`; None: no stop was requested.
+        signal_name: name of the signal, e.g. `SIGTERM`; None if no stop was requested.
     """
 
     def __init__(self) -> None:

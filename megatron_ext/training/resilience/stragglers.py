@@ -1,4 +1,4 @@
-"""Detection of slow ranks. Each rank is timed on its own, as within a step all ranks wait for the slowest."""
+"""Detection of slow ranks. Each rank is timed separately, because within a step all ranks wait for the slowest."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_ext.run_folder.layout import STRAGGLERS
 from megatron_ext.training.records import RunRecords
 
 _COUNTS = 0.01
-"""Seconds per step of waiting for samples below which a rank never counts as slow."""
+"""Minimum seconds per step of waiting for samples for a rank to count as slow."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,10 @@ class Stragglers:
 
     Args:
         config: interval and threshold.
-        precision: of the run.
-        platform: of this process.
-        rank: of this process.
-        records: of the run; None except on the first rank.
+        precision: precision of the run, which selects the dtype of the timed matrix product.
+        platform: platform of this process.
+        rank: global rank of this process.
+        records: records of the run; None except on the first rank.
     """
 
     def __init__(
@@ -58,10 +58,10 @@ class Stragglers:
         self._steps, self._reading = 0, 0.0
 
     def after_step(self, step: int, reading: float) -> None:
-        """Count a step, and compare the ranks if a comparison is due; a collective call.
+        """Count a step, and compare the ranks if a comparison is due. All ranks must call this method.
 
         Args:
-            step: that was completed.
+            step: number of the completed step.
             reading: seconds in which this rank waited for its samples.
         """
         self._steps, self._reading = self._steps + 1, self._reading + reading
@@ -83,7 +83,7 @@ def slow_ones(paces: Sequence[Pace], factor: float) -> list[str]:
     """Return a message for each rank that is slower than the others by `factor` in either measure.
 
     Each rank is compared with the median of the other ranks. The median over all ranks would include the rank's own
-    time: of two ranks, none could then be twice as slow as the median.
+    time. With two ranks, no rank could then be twice as slow as the median.
     """
     lines = []
     for what, name, least in (("product", "a matrix product", 0.0), ("reading", "reading a step's samples", _COUNTS)):
