@@ -1,6 +1,7 @@
 """Building blocks of the attention ops in plain torch.
 
-They materialise a [tq, tk] array per head. They define the ops on any device and are not meant for long sequences.
+The functions materialise a [tq, tk] array per head. They define the ops on any device and are too slow for long
+sequences.
 Shape suffixes: b batch, t query, s key, h query head, g key/value head, r query heads per key/value head, d and e head
 dims. Matrix products are in full fp32; on CUDA this is torch's default (no TF32).
 """
@@ -60,10 +61,10 @@ def causal_mask(q_bthd: Tensor, k_bshd: Tensor, query_offset: int, window: int |
         q_bthd: queries, for tq and device.
         k_bshd: keys, for tk.
         query_offset: global position of the first query.
-        window: number of visible keys per query, its own position included; None for no limit.
+        window: number of visible keys per query, including the key at the query's position; None for no limit.
 
     Returns:
-        bool [tq, tk], True where visible. Every query sees at least its own position.
+        bool [tq, tk], True where the key is visible. Every query sees at least the key at its own position.
     """
     t = query_positions(q_bthd, query_offset)[:, None]
     s = torch.arange(k_bshd.shape[1], device=k_bshd.device)[None, :]
@@ -72,7 +73,7 @@ def causal_mask(q_bthd: Tensor, k_bshd: Tensor, query_offset: int, window: int |
 
 
 def visible_softmax(scores_bhts: Tensor, visible: Tensor) -> Tensor:
-    """Softmax over the visible keys; the weights of other keys are exactly zero.
+    """Compute the softmax over the visible keys. The weights of other keys are exactly zero.
 
     Args:
         scores_bhts: [b, hq, tq, tk].

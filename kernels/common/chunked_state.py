@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 CHUNK_SIZE_OF_VECTORS = 16
-"""Chunk size for a decay per key feature, which needs one number per pair of positions and feature."""
+"""Chunk size for a decay per key feature. It is small because each pair of positions needs a number per feature."""
 
 
 def to_chunks(x_bthd: Tensor, size: int) -> Tensor:
@@ -28,5 +28,6 @@ def pair_decay(total_c1: Tensor) -> Tensor:
     """
     size = total_c1.shape[-2]
     above = torch.ones(size, size, dtype=torch.bool, device=total_c1.device).triu(1)
-    # Masked before exp: above the diagonal the exponent is positive, and inf * 0 in the backward pass would be NaN.
+    # Masked before exp, because exponents above the diagonal are positive. Their exp may be inf, and inf * 0 in the
+    # backward pass would be NaN.
     return (total_c1 - total_c1.mT).masked_fill(above, -torch.inf).exp()

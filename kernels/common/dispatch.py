@@ -86,7 +86,7 @@ def recorded_choices() -> Iterator[list[tuple[str, Choice]]]:
     try:
         yield record
     finally:
-        # By identity, because equal lists are different records. The last record may belong to another context.
+        # Removed by identity, because two records may be equal lists, and the last one may belong to another context.
         _records[:] = [other for other in _records if other is not record]
 
 
@@ -192,8 +192,8 @@ def check_query_offset(query_offset: int, num_queries: int, num_keys: int) -> No
 def on_gpu(x: Tensor) -> bool:
     """Return True if the GPU implementations apply: x is on a GPU, or on the meta device.
 
-    Memory planning runs a step on meta tensors (see `kernels.meta.unlaunched`). It must save the same tensors for the
-    backward pass as a GPU does.
+    Memory planning runs a step on meta tensors (see `kernels.meta.unlaunched`). That step must save the same tensors
+    for the backward pass as a step on a GPU.
     """
     return x.is_cuda or x.is_meta
 
@@ -204,7 +204,7 @@ _meta_is_this_gpu = _Flag()
 def meta_as_this_gpu() -> AbstractContextManager[None]:
     """Context manager in which meta tensors stand for tensors of this machine's GPU.
 
-    Outside it they stand for tensors of any GPU, and conditions that depend on the GPU's model are not checked.
+    Outside the context, meta tensors stand for tensors of any GPU. Conditions on the GPU model are then not checked.
     """
     return _meta_is_this_gpu.set()
 
@@ -220,7 +220,7 @@ MAX_TRITON_HEAD_DIM = 256
 
 
 def triton_unsupported_reason(**tensors: Tensor) -> str | None:
-    """Return the reason why no Triton kernel supports these tensors, and the fix; None if one may."""
+    """Return the reason why Triton kernels cannot process these tensors, and the fix; None if there is no reason."""
     if not HAS_TRITON:
         return "Triton is not installed: pip install triton"
     for name, x in tensors.items():
@@ -250,11 +250,11 @@ def choose_fast_or_plain(
 
     Args:
         op: name of the op, for messages.
-        requested: `implementation` of the caller; "auto" takes the fast one on a GPU if it supports these inputs.
+        requested: `implementation` of the caller; "auto" selects the fast one on a GPU if it supports these inputs.
         x: an input of the op, for its device.
         unsupported_reason: reason why the fast implementation does not support these inputs, and the fix; None if it
             supports them.
-        fast: the fast implementation, and the reason why "auto" takes it.
+        fast: the fast implementation, and the reason for choosing it.
         plain: names of the plain implementations; "auto" falls back to the first.
 
     Raises:
@@ -288,6 +288,6 @@ def _warn_once(message: str) -> None:
 
 @contextmanager
 def full_precision(x: Tensor) -> Iterator[None]:
-    """Context manager that disables autocast, which would undo the upcasts to fp32 in the ops' definitions."""
+    """Context manager that disables autocast on the device of x. Autocast would undo the ops' upcasts to fp32."""
     with nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False):
         yield

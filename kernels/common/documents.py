@@ -57,7 +57,7 @@ def by_document(
         k_bshd: keys [1, tk, hkv, d].
         v_bshe: values [1, tk, hkv, dv].
         bounds: document bounds from `document_bounds`.
-        query_offset: position of the first query in the packed sequence. The op gets the offset within the document.
+        query_offset: position of the first query in the packed sequence. `op` receives the offset in its document.
         options: further arguments of the op.
 
     Returns:
@@ -76,5 +76,5 @@ def by_document(
 
 
 def flat_tokens(x_bthd: Tensor) -> Tensor:
-    """Flatten batch and sequence to the single row that the Triton kernels take: [b * t, heads, d], contiguous."""
+    """Flatten batch and sequence to the contiguous [b * t, heads, d] that the Triton kernels take."""
     return x_bthd.flatten(0, 1).contiguous()

@@ -47,8 +47,8 @@ def fla_unsupported_reason(q_bthd: Tensor, refused: Callable[[], str | None] = l
 
     Args:
         q_bthd: queries [b, t, h, dk].
-        refused: returns a further reason of the op, such as `refused_on_hopper`. It is called only for tensors of this
-            machine's GPU.
+        refused: function that returns a further, op-specific reason or None, such as `refused_on_hopper`. It is called
+            only for tensors of this machine's GPU.
     """
     if find_spec("fla") is None:
         return "flash-linear-attention is not installed: pip install flash-linear-attention"

@@ -14,24 +14,24 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 MOST_FORMS = 64
-"""Compiled variants of one function before torch falls back to eager mode (`recompile_limit`)."""
+"""Maximum compiled variants of a function (`recompile_limit`). For more, torch falls back to eager mode."""
 
 OWN_SHAPES = 16
-"""Shapes of a function's first argument that get a static compilation; later shapes may share dynamic code."""
+"""Number of shapes of the first argument that are compiled statically. Later shapes may share dynamic code."""
 
 _varying: ContextVar[bool] = ContextVar("shapes vary", default=False)
 
 
 @contextmanager
 def shapes_vary(vary: bool = True) -> Iterator[None]:
-    """Context manager for inputs whose shapes keep changing: compile dynamically from the second length on.
+    """Context manager for inputs whose shapes keep changing: compile dynamically from the second shape on.
 
-    Outside, a function is compiled statically for each of its first `OWN_SHAPES` shapes. Static code is fast, and quick
-    to compile if a run has few shapes. The lengths and the number of packed documents differ in every batch, and static
-    compilation would make a first step take minutes.
+    Outside this context, a function is compiled statically for each of its first `OWN_SHAPES` shapes. Static code is
+    faster, and a run with few shapes compiles quickly. With packed documents, however, every batch has other shapes,
+    and static compilation would take minutes.
 
     Args:
-        vary: False keeps functions static even inside an outer `shapes_vary()`.
+        vary: False to compile statically even inside an outer `shapes_vary()`.
     """
     before = _varying.set(vary)
     try:
@@ -43,21 +43,22 @@ def shapes_vary(vary: bool = True) -> Iterator[None]:
 def fused(function: Callable[P, R]) -> Callable[P, R]:
     """Decorator that runs a function under `torch.compile` on a GPU and unchanged elsewhere.
 
-    It is meant for memory-bound element-wise operations and norms, for which each eager kernel would read and write the
-    data once more. On meta tensors the call is planned as one kernel. Set TORCH_COMPILE_DISABLE=1 to disable it.
+    Use it for memory-bound element-wise operations and norms, for which each eager kernel would read and write the data
+    once more. On meta tensors the call counts as one kernel. TORCH_COMPILE_DISABLE=1 disables compilation.
 
     Args:
-        function: takes a tensor as its first argument.
+        function: function whose first argument is a tensor.
     """
     plain: Callable[..., R] = function
 
     def laid(orders: tuple[tuple[int, ...] | None, ...], *args: Any, **more: Any) -> R:
-        # Compiled code leaves gradients in the layout it computed; a preceding op or linear layer would copy them.
+        # Compiled code chooses the layout of a gradient. If that differs from the layout of x, the op or linear layer that
+        # produced x would copy the gradient.
         return plain(
             *(x if o is None else _LaidGradient.apply(x, o) for x, o in zip(args, orders, strict=True)), **more
         )
 
-    # torch limits recompilations per code object: without a copy, all functions would share one limit.
+    # torch limits recompilations per code object. Without this copy, all functions would share one limit.
     laid.__code__ = laid.__code__.replace(co_name=function.__name__)
 
     @wraps(function)
@@ -69,7 +70,7 @@ def fused(function: Callable[P, R]) -> Callable[P, R]:
             return kept
         if not _runs_compiled(x):
             return function(*args, **more)
-        # Computed outside the compiled code: with dynamic shapes it cannot compare strides.
+        # Computed outside the compiled code, which cannot compare strides with dynamic shapes.
         orders = tuple(_outermost_first(x) if isinstance(x, torch.Tensor) and x.requires_grad else None for x in args)
         result: R = compiled(laid, x, later=True)(orders, *args, **more)
         return result
@@ -101,7 +102,7 @@ class _LaidGradient(torch.autograd.Function):
 
 
 def cut(x: torch.Tensor, widths: Sequence[int]) -> tuple[torch.Tensor, ...]:
-    """Split x into views along its last dimension; on a GPU one kernel joins their gradients.
+    """Split x into views along its last dimension. On a GPU, one kernel concatenates the gradients of the views.
 
     Args:
         x: [..., width]; features after the views are padding.
@@ -144,9 +145,9 @@ def compiled(function: Any, x: torch.Tensor, *, later: bool | None, fullgraph: b
         function: function to compile at its first call.
         x: first argument of the function. Its shape selects static or dynamic code. On a CPU, and inside another
             compilation, the function is returned unchanged. On the meta device, it is planned as one kernel.
-        later: `dynamic` of `torch.compile` for shapes after the first `OWN_SHAPES`: True for one code for all shapes,
-            None for automatic dynamic dimensions. Within `shapes_vary` it is always None.
-        fullgraph: raise if the function does not compile to a single graph.
+        later: `dynamic` argument of `torch.compile` for shapes after the first `OWN_SHAPES`. True compiles one code for
+            all shapes, None makes dimensions dynamic as they vary. Within `shapes_vary`, None is always used.
+        fullgraph: True to raise an error if the function does not compile to a single graph.
     """
     if x.is_meta:
         return partial(as_one_kernel, function)

@@ -25,5 +25,5 @@ class Rows(NamedTuple):
         return self.turn(x).contiguous()
 
     def turn(self, x: Tensor) -> Tensor:
-        """View [b, t, ...] in the order of the rows, or the reverse."""
+        """Return a view of x in the other order: from [b, t, ...] to the memory order of the rows, or back."""
         return x if self.time_stride == 1 else x.transpose(0, 1)

@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 GROUP_M = gl.constexpr(64)
-"""Rows per warp group: those of one wgmma instruction."""
+"""Rows per warp group, equal to the rows of one wgmma instruction."""
 
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.int8: gl.int8}
 

@@ -1,6 +1,6 @@
 """Top-k lists per row, kept in registers, in Triton.
 
-An entry is a slot number with a value. An empty entry has slot -1.
+An entry is a slot index with its value. An empty entry has slot -1.
 """
 
 # mypy: ignore-errors
@@ -16,8 +16,8 @@ from kernels.common.triton_math import MAX_INT32
 def insert(values, slots, score, slot):
     """Insert a slot into each row's list if it beats the worst entry: values and slots [M, K], score and slot [M].
 
-    An empty entry (slot -1) is the worst. Among equal values, the entry with the highest slot is the worst. Slots are
-    inserted in ascending order, so a new slot with an equal value does not replace one.
+    An empty entry (slot -1) is the worst. Among equal values, the entry with the highest slot is the worst. Slots must
+    be inserted in ascending order, so a new slot does not replace an entry with an equal value.
     """
     place = tl.arange(0, values.shape[1])[None, :]
     worst = tl.min(tl.where(slots < 0, -float("inf"), values), 1)

@@ -1,6 +1,6 @@
 """Arithmetic shared by the Triton kernels.
 
-Only modules named `triton_*` import Triton, and only they import this module, so the references work without Triton.
+Only modules named `triton_*` import Triton, and only these modules import this one. References work without Triton.
 """
 
 # mypy: ignore-errors
@@ -28,7 +28,7 @@ MAX_INT32 = tl.constexpr(2**31 - 1)
 def product(a, b):
     """Matrix product of tiles, accumulated in fp32, never in TF32.
 
-    The interpreter multiplies bf16 tiles incorrectly. There the tiles are converted to fp32, which is exact.
+    The interpreter multiplies bf16 tiles incorrectly, so there the tiles are converted to fp32, which is exact.
     """
     if INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
@@ -53,9 +53,9 @@ def load_rows(base, index, valid, stride, HEAD_DIM: tl.constexpr, BLOCK_D: tl.co
 
     Args:
         base: pointer to element (0, 0).
-        index: row numbers, int.
-        valid: bool, of the same length.
-        stride: elements between rows.
+        index: int, indices of the rows.
+        valid: bool, mask as long as `index`.
+        stride: number of elements from one row to the next.
     """
     d = tl.arange(0, BLOCK_D)
     pointers = base + index.to(tl.int64)[:, None] * stride + d[None, :]
@@ -111,7 +111,7 @@ def tile(size: int, most: int | None = None) -> int:
 
 
 def multiprocessors(x: Tensor) -> int:
-    """Return the number of multiprocessors of the tensor's GPU; 2 in the interpreter."""
+    """Return the number of multiprocessors of the tensor's GPU; 2 for a tensor on the CPU."""
     return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2
 
 
@@ -121,5 +121,5 @@ def on_hopper(x: Tensor) -> bool:
 
 
 def on_device(x: Tensor) -> AbstractContextManager[object]:
-    """Context manager that makes the tensor's GPU the current one, as kernels launch there."""
+    """Context manager that makes the tensor's GPU the current device, on which Triton launches kernels."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()

@@ -7,9 +7,9 @@ Symbols are those of `triton_forward`. dS is the gradient of the state after the
     dq_i = scale (S do_i + sum_{j<=i} (do_i.u_j) k_j)
     dk_i = dS u_i - S dv_i + scale sum_{j>=i} (do_j.u_i) q_j - sum_{j<i} (dv_i.u_j) k_j - sum_{j>i} (dv_j.u_i) k_j
 
-The last line needs no gradient of the inverse: dM = -y u^T, because (1 + M) u = beta x. With decays, each pair and the
-terms with S and dS have a decay factor. The gradient of g is the sum over later tokens of the gradients of the factors'
-exponents. Each program owns its output, so the order of summation is deterministic.
+The last line needs no gradient of the inverse: dM = -y u^T, because (1 + M) u = beta x. With decays, each pair and each
+term with S or dS has a decay factor. The gradient of g is the sum over this and later tokens of the gradients of the
+factors' exponents. No two programs write the same output, so the order of summation is deterministic.
 """
 
 # mypy: ignore-errors
@@ -91,7 +91,7 @@ def write_gradients(
 
     Tensors as in `scan_chunks_back`, and (see `triton_forward.multiply_pairs`):
         ds: pair products of dout and u, with scale.
-        dm: strict pair products of dv and u: minus the gradient of M without beta.
+        dm: strict pair products of dv and u: minus the gradient with respect to M_ij / beta_i.
         dq, dk: [samples, length, H, D], written.
         dg: fp32 [blocks of D, samples, length, H], written; the caller sums over the blocks.
     """

@@ -9,12 +9,13 @@ chunk, and x_i = v_i - e^(G_i) S^T k_i the value error of token i. The updates u
 
 `solve_chunks` inverts 1 + M, `multiply_pairs` computes the factors of u_j, `scan_chunks` scans over the chunks,
 `read_states` computes o. The usual WY form multiplies the inverse with beta k and beta v before the scan. Here the scan
-multiplies it with beta x. This costs one more product per chunk, but only x and the off-diagonal part of the inverse
-are rounded to 16 bits. Errors are two thirds of those of the usual form.
+multiplies the inverse with beta x. This costs one more product per chunk, but only x and the off-diagonal part of the
+inverse are rounded to 16 bits. Errors are two thirds of those of the usual form.
 
 Hopper's wgmma instructions gave wrong results in these kernels, or read out of bounds, if a tile was narrower than 64
-or a left operand was modified after its load. They need 4 warps and 64 rows in the left operand. The scans therefore
-have values as rows, at most 32, and the other kernels have 2 warps or wide tiles.
+or a left operand was modified after its load. Triton uses wgmma for at least 4 warps and 64 rows in the left operand.
+The scans avoid wgmma by a left operand of at most 32 rows (the value columns). The other kernels have either 2 warps,
+which avoids wgmma, or tiles wide enough for it.
 """
 
 # mypy: ignore-errors
@@ -42,7 +43,7 @@ def solve_chunks(
     H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr,
     DECAYS: tl.constexpr,
 ):  # fmt: skip
-    """Invert the chunks' systems and store the inverses below the diagonal. Grid (samples * H * chunks).
+    """Invert 1 + M of each chunk, and store the part of the inverse below the diagonal. Grid (samples * H * chunks).
 
     Tensors:
         k: [samples, length, H, D].
@@ -71,13 +72,13 @@ def multiply_pairs(
     H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr,
     STRICT: tl.constexpr, DECAYS: tl.constexpr,
 ):  # fmt: skip
-    """Write scale e^(G_i - G_j) x_i.y_j for the pairs of a chunk with j <= i. Grid (samples * H * chunks).
+    """Write scale e^(G_i - G_j) x_i.y_j for the token pairs j <= i of each chunk. Grid (samples * H * chunks).
 
     Tensors as in `solve_chunks`, and:
         x, y: [samples, length, H, D].
         out: [samples, H, chunks, C, C] in x's dtype, written.
 
-    STRICT: also write 0 for j = i.
+    With STRICT, the products of j = i are 0.
     """
     sample, head, chunk = place_of(tl.program_id(0), chunks, H)
     rows, valid = rows_of_chunk(sample, chunk, length, C)

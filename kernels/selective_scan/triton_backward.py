@@ -4,13 +4,14 @@ The adjoint of the state runs backwards. With dh the adjoint after token t, incl
 
     dh = carry + C dy;  carry <- exp2(dt rate) dh
 
-Chunks are joined as in the forward pass: `find_chunk_starts` from a zero adjoint after each chunk, `join_chunks`, then
-`scan_backward`. States are recomputed from the saved ones, STEP at a time in registers. With h' the state before the
+Chunks are combined as in the forward pass: `find_chunk_starts` computes the adjoint before each chunk from a zero
+adjoint after it. `join_chunks` and `scan_backward` follow. States are recomputed from the saved ones, STEP at a time in
+registers. With h' the state before the
 token, w = dt x, and sums over n:
 
     dB = dh w;  dC = dy h;  dw = sum dh B;  dx = dw dt + D dy;  ddt = dw x + sum carry h' A;  dA = carry h' dt
 
-Each program owns its output, so there are no atomics and the order of summation is deterministic.
+No two programs write the same output, so there are no atomics and the order of summation is deterministic.
 """
 
 # mypy: ignore-errors
@@ -38,7 +39,7 @@ def find_chunk_starts(
     G: tl.constexpr, N: tl.constexpr, NR: tl.constexpr, ER: tl.constexpr, NL: tl.constexpr, EL: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Write the adjoint of the state before each chunk for a zero adjoint after it.
+    """Write the adjoint of the state before each chunk, for a zero adjoint after the chunk.
 
     Grid (samples * chunks * G * group_blocks). Tensors and numbers as in `triton_forward.find_chunk_ends`, and:
         dy: [rows, channels], gradient of the output.
@@ -73,7 +74,7 @@ def _states_of_step(
     state, rate, x, dt, B, row, time_stride, count, before, exists, n, e, channels, B_stride,
     STEP: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Return the states around a step's tokens: a tuple of STEP + 1 tiles, of which the first is before the step.
+    """Return STEP + 1 tiles of states: the state before the step, and the state after each of the step's tokens.
 
     Args:
         state: tile at `row`, the first token of the span.
@@ -102,7 +103,7 @@ def scan_backward(
 ):  # fmt: skip
     """Write all gradients. Grid (samples * chunks * G * parts).
 
-    A program processes part_blocks blocks of channels one after the other, and sums up their dB and dC.
+    A program processes `part_blocks` blocks of channels one after the other, and sums dB and dC over these blocks.
 
     Tensors and numbers as in `triton_forward.scan_forward`, and:
         dy: [rows, channels], gradient of the output.
@@ -114,8 +115,9 @@ def scan_backward(
         dD: fp32 [samples * chunks, channels], written.
         dfirst: fp32 [samples, channels, N], written: gradient of the first state.
         rows: samples * length.
-        parts: parts of a group's blocks, with part_blocks each; the last may have fewer.
-        WHOLE: all blocks of channels and all steps are complete, so that no masks are needed.
+        parts: number of parts into which a group's blocks are divided. A part has `part_blocks` blocks, the last one
+            may have fewer.
+        WHOLE: True if all blocks of channels and all steps are complete, so that no masks are needed.
     """
     sample, chunk, group, first_channel, _ = place_in_grid(tl.program_id(0), chunks, parts, group_channels, G, 0)
     part = tl.program_id(0) % parts
@@ -174,7 +176,7 @@ def scan_backward(
                 tl.store(dC + row * G * N + n, dC_t, mask=n_writer & valid)
         tl.store(dA + (place * channels + channel + e) * N + n, dA_e, mask=exists)
         tl.store(dD + place * channels + channel + e, dD_e, mask=exists & e_writer)
-        # The next block adds to the dB and dC that this one has written.
+        # All threads must have written dB and dC before the next block adds to them.
         tl.debug_barrier()
         if chunk == 0:
             tl.store(dfirst + (sample * channels + channel + e) * N + n, carry, mask=exists)

@@ -1,7 +1,8 @@
 """Selective scan in Triton, parallel over chunks of tokens.
 
-`find_chunk_ends` computes each chunk's final state from a zero state, `join_chunks` the state before each chunk from
-these, and `scan_forward` the chunk's outputs from that. With rates in units of log2:
+`find_chunk_ends` computes each chunk's final state, starting from a zero state. `join_chunks` combines these final
+states into the actual state before each chunk. `scan_forward` computes the chunk's outputs from that state. With rates
+in units of log2:
 
     h <- exp2(dt rate) h + (dt x) B;  y = C . h + D x
 
@@ -41,7 +42,7 @@ def find_chunk_ends(
     G: tl.constexpr, N: tl.constexpr, NR: tl.constexpr, ER: tl.constexpr, NL: tl.constexpr, EL: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Write the state at each chunk's end for a zero state at its start. Grid (samples * chunks * G * group_blocks).
+    """Write each chunk's final state for a zero initial state. Grid (samples * chunks * G * group_blocks).
 
     Tensors:
         x, dt: [rows, channels], dt fp32.
@@ -56,7 +57,7 @@ def find_chunk_ends(
         group_blocks, group_channels: blocks of channels per group, and channels per group.
         unit: see `triton_tile`.
 
-    WHOLE: every block has ER * EL channels.
+    With WHOLE, every block must have ER * EL channels.
     """
     sample, chunk, group, channel, count = place_in_grid(
         tl.program_id(0), chunks, group_blocks, group_channels, G, ER * EL
@@ -89,8 +90,8 @@ def join_chunks(
 ):  # fmt: skip
     """Replace each chunk's final state by the state at its start. Grid (samples, blocks of elements).
 
-    REVERSED: from the last chunk to the first, for adjoints. A program processes BLOCK of a sample's channels * N
-    elements. It loads AHEAD chunks at a time, because it is bound by memory latency.
+    With REVERSED, chunks are processed from the last to the first, for adjoints. A program processes BLOCK of a
+    sample's channels * N elements. It loads AHEAD chunks at a time, because it is bound by memory latency.
 
     Tensors:
         ends: fp32 [samples, chunks, channels, N], final state of each chunk for a zero initial state; replaced.

@@ -17,14 +17,16 @@ class Tuning(NamedTuple):
     """Tunable launch parameters.
 
     Attributes:
-        span: tokens between the states that are saved for the backward pass.
-        step: tokens whose states the backward pass keeps in registers at a time; fewer for large tiles. Divides span.
-        forward_numbers, backward_numbers: approximate state elements per thread; powers of two.
-        forward_registers, backward_registers: maximum registers per thread; None leaves it to the compiler.
-        least_chunk: minimum tokens per chunk, a multiple of span.
-        alone: programs per multiprocessor from which sequences are not split, because splitting costs a second pass.
-        programs: programs per multiprocessor to reach by splitting sequences into chunks.
-        parts: number of partial sums of dB and dC, each over some channels; each takes as much memory as B in fp32.
+        span: number of tokens from one state that is saved for the backward pass to the next.
+        step: number of tokens whose states the backward pass keeps in registers at a time, less for large tiles. It
+            must divide `span`.
+        forward_numbers, backward_numbers: approximate number of state elements per thread, a power of two.
+        forward_registers, backward_registers: maximum registers per thread; None to let the compiler choose.
+        least_chunk: minimum tokens per chunk, a multiple of `span`.
+        alone: number of programs per multiprocessor from which sequences are not split into chunks, because splitting
+            costs a second pass.
+        programs: number of programs per multiprocessor that splitting sequences into chunks should reach.
+        parts: number of partial sums of dB and dC over blocks of channels. Each takes as much memory as B in fp32.
     """
 
     span: int = 16
@@ -41,7 +43,7 @@ class Tuning(NamedTuple):
 
 
 TUNING = Tuning()
-"""Replace it to benchmark other values."""
+"""Parameters in use. A benchmark may assign others."""
 
 
 class Chunks(NamedTuple):

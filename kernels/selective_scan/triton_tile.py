@@ -1,10 +1,11 @@
 """Tile of states held by one warp: its distribution over the threads (lanes), loads and sums.
 
 Every token needs sums over the state elements and sums over channels, and communication between lanes is expensive.
-Each lane therefore holds part of both: a tile is [NR, ER, NL, EL], where the last two dimensions are the warp's 32
-lanes and the first two are the elements per lane. State element n is at n // NL, n % NL; channel e of the block at
-e // EL, e % EL. Only sums cross lanes. Values that depend on the channel alone are [1, ER, NL, EL], and those that
-depend on n alone are [NR, 1, NL, EL]; each lane loads its own copy.
+Each lane therefore holds several state elements and several channels. A tile is [NR, ER, NL, EL]: the last two
+dimensions are the warp's 32 lanes, and the first two are the elements per lane. State element n has the indices
+n // NL (of NR) and n % NL (of NL). Channel e of the block has the indices e // EL (of ER) and e % EL (of EL). Only sums
+cross lanes. Values that depend only on the channel are [1, ER, NL, EL], and those that depend only on n are
+[NR, 1, NL, EL]; each lane loads its own copy.
 """
 
 # mypy: ignore-errors
@@ -19,13 +20,13 @@ def place_in_tile(unit, NR: tl.constexpr, ER: tl.constexpr, NL: tl.constexpr, EL
     """Return the state elements and channels of each lane.
 
     Args:
-        unit: 1, hidden from the compiler. Otherwise it would distribute contiguous memory over the lanes in its own
-            layout, and convert each token's inputs to this layout through shared memory.
+        unit: 1, as a run-time value. If the compiler knew the value, it would load contiguous memory in a layout of its
+            own, and convert each token's inputs to this tile's layout through shared memory.
 
     Returns:
         n: [NR, 1, NL, EL], state elements, int64.
         e: [1, ER, NL, EL], channels of the block, int64.
-        n_writer, e_writer: bool [1, 1, NL, EL], marks the one lane that writes among those with the same n or e.
+        n_writer, e_writer: bool [1, 1, NL, EL], True in one lane among those with the same n (or e), which writes.
     """
     row = tl.arange(0, NL)[None, None, :, None]
     column = tl.arange(0, EL)[None, None, None, :]
@@ -38,7 +39,7 @@ def place_in_tile(unit, NR: tl.constexpr, ER: tl.constexpr, NL: tl.constexpr, EL
 
 @triton.jit
 def has_channel(e, count, WHOLE: tl.constexpr):
-    """Return the mask of a block's `count` existing channels; a constant, without masked access, if WHOLE."""
+    """Return the mask of a block's `count` existing channels. If WHOLE, it is constant, so accesses are unmasked."""
     if WHOLE:
         return tl.full(e.shape, True, tl.int1)
     return e < count
@@ -52,7 +53,7 @@ def load_float(pointers, valid):
 
 @triton.jit
 def load_token(x, dt, B, row, valid, exists, n, e, channels, B_stride):
-    """Load a token's inputs for the block; zeros, which leave the state unchanged, where not valid.
+    """Load a token's inputs for the block. For an invalid token they are zeros, which leave the state unchanged.
 
     Args:
         x, dt: pointers to the block's first channel in row 0 of [rows, channels].

@@ -1,4 +1,4 @@
-"""The two kernels of `triton_forward` for Hopper, in Gluon, Triton's language of explicit layouts and warps.
+"""Both kernels of `triton_forward` for Hopper, in Gluon, Triton's language of explicit layouts and warps.
 
 Each multiprocessor runs one persistent, warp-specialised block. Four warps load the queries, keys and values of the
 next tile while two warp groups compute attention, so that loads overlap with products and exponentials. A chunk's keys
@@ -32,10 +32,11 @@ BLOCK_M = gl.constexpr(128)
 """Rows per tile."""
 
 GROUP_REGISTERS, LOADER_REGISTERS = gl.constexpr(224), gl.constexpr(56)
-"""Registers per thread. The total must fit the multiprocessor's register file."""
+"""Registers per thread of the warp groups that compute, and of the warps that load. The total for all threads must fit
+in the multiprocessor's register file."""
 
 SHARED_BYTES = 192 * 1024
-"""Shared memory for queries, keys and values."""
+"""Bytes of shared memory for queries, keys and values."""
 
 head_rows = gluon.jit(triton_attend.head_rows.fn)
 shares = gluon.jit(triton_attend.shares.fn)
@@ -46,8 +47,8 @@ def _tile(i, work, num_tiles, G: gl.constexpr, R: gl.constexpr, TILES: gl.conste
     """Return the position of tile i. With LOCAL, the heads of one chunk are consecutive, as in memory.
 
     Returns:
-        (exists, first row or first place in the order, end of the rows or places, key head, first key of the chunk,
-        row that a query at the chunk's first position would have).
+        (exists, begin, end, key head, first key of the chunk, row that a query at the chunk's first position would
+        have). Begin and end are rows with LOCAL, else indices in the order.
     """
     if LOCAL:
         slot = i // G // TILES
@@ -133,7 +134,7 @@ def _attend(
         row_whole = _rows(begin + m_whole, end, order, LOCAL)
         at = g.to(gl.int64) * rows + row
         if LOCAL:
-            # Loaded early, used at the end.
+            # Loaded early to hide the latency; used at the end.
             written = gl.load(chosen + at, mask=valid, other=-1) >= 0
             level_before = gl.load(lse + at, mask=written, other=-float("inf"))
             pointers = out + head_rows(row, g, G, R)[:, None] * HEAD_DIM + d[None, :]
@@ -151,7 +152,7 @@ def _attend(
             position = (begin + m - first_row) // R
             scores = gl.where(column[None, :] <= position[:, None], scores, -float("inf"))
         level = gl.max(scores, 1) * scale_log2
-        # All products may be -inf, and -inf - -inf would be NaN.
+        # If all scores are -inf, `level` is replaced, because -inf - -inf is NaN.
         weights = gl.exp2(scores * scale_log2 - gl.where(level == -float("inf"), 0.0, level)[:, None])
         total = gl.sum(weights, 1)
         level += gl.log2(total)
@@ -166,7 +167,7 @@ def _attend(
         mixed = warpgroup_mma_wait(0, deps=[mixed]) * share[:, None]
         if LOCAL:
             mixed += before * share_before[:, None]
-        # Stored through the queries' shared memory, which changes the layout so that whole rows are written.
+        # The output passes through the queries' shared memory. This changes its layout, so that whole rows are written.
         own.store(mixed.to(values.dtype))
         mixed_whole = own.load(ROWS_LAYOUT)
         mbarrier.arrive(free.index(stage), count=1)
@@ -182,11 +183,11 @@ def attend_hopper(
     G: gl.constexpr, R: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr,
     LOCAL: gl.constexpr, QUERIES_LAYOUT: gl.constexpr, ROWS_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Implement `attend_chosen` without JOINS, or `attend_local` with LOCAL. Any grid (programs,).
+    """Implement `attend_chosen` without JOINS, or `attend_local` with LOCAL. Grid (programs,), of any size.
 
     Args:
         k_tiles, v_tiles: descriptors of k and v [tokens, G * HEAD_DIM] in tiles [CHUNK, HEAD_DIM].
-        q, out, lse, chosen, order: as in these kernels; `chosen` is used with LOCAL, `order` without.
+        q, out, lse, chosen, order: as in `triton_forward`; `chosen` is used with LOCAL, `order` without.
         work: items of at most BLOCK_M rows from `cut_segments`, empty ones last; with LOCAL the chunk table.
         num_tiles: number of items; with LOCAL slots * TILES * G.
     """
@@ -226,14 +227,17 @@ def fits(problem: Problem) -> bool:
 def attend_chosen(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, order: Tensor, items: Tensor
 ) -> None:
-    """Write the attention to the chunks of one choice."""
+    """Write the attention of each row to its chosen chunk; see `triton_forward.attend_chosen`."""
     _launch(problem, q, k, v, out, lse, lse, order, items, len(items), local=False)
 
 
 def attend_local(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, chosen_gr: Tensor
 ) -> None:
-    """Join the attention to the own chunk. All chunks must be complete: tiles are loaded without a mask."""
+    """Combine the attention to the own chunk with `out` and `lse`; see `triton_forward.attend_local`.
+
+    All chunks must be complete, because tiles are loaded without a mask.
+    """
     tiles = problem.row_tiles(BLOCK_M.value)
     num_tiles = problem.slots * tiles * problem.num_groups
     _launch(problem, q, k, v, out, lse, chosen_gr, chosen_gr, problem.table, num_tiles, local=True)
@@ -244,7 +248,7 @@ def _launch(
     work: Tensor, num_tiles: int, *, local: bool,
 ) -> None:  # fmt: skip
     size, width = problem.layout.chunk_size, problem.head_dim
-    # In registers: 16 bytes per thread, whole rows in consecutive threads.
+    # Layout of rows in registers: 16 bytes per thread, and whole rows in consecutive threads.
     rows_layout = gl.BlockedLayout([1, 8], [256 // width, width // 8], [4, 1], [1, 0])
     stages = SHARED_BYTES // ((BLOCK_M.value + 2 * size) * width * q.element_size())
     attend_hopper[(min(multiprocessors(q), num_tiles),)](

@@ -1,7 +1,8 @@
 """Gradients of attention to the own and the chosen chunks, in Triton. The selection has no gradient.
 
-With p = exp2(s - lse) of the joint softmax, the parts have independent gradients: ds = p (do . v - delta), with
-delta = do . o. The local pass writes dq, dk and dv of its part, and each pass over a choice adds to them. A launch
+With the probabilities p = exp2(s - lse) of the joint softmax and delta = do . o, the gradient of a score is
+ds = p (do . v - delta). It is independent of other chunks, so each pass handles one chunk per row. The local pass
+writes dq, dk and dv for the own chunk. Each further pass adds the gradients for one of the row's chosen chunks. A launch
 handles keys FIRST_KEY .. FIRST_KEY + BLOCK_N - 1 of every chunk. Tiles are transposed, [keys, rows], so that dv and dk
 need no transpose of p and ds.
 """
@@ -32,13 +33,13 @@ def differentiate_local(
     BLOCK_N: tl.constexpr,
     FIRST_KEY: tl.constexpr, LOCAL: tl.constexpr,
 ):  # fmt: skip
-    """Write the own chunk's part of dq, dk, dv, and delta (at FIRST_KEY 0). Grid (slots, G).
+    """Write dq, dk and dv for attention to the own chunk; at FIRST_KEY 0 also delta. Grid (slots, G).
 
     Args:
         q, out, grad, dq: [tokens, G * R, d].
         k, v, dk, dv: [tokens, G, d].
-        lse: fp32 [G, rows], units of log2.
-        delta: fp32 [G, rows].
+        lse: fp32 [G, rows], log-sum-exp in units of log2.
+        delta: fp32 [G, rows], do . o, written at FIRST_KEY 0.
     """
     slot, g = tl.program_id(0), tl.program_id(1)
     entry = table + slot * COLUMNS
@@ -52,7 +53,7 @@ def differentiate_local(
     dk_nd = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv_nd = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     scale_log2 = scale * LOG2E
-    # Rows before the block's first key see none of its keys.
+    # Rows before the first key of the key block see none of the block's keys.
     skipped = tl.maximum(FIRST_KEY - shift, 0) * R // BLOCK_M * BLOCK_M
     for start in range(skipped, query_count * R, BLOCK_M):
         m = start + tl.arange(0, BLOCK_M)
@@ -89,7 +90,7 @@ def differentiate_chosen(
     BLOCK_N: tl.constexpr,
     FIRST_KEY: tl.constexpr,
 ):  # fmt: skip
-    """Add the chosen chunk's part to dq, dk, dv. Grid (items,).
+    """Add the gradients for attention to one chosen chunk per row to dq, dk and dv. Grid (items,).
 
     Args:
         parts: fp32 [parts, 2, BLOCK_N, d], written: dk and dv of the segments of chunks with several segments.
@@ -141,7 +142,7 @@ def add_parts(
     G: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     FIRST_KEY: tl.constexpr,
 ):  # fmt: skip
-    """Add the segments of chunks with several segments to dk and dv, in order. Grid (bins, BLOCK_N / BLOCK_ROWS).
+    """Add the partial dk and dv of chunks with several segments, in order. Grid (bins, BLOCK_N / BLOCK_ROWS).
 
     Args:
         part_ends: int32 [bins], running sum of `part_counts`.

@@ -2,7 +2,7 @@
 
 One warp loads tiles of keys into a ring buffer in shared memory by TMA. Four warp groups process 64 rows each with the
 same tiles, so a tile is loaded once for 256 rows. While one group reduces its maxima, the products of another keep the
-tensor cores busy. The per-row values stay in the registers of the products' layout.
+tensor cores busy. Values per row, such as bounds, stay in registers in the layout of the products.
 """
 
 # mypy: ignore-errors
@@ -27,10 +27,11 @@ GROUPS = gl.constexpr(4)
 """Number of warp groups that process rows."""
 
 REGISTERS = gl.constexpr(112)
-"""Registers per thread of these groups."""
+"""Registers per thread of the warp groups that process rows."""
 
 LEAST_WIDTH = 128
-"""Minimum width of the int8 tiles. For narrower tiles the maxima dominate, and `screen` has more warps for them."""
+"""Minimum width of the int8 tiles. For narrower tiles, the maxima take most of the time, and `screen` has more warps for
+them."""
 
 RING_BYTES, MAX_STAGES, MAX_BLOCK_N = 96 * 1024, 6, 128
 
@@ -39,7 +40,7 @@ collect = gluon.jit(triton_screen.collect.fn)
 
 @gluon.jit
 def _tiles(table, slots, TILES: gl.constexpr):
-    """Return a program's first and last tile of rows, and the first slot that they are scored against."""
+    """Return a program's first and last tile of rows, and the first slot that these rows are scored against."""
     last = slots * TILES - 1 - gl.program_id(0) * GROUPS
     lowest = gl.maximum(last - GROUPS + 1, 0)
     return lowest, last, gl.load(table + lowest // TILES * COLUMNS + 5)
@@ -50,7 +51,7 @@ def _load(
     q_tiles, k_tiles, shared, table, rows, slots, tokens,
     R: gl.constexpr, CHUNK: gl.constexpr, TILES: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Load the tiles of queries, then those of keys, each as soon as all groups have released its buffer."""
+    """Load the tiles of queries, then the tiles of keys, each once all groups have released the tile's buffer."""
     queries, queries_ready, ring, ready, free = shared
     g = gl.program_id(1)
     lowest, last, first = _tiles(table, slots, TILES)
@@ -71,7 +72,7 @@ def _load(
 
 @gluon.jit
 def _skip(ready, free, begin, end, STAGES: gl.constexpr):
-    """Skip the tiles that only other groups' rows are scored against."""
+    """Release tiles of keys begin .. end - 1 unused, because only rows of other groups are scored against them."""
     for j in range(begin, end):
         mbarrier.wait(ready.index(j % STAGES), j // STAGES & 1)
         mbarrier.arrive(free.index(j % STAGES), count=1)
@@ -117,7 +118,7 @@ def _screen_rows(
         mbarrier.wait(ready.index(stage), j // STAGES & 1)
         keys = ring.index(stage).permute((1, 0))
         products = warpgroup_mma(queries.index(group), keys, nothing, use_acc=False, is_async=True)
-        # Overlaps with the product:
+        # The following loads overlap with the product.
         chunk = begin + j // PER_CHUNK
         scale = gl.load(scales + chunk)
         reach = query_error * gl.load(sizes + chunk) + query_size * gl.load(errors + chunk)

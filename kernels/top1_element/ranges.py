@@ -1,7 +1,7 @@
-"""Ranges of visible keys per query, and of seeing queries per key.
+"""Ranges of the keys that each query sees, and of the queries that see each key.
 
-Kernels take one flat row of tokens: the token of row b at position t is b * length + t. All ranges increase with the
-token, so a block's first and last token bound the range of the whole block.
+Kernels take flat tokens: position t of batch row b is token b * length + t. The ends of a range do not decrease from
+token to token, so the ranges of a block's first and last token bound the ranges of all its tokens.
 """
 
 from functools import lru_cache
@@ -48,7 +48,7 @@ def visible_ranges(shape: Shape, bounds: tuple[int, ...] | None, device: torch.d
     document_s = torch.searchsorted(bound_d, key_s, right=True) - 1
     own_key_t = torch.arange(offset, offset + num_queries)
     first_key_t = bound_d[document_s][own_key_t]
-    # Some keys' documents contain no query.
+    # The clamps make the range empty for keys whose document contains no query.
     first_query_s = (key_s - offset).clamp(0, num_queries)
     end_query_s = (bound_d[document_s + 1] - offset).clamp(0, num_queries)
     row_b1 = torch.arange(batch)[:, None]

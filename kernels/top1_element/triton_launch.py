@@ -26,7 +26,8 @@ TILES = {
 }
 """Tile sizes by kernel and width. A head dim up to 128 is narrow. "choose" is the forward pass without soft output.
 
-The narrow ones are the best of about ten on an H200 with head dim 128. The others do not spill, but were not timed.
+The narrow tile sizes are the fastest of about ten on an H200 with head dim 128. The other tile sizes do not spill
+registers, but were not timed.
 """
 
 
@@ -72,13 +73,13 @@ def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, training: bool) -
     Args:
         problem: shapes.
         q, k, v: flat inputs.
-        training: True to compute what the gradient needs.
+        training: True to compute the outputs that the backward pass needs.
 
     Returns:
         out: [tokens, hq, d].
         soft: softmax-weighted values [tokens, hq, d] in v's dtype; empty unless the gradient needs them.
-        lse: fp32 [hq, tokens], units of log2; empty unless training.
-        chosen: int32 [hq, tokens], key tokens.
+        lse: fp32 [hq, tokens], log-sum-exp in units of log2; empty unless training.
+        chosen: int32 [hq, tokens], flat token of the selected key.
     """
     mixes = training and problem.estimator == "straight_through"
     out = torch.empty_like(q)
