@@ -56,8 +56,8 @@ def _featured(q_bthf: Tensor, k_bthf: Tensor, v_bthe: Tensor, dtype: torch.dtype
 def taylor_features(x_bthf: Tensor, dtype: torch.dtype) -> Tensor:
     """Map [..., f] to features [..., `num_features`(f)] whose inner products are 1 + s + s^2 / 2, s = x.y / sqrt(f).
 
-    Each pair of numbers occurs once, because x_i x_j equals x_j x_i. Pairs are built by rolling x by each distance. An
-    index gather would have a scatter as its gradient.
+    Each product x_i x_j occurs once, because it equals x_j x_i. Products are built by rolling x by each distance j - i,
+    because an index gather would have a slow scatter as its gradient.
 
     Args:
         x_bthf: queries or keys [..., f].

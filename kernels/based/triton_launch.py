@@ -29,7 +29,7 @@ SUM = Tuning(tile=32, num_warps=2, num_stages=3)
 READ = Tuning(tile=64, num_warps=2, num_stages=1)
 WRITE_QUERIES = Tuning(tile=32, num_warps=2, num_stages=3)
 WRITE_KEYS = Tuning(tile=32, num_warps=2, num_stages=3)
-"""Replace these to benchmark other values."""
+"""Parameters in use. A benchmark may assign others."""
 
 CHUNK = 256
 """Tokens between two states. With f = 16, e = 128, one state takes the memory of 300 tokens in 16 bits."""
@@ -125,7 +125,7 @@ def backward(
 
 
 def _states(problem: Problem, x: Tensor, y: Tensor, weights: tuple[Tensor, Tensor] | None) -> Tensor:
-    """Return the sums over the chunks before each chunk; with `weights` (sums, falls), over the chunks after it."""
+    """Return the state before each chunk; with `weights` (sums, falls), the reverse state of the chunks after it."""
     size = problem.features * (problem.value + 1)
     states = torch.empty(problem.places, problem.chunks, size, dtype=torch.float32, device=x.device)
     sums, falls = (states, states) if weights is None else weights

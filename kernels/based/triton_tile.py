@@ -1,9 +1,9 @@
 """Token addressing and state layout, shared by Based's Triton kernels.
 
-A state is the sum over tokens of features times values. Each pair of numbers occurs once, because x_i x_j equals
-x_j x_i: first the rows of i = 0 with j = 0, 1, ..., then those of i = 1 with j = 1, 2, ..., and so on. Then follow the
-rows of the single numbers, and last the row of the constant feature. These rows [F, E] are followed by the same sums
-without values [F], for the sum of weights.
+A state is the sum over tokens of features times values, with a row [E] per feature. Features are the products x_i x_j,
+the single elements x_i, and a constant. Each product occurs once, because x_i x_j equals x_j x_i. The rows are ordered:
+i = 0 with j = 0, 1, ..., then i = 1 with j = 1, 2, ..., and so on, then the single elements, and last the constant. The
+rows [F, E] are followed by the sums of the features alone, [F], for the sum of weights.
 """
 
 # mypy: ignore-errors
@@ -15,9 +15,9 @@ import triton.language as tl
 
 @triton.jit
 def place_rows(left, j, W: tl.constexpr):
-    """Return the state rows of the products of numbers `left` and j.
+    """Return the state rows of the products of elements `left` and j.
 
-    `left` = W selects the rows of the single numbers j, and `left` = W + 1 with j = 0 the row of the constant feature.
+    `left` = W selects the rows of the single elements j, and `left` = W + 1 with j = 0 the row of the constant feature.
     """
     low, high = tl.minimum(left, j), tl.maximum(left, j)
     return tl.where(left < W, low * W - low * (low - 1) // 2 + high - low, W * (W + 1) // 2 + (left - W) * W + j)
@@ -32,7 +32,7 @@ def place_tokens(t, place, length, sample_stride, time_stride, H: tl.constexpr):
 
 @triton.jit
 def load_left(x, at, valid, left, root, W: tl.constexpr):
-    """Load number `left` of each token times root, in fp32; 1 for `left` >= W."""
+    """Load element `left` of each token times `root`, in fp32; 1 for `left` >= W."""
     numbers = tl.load(x + at * W + left, mask=valid & (left < W), other=0.0).to(tl.float32) * root
     return tl.where(left < W, numbers, 1.0)
 

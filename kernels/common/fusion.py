@@ -52,8 +52,8 @@ def fused(function: Callable[P, R]) -> Callable[P, R]:
     plain: Callable[..., R] = function
 
     def laid(orders: tuple[tuple[int, ...] | None, ...], *args: Any, **more: Any) -> R:
-        # Compiled code chooses the layout of a gradient. If that differs from the layout of x, the op or linear layer that
-        # produced x would copy the gradient.
+        # Compiled code chooses the layout of a gradient. If that differs from the layout of x, the op or linear layer
+        # that produced x would copy the gradient.
         return plain(
             *(x if o is None else _LaidGradient.apply(x, o) for x, o in zip(args, orders, strict=True)), **more
         )

@@ -1,8 +1,8 @@
 """Chunked linear cross entropy: logits of a few rows at a time, their losses, and in the same pass their gradients.
 
 The forward pass computes the gradients of the hidden states and the weight while a chunk's logits are in memory.
-Otherwise the backward pass would have to recompute the logits, a third more work for the output layer. The gradients
-are those of the sum of the counted losses; the backward pass scales them.
+Otherwise the backward pass would have to recompute the logits, which is a third more work for the output layer. The
+computed gradients are those of the sum of the counted losses. The backward pass scales them by the incoming gradient.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def linear_cross_entropy_in_chunks(
     Arguments as in `interface.linear_cross_entropy`, checked there, flattened and contiguous. `rows` is the module that
     processes the logits.
     """
-    # Read here, because grad mode is always off inside `forward`.
+    # Grad mode is read here, because it is always off inside `forward`.
     with_gradients = torch.is_grad_enabled() and (hidden_nh.requires_grad or weight_vh.requires_grad)
     options = (first_label, num_columns, group, chunk_size, rows, with_gradients)
     losses_n: Tensor = _LinearCrossEntropy.apply(hidden_nh, weight_vh, label_n, counted_n, options)

@@ -10,7 +10,7 @@ from kernels.native_sparse_attention.selected import attend_selected
 from kernels.softmax_attention import softmax_attention
 
 ALWAYS = 3
-"""Number of blocks that are always selected: a query's own, the one before and block 0."""
+"""Number of blocks that are always selected: a query's own block, the block before it, and block 0."""
 
 
 def native_sparse_attention_triton(

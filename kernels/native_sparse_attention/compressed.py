@@ -17,7 +17,7 @@ class Compressed(NamedTuple):
 
     Attributes:
         out_bthd: [b, tq, hq, d]; 0 for a query without a visible block.
-        lse_bht: fp32 [b, hq, tq], natural log-sum-exp of its scores; -inf for a query without a visible block.
+        lse_bht: fp32 [b, hq, tq], natural log-sum-exp of the branch's scores; -inf for a query without a visible block.
     """
 
     out_bthd: Tensor
@@ -57,9 +57,10 @@ def attend_compressed(
     return Compressed(out_bhtd.transpose(1, 2), aux.lse)
 
 
-# A separate function: torch limits recompilations per function, and those of sliding windows would count as well.
+# A separate function, because torch limits recompilations per function. Otherwise the recompilations for sliding
+# windows would count towards the same limit.
 def _attend(q_bhtd: Tensor, k_bhnd: Tensor, v_bhnd: Tensor, *, mask: BlockMask, scale: float) -> Any:
-    # There are few keys: with shared key heads, few programs would compute their gradient, each over all heads.
+    # There are few keys. With shared key heads, few programs would compute the keys' gradients, each over all heads.
     k_bhnd, v_bhnd = (x.repeat_interleave(q_bhtd.shape[1] // x.shape[1], 1) for x in (k_bhnd, v_bhnd))
     return flex_attention(q_bhtd, k_bhnd, v_bhnd, block_mask=mask, scale=scale, return_aux=AuxRequest(lse=True))
 
@@ -82,7 +83,7 @@ def ended_blocks(
         return (n + 1) * block_size <= t + query_offset + 1
 
     first_block, first_query, end_query = tile_bounds(num_queries, num_blocks, query_offset, device)
-    # Number of ended blocks for a tile's first query and for its last.
+    # Number of ended blocks for a tile's first and for its last query.
     fewest = (first_query + 1) // block_size
     most = end_query // block_size
     whole = (first_block + BLOCK <= fewest) & (first_query + BLOCK == end_query)

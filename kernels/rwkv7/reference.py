@@ -105,7 +105,7 @@ def _down(x_c1: Tensor) -> Tensor:
 
 def _products(a: Tensor, r: Tensor, b: Tensor, k: Tensor, total: Tensor) -> Tensor:
     """Return ((<a'_i, b_j>, <a'_i, k_j>), (<r_i, b_j>, <r_i, k_j>)): [2, 2, b, h, n, i, j], zero for non-causal j."""
-    # a is shifted up by one, so that both rows decay to G_i; its products are shifted back down.
+    # a is shifted up by one row, so that the rows of a and r decay to G_i. The products of a are shifted back down.
     left = torch.stack([pad(a[..., 1:, :], (0, 0, 0, 1)), r])
     faded = left.mT[..., None] * pair_decay(total.mT[..., None])
     of_a, of_r = torch.einsum("xbhndij,ybhnjd->xybhnij", faded, torch.stack([b, k]))

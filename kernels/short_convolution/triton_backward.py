@@ -6,7 +6,7 @@ With z the convolution, a = z sigmoid(z), y = r a, and r the inverse norm of a (
     dx_t = sum over j of weight_j dz_{t + K - 1 - j};  dweight_j = sum over t of dz_t x_{t - (K - 1 - j)}
 
 z is recomputed from x. A program also reads the K - 1 rows after its chunk, for their contribution to its gradients.
-Each program owns its output, including the sums over a chunk, which `sum_shares` adds up. There are no atomics, and the
+No two programs write the same output. `sum_shares` adds the programs' sums over a chunk. There are no atomics, and the
 order of summation is deterministic.
 """
 
@@ -39,7 +39,8 @@ def differentiate(
         gradients: a tuple with one [batch, length, U, width] tensor per segment.
         dx: [length, batch, U, W], written.
         dbefore: [K - 1, batch, U, W], written.
-        shares: fp32 [chunks * batch, K + 1, U, W], written: of the taps, then the bias; [.., K, U, W] without a bias.
+        shares: fp32 [chunks * batch, K + 1, U, W], written: each chunk's dweight for the K taps, then dbias;
+            [chunks * batch, K, U, W] without a bias.
     """
     place, share, sample, begin, end = place_in_grid(PROGRAMS, batch, length, chunk_length)
     time_stride, batch_stride, unit_stride = time_stride * ALIGN, batch_stride * ALIGN, unit_stride * ALIGN
@@ -129,7 +130,7 @@ def add_products(totals, factors, x, K: tl.constexpr):
 def sum_shares(
     shares, dweight, dbias, count, channels: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Sum the shares of dweight and dbias. Grid (channel blocks, K + 1); K without a bias.
+    """Sum dweight and dbias over the chunks. Grid (channel blocks, K + 1), or (channel blocks, K) without a bias.
 
     Tensors:
         shares: fp32 [count, K + 1, channels], or [count, K, channels] without a bias.

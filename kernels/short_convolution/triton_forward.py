@@ -25,7 +25,7 @@ def convolve(
     """Write every part. Grid (chunks * batch * PROGRAMS).
 
     Tensors:
-        x: [length, batch, U, W]. Its strides are the given ones times ALIGN, and 1 in the last dimension.
+        x: [length, batch, U, W]. Its strides are the stride arguments times ALIGN, and 1 in the last dimension.
         before: [K - 1, batch, U, W].
         weight: [U, W, K].
         bias: [U, W], or None.

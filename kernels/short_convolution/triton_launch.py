@@ -18,10 +18,12 @@ class Tuning(NamedTuple):
     """Tunable launch parameters of a kernel.
 
     Attributes:
-        row_bytes: approximate bytes of a row of x per program, a power of two. 512 are 16 per thread, the widest load.
-        step: rows that are loaded at a time.
-        least_chunk, most_chunk: bounds of the rows per program, multiples of step. Each chunk reads a few extra rows.
-        programs: programs per multiprocessor to reach by splitting sequences into chunks.
+        row_bytes: approximate bytes of a row of x per program, a power of two. 512 bytes are 16 per thread, the widest
+            load.
+        step: number of rows that are loaded at a time.
+        least_chunk, most_chunk: minimum and maximum rows per program, multiples of `step`. Each chunk reads a few extra
+            rows.
+        programs: number of programs per multiprocessor that splitting sequences into chunks should reach.
     """
 
     row_bytes: int
@@ -33,10 +35,10 @@ class Tuning(NamedTuple):
 
 FORWARD = Tuning(row_bytes=256, step=4, least_chunk=32, most_chunk=64, programs=64)
 BACKWARD = Tuning(row_bytes=256, step=2, least_chunk=32, most_chunk=256, programs=64)
-"""Replace these to benchmark other values."""
+"""Parameters in use. A benchmark may assign others."""
 
 SHARE_ROWS, SHARE_BLOCK = 32, 32
-"""Shares and channels that `sum_shares` loads at a time."""
+"""Number of chunks and of channels that `sum_shares` loads at a time."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +46,10 @@ class Segment:
     """Division of one part into tiles. A dataclass, because Triton drops the field names of a named tuple.
 
     Attributes:
-        start, width: first feature of the part within a unit, and number of features.
-        unit_length: True if its vectors are normalised; a tile then contains whole vectors.
+        start, width: first feature of the part within a unit, and number of features of the part.
+        unit_length: True if the part's vectors are normalised. A tile then contains whole vectors.
         units, block: shape of a tile, powers of two.
-        first, end: range of its tiles among all tiles of a row.
+        first, end: range of the part's tiles among all tiles of a row.
     """
 
     start: int

@@ -1,7 +1,7 @@
 """Program positions, the rows before a chunk, and the sum over taps, shared by the short convolution's kernels.
 
-A program is one warp that iterates over the rows (positions) of a chunk. Of each row it has a tile [UNITS, BLOCK]:
-BLOCK features of one part, for several units if the part is narrow. The last K - 1 rows stay in registers, so each
+A program is one warp that iterates over the rows (positions) of a chunk. It processes one tile [UNITS, BLOCK] of each
+row: BLOCK features of one part, for several units if the part is narrow. The last K - 1 rows stay in registers, so each
 element is read once.
 """
 
@@ -17,7 +17,7 @@ def place_in_grid(PROGRAMS: tl.constexpr, batch, length, chunk_length):
     """Return a program's position in the grid chunks * batch * PROGRAMS; consecutive programs share a row.
 
     Returns:
-        place: index of its tile within a row, from 0 to PROGRAMS - 1.
+        place: index of the program's tile within a row, from 0 to PROGRAMS - 1.
         share: chunk * batch + sample.
         sample: int64.
         begin, end: first position and end of the chunk, int64.

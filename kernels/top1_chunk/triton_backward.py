@@ -2,7 +2,7 @@
 
 With the probabilities p = exp2(s - lse) of the joint softmax and delta = do . o, the gradient of a score is
 ds = p (do . v - delta). It is independent of other chunks, so each pass handles one chunk per row. The local pass
-writes dq, dk and dv for the own chunk. Each further pass adds the gradients for one of the row's chosen chunks. A launch
+writes dq, dk and dv for the own chunk. Each further pass adds the gradients for one of a row's chosen chunks. A launch
 handles keys FIRST_KEY .. FIRST_KEY + BLOCK_N - 1 of every chunk. Tiles are transposed, [keys, rows], so that dv and dk
 need no transpose of p and ds.
 """

@@ -30,8 +30,8 @@ REGISTERS = gl.constexpr(112)
 """Registers per thread of the warp groups that process rows."""
 
 LEAST_WIDTH = 128
-"""Minimum width of the int8 tiles. For narrower tiles, the maxima take most of the time, and `screen` has more warps for
-them."""
+"""Minimum width of the int8 tiles. For narrower tiles, the maxima take most of the time, and `screen` has more warps
+for them."""
 
 RING_BYTES, MAX_STAGES, MAX_BLOCK_N = 96 * 1024, 6, 128
 

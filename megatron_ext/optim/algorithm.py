@@ -1,4 +1,4 @@
-"""Base class of an optimizer algorithm: its update rule, apart from how its state is sharded."""
+"""Base class of an optimizer algorithm: the update rule, independent of how the state is sharded."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from megatron_ext.config.schema import OptimizerConfig
 class Algorithm(ABC):
     """Optimizer algorithm. It is registered by `registry.register` and selected by `optimizer.name`.
 
-    Its update is elementwise in each parameter, because sharded optimizers update a part of a flattened parameter.
+    The update must be elementwise in each parameter, because sharded optimizers update slices of a flattened parameter.
 
     Attributes:
-        moments: names of its state tensors in `torch.optim.Optimizer.state`. Each has the parameter's shape, and
-            checkpoints contain all of them.
-        shardings: values of `optimizer.sharding` that it works under. Megatron's distributed optimizer accepts Adam
-            only.
+        moments: names of the state tensors in `torch.optim.Optimizer.state`. Each tensor has the parameter's shape and
+            is saved in checkpoints.
+        shardings: values of `optimizer.sharding` that the algorithm supports. Megatron's distributed optimizer accepts
+            only Adam.
     """
 
     moments: ClassVar[tuple[str, ...]]
@@ -39,10 +39,10 @@ class Algorithm(ABC):
     def init_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """Return the state of a parameter before the first step: fp32 zeros of its shape for each of `moments`.
 
-        A checkpoint may be loaded into it. The first step must accept it in place of a missing state.
+        A checkpoint may be loaded into this state. The first step must accept it in place of a missing state.
         """
         return {name: torch.zeros_like(parameter) for name in self.moments}
 
     def megatron_fields(self, config: OptimizerConfig) -> dict[str, Any] | None:
-        """Return the fields of Megatron's configuration with which Megatron builds it; None: `build` does."""
+        """Return the fields of Megatron's configuration if Megatron builds the optimizer; None to use `build`."""
         return None

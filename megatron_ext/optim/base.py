@@ -25,7 +25,7 @@ class RunOptimizer(ABC):
         chunks: wrapped model chunks of this rank; gradients accumulate in fp32 and are reduced over data-parallel
             ranks.
         optimizers: torch optimizers that update the parameters.
-        schedule: learning-rate schedule of all of them.
+        schedule: learning-rate schedule of all optimizers.
         shares_state: True if the optimizer state is sharded over data-parallel ranks.
         group: data-parallel group, whose ranks hold the same part of the model.
     """
@@ -57,9 +57,10 @@ class RunOptimizer(ABC):
 
     @abstractmethod
     def compute_grad_norm(self) -> float:
-        """Return the gradient norm over all ranks, before clipping; inf or nan if it is not finite; a collective call.
+        """Return the gradient norm over all ranks, before clipping; inf or nan if it is not finite. A collective call.
 
-        Called once per step, after the backward passes. `step` or `drop_gradients` follows, the same on every rank.
+        Call this method once per step, after the backward passes, and then either `step` or `drop_gradients`, with the
+        same choice on every rank.
         """
 
     def step(self) -> None:
@@ -77,7 +78,7 @@ class RunOptimizer(ABC):
 
     @abstractmethod
     def drop_gradients(self) -> None:
-        """Discard the gradients instead of `step`. Parameters, optimizer state and schedule do not change."""
+        """Discard the gradients, instead of calling `step`. Parameters, optimizer state and schedule do not change."""
 
     def skip(self) -> None:
         """Count a step whose gradients were dropped: advance the schedule, but not the optimizer's step count."""
@@ -92,8 +93,8 @@ class RunOptimizer(ABC):
     def testing(self) -> AbstractContextManager[Sequence[torch.nn.Module]]:
         """Return a context manager that provides the chunks for tests between steps; a collective call.
 
-        Within it each rank holds its model-parallel part of all parameters. Forward passes then involve only the
-        model-parallel group, so data-parallel ranks may run different numbers of them.
+        Within the context, each rank holds its complete model-parallel shard of the parameters. Forward passes then
+        involve only the model-parallel group, so data-parallel ranks may run different numbers of forward passes.
         """
         return nullcontext(self.chunks)
 
@@ -102,8 +103,8 @@ class RunOptimizer(ABC):
     def whole(self) -> AbstractContextManager[None]:
         """Return a context manager under which no parameter is sharded over data-parallel ranks; a collective call.
 
-        Each rank holds its model-parallel part of the parameters. With ZeRO-3, values that the first data-parallel rank
-        writes to its parameters are those of all ranks afterwards.
+        Within the context, each rank holds its complete model-parallel shard of the parameters. With ZeRO-3, the values
+        that the first data-parallel rank writes to its parameters replace those of the other ranks on exit.
         """
         return nullcontext()
 
@@ -124,15 +125,15 @@ class RunOptimizer(ABC):
     def make_moments(self) -> None:
         """Allocate the optimizer's state tensors if there are none.
 
-        The first step would, but a checkpoint may be loaded into them before.
+        The first step would allocate them, but a checkpoint may be loaded into them before.
         """
 
     @abstractmethod
     def stretches(self) -> Iterator[FlatSlice]:
-        """Iterate over the optimizer state of this rank in a fixed order. After writing to it, call `take`."""
+        """Iterate over the optimizer state of this rank in a fixed order. Call `take` after writing to the state."""
 
     def plain_state(self) -> dict[str, Any]:
-        """Return the part of the state that is not tensors."""
+        """Return the state that is not in tensors."""
         return {"schedule": {**self._scheduler.state_dict(), "skipped": self._skipped}}
 
     def take(self, stretches: Sequence[FlatSlice], plain: dict[str, Any]) -> None:
@@ -143,7 +144,7 @@ class RunOptimizer(ABC):
             plain: saved result of `plain_state`.
         """
         done = go_on_from(self._scheduler, plain["schedule"])
-        self._skipped = int(plain["schedule"].get("skipped", 0))  # older checkpoints lack it: nothing was skipped
+        self._skipped = int(plain["schedule"].get("skipped", 0))  # absent in older checkpoints: no skips
         for optimizer in self._optimizers:
             set_steps(optimizer, done - self._skipped)
         self._spread_fp32_values()
@@ -152,14 +153,14 @@ class RunOptimizer(ABC):
 
     @abstractmethod
     def masters(self, parameters: Sequence[Tensor]) -> Iterator[Master]:
-        """Iterate over the fp32 copies of parameters on this rank; views into the optimizer's tensors if possible."""
+        """Iterate over the optimizer's fp32 copies of parameters on this rank, if possible as views of its tensors."""
 
     def _write_master(self, master: Master, values: Tensor) -> None:
         """Write values to one of the optimizer's fp32 copies."""
         master.values.copy_(values)
 
     def _begin_with_fp32_values(self) -> None:
-        """Initialise the optimizer's fp32 copies with the exact initial values; they were made from rounded ones."""
+        """Write the exact initial values to the optimizer's fp32 copies, which were made from rounded values."""
         for master in self.masters(self._in_fp32):
             self._write_master(master, values_at(master))
 

@@ -16,16 +16,16 @@ def join_process_group(communication: str) -> None:
     Args:
         communication: backend of torch.distributed.
     """
-    # On a CPU it would otherwise compile its shared-memory collectives, which training does not use.
+    # Otherwise DeepSpeed would compile its shared-memory collectives on a CPU, which training does not use.
     __compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend=communication, dist_init_required=False)
 
 
 class GroupsForDeepSpeed:
-    """DeepSpeed's `mpu`: the functions that Megatron's module of that name once had.
+    """DeepSpeed's `mpu` argument: an object with the functions of Megatron's former module `mpu`.
 
-    Its data-parallel group is DP x CP, over which parameters are replicated; its model-parallel group is TP x PP. It
-    has no function with `sequence_parallel` in its name, because DeepSpeed would then assume its own sequence
+    Its data-parallel group is DP x CP, over which parameters are replicated. Its model-parallel group is TP x PP. It
+    has no function whose name contains `sequence_parallel`, because DeepSpeed would then assume its own sequence
     parallelism.
 
     Args:

@@ -1,7 +1,8 @@
 """Step of DeepSpeed's optimizers in two calls, between which the run decides whether to update.
 
-DeepSpeed's own step computes the gradient norm and updates, or decides itself not to update because of overflow. Here
-the norm is computed first, with DeepSpeed's functions. Its step then uses that value in place of its own computation.
+DeepSpeed's own step computes the gradient norm and then updates, or decides by itself not to update because of an
+overflow. Here, the norm is computed first, with DeepSpeed's functions. DeepSpeed's step then uses this norm instead of
+computing one.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ class DeepSpeedStep:
 
     Args:
         zero: DeepSpeed's optimizer.
-        engine: DeepSpeed's engine that drives it; None: there is none.
+        engine: DeepSpeed's engine that drives the optimizer; None without an engine.
     """
 
     def __init__(self, zero: Any, engine: Any = None) -> None:
         self._zero, self._engine = zero, engine
         self._is_stage_3 = isinstance(zero, DeepSpeedZeroOptimizer_Stage3)
         self._norm: Any = None
-        """Of the gradients times the loss scale: a tensor, or at stage 3 a list of those of the parameter groups."""
+        """Norm of the gradients times the loss scale: a tensor, or at stage 3 a list of one per parameter group."""
 
     def compute_grad_norm(self) -> float:
         """Return the gradient norm over all ranks before clipping; inf if it is not finite."""
         if self._engine is not None:
-            self._zero.finalize_gradient_accumulation_boundary()  # which the engine's step would call first
+            self._zero.finalize_gradient_accumulation_boundary()  # the engine's step would do this first
         if self._is_stage_3:
             self._norm = self._zero._get_norm_groups()
             norm = combine_grad_norm_groups(self._norm)
@@ -58,7 +59,7 @@ class DeepSpeedStep:
         if self._is_stage_3:
             replaced: dict[str, Any] = {"_get_norm_groups": lambda: norm}
         else:
-            # It uses the norm only if it checks for overflow, and would then also check the gradients.
+            # DeepSpeed uses the norm only if it checks for overflow. It would then also check the gradients.
             replaced = {
                 "compute_grad_norm": True,  # a user's DeepSpeed file may disable it
                 "scaled_global_norm": lambda: norm,

@@ -19,7 +19,7 @@ def check_disk(sections: Mapping[str, Mapping[str, Any]], chunk: torch.nn.Module
     """Check that offloading to a disk can work here.
 
     Args:
-        sections: those sections of DeepSpeed's `zero_optimization` that offload to a disk, by name; may be empty.
+        sections: sections of DeepSpeed's `zero_optimization` that offload to a disk, by name; may be empty.
         chunk: the model, not yet sharded.
         data_parallel_size: number of ranks that a parameter is sharded over.
 

@@ -13,11 +13,11 @@ from megatron_ext.parallel.fp32_values import fp32_values
 
 
 class Master(NamedTuple):
-    """The optimizer's fp32 copy of consecutive elements of a parameter, on this rank.
+    """Optimizer's fp32 copy of consecutive elements of a parameter, on this rank.
 
     Attributes:
-        parameter: this rank's parameter, whole.
-        start: index of the first of these elements in the flattened parameter.
+        parameter: whole parameter of this rank's model shard.
+        start: index in the flattened parameter of the first of these elements.
         values: fp32 copy, 1-D.
     """
 
@@ -39,7 +39,7 @@ def spread(parameters: Sequence[Tensor], masters: Iterable[Master], group: dist.
     Args:
         parameters: all parameters with fp32 values, in the same order on all ranks of the group.
         masters: fp32 copies that this rank's optimizer holds.
-        group: ranks that hold different elements, each of them once; None: every rank holds all.
+        group: ranks over which the copies are sharded, without overlap; None if every rank holds all copies.
     """
     if not parameters:
         return

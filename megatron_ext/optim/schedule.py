@@ -38,7 +38,7 @@ def make_schedule(optimizer: Any, config: OptimizerConfig, steps: int) -> Optimi
 
 
 def go_on_from(schedule: OptimizerParamScheduler, saved: dict[str, Any]) -> int:
-    """Resume from a saved schedule, with the rates of the current configuration, which may have changed.
+    """Set a schedule to the step of a saved one. Rates are those of the current configuration, which may have changed.
 
     Returns:
         Number of steps done.
@@ -54,14 +54,15 @@ def first_other_rate(
 ) -> tuple[int, float, float] | None:
     """Find the first completed step at which two schedules have different rates.
 
-    Beyond `_MOST_COMPARED` steps, only about that many are compared, and those around each bend of both schedules.
+    If more than `_MOST_COMPARED` steps are completed, only about `_MOST_COMPARED` steps are compared, at regular
+    intervals, and in addition the steps around each bend of both schedules.
 
     Args:
-        before: settings of the run that did the steps.
-        steps_before: steps of that whole run.
-        after: settings of the run that is to continue.
-        steps: steps of this whole run.
-        done: number of steps done.
+        before: optimizer settings of the run that completed the steps.
+        steps_before: `training.steps` of that run.
+        after: optimizer settings of the run that is to continue.
+        steps: `training.steps` of the run that is to continue.
+        done: number of completed steps.
 
     Returns:
         (step, rate before, rate after), steps counted from 1; None if the rates are the same.
@@ -83,11 +84,11 @@ def first_other_rate(
 
 _MOST_COMPARED = 4096
 _SAME_RATE = 1e-9
-"""Relative difference up to which rates count as equal: equivalent formulas round differently."""
+"""Relative difference up to which rates count as equal, because equivalent formulas round differently."""
 
 
 class _NoParameters:
-    """Optimizer without parameters, for a schedule of which only the rates are needed."""
+    """Optimizer without parameters, for a schedule from which only the rates are needed."""
 
     def __init__(self) -> None:
         self.param_groups: list[dict[str, Any]] = []

@@ -2,9 +2,10 @@
 
 `optimizer.state.<kind>.<key of the parameter>` is an fp32 tensor of the parameter's whole shape. The kinds are `param`
 and the moments of the algorithm, e.g. `exp_avg` and `exp_avg_sq` of AdamW.
-Sharded optimizers hold a stretch of each flattened parameter. A stretch is a few boxes of the parameter, so each rank
-writes its own boxes and reads those it needs, from any layout, and nothing is gathered. Loading writes directly to the
-optimizer's memory. The step count is the schedule's.
+A sharded optimizer holds a stretch, i.e. consecutive elements, of each flattened parameter. A stretch consists of a few
+boxes of the parameter. Each rank writes the boxes that it holds, and reads the boxes that it needs, whatever the layout
+of the saving run. Nothing is gathered. Loading writes directly to the optimizer's memory. The step count is not saved
+here; it follows from the schedule.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ class FlatSlice:
     """Optimizer state of consecutive elements of a parameter on one rank.
 
     Attributes:
-        parameter: this rank's parameter, whole.
-        start: index of the first of these elements in the flattened parameter.
+        parameter: whole parameter of this rank's model shard.
+        start: index in the flattened parameter of the first of these elements.
         tensors: 1-D fp32 tensors by kind: `param` (the fp32 copy of the parameter) and the algorithm's moments. Views
             into the optimizer's tensors if possible.
     """
@@ -68,7 +69,7 @@ def placed_state(model_state: dict[str, Any], stretches: Iterable[FlatSlice], *,
 
 
 def _parts_within(stretch: FlatSlice, place: ShardedTensor, sharded: bool) -> Iterator[ShardedTensor]:
-    """Iterate over the boxes of a stretch within one placed part of its parameter."""
+    """Iterate over the boxes of a stretch within `place`, the checkpoint tensor of all or part of its parameter."""
     assert place.data is not None
     assert place.prepend_axis_num == 0, "layers are stored one by one"
     assert place.data.is_contiguous(), f"{place.key} is cut along its rows alone"
@@ -93,7 +94,7 @@ def _parts_within(stretch: FlatSlice, place: ShardedTensor, sharded: bool) -> It
 
 
 def _of_the_only_holder(replica_id: Any) -> Any:
-    """Return a replica id (pipeline, tensor, data-parallel rank) with data-parallel rank 0: there is one holder."""
+    """Return a replica id (pipeline, tensor, data-parallel rank) with data-parallel rank 0: one rank holds the data."""
     return (*replica_id[:-1], 0) if isinstance(replica_id, tuple) else 0
 
 
@@ -136,7 +137,7 @@ def make_moments(
     Args:
         optimizer: built by the algorithm.
         algorithm: defines the state.
-        parameters: parameters that it will update, if its groups do not hold them; None: those of its groups.
+        parameters: parameters that the optimizer will update; None for the parameters of its groups.
     """
     for parameter in parameters or [p for group in optimizer.param_groups for p in group["params"]]:
         if not optimizer.state[parameter]:
@@ -144,9 +145,9 @@ def make_moments(
 
 
 def set_steps(optimizer: torch.optim.Optimizer, steps: int) -> None:
-    """Set the step count of every parameter, if there is one.
+    """Set the step count of every parameter, if the optimizer has step counts.
 
-    Each gets its own tensor, as AdamW increments them in place.
+    Each parameter gets its own tensor, because AdamW increments the tensors in place.
     """
     for state in optimizer.state.values():
         if isinstance(state.get("step"), Tensor):

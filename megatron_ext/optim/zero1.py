@@ -1,8 +1,9 @@
 """ZeRO-1: DeepSpeed's optimizer, driven directly under Megatron's schedules, including pipelined ones.
 
-DeepSpeed's engine would run the schedule itself, but its optimizer alone does not. Megatron accumulates the gradients
-of all micro-batches, sums them over tensor-parallel ranks and tied embeddings, and divides by the tokens. Then
-DeepSpeed's optimizer reduces them over data-parallel ranks (Rajbhandari et al. 2020, arXiv 1910.02054).
+DeepSpeed's engine would replace Megatron's pipeline schedule, so only DeepSpeed's optimizer is used. Megatron
+accumulates the gradients of all micro-batches, sums them over tensor-parallel ranks and tied embeddings, and divides
+them by the number of tokens. Then DeepSpeed's optimizer reduces them over data-parallel ranks (Rajbhandari et al. 2020,
+arXiv 1910.02054).
 """
 
 from __future__ import annotations
@@ -171,10 +172,10 @@ class ZeroChunk(torch.nn.Module):
 class _ZeroOptimizer(DeepSpeedZeroOptimizer):
     """DeepSpeed's optimizer with few kernel launches for gradient reduction and norm.
 
-    A group's gradients accumulate in one flat fp32 tensor with the layout of its parameters. One reduce-scatter gives
-    each data-parallel rank the sum of its part. DeepSpeed would concatenate them at the end of a step, all-reduce them
-    and take its part of each: hundreds of kernels, whose launches a GPU waits for. With an offloaded optimizer
-    DeepSpeed's own way remains.
+    The gradients of a parameter group accumulate in one flat fp32 tensor with the layout of the parameters. One
+    reduce-scatter gives each data-parallel rank the sum of its shard. DeepSpeed would concatenate the gradients at the
+    end of a step, all-reduce them and copy the rank's shard of each. That takes hundreds of kernels, and the GPU would
+    wait for their launches. With an offloaded optimizer, DeepSpeed's implementation is used.
     """
 
     _flat: Sequence[Tensor] = ()
@@ -208,8 +209,8 @@ class _ZeroOptimizer(DeepSpeedZeroOptimizer):
         """Return the 2-norm of a group's gradient over all ranks; -1 if it is not finite.
 
         Args:
-            gradients: this rank's part: one tensor per parameter, followed by the padding of the partition.
-            params: parameters of which this rank holds a part.
+            gradients: this rank's shard: one tensor per parameter, followed by the padding of the shard.
+            params: parameters of which this rank holds elements.
             norm_type: 2; DeepSpeed uses no other value here.
         """
         assert norm_type == 2
@@ -230,7 +231,7 @@ class _ZeroOptimizer(DeepSpeedZeroOptimizer):
 
 
 def make_linked_moments(zero: DeepSpeedZeroOptimizer, algorithm: Algorithm) -> None:
-    """Allocate the moments of all groups before any is updated, at stage 1 or 2.
+    """Allocate the moments of all groups before the first update, at stage 1 or 2.
 
     DeepSpeed links parameters to existing moments only once, after the update of the first group.
     """

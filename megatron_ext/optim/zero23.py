@@ -94,7 +94,7 @@ class EngineRunOptimizer(RunOptimizer):
 
     @contextmanager
     def _without_hooks(self) -> Iterator[None]:
-        """Context manager under which ZeRO-3 does not gather parameters when used; it traces their order anew later."""
+        """Context manager under which ZeRO-3 does not gather parameters on use. It traces their order anew later."""
         if not self._shares_parameters:
             yield
             return
@@ -141,7 +141,7 @@ class EngineRunOptimizer(RunOptimizer):
     def _make_moments_of_shares(self) -> None:
         """Allocate the moments of this rank's ZeRO-3 shards, before there are gradients.
 
-        State on a disk (NVMe) is swapped in and out for this, which would lose gradients.
+        State on a disk (NVMe) is swapped in and out for this. Once there are gradients, swapping would lose them.
         """
         zero = self._zero
         for number, flat in enumerate(zero.fp32_partitioned_groups_flat):
@@ -186,7 +186,7 @@ class EngineRunOptimizer(RunOptimizer):
             self._bring_to_disk(FlatSlice(master.parameter, master.start, {"param": master.values}))
 
     def _share(self, parameter: Any, kinds: Sequence[str]) -> FlatSlice | None:
-        """Return the ZeRO-3 shard of a parameter on this rank; None if it lies beyond the parameter's end.
+        """Return the ZeRO-3 shard of a parameter on this rank; None if the shard contains only padding.
 
         Shards have equal sizes, so the last ones are padded.
         """
@@ -197,7 +197,7 @@ class EngineRunOptimizer(RunOptimizer):
         length, tensors = min(size, numel - start), {}
         on_disk = self._on_disk(parameter)
         for kind in kinds:
-            # DeepSpeed's public functions for this would copy what is offloaded onto the GPU.
+            # DeepSpeed's public functions for this would copy offloaded state to the GPU.
             state = None if kind == "param" else kind
             held, _ = self._zero._get_fp32_opt_state_partition(parameter, True, state)
             # State on a disk is read into a buffer that the next read reuses.
@@ -205,7 +205,7 @@ class EngineRunOptimizer(RunOptimizer):
         return FlatSlice(parameter, start, tensors)
 
     def _on_disk(self, parameter: Any) -> bool:
-        """Return whether DeepSpeed keeps this parameter's optimizer state on a disk."""
+        """Return True if DeepSpeed keeps this parameter's optimizer state on a disk."""
         if not self._shares_parameters:
             return False
         group, *_ = self._zero.grad_position[self._zero.get_param_id(parameter)]
@@ -238,7 +238,7 @@ class EngineChunk(torch.nn.Module):
         return self._engine(*inputs, **named)
 
     def train(self, mode: bool = True) -> EngineChunk:
-        """Set training or evaluation mode, also of the engine."""
+        """Set training or evaluation mode of this module and of the engine."""
         self._engine.train(mode)
         self.training = mode
         return self
