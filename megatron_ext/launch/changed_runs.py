@@ -1,7 +1,7 @@
 """Detection of sweep runs whose configuration or data have changed since they were started.
 
 Runs of a sweep are identified by name. A run that was started with another configuration or other data is not the run
-that the sweep now describes. It is rejected until the user renames it or restarts it.
+that the sweep now describes. Such a run is rejected until the user renames or restarts it.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Changed:
     """Run that differs from its description in the sweep.
 
     Attributes:
-        name: of the run.
-        what: differences: fields with both values, and kinds of data.
+        name: name of the run.
+        what: differences: each field with both values, and the kinds of data that differ.
     """
 
     name: str
@@ -61,8 +61,8 @@ def keep_data_digests(job: Job, config: RunConfig) -> None:
     """Write digests of the data to a job's folder, if the data can be read here.
 
     Args:
-        job: written.
-        config: of its run.
+        job: job whose folder has been written.
+        config: configuration of the run.
     """
     found = data_digests(config.data)
     if found is not None:
@@ -70,7 +70,7 @@ def keep_data_digests(job: Job, config: RunConfig) -> None:
 
 
 def data_digests(data: DataConfig) -> dict[str, str] | None:
-    """Return digests of training text, evaluation text and tokenizer; None: the manifest cannot be read here.
+    """Return digests of training text, evaluation text and tokenizer; None if the manifest cannot be read.
 
     Args:
         data: data section of a configuration.
@@ -99,9 +99,9 @@ def changed_runs(folder: Path, configs: Mapping[str, RunConfig], is_finished: Ca
     """Return the runs of a sweep that were started with a different configuration or data.
 
     Args:
-        folder: contains the run folders.
-        configs: of the sweep's runs, by name.
-        is_finished: returns True if the run of a folder is finished.
+        folder: folder that contains the run folders.
+        configs: configurations of the sweep's runs, by name.
+        is_finished: function that returns True if the run in a folder is finished.
     """
     found = []
     for name, config in configs.items():
@@ -112,7 +112,7 @@ def changed_runs(folder: Path, configs: Mapping[str, RunConfig], is_finished: Ca
 
 
 def _differences(run: Path, config: RunConfig, finished: bool) -> list[str]:
-    """Return how a run differs from its start; empty if it has no job, or ended without training."""
+    """Describe how a run differs from its start; empty if the run has no job, or ended without training."""
     job = newest_job(run)
     if job is None:
         return []
@@ -130,7 +130,7 @@ def _differences(run: Path, config: RunConfig, finished: bool) -> list[str]:
 
 
 def _first_readable(paths: Sequence[Path]) -> dict[str, Any] | None:
-    """Return the fields of the first readable configuration; None: none is readable."""
+    """Return the fields of the first readable configuration, or None."""
     for path in paths:
         try:
             return flat(read_tree(path))

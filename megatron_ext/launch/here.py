@@ -16,17 +16,17 @@ from megatron_ext.utils.signals import handled
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _SECONDS_TO_SHOW = 5.0
-"""Seconds to wait, after the script's exit, until its output is written. Surviving ranks may keep the pipe open."""
+"""Maximum seconds to wait for remaining output after the script's exit. Surviving ranks may keep the pipe open."""
 
 
 def start_here(job: Job, processes: int, lock: int, out: IO[bytes], err: IO[bytes]) -> subprocess.Popen[bytes]:
     """Start a job's script in its own session.
 
     Args:
-        job: written.
-        processes: of its run.
-        lock: see `claim`. It is passed to the script and closed here, so it is released when the script exits, however
-            this process ends.
+        job: job whose folder has been written.
+        processes: number of processes of the run.
+        lock: file descriptor from `claim`. It is passed to the script and closed in this process, so that the lock is
+            released when the script exits, however this process ends.
         out: standard output.
         err: standard error.
     """

@@ -32,7 +32,8 @@ SCRIPT, CODE, NUMBER = "job.sbatch", "code", "job_id"
 SUBMISSION = "submission"
 """Lock of a run while a call submits one of its jobs."""
 PRIVATE = "private.yaml"
-"""File with the data's address if that contains credentials, which config.yaml omits; readable by its owner only."""
+"""File with the address of the data if the address contains credentials, which config.yaml omits. Only the owner can
+read it."""
 
 _NUMBER = re.compile(r"[0-9]{1,12}(_[0-9]{1,12})?")
 _NUMBER_HINT = "write the job number of squeue into it, or remove it if the job has ended"
@@ -52,10 +53,10 @@ class Job:
 
     @property
     def number(self) -> str | None:
-        """Slurm's job number; None: the job was not submitted, or runs without Slurm.
+        """Slurm's job number; None if the job was not submitted or runs without Slurm.
 
         Raises:
-            UserError: the file that contains it is damaged.
+            UserError: the file with the number is damaged.
         """
         path = self.folder / NUMBER
         try:
@@ -64,11 +65,11 @@ class Job:
             raise UserError(str(path), f"cannot be read ({os_reason(error)})", _NUMBER_HINT) from error
         if number is not None and not _NUMBER.fullmatch(number):
             raise UserError(str(path), f"{number[:40]!r} is not a Slurm job number", _NUMBER_HINT)
-        return number  # validated, as it becomes a command argument and part of a file name
+        return number  # validated, because it becomes a command argument and part of a file name
 
     @property
     def is_begun(self) -> bool:
-        """True if it was submitted, or has started here. A dry run's job, for example, is not."""
+        """True if the job was submitted or has started on this machine. The job of a dry run, for example, has not."""
         return (self.folder / NUMBER).exists() or (self.folder / EVENTS).exists()
 
     @property
@@ -97,16 +98,16 @@ def jobs_of(run_folder: Path) -> list[Job]:
 
 
 def newest_job(run_folder: Path) -> Job | None:
-    """Return the newest job of a run that was submitted or started; None: there is none."""
+    """Return the newest job of a run that was submitted or started, or None."""
     begun = [job for job in jobs_of(run_folder) if job.is_begun]
     return begun[-1] if begun else None
 
 
 def claim(run_folder: Path) -> int | None:
-    """Take a run's lock for processes started here, which inherit it.
+    """Take the lock of a run for processes started on this machine. They inherit the lock.
 
     Returns:
-        File descriptor that holds the lock while any process has it open; None: another process holds the lock.
+        File descriptor that holds the lock while any process has it open; None if another process holds the lock.
 
     Raises:
         UserError: the folder cannot be written.
@@ -117,7 +118,7 @@ def claim(run_folder: Path) -> int | None:
         lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR)
     except OSError as error:
         raise unwritable(folder, error) from error
-    for _ in range(_CLAIM_TRIES):  # `is_claimed` in another process holds it for a moment
+    for _ in range(_CLAIM_TRIES):  # `is_claimed` in another process holds the lock briefly
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -169,10 +170,10 @@ def write_job(
 
     Args:
         config: whole configuration, see `load.resolve`.
-        run_folder: of the run.
-        resources: checked.
-        python: interpreter of the ranks.
-        code: copy of the code shared by several jobs; None: make a copy for this job.
+        run_folder: run folder.
+        resources: checked resources.
+        python: Python interpreter of the ranks.
+        code: copy of the code that several jobs share; None to make a copy for this job.
 
     Raises:
         UserError: the folder cannot be written.
@@ -201,7 +202,7 @@ def next_folder(above: Path) -> Path:
     """Create the next of the numbered folders `1`, `2`, ... in `above`. Concurrent calls get different folders.
 
     Raises:
-        OSError: it cannot be created.
+        OSError: the folder cannot be created.
     """
     above.mkdir(parents=True, exist_ok=True)
     number = 1 + max((int(path.name) for path in above.iterdir() if path.name.isdecimal()), default=0)
@@ -218,10 +219,10 @@ def next_folder(above: Path) -> Path:
 def submitting(*run_folders: Path) -> Iterator[None]:
     """Context manager that prevents concurrent launches of the same runs.
 
-    Check inside it for existing jobs, and record the new jobs before leaving it.
+    Inside the context, first check for existing jobs, and record the new jobs before leaving it.
 
     Args:
-        run_folders: of the runs.
+        run_folders: folders of the runs.
 
     Raises:
         UserError: another call launches one of the runs, or a folder cannot be written.
@@ -270,9 +271,9 @@ def sbatch_options(resources: Resources, folder: Path, log: str) -> list[str]:
     """Return the sbatch options of a job that is requeued and appends to one log.
 
     Args:
-        resources: checked.
-        folder: of the log, absolute.
-        log: file name, a Slurm filename pattern.
+        resources: checked resources.
+        folder: absolute folder of the log.
+        log: file name of the log, a Slurm filename pattern.
 
     Raises:
         UserError: a path cannot be written in a batch script.
@@ -286,7 +287,7 @@ def sbatch_options(resources: Resources, folder: Path, log: str) -> list[str]:
         raise UserError("run.dir", problem, "choose a path without one")
     return [
         f"--job-name={resources.job_name}",
-        # In a file name Slurm treats % as the start of a pattern.
+        # In a file name, Slurm interprets % as the start of a pattern.
         f"--output={str(folder).replace('%', '%%')}/{log}",
         "--open-mode=append",
         "--requeue",

@@ -35,8 +35,8 @@ class Patience:
     """Waiting times of the launcher after a process has failed.
 
     Attributes:
-        to_terminate: seconds in which the other processes may exit by themselves, e.g. with the same error.
-        to_kill: seconds between SIGTERM and SIGKILL, as a survivor may hang in a collective forever.
+        to_terminate: seconds until SIGTERM, in which other processes may exit by themselves, e.g. with the same error.
+        to_kill: seconds from SIGTERM to SIGKILL. A remaining process may hang in a collective forever.
     """
 
     to_terminate: float = 5.0
@@ -51,18 +51,19 @@ def rank_command(verb: str, arguments: Sequence[str]) -> list[str]:
 def launch(command: Sequence[str], processes: int, patience: Patience | None = None) -> int:
     """Run copies of a command as the ranks of one run and wait for all of them.
 
-    Rank 0 writes to this process's standard output and error. The other ranks write to log files, whose end is printed
-    if they crash. The first SIGTERM, SIGINT and SIGUSR1 are forwarded to every rank. A second SIGINT kills the ranks.
+    Rank 0 writes to this process's standard output and error. The other ranks write to log files. If such a rank is the
+    first to crash, the end of its log is printed. The first SIGTERM, SIGINT and SIGUSR1 are forwarded to every rank. A
+    second SIGINT kills the ranks.
 
     Args:
-        command: what each rank executes.
+        command: command that each rank executes.
         processes: number of ranks.
         patience: waiting times after a failure.
 
     Returns:
-        0: all ranks returned 0. 75: the run was stopped, i.e. some ranks returned 75 and the others 0. 2: a rank ended
-        with a user error, which is printed once. Else the exit code of the rank that failed first (128 + the signal's
-        number if a signal ended it).
+        0 if all ranks returned 0. 75 if the run was stopped: some ranks returned 75 and the others 0. 2 if a rank ended
+        with a user error, which is printed once. Else the exit code of the rank that failed first; if a signal ended
+        this rank, 128 plus the number of the signal.
     """
     with scratch_folder("ranks") as folder:
         group = _Group(command, processes, folder, patience or Patience())
@@ -83,7 +84,7 @@ def rank_environment(rank: int, processes: int, port: int) -> dict[str, str]:
     Args:
         rank: global rank.
         processes: number of ranks.
-        port: of the launcher's rendezvous store, see `rendezvous_store`.
+        port: port of the launcher's store, see `rendezvous_store`.
     """
     threads = str(max(1, (os.cpu_count() or 1) // processes))
     return {
@@ -93,7 +94,8 @@ def rank_environment(rank: int, processes: int, port: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(processes),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        # The launcher serves the store, as under torchrun: a port that was merely found free could be taken by then.
+        # The launcher serves the store, as under torchrun. If rank 0 served it, another process could take the port
+        # before rank 0 opens it.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "GLOO_SOCKET_IFNAME": LOOPBACK,
@@ -106,8 +108,8 @@ def rank_environment(rank: int, processes: int, port: int) -> dict[str, str]:
 def only_rank() -> Iterator[None]:
     """Context manager that makes this process the only rank of a run, and restores the environment afterwards.
 
-    Otherwise a program that calls a command as a function would pass the variables on to its later child processes. A
-    rank of a Slurm job that inherits TORCHELASTIC_USE_AGENT_STORE waits for a store that is not served.
+    If the environment were not restored, child processes that this process starts later would inherit the variables. A
+    rank of a Slurm job that inherits TORCHELASTIC_USE_AGENT_STORE waits for a store that nobody serves.
     """
     store = rendezvous_store()  # served while the object exists
     variables = rank_environment(0, 1, store.port)
@@ -152,7 +154,7 @@ class _Group:
     store: TCPStore | None = None
 
     def start(self) -> None:
-        """Start all ranks. If one cannot be started, kill those that were."""
+        """Start all ranks. If a rank cannot be started, kill those that have started."""
         self.store = rendezvous_store()
         prepare = _die_with(os.getpid())
         try:
@@ -169,8 +171,8 @@ class _Group:
     ) -> subprocess.Popen[bytes]:
         log: IO[bytes] | None = self.log_of(rank).open("wb") if rank else None
         try:
-            # In a session of its own: in a terminal, Ctrl-C reaches every process of the foreground group, and a rank
-            # would get the signal twice, from the terminal and from the launcher.
+            # Each rank has its own session. In a terminal, Ctrl-C reaches every process of the foreground group, and a
+            # rank in this group would get the signal twice, from the terminal and from the launcher.
             return subprocess.Popen(
                 list(self.command),
                 env=environment,
@@ -199,7 +201,7 @@ class _Group:
         self._wait_until(self._all_ended)
 
     def forward(self, number: int, frame: FrameType | None) -> None:
-        """Forward the first signal of each kind to the ranks, and kill them at the second SIGINT."""
+        """Forward the first signal of each kind to the ranks, and kill the ranks at the second SIGINT."""
         received = signal.Signals(number)
         again = received in self.forwarded
         self.forwarded.append(received)
@@ -215,7 +217,7 @@ class _Group:
         return all(child.poll() is not None for child in self.children)
 
     def _wait_until(self, condition: Callable[[], bool], seconds: float | None = None) -> bool:
-        """Poll until the condition holds, the time is up or all ranks have ended; return the condition's last value."""
+        """Poll until the condition holds, `seconds` have passed or all ranks have ended. Return whether it holds."""
         deadline = None if seconds is None else time.monotonic() + seconds
         while True:
             all_ended = self._all_ended()
@@ -235,7 +237,7 @@ class _Group:
 
 
 def _conclude(group: _Group, folder: Path) -> tuple[int, bool]:
-    """Report errors to the user, and return the exit code and whether the logs are worth keeping."""
+    """Report errors to the user. Return the exit code, and True if the logs contain more than was printed."""
     codes = [child.returncode for child in group.children]
     error = folder / "error"
     if error.exists():
@@ -248,12 +250,12 @@ def _conclude(group: _Group, folder: Path) -> tuple[int, bool]:
     if EXIT_USER_ERROR in codes:
         code = EXIT_USER_ERROR
     if code in (128 + number for number in group.forwarded):
-        return code, False  # expected by whoever sent the signal
+        return code, False  # the sender of the signal expects this
     return code, _show_crash(group, first, codes[first])
 
 
 def _show_crash(group: _Group, rank: int, code: int) -> bool:
-    """Print how the first rank failed, and return True if its log contains more."""
+    """Print how a rank failed. Return True if the rank has a log, which contains more."""
     how = f"was terminated by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     print(f"selectron: rank {rank} of {group.size} {how}", file=sys.stderr)
     if rank == 0:

@@ -1,4 +1,4 @@
-"""Resources that a job requests from Slurm, and checks against the cluster before submission."""
+"""Resources that a job requests from Slurm, and their checks against the cluster before submission."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class Resources:
 
     Attributes:
         nodes: number of nodes.
-        gpus_per_node: GPUs of each node, with one task per GPU; None: no GPUs.
-        processes_per_node: tasks on each node without GPUs.
-        cpus_per_task: processors of each task; None: the cluster's default, usually one.
-        partition: name; None: Slurm's default partition.
-        time: limit in Slurm's format (minutes, H:MM:SS, D-HH, ...); None: the partition's.
-        job_name: as squeue shows it.
-        save_before: seconds before the limit at which the run saves a checkpoint and the job starts again.
+        gpus_per_node: number of GPUs of each node, with one task per GPU; None for a job without GPUs.
+        processes_per_node: number of tasks on each node of a job without GPUs.
+        cpus_per_task: number of processors of each task; None for the cluster's default, usually one.
+        partition: name of the partition; None for Slurm's default partition.
+        time: time limit in Slurm's format (minutes, H:MM:SS, D-HH, ...); None for the partition's limit.
+        job_name: name of the job in squeue.
+        save_before: seconds before the time limit at which the run saves a checkpoint and the job starts again.
         requeues: maximum number of restarts.
-        container: image for enroot with pyxis, or a .sif file for Apptainer; None: no container.
-        mounts: paths visible in the container in addition to the working folder.
+        container: image for enroot with pyxis, or a .sif file for Apptainer; None to run without a container.
+        mounts: paths visible in the container in addition to the working folder and the folder of the runs.
         more: further sbatch options, e.g. `--account=x`.
-        preflight: options of `selectron preflight` before training; empty: no pre-flight.
+        preflight: arguments of `selectron preflight` before training; empty to skip it.
     """
 
     nodes: int
@@ -52,7 +52,7 @@ class Resources:
 
     @property
     def tasks_per_node(self) -> int:
-        """Processes of the run on each node."""
+        """Number of processes of the run on each node."""
         return self.gpus_per_node or self.processes_per_node or 1
 
     def check(self) -> None:
@@ -109,10 +109,10 @@ class Resources:
         return list(dict.fromkeys([str(Path.cwd()), str(runs), *self.mounts]))
 
     def here(self, path: str, runs: Path) -> Path | None:
-        """Translate a path in the container to this machine; None: it is below no mount.
+        """Translate a path in the container to this machine; None if the path is below no mount.
 
         Args:
-            path: absolute, or relative to the working folder.
+            path: path in the container, absolute or relative to the working folder.
             runs: folder of the run folders.
         """
         whole = Path(os.path.abspath(path))
@@ -129,7 +129,7 @@ class Resources:
         """Return the time limit in seconds.
 
         Raises:
-            UserError: it is not in Slurm's format.
+            UserError: the limit is not in Slurm's format.
         """
         assert self.time is not None
         try:

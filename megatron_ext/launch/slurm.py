@@ -22,12 +22,12 @@ class Partition:
     """Slurm partition, whose nodes may differ.
 
     Attributes:
-        name: of the partition.
+        name: name of the partition.
         nodes: number of nodes.
-        gpus_per_node: of the node with the most GPUs.
-        tasks_per_node: processors of the node with the most.
-        time_limit: as Slurm writes it, or `infinite`.
-        is_default: it is used if no partition is named.
+        gpus_per_node: maximum number of GPUs of a node.
+        tasks_per_node: maximum number of processors of a node.
+        time_limit: time limit as Slurm writes it, or `infinite`.
+        is_default: True if Slurm uses the partition for jobs that name none.
     """
 
     name: str
@@ -83,9 +83,9 @@ class JobState:
 
     Attributes:
         state: PENDING, RUNNING, COMPLETED, ...
-        reason: why it is pending; empty if there is no reason.
-        nodes: where it runs.
-        script: path of its batch script, or what Slurm shows instead; None: unknown.
+        reason: reason why the job is pending; empty if there is no reason.
+        nodes: nodes on which the job runs.
+        script: path of the job's batch script, or what Slurm shows instead; None if unknown.
     """
 
     state: str
@@ -100,7 +100,7 @@ class JobState:
 
 
 def job_state(job: str) -> JobState | None:
-    """Return the state of a job; None: Slurm has forgotten it, some minutes after its end.
+    """Return the state of a job; None if Slurm no longer lists the job, some minutes after its end.
 
     Raises:
         UserError: Slurm does not respond.
@@ -131,10 +131,10 @@ def directives(options: Sequence[str]) -> list[str]:
 def check_options(options: Sequence[str]) -> None:
     """Check with `sbatch --test-only` that a job with these options could ever run. Nothing is submitted.
 
-    Only Slurm can decide this for a partition with different nodes, which `sinfo` summarizes.
+    Only Slurm can decide this if the nodes of a partition differ, because `sinfo` summarizes them.
 
     Args:
-        options: as in a batch script.
+        options: sbatch options as in a batch script.
 
     Raises:
         UserError: Slurm rejects the options; the message contains its error.
@@ -149,13 +149,13 @@ def submit(script: Path) -> str:
     """Submit a batch script and return the job number.
 
     Raises:
-        UserError: Slurm rejects it; the message contains its error.
+        UserError: Slurm rejects the script; the message contains Slurm's error.
     """
     return ask("sbatch", "--parsable", str(script)).strip().split(";")[0]
 
 
 def numbers_by_script() -> dict[str, str]:
-    """Return the numbers of this user's waiting and running jobs by script path; for an array, that of the whole array.
+    """Return the numbers of this user's waiting and running jobs, by path of the script; one number for a whole array.
 
     Raises:
         UserError: Slurm does not respond.
@@ -168,7 +168,7 @@ def cancel(job: str) -> None:
     """Cancel a job.
 
     Raises:
-        UserError: Slurm does not cancel it.
+        UserError: Slurm does not cancel the job.
     """
     ask("scancel", job)
 

@@ -35,11 +35,11 @@ class GlobalStepInfo:
     """Values of a step that all ranks agree on.
 
     Attributes:
-        peak_memory: bytes, the maximum over all ranks.
-        is_asked_to_stop: any rank was asked to stop.
-        is_saving: any rank is still writing a checkpoint.
-        loss: of the step, in nats per token; nan if it is not finite.
-        grad_norm: of the step, before clipping; nan if it is not finite.
+        peak_memory: peak memory in bytes, the maximum over all ranks.
+        is_asked_to_stop: True if any rank was asked to stop.
+        is_saving: True if any rank is still writing a checkpoint.
+        loss: loss of the step, in nats per token; nan if it is not finite.
+        grad_norm: gradient norm of the step, before clipping; nan if it is not finite.
     """
 
     peak_memory: int
@@ -65,14 +65,14 @@ class TrainingLoop:
         layout: parallel layout.
         records: files of the run; None except on the first rank.
         flops_per_token: model FLOPs of forward and backward pass, of the whole model.
-        peak_flops: FLOP/s of all devices together; None: unknown.
+        peak_flops: peak FLOP/s of all devices together; None if unknown.
         progress: current step, samples and tokens.
-        last_evaluation: step of the newest evaluation by domain in the records; 0: none.
+        last_evaluation: step of the newest evaluation by domain in the records; 0 if there is none.
         packing: document information that the batches contain.
-        suites: other suites to run between steps; None: there are none.
-        last_suites: step of the newest suite results in the records; 0: none.
-        seconds: durations in seconds by name: `evaluation`, `suites`, `save` (training waits) and `write` (wait for the
-            last checkpoint).
+        suites: other suites to run between steps, or None.
+        last_suites: step of the newest suite results in the records; 0 if there are none.
+        seconds: durations in seconds by name: `evaluation`, `suites`, `save` (time that training waits for a
+            checkpoint) and `write` (wait for the last checkpoint at the end).
     """
 
     trainer: Trainer
@@ -133,7 +133,7 @@ class TrainingLoop:
         return self.progress.step == self.training.steps
 
     def _save(self) -> None:
-        # Each rank writes, but only the first one holds the lock and can check whether it may.
+        # Every rank writes, but only the first rank holds the run's lock and can check that the run may still write.
         raise_on_all_ranks(self.store.check_writable)
         if self.records is not None:
             self.records.flush()

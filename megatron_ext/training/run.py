@@ -30,13 +30,13 @@ def train(
 
     Args:
         config: checked configuration with derived fields.
-        resume: see `Resume`. If the newest checkpoint is damaged, the one before it is used, with a warning.
+        resume: see `Resume`. If the newest checkpoint is damaged, the previous checkpoint is used, with a warning.
         from_step: continue from the checkpoint of exactly this step.
-        trial_of: configuration of the whole run if `config` is a trial of it (`config.trial`). The next trial replaces
-            the trial's folder. The first rank prints the estimate for the whole run.
+        trial_of: configuration of the whole run if `config` is a trial of that run (`config.trial`). The next trial
+            replaces the trial's folder. The first rank prints the estimate for the whole run.
 
     Returns:
-        True if the run is finished. False if it was asked to stop; it has then saved a checkpoint to continue from.
+        True if the run is finished. False if the run was asked to stop and has saved a checkpoint to continue from.
 
     Raises:
         UserError: the data, the run folder or a checkpoint is invalid, or the disk is full.
@@ -50,7 +50,7 @@ def train(
     if step is None and config.run.branch_from is not None:
         branch = branch_of(config.run.branch_from, config.training.steps)
     with holding(folder) as lock, stop_on_signals() as stop:
-        if lock is not None:  # until it released the lock, another process may have continued the run
+        if lock is not None:  # another process may have continued the run until it released the lock
             step = starting_step(folder, resume, from_step, is_trial=trial_of is not None)
         platform = platform_of(config.run.device, config.parallel)
         start_process_group(platform, group_timeout(config.run.hang_timeout))
@@ -71,7 +71,7 @@ def _train(context: RunContext, stop: StopRequest, trial_of: RunConfig | None) -
     start = builder.start()
     trainer = builder.trainer(start)
     loop = builder.loop(start, trainer)
-    print_changes(start.changes, loop.records)  # after the last check that can fail: an error is printed alone
+    print_changes(start.changes, loop.records)  # after the last check that can fail, so that an error is printed alone
     _print_unchanged(builder.data)
     finished = _run(context, builder.data, loop, stop)
     if trial_of is None:

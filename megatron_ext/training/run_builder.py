@@ -49,8 +49,8 @@ class RunStart:
 
     Attributes:
         store: checkpoints of the run.
-        source: store with the checkpoint to load: `store`, or that of the run that this one branches from.
-        record: record of that checkpoint; None: the run starts from the beginning.
+        source: store with the checkpoint to load: `store`, or the store of the run that this run branches from.
+        record: record of that checkpoint; None if the run starts from the beginning.
         changes: differences between the run and the checkpoint.
     """
 
@@ -63,7 +63,7 @@ class RunStart:
 class RunBuilder:
     """Builder of a run's components. Its construction opens the data and creates the process groups.
 
-    Construction, `start`, `trainer` and `loop` are collective calls, in this order. They raise UserError where the
+    Construction, `start`, `trainer` and `loop` are collective calls, in this order. They raise UserError if the
     data, a checkpoint or the run folder is invalid. Only `loop` writes to the run folder.
 
     Args:
@@ -117,12 +117,12 @@ class RunBuilder:
         )
 
     def _trunk_store(self, branch: Branch, judge: Callable[[Record, Path], object]) -> CheckpointStore:
-        """Return the checkpoint store of the run that this one branches from."""
+        """Return the checkpoint store of the run that this run branches from."""
         hint, platform = f"give another {FIELD}", self.context.platform
         return CheckpointStore(branch.checkpoints.root, {}, self.groups, platform, another=hint, judge=judge)
 
     def _checkpoint_record(self, store: CheckpointStore) -> Record | None:
-        """Check the run's checkpoint to continue from and return its record; None: start from the beginning."""
+        """Check the run's own checkpoint to continue from and return its record; None to start without one."""
         step = self.context.step
         if step is None:
             return None
@@ -159,7 +159,7 @@ class RunBuilder:
         context, config, platform = self.context, self.context.config, self.context.platform
         progress = self._progress(start.record)
         evaluator = self._evaluator(trainer)
-        with trainer.optimizer.whole():  # the parameters are counted, so they must be gathered
+        with trainer.optimizer.whole():  # counting requires gathered parameters
             flops, peak = flops_and_peak(config, self.shape, trainer, self.data.samples)
             size = model_size(trainer)
         suites = self._suites(trainer, progress)
@@ -211,7 +211,7 @@ class RunBuilder:
         return DomainEvaluator(trainer, domains, config.training.micro_batch_size, packing_of(config.data))
 
     def _suites(self, trainer: Trainer, progress: Progress) -> SuitesBetweenSteps | None:
-        """Return the suites that evaluate the run between steps; None: there are none."""
+        """Return the suites that evaluate the run between steps, or None."""
         options = check_suites(self.context.config)
         if not options:
             return None

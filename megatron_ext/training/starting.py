@@ -15,8 +15,8 @@ from megatron_ext.training.continuing import Continuing
 from megatron_ext.utils.errors import UserError
 
 Resume = Literal["auto"] | bool
-"""Resume from a checkpoint. True: from the newest, which must exist. "auto": from the newest if there is one, else from
-the beginning. False: from the beginning.
+"""Start of a run. True: from the newest checkpoint, which must exist. "auto": from the newest checkpoint if there is
+one, else from the beginning. False: from the beginning.
 """
 
 
@@ -29,7 +29,7 @@ def reject_existing(folder: Path) -> None:
     """Reject a folder that already contains a run.
 
     Raises:
-        UserError: it contains a run.
+        UserError: the folder contains a run.
     """
     if (folder / CHECKPOINTS / "latest").exists():
         raise UserError("run.name", f"{folder} already contains a run", "add --resume, or choose another run.name")
@@ -40,16 +40,17 @@ def reject_existing(folder: Path) -> None:
 
 
 def starting_step(folder: Path, resume: Resume, from_step: int | None, *, is_trial: bool = False) -> int | None:
-    """Return the step of the checkpoint to continue from; None: start from the beginning.
+    """Return the step of the checkpoint to continue from; None to start from the beginning.
 
     Args:
         folder: run folder.
         resume: see `Resume`.
         from_step: continue from the checkpoint of exactly this step.
-        is_trial: the run is a trial, which replaces an earlier trial.
+        is_trial: True if the run is a trial, which replaces an earlier trial.
 
     Raises:
-        UserError: a run exists and `resume` is False, no checkpoint exists to resume from, or it holds only a model.
+        UserError: a run exists and `resume` is False, no checkpoint exists to resume from, or the checkpoint
+            contains only a model.
     """
     if is_trial and trial.is_trial(folder):
         return None

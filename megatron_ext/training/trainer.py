@@ -22,14 +22,14 @@ class StepResult:
     """Values of a step, known before the update.
 
     Attributes:
-        loss: mean over the whole batch, in nats per predicted token.
-        tokens: input tokens of the whole batch.
-        predicted: labels of the whole batch that count; see `Batch.loss_mask`.
+        loss: mean over the global batch, in nats per predicted token.
+        tokens: number of input tokens of the global batch.
+        predicted: number of labels of the global batch that count; see `Batch.loss_mask`.
         grad_norm: global norm of the gradient, before clipping.
         is_sound_here: False if the loss of this rank's own micro-batches is not finite.
-        nonfinite_gradient: parameter with the first non-finite gradient of this rank's own micro-batches; None: there
-            was none, or gradients were not checked.
-        fault: why there is no update; None: there is one.
+        nonfinite_gradient: name of the parameter with the first non-finite gradient of this rank's own micro-batches;
+            None if all are finite, or if gradients were not checked.
+        fault: reason why the parameters are not updated; None if they are.
     """
 
     loss: float
@@ -45,9 +45,9 @@ class Trainer(TokenLosses):
     """Run Megatron's pipeline schedule over this rank's model chunks, forward only or with an optimizer step.
 
     Args:
-        optimizer: owns the wrapped chunks.
+        optimizer: optimizer, which owns the wrapped model chunks.
         groups: process groups.
-        platform: of this process.
+        platform: platform of this process.
         seq_length: tokens per sample, before it is split over context-parallel ranks.
         micro_batch_size: samples per forward pass.
         reset_attention: see `TokenLosses`.
@@ -68,13 +68,13 @@ class Trainer(TokenLosses):
         self.optimizer = optimizer
 
     def compute_gradients(self, batches: Sequence[Batch], watched: bool = False) -> StepResult:
-        """Compute loss, gradients and gradient norm of this rank's micro-batches; a collective call.
+        """Compute loss, gradients and gradient norm of a step; a collective call.
 
-        `optimizer.step` or `optimizer.drop_gradients` follows, the same on every rank.
+        Call `optimizer.step` or `optimizer.drop_gradients` afterwards, with the same choice on every rank.
 
         Args:
-            batches: of this rank. Every rank has the same number of them.
-            watched: look for non-finite gradients, which takes time; see `watched_gradients`.
+            batches: micro-batches of this rank. Their number must be equal on all ranks.
+            watched: True to look for non-finite gradients, which takes time; see `watched_gradients`.
         """
         self.optimizer.begin_step()
         nonfinite_gradient = None
@@ -94,7 +94,7 @@ class Trainer(TokenLosses):
         return StepResult(mean, tokens, int(predicted), grad_norm, is_sound_here, nonfinite_gradient)
 
     def train_step(self, batches: Sequence[Batch]) -> StepResult:
-        """Do one optimizer step whatever its loss and gradient norm are; see `compute_gradients`."""
+        """Do one optimizer step without checking loss and gradient norm; see `compute_gradients`."""
         result = self.compute_gradients(batches)
         self.optimizer.step()
         return result
