@@ -1,9 +1,9 @@
 """Gradients of Based's linear attention, in Triton. The forward pass is in `triton_forward`.
 
-With z the sum of a token's weights, its output is o = sum w v / z. The gradient of a weight is (do.v - do.o) / z, and
-its gradient with respect to s has the factor 1 + s. For dq, the states before each chunk are recomputed. For dk and dv,
-the states are sums over all later chunks of the features of q times do / z. The code calls the term -do.o a token's
-`fall`.
+With z the sum of a token's weights w, the token's output is o = sum w v / z. The gradient of a weight is (do.v - do.o)
+/ z, and its gradient with respect to s has the factor 1 + s. For dq, the states before each chunk are recomputed. For
+dk and dv, the states are sums over all later chunks of the features of q times do / z. The code calls the term -do.o a
+token's `fall`.
 """
 
 # mypy: ignore-errors

@@ -1,18 +1,18 @@
 """Based's linear attention in chunks, in Triton.
 
-With s = q.k / sqrt(f), the weight 1 + s + s^2 / 2 is an inner product of features of q and k: a constant 1, the numbers
-of the vector, and their pairwise products (`kernels.based.features`). All earlier chunks are therefore summarised by a
-state, the sum of features times values. Only pairs within a chunk are computed one by one, with weight
+With s = q.k / sqrt(f), the weight 1 + s + s^2 / 2 is an inner product of features of q and k: a constant 1, the
+elements of the vector, and their pairwise products (`kernels.based.features`). All earlier chunks are therefore
+summarised by a state, the sum of features times values. Only pairs within a chunk are computed one by one, with weight
 (1 + s)^2 / 2 + 1/2.
 
-Features are never written to memory: they are some ten times as wide as a token. The features that contain number i of
-a token are its numbers times number i, so each i needs one small product with rows of the state (`triton_tile`).
-`sum_chunks` computes the contribution of each chunk, `accumulate_chunks` the state before each chunk, `read_chunks` the
-output.
+Features are never written to memory, because they are about ten times as wide as a token. The features that contain
+element i of a token are its elements times element i, so each i needs one small product with rows of the state
+(`triton_tile`). `sum_chunks` computes the contribution of each chunk, `accumulate_chunks` the state before each chunk,
+`read_chunks` the output.
 
-Intermediate results are multiplied in TF32, and inputs with each other in their own dtype. If weights, their gradients
-and sums are rounded to 16 bits, as in flash-linear-attention, gradients are off by 5e-3 and more. Kernels have 2 warps,
-fewer than Hopper's wgmma needs, because wgmma gave wrong results for narrow tiles (see
+Products with intermediate results are computed in TF32, and products of two inputs in the inputs' dtype. If weights,
+their gradients and sums were rounded to 16 bits, as in flash-linear-attention, gradients would be off by 5e-3 and more.
+Kernels have 2 warps, fewer than Hopper's wgmma needs, because wgmma gave wrong results for narrow tiles (see
 `kernels.gated_delta_rule.triton_forward`).
 """
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from kernels.bench.cases import OptionError
 
 LARGEST_SEED = 2**32 - 1
-"""Maximum seed. Inputs with consecutive seeds stay within torch's limit."""
+"""Maximum seed. It leaves room below torch's limit for the consecutive seeds of further inputs."""
 
 
 def add_run_arguments(parser: argparse.ArgumentParser, output: str) -> None:
@@ -30,7 +30,7 @@ def seed_of(args: argparse.Namespace) -> int:
     """Return the requested seed, or a random one.
 
     Raises:
-        OptionError: it is out of range.
+        OptionError: the seed is out of range.
     """
     seed: int = int.from_bytes(os.urandom(4)) if args.seed is None else args.seed
     if not 0 <= seed <= LARGEST_SEED:
@@ -42,7 +42,7 @@ def at_least_one(option: str, value: int) -> int:
     """Return the value of an option if it is at least 1.
 
     Raises:
-        OptionError: it is less than 1.
+        OptionError: the value is less than 1.
     """
     if value < 1:
         raise OptionError(option, f"{value} is less than 1", "give 1 or more")
@@ -82,7 +82,7 @@ def save_into(folder: Path, write: Callable[[Path], None]) -> None:
     """Write a report into a folder, which is created if needed.
 
     Raises:
-        OptionError: it cannot be written.
+        OptionError: the folder cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

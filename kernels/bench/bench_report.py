@@ -100,7 +100,7 @@ class ContestReport(BenchReport, Generic[R]):
 
     @property
     def failures(self) -> list[R]:
-        """Rows of ours that were wrong or did not run."""
+        """Rows of this package's implementations that were wrong or did not run."""
         return [row for row in self.rows if row.failed is not None]
 
 

@@ -12,13 +12,13 @@ from kernels.bench.cases import Shape
 from kernels.bench.contestant import GRADIENT_LIMIT, Builder, TimedPart
 
 SHORT = 4096
-"""Longest sequence whose gradients are computed in float64 over everything."""
+"""Longest sequence for which all gradients are checked against a float64 reference."""
 
 BLOCK = 16
 """Number of consecutive queries in a sample."""
 
 ERROR_ROWS = 256
-"""Number of consecutive positions over which an error is relative: few enough to reveal a single wrong one."""
+"""Number of consecutive positions over which a relative error is computed: few enough to reveal one wrong position."""
 
 PIECE_BYTES = 2**29
 """Bytes of one float64 array [heads, queries, keys]; a reference needs about eight of them."""
@@ -71,7 +71,7 @@ class Verdict:
         errors: largest relative error (see `relative_error`) of the output, dq, dk and dv.
         choices: number of compared choices.
         different: number of choices that are not the best by float64 scores.
-        worst: largest distance of such scores, relative to what rounding allows.
+        worst: largest difference between the best score and that of such a choice, relative to what rounding allows.
         largest_share: largest fraction of a head's choosing queries that chose the same chunk; None without choices.
     """
 
@@ -194,7 +194,7 @@ def relative_error(found_bthd: Tensor, expected_bthd: Tensor) -> float:
     """Return the largest ||found - expected|| / ||expected|| over 256 positions of a head; NaN if any is NaN."""
     squares = [x.double().pow(2).sum(dim=(0, 3)) for x in (found_bthd.double() - expected_bthd, expected_bthd)]
     over, under = (torch.stack([part.sum(0) for part in x_th.split(ERROR_ROWS)]).sqrt() for x_th in squares)
-    # A result of exactly zero has no relative error: it must match exactly.
+    # If the expected result is zero, there is no relative error, and the result must match exactly.
     error_nh = torch.where(over == 0, 0.0, over / under)
     return math.nan if bool(error_nh.isnan().any()) else float(error_nh.max())
 

@@ -34,7 +34,7 @@ class Choices(NamedTuple):
         different: number of differing choices.
         wrong: number of choices that are impossible, or differ by more than rounding.
         impossible: number of impossible choices: a later chunk, none although there is one, or one chunk twice.
-        worst: largest distance of the scores, relative to what rounding allows.
+        worst: largest difference of the scores, relative to what rounding allows.
     """
 
     compared: int
@@ -51,7 +51,7 @@ class TimedPart:
     Attributes:
         run: (q, k, v) -> output [b, t, hq, d], and the choices [b, t, heads, m] made or given, or None.
         reference: (q, k, v, choices, query_offset) -> output, in float64 for float64 inputs, with those choices.
-        compare: (q, k, choices, query_offset) -> comparison with float64 scores; None: no choices.
+        compare: (q, k, choices, query_offset) -> comparison with float64 scores; None without choices.
         limit: largest relative error of the output; 0 for bitwise equality.
         name: name in messages.
         keys_per_choice: divisor that converts choices to chunks.

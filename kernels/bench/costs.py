@@ -1,7 +1,8 @@
 """Floating-point operations and bytes that an op requires, independent of the kernel.
 
-A multiplication and an addition are two operations. Softmax, maxima and means are ignored, as usual for attention: they
-are a 1/d-th of the products. "Pairs" are counted for one head of one sequence of `length` tokens.
+A multiplication and an addition are two operations. Softmax, maxima and means are ignored, as usual for attention,
+because they take about 1/d of the operations of the products, with head dim d. "Pairs" are pairs of a query and a key
+or chunk, for one head of one sequence of `length` tokens.
 """
 
 from typing import NamedTuple
@@ -49,7 +50,7 @@ def earlier_chunks(length: int, chunk_size: int, most: int | None = None) -> int
     whole, rest = divmod(length, chunk_size)
     if most is None:
         most = whole
-    # The first min(whole, most) complete chunks have 0, 1, ... earlier ones; the others count `most`.
+    # The first min(whole, most) chunks have 0, 1, ... earlier chunks. Each query of the others counts `most`.
     few = min(whole, most)
     return chunk_size * (few * (few - 1) // 2 + (whole - few) * most) + rest * min(whole, most)
 

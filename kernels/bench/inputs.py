@@ -28,7 +28,10 @@ def make_inputs(
 
 
 def _strength(head_dim: int) -> float:
-    """Return the norm of the common part: its product is 8 sqrt(d). 100,000 random q.k stay below 4.5 sqrt(d)."""
+    """Return the norm of the vector added to q and to k.
+
+    It raises q.k by 8 sqrt(d), while 100,000 random q.k stay below 4.5 sqrt(d).
+    """
     return (8 * head_dim**0.5) ** 0.5
 
 
@@ -49,7 +52,7 @@ def _draw_together(q_bthd: Tensor, k_bshd: Tensor, chunk_size: int, generator: t
 
 
 def _draw_by_rank(q_bthd: Tensor, k_bshd: Tensor, chunk_size: int, generator: torch.Generator) -> None:
-    """Add a separate vector to each chunk's keys, and to each query that of an earlier chunk drawn by rank."""
+    """Add a separate vector to the keys of each chunk, and the vector of a randomly drawn earlier chunk to a query."""
     batch, length, heads, head_dim = q_bthd.shape
     chunk_t = torch.arange(length, device=q_bthd.device) // chunk_size
     u_ngd = _directions(int(chunk_t[-1]) + 1, k_bshd, generator)

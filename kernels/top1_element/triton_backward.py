@@ -3,7 +3,7 @@
 With p = exp2(s - lse), do the gradient of the output and j* the selected key, dv_j is the sum of do over the queries
 that selected j. "straight_through": ds = p (do . v - delta), delta = do . (values weighted by p). "selected":
 ds = delta (onehot - p), delta = do . v_j*. Then dq = scale * ds k and dk = scale * ds^T q. Tokens and ranges are those
-of `triton_forward`. Each program owns its output, so there are no atomics and the order of summation is deterministic.
+of `triton_forward`. No program writes the output of another, so there are no atomics and sums have a fixed order.
 """
 
 # mypy: ignore-errors

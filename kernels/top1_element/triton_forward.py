@@ -28,7 +28,7 @@ def query_block(
     """
     program = tl.program_id(0)
     row_start = program // blocks * length
-    # The last queries see the most keys, so they start first.
+    # The last queries see the most keys, so their programs start first.
     i = (blocks - 1 - program % blocks) * BLOCK_M
     m = i + tl.arange(0, BLOCK_M)
     valid, token = m < length, row_start + m
@@ -51,9 +51,10 @@ def _take_keys(
 
     Tensors:
         visible: bool [M, N], used if MASKED.
-        best, at: [M], highest product so far and its key. Unscaled, because scaling could round two products to one.
-        total: [M], sum of the softmax weights relative to the best, if SUM.
-        mixed: [M, D], sum of the values by those weights, if SOFT.
+        best, at: [M], highest product so far and its key. Products are unscaled, because scaling could round two to
+            the same value.
+        total: [M], sum of the softmax weights relative to that of the best key, if SUM.
+        mixed: [M, D], sum of the values times these weights, if SOFT.
     """
     products = product(queries, keys.T)
     if MASKED:

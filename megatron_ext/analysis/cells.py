@@ -15,9 +15,9 @@ class Cell:
 
     Attributes:
         text: displayed text.
-        value: sort value; None: sorted by its text, or last if it is a dash.
+        value: sort value; None to sort the cell by its text, or last if it is a dash.
         note: additional text in small print.
-        is_text: whether the cell contains words instead of a number.
+        is_text: True if the cell contains words instead of a number.
     """
 
     text: str
@@ -34,8 +34,8 @@ class Table:
         caption: description of the numbers.
         columns: column names.
         rows: rows with one cell per column.
-        marked: index of a highlighted row; None: none.
-        below: whether notes are below their cell's text instead of beside it, for tables with many columns.
+        marked: index of a highlighted row, or None.
+        below: True to place notes below their cell's text instead of beside it, for tables with many columns.
     """
 
     caption: str

@@ -29,7 +29,7 @@ _FILE = ConfigDict(extra="ignore")
 
 @checked_dataclass(frozen=True, config=_FILE)
 class Shard:
-    """Skipped shard."""
+    """Skipped data shard, with the reason."""
 
     shard: str
     tokens: NonNegativeInt
@@ -81,7 +81,7 @@ def _started(folder: Path) -> dict[str, Cell]:
 
 
 def duration(seconds: float) -> Cell:
-    """Format a time in its largest fitting unit and the next smaller one."""
+    """Format a time in seconds, minutes, hours or days, with the next smaller unit for times from a minute."""
     if not np.isfinite(seconds):
         return NOTHING
     whole = round(seconds)
@@ -139,7 +139,7 @@ class SkippedRange:
 
     Attributes:
         record: first step and shards.
-        until: last step; None: the end of the run.
+        until: last step; None for the end of the run.
     """
 
     record: Skipped

@@ -38,7 +38,7 @@ COLUMNS = (
     "documents_needed",
 )
 """Columns of matched_loss.csv, which has a row per architecture, domain (or all) and training loss. Losses are in nats
-per token. `documents_needed` is the number needed to detect a gap of `RESOLUTION`; empty: unknown."""
+per token. `documents_needed` is the number of documents needed to detect a gap of `RESOLUTION`, empty if unknown."""
 
 
 def render_table(comparison: Comparison) -> str:
@@ -101,7 +101,7 @@ def range_table(comparison: Comparison) -> Table:
 
 
 def verdicts(comparison: Comparison) -> list[dict[str, str]]:
-    """Return for each architecture except the baseline if its out-of-domain loss differs from the baseline's.
+    """Return, for each architecture except the baseline, how its out-of-domain loss compares with the baseline's.
 
     Returns:
         Mappings with `label`, `verdict` (`higher`, `lower`, `same` or `unknown`), `gap` and `interval`. Empty if there
@@ -139,7 +139,7 @@ def answer_lines(comparison: Comparison) -> list[str]:
 
 
 def _verdict(gap: Estimate, at: int) -> str:
-    """Return the sign of the gap's interval: `same` if it contains zero, `unknown` if there is none."""
+    """Return `higher` or `lower` by the sign of the gap's interval, `same` if it contains zero, else `unknown`."""
     if math.isnan(gap.low[at]):
         return "unknown"
     if gap.low[at] > 0:

@@ -52,7 +52,7 @@ def text_warnings(runs: Sequence[Run]) -> list[str]:
 def _unlike(
     known: Sequence[tuple[Run, Texts]], digest: Callable[[Texts], str], done: str, splits: Sequence[str]
 ) -> list[str]:
-    """Return a sentence for each run whose text differs from the most common one; the first one wins a tie."""
+    """Return a sentence for each run whose text differs from the most common text. The first text wins a tie."""
     counts = Counter(digest(data) for _, data in known)
     if len(counts) < 2:
         return []

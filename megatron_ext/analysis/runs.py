@@ -142,10 +142,10 @@ class Run:
         tokens_per_second: float64 [S], NaN where not recorded.
         evaluation_steps: int64 [E], steps after which the run was evaluated, in ascending order.
         domains: evaluated domains in the order of split and name; the same in every run of a comparison.
-        size: number of parameters of the model; None: not recorded.
-        peak_memory: maximum over the steps in bytes; None: not recorded.
-        mfu: median model FLOPs utilization; None: not recorded.
-        other_text_until: last step that was evaluated on other text than the newest evaluation; 0: none.
+        size: number of parameters of the model; None if not recorded.
+        peak_memory: maximum over the steps in bytes; None if not recorded.
+        mfu: median model FLOPs utilization; None if not recorded.
+        other_text_until: last step that was evaluated on other text than the newest evaluation; 0 if there is none.
         left_out: domains that only some evaluations have, because data.test_domains was changed during the run.
     """
 
@@ -190,7 +190,7 @@ def read_runs(paths: Sequence[Path], *, evaluated: bool = True) -> list[Run]:
 
     Args:
         paths: run folders, or folders of run folders.
-        evaluated: whether every run must have evaluations, including out-of-domain ones.
+        evaluated: True if every run must have evaluations, including out-of-domain ones.
 
     Raises:
         UserError: no folder or the same folder twice is given, `read_run` rejects a folder, runs are trained or
@@ -214,7 +214,7 @@ def read_runs(paths: Sequence[Path], *, evaluated: bool = True) -> list[Run]:
 
 
 def _without_left_out(runs: list[Run]) -> list[Run]:
-    """Remove from all runs the domains that some run evaluated at only a part of its steps."""
+    """Remove from all runs the domains that some run evaluated in only some of its evaluations."""
     names = {name for run in runs for name in run.left_out}
     return [
         replace(run, domains=tuple(one for one in run.domains if f"{one.domain} ({one.split})" not in names))
@@ -233,11 +233,11 @@ def read_run(path: Path, *, evaluated: bool = True) -> Run:
     """Read a run folder.
 
     The last line of a killed run may be incomplete, and its last evaluation may lack domains. Both are skipped with a
-    warning on standard error. A resumed run may contain a step twice: the later line counts.
+    warning on standard error. A resumed run may contain a step twice. The later line then counts.
 
     Args:
         path: the folder.
-        evaluated: whether at least one evaluation is required.
+        evaluated: True if at least one evaluation is required.
 
     Raises:
         UserError: a file is missing or damaged, a line is invalid, or there is no step or no required evaluation.
@@ -349,7 +349,7 @@ def _problem(first: ErrorDetails) -> str:
 
 
 def _read_metrics(path: Path) -> list[StepRecord]:
-    """Read the steps of a run in ascending order; of a step that was written twice the later line counts."""
+    """Read the steps of a run in ascending order. If a step was written twice, the later line counts."""
     by_step = {line.record.step: line.record for line in parse_lines(path, StepRecord, "give the folder of a run")}
     if not by_step:
         raise UserError(str(path), "contains no step", "train the run first")
@@ -371,7 +371,7 @@ def _scores(line: Line[EvaluationRecord]) -> _Scores:
     hint = "restore the file or repeat the run"
     if not len(record.documents) == len(record.document_loss) == len(record.document_tokens):
         raise UserError(line.where, "documents, document_loss and document_tokens differ in length", hint)
-    # A document that was scored in several pieces counts as one: its pieces are not independent samples.
+    # A document that was scored in several pieces counts as one, because its pieces are not independent samples.
     documents, index = np.unique(np.array(record.documents, dtype=np.int64), return_inverse=True)
     tokens = np.bincount(index, weights=record.document_tokens).astype(np.int64)
     losses = np.bincount(index, weights=record.document_loss).astype(np.float64)
@@ -421,7 +421,7 @@ def _read_evaluations(path: Path, steps: IntArray, *, needed: bool) -> _Evaluati
         _warn(str(path), f"{', '.join(names)} {problem}")
     domains = tuple(_stack(key, [by_step[step][key] for step in order]) for key in keys)
     newest = texts[order[-1]]
-    # The digest covers all domains: it can be compared only between evaluations of the same domains.
+    # The digest covers all domains, so it can be compared only between evaluations of the same domains.
     like = [step for step in order if by_step[step].keys() == by_step[order[-1]].keys()]
     other = [step for step in like if texts[step] not in (None, newest)] if newest is not None else []
     return _Evaluations(np.array(order, dtype=np.int64), domains, max(other, default=0), names)
@@ -431,8 +431,8 @@ def _drop_incomplete(path: Path, by_step: dict[int, Any], texts: Mapping[int, st
     """Drop the last evaluation if it was interrupted between two domains; missing domains elsewhere are an error.
 
     Evaluations on other text may have other domains, because test domains may be changed when a run is resumed. If the
-    last evaluation is the only one on its text, it cannot be checked. It is then taken as interrupted if its domains
-    are a strict subset of those of the evaluation before.
+    last evaluation is the only one on its text, there is none to compare it with. It then counts as interrupted if its
+    domains are a strict subset of those of the previous evaluation.
     """
     last = max(by_step, default=0)
     for step in sorted(by_step):

@@ -29,7 +29,7 @@ _FILE = ConfigDict(extra="ignore")
 LOSS = ("documents", "tokens", "loss", "loss_low", "loss_high", "nats_per_byte", "bits_per_byte")
 """Columns of domains.csv after those of run, split and domain; losses in nats per token."""
 MEAN = ("task", "length", "depth", "samples", "score", "low", "high")
-"""Columns of retrieval.csv after those of the run; an empty depth: over all depths."""
+"""Columns of retrieval.csv after those of the run. A row with an empty depth is a mean over all depths."""
 METRIC = ("name", "filter", "value", "stderr")
 """Columns of fewshot.csv after those of run and task."""
 
@@ -66,7 +66,7 @@ class Domains:
 
 @checked_dataclass(frozen=True, config=_FILE)
 class Mean:
-    """Mean score of a retrieval task at a length, from 0 to 1, with its interval; `depth` None: over all depths."""
+    """Mean score of a retrieval task at a length, from 0 to 1, with its interval. A `depth` of None is all depths."""
 
     task: str
     length: int

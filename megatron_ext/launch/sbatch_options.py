@@ -137,7 +137,7 @@ def check_variables(environment: Mapping[str, str], given: Iterable[str]) -> Non
     """Reject variables that sbatch would interpret as options that break a job.
 
     Args:
-        environment: of the call.
+        environment: environment variables of the call.
         given: `selectron` options that the user gave, e.g. `--time`.
 
     Raises:
@@ -161,10 +161,10 @@ def _names(word: str) -> Iterator[str]:
         return
     for letter in word[1:]:
         yield _SHORT.get(letter, letter)
-        if letter not in _SHORT_WITHOUT_VALUE:  # the rest of the word is its value
+        if letter not in _SHORT_WITHOUT_VALUE:  # the rest of the word is the option's value
             return
 
 
 def _value(words: list[str], option: str) -> str:
-    """Return the value of an option that is a separate word; empty: there is none."""
+    """Return the value of an option that is a separate word, or an empty string."""
     return words[words.index(option) + 1] if option in words[:-1] else ""

@@ -45,21 +45,22 @@ class RunStatus:
     """Status of a run.
 
     Attributes:
-        run: its name.
-        folder: its folder.
+        run: name of the run.
+        folder: run folder.
         standing: one of `STANDINGS`.
         state: Slurm's state with the reason for waiting, else the last event.
-        job: number of its newest job, `local`, or `by hand` if `selectron train` was called since; None: none.
-        log: file with that job's output; None: there is none.
-        starts: number of starts of that job.
-        step: completed optimizer steps.
-        steps: planned optimizer steps; None: unknown.
-        loss: of the newest step, in nats per token.
-        tokens_per_second: of the newest step.
-        seconds_ago: age of the newest step.
+        job: number of the run's newest job, `local`, or `by hand` if `selectron train` was called since; None without a
+            job.
+        log: file with the output of the newest job, or None.
+        starts: number of starts of the newest job.
+        step: number of completed optimizer steps.
+        steps: number of planned optimizer steps; None if unknown.
+        loss: loss of the newest step, in nats per token.
+        tokens_per_second: throughput in the newest step.
+        seconds_ago: age of the newest step in seconds.
         event: last event of the job.
-        event_time: UTC, ISO 8601.
-        problems: a line for each damaged file, and one if the folder is a copy of another run's.
+        event_time: time of the last event in UTC, ISO 8601.
+        problems: a line for each damaged file, and a line if the folder is a copy of another run's folder.
     """
 
     run: str
@@ -85,7 +86,7 @@ def events_of(job: Job) -> list[Event]:
 
 
 def run_folders(given: Sequence[Path]) -> Iterator[Path]:
-    """Yield the runs that are in `given` or in its folders, if they were launched or started by hand.
+    """Yield the folders of launched or manually started runs among `given` and inside the folders of `given`.
 
     Raises:
         UserError: a folder does not exist or contains no run.
@@ -139,7 +140,7 @@ def status_of(folder: Path) -> RunStatus:
         readings.problems.append(f"{problem}: this folder was copied or moved")
         state = None
     hand = manual_start(folder, events[-1].time if events else "")
-    if hand is not None and (state is None or not state.is_alive):  # started after the job
+    if hand is not None and (state is None or not state.is_alive):  # started by hand after the job
         return _by_hand(folder, hand, readings)
     last = last_metrics(folder, readings)
     standing = _standing(job, number, events, state, readings)
@@ -260,11 +261,11 @@ def _summary(runs: Sequence[RunStatus]) -> str:
 
 
 def last_metrics(folder: Path, readings: Readings | None = None) -> dict[str, Any] | None:
-    """Return the newest complete metrics record of a run; None: there is none.
+    """Return the newest complete metrics record of a run, or None.
 
     Args:
-        folder: of the run.
-        readings: collects problems with damaged lines; None: ignore them.
+        folder: run folder.
+        readings: collects problems with damaged lines; None to ignore them.
     """
     path, readings = folder / METRICS, readings or Readings()
     none: list[bytes] = []

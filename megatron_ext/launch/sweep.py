@@ -54,13 +54,13 @@ class Sweep:
     """Runs of a sweep, in one folder.
 
     Args:
-        folder: contains the run folders.
+        folder: folder that contains the run folders.
         configs: whole, checked configurations by run name.
-        resources: of each run.
-        python: interpreter of the ranks.
+        resources: resources of each run.
+        python: Python interpreter of the ranks.
 
     Raises:
-        UserError: a run is to branch from a checkpoint that its trunk will not keep.
+        UserError: a run branches from a checkpoint that its trunk will not keep.
     """
 
     def __init__(self, folder: Path, configs: Mapping[str, RunConfig], resources: Resources, python: str) -> None:
@@ -99,8 +99,8 @@ class Sweep:
         """Move runs aside, so that they start from the beginning. Either all runs pass the check or none is moved.
 
         Args:
-            names: of the runs.
-            refuse_alive: raises if the run of a folder has a job or is trained by a process.
+            names: names of the runs.
+            refuse_alive: function that raises an error if the run in a folder has a live job or is being trained.
 
         Raises:
             UserError: a run is alive or cannot be moved.
@@ -132,7 +132,7 @@ class Sweep:
         """Submit the unfinished runs without a live job: one array, and one dependent array per unfinished trunk.
 
         Args:
-            parallel: maximum number of concurrent runs per array; None: unlimited.
+            parallel: maximum number of concurrent runs per array; None for no limit.
 
         Raises:
             UserError: Slurm rejects a job.
@@ -153,7 +153,7 @@ class Sweep:
             print(f"{name}: job {job.number}" + (f", after {trunk}" if trunk else ""))
 
     def _is_alive(self, name: str) -> bool:
-        """Return True if a run has a waiting or running job, and print it."""
+        """Return True if a run has a waiting or running job, and print the job."""
         job = newest_job(self._folder / name)
         state = own_state(job)
         if job is None or state is None or not state.is_alive:
@@ -165,11 +165,11 @@ class Sweep:
         """Run the unfinished runs on this machine.
 
         Args:
-            processes: of each run.
+            processes: number of processes of each run.
             parallel: maximum number of concurrent runs.
 
         Returns:
-            Exit code. 0: all runs are finished. 75: the unfinished ones were stopped and none failed. Else 1.
+            Exit code: 0 if all runs are finished, 75 if all unfinished runs were stopped and none failed, else 1.
         """
         waiting, children = list(self.unfinished), dict[str, subprocess.Popen[bytes]]()
         with _forwarding(children) as asked_to_stop:
@@ -181,7 +181,7 @@ class Sweep:
                     child = self._start(name, processes)
                     if child is not None:
                         children[name] = child
-                        if asked_to_stop.is_set():  # the signal arrived while it was started
+                        if asked_to_stop.is_set():  # the signal arrived while the child was started
                             child.send_signal(signal.SIGTERM)
                 for name, child in list(children.items()):
                     if child.poll() is not None:
@@ -198,12 +198,12 @@ class Sweep:
         return EXIT_STOPPED if is_stopped else 1
 
     def _are_stopped(self, left: Sequence[str], *, asked: bool) -> bool:
-        """Return True if each unfinished run was stopped, or did not start as this call or its trunk was stopped."""
+        """Return True if each unfinished run was stopped, or not started because this call or its trunk was stopped."""
         last = [self._last_event(name) for name in left]
         return all(what in ("stopped", "") for what in last) and (asked or "stopped" in last)
 
     def _last_event(self, name: str) -> str:
-        """Return the last event of a run's newest job; empty: there is none."""
+        """Return the last event of a run's newest job, or an empty string."""
         job = newest_job(self._folder / name)
         events = events_of(job) if job is not None else []
         return events[-1].what if events else ""
@@ -245,7 +245,7 @@ class Sweep:
         return copy_code(folder)
 
     def _start(self, name: str, processes: int) -> subprocess.Popen[bytes] | None:
-        """Start a run; None: an earlier start of it is still running."""
+        """Start a run. Return None if an earlier start of the run is still running."""
         lock = claim(self._folder / name)
         if lock is None:
             print(f"{name}: is already running", flush=True)

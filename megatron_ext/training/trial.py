@@ -33,10 +33,10 @@ class Estimate:
         step_seconds: median over the steps after the first two (over all if there are at most two).
         first_step_seconds: duration of the first step, including compilation.
         tokens_per_second: throughput of all devices together, at `step_seconds`.
-        mfu: fraction of the peak FLOP/s of all devices; None: unknown.
-        peak_memory: bytes of the rank with the highest use: allocated on a GPU, resident on a CPU.
-        evaluation_seconds: duration of one evaluation by domain; None: there are none.
-        suites_seconds: duration of one run of the other suites; None: there are none.
+        mfu: model FLOP/s as a fraction of the peak of all devices; None if the peak is unknown.
+        peak_memory: peak memory in bytes of the rank that uses most: allocated on a GPU, resident on a CPU.
+        evaluation_seconds: duration of one evaluation by domain; None without evaluations.
+        suites_seconds: duration of one run of the other suites; None without suites.
         checkpoint_bytes: size of one checkpoint.
         checkpoint_seconds: time from the start of a save until the checkpoint is written.
         checkpoint_waits: part of `checkpoint_seconds` in which training waits.
@@ -69,7 +69,7 @@ def is_trial(folder: Path) -> bool:
 
 
 def begin(folder: Path) -> None:
-    """Create the folder of a trial, replacing an earlier trial; for one process only.
+    """Create the folder of a trial, replacing an earlier trial. Only one process may call this function.
 
     Raises:
         UserError: the folder cannot be removed or created.
@@ -80,7 +80,7 @@ def begin(folder: Path) -> None:
                 continue
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
-            elif path.name != MARK:  # kept, so that the folder remains that of a trial if this process is killed here
+            elif path.name != MARK:  # kept to mark the folder as a trial if this process is killed here
                 path.unlink()
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / MARK, b"{}\n")
@@ -94,7 +94,7 @@ def conclude(whole: RunConfig, folder: Path, checkpoints: Path, seconds: Mapping
     Args:
         whole: configuration of the whole run.
         folder: folder of the finished trial.
-        checkpoints: folder of its checkpoints.
+        checkpoints: folder of the trial's checkpoints.
         seconds: durations of evaluations and checkpoints, see `TrainingLoop.seconds`.
 
     Returns:

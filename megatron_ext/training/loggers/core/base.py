@@ -11,7 +11,7 @@ from typing import Any
 from megatron_ext.run_folder.layout import EVALUATION, METRICS
 
 DATA = "data"
-"""Field of a record with the first digits of the digest of the text it refers to."""
+"""Field of a record with the first digits of a digest of the text that the record refers to."""
 
 _NO_SCALARS = ("step", DATA)
 
@@ -43,7 +43,7 @@ class Start:
         step: number of completed steps.
         history: yields the records of these steps, as (file name, record), file by file.
         records: number of records in `history`.
-        has_dropped: records of later steps existed, which will be repeated.
+        has_dropped: True if records of later steps existed. These steps will be repeated.
     """
 
     step: int

@@ -23,9 +23,9 @@ class LoggerEntry:
     """Registered logger.
 
     Attributes:
-        name: its name in `logging.backends`.
-        kind: its class.
-        package: import name of the package that it needs; None: no optional one.
+        name: name of the logger in `logging.backends`.
+        kind: class of the logger.
+        package: import name of the optional package that the logger needs, or None.
         install: command that installs the package.
     """
 

@@ -22,8 +22,8 @@ from megatron_ext.utils.credentials import redacted
 from megatron_ext.utils.printable import printable
 
 CLOSE_SECONDS, STOP_SECONDS = 120.0, 15.0
-"""Longest wait for a service to receive the last values when a run is finished, or stopped: Slurm kills a job some
-seconds after it asked it to stop."""
+"""Maximum seconds to wait for a service to receive the last values when a run is finished, and when it is stopped. The
+second limit is short because Slurm kills a job soon after asking it to stop."""
 
 PROJECT = "selectron"
 """Project or experiment at a service, unless the service's own environment variable names another."""
@@ -39,11 +39,11 @@ class Point:
 
 @checked_dataclass(frozen=True, config=ConfigDict(extra="ignore", strict=True))
 class Tracked:
-    """Run at a service, as the run folder contains it.
+    """Run at a service, as recorded in the run folder.
 
     Attributes:
         run: identifier of the run at the service.
-        records: number of records that were sent to it.
+        records: number of records that were sent to the service.
     """
 
     run: str
@@ -53,9 +53,9 @@ class Tracked:
 class Tracker(Logger):
     """Logger that sends values to a tracking service from its own thread, so that training never waits for a network.
 
-    The services cannot take back steps. A resumed run therefore continues its run at the service only if that has
-    exactly the run's records. Otherwise (the process was killed after its last checkpoint, the run rolled back, or the
-    service had failed), a new run at the service begins with all records so far.
+    The services cannot remove logged steps. A resumed run therefore continues its run at the service only if the
+    service has exactly the records in the run folder. Otherwise (the process was killed after its last checkpoint, the
+    run rolled back, or the service had failed), a new run at the service begins with all records so far.
 
     An error of the service is printed once, and nothing more is sent until the next start.
     """
@@ -76,10 +76,10 @@ class Tracker(Logger):
         """Open a run at the service.
 
         Args:
-            run_id: identifier of the run to continue. None: create one.
+            run_id: identifier of the run to continue; None to create a run.
 
         Returns:
-            Its identifier.
+            Identifier of the run at the service.
         """
 
     @abstractmethod
@@ -88,7 +88,7 @@ class Tracker(Logger):
 
     @abstractmethod
     def finish(self, *, finished: bool) -> None:
-        """Send what is buffered and close the run. `finished`: it has reached its last step."""
+        """Send what is buffered and close the run. `finished` is True if the run has reached its last step."""
 
     def start(self, start: Start) -> None:
         """Begin or continue a run at the service. See the class."""
@@ -132,7 +132,7 @@ class Tracker(Logger):
             write_whole(self.run.folder / tracked_name(self.service), (tracked + "\n").encode())
 
     def _read(self) -> Tracked | None:
-        """Return the run at the service that the run folder names; None: there is none, or the file is damaged."""
+        """Return the run at the service that the run folder records; None without a record, or if it is damaged."""
         path = self.run.folder / tracked_name(self.service)
         try:
             found: Tracked = TypeAdapter(Tracked).validate_json(read_regular(path))
