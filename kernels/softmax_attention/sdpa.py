@@ -12,8 +12,8 @@ from kernels.softmax_attention.reference import distance_bias
 
 CUDNN_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 CUDNN_LENGTH, CUDNN_MULTIPLE = 2048, 128
-"""Use cuDNN from this length on, and only for multiples. cuDNN builds a plan for each shape, so shapes must recur as in
-training, unlike the lengths of prompts."""
+"""Minimum sequence length for cuDNN, and the number that the length must be a multiple of. cuDNN builds a plan for each
+shape, so it pays only if shapes recur, as in training. Lengths of prompts do not recur."""
 
 
 def softmax_attention_sdpa(

@@ -34,7 +34,7 @@ MARKED = ("run", "architecture", "seed", "time", "step", "tokens", "done", "why"
 DOMAINS = ("run", "architecture", "seed", "split", "domain", "step", "tokens", "loss")
 
 BEGIN = 0.02
-"""Initial fraction of a run's tokens that is not drawn. The early fall of the loss would flatten the rest."""
+"""Initial fraction of a run's tokens that is not drawn. Its steep fall would flatten the rest of the curve."""
 
 MOST_POINTS = 400
 """Maximum points of a training curve; more would not be visible."""
@@ -42,7 +42,7 @@ MOST_POINTS = 400
 LONGEST_WINDOW = 100
 """Maximum number of steps that a point of a training curve averages over."""
 WINDOW = 0.1
-"""Averaging window as a fraction of the steps so far, which has a constant width on a logarithmic axis."""
+"""Averaging window as a fraction of the steps so far. Such a window has a constant width on a logarithmic axis."""
 
 COLUMNS = 3
 
@@ -88,7 +88,7 @@ def training_curves(architectures: Sequence[Architecture], decided: Sequence[Dec
 
 
 def _tokens_at(run: Run, decisions: Sequence[Decision]) -> FloatArray:
-    """Return the training tokens [M] at the steps of decisions; a skipped step has those of the step before."""
+    """Return the training tokens [M] at the steps of decisions; for a skipped step, the tokens at the previous step."""
     steps = np.array([one.step for one in decisions], dtype=np.int64)
     before = np.searchsorted(run.steps, steps, side="right")
     return np.concatenate([[0], run.tokens])[before].astype(np.float64)

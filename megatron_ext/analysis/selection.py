@@ -1,4 +1,4 @@
-"""Selection of the runs of a report that can be compared, with the reasons for the others."""
+"""Selection of the runs of a report that can be compared, with the reasons why the others cannot."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Selected:
 def select_runs(paths: Sequence[Path]) -> Selected:
     """Read run folders, and the run folders inside other folders.
 
-    A run folder that is given directly must be valid. A run inside a folder of runs is left out if it is damaged or on
-    other data than the first run. If it was only not evaluated, its training loss is still shown.
+    A run folder that is given directly must be valid. A run inside a folder of runs is left out if it is damaged or
+    uses other data than the first run. A valid run without evaluations is kept to show its training loss.
 
     Args:
         paths: run folders, or folders of run folders.
@@ -53,7 +53,7 @@ def select_runs(paths: Sequence[Path]) -> Selected:
             run = read_run(folder, evaluated=is_named)
             check_same_data(run, compared[0] if compared else run)
             if run.split("test"):
-                group_runs([*compared, run])  # raises if the run is there twice
+                group_runs([*compared, run])  # raises an error if the run is a duplicate
                 compared.append(run)
                 continue
         except UserError as error:

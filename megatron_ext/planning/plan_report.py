@@ -28,17 +28,17 @@ class PlanReport:
     """Result of `selectron plan`.
 
     Attributes:
-        name: of the configuration.
-        overrides: from the command line.
-        machine: planned for.
+        name: name of the configuration.
+        overrides: overrides from the command line.
+        machine: machine that the plan is for.
         vocabulary: vocabulary size and its origin.
         tokens: number of training tokens.
-        price: per GPU hour; None: report GPU hours only.
-        planned: the layout as configured; None: layouts were searched.
+        price: price of a GPU hour; None to report only GPU hours.
+        planned: configured layout; None if layouts were searched.
         layouts: all searched layouts, the best first.
         shown: number of layouts to show.
-        shards: of each rank; empty: not requested.
-        batch: global batch size as configured and as planned, if the configured one is not divisible; None: it is.
+        shards: model shard of each rank; empty if not requested.
+        batch: configured and planned global batch size; None if the configured batch is divisible and so is planned.
     """
 
     name: str
@@ -60,7 +60,7 @@ class PlanReport:
 
     @property
     def _all(self) -> list[Planned]:
-        """Planned layouts: the configured one, or all searched ones."""
+        """Planned layouts: the configured layout, or all searched layouts."""
         return self.layouts if self.planned is None else [self.planned]
 
     def markdown(self) -> str:

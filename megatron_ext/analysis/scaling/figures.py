@@ -48,8 +48,8 @@ MOST_SHADES, SHADE = 7, 0.11
 """Maximum number of shades, and the step between them as a fraction of the way from `Theme.paper` to `Theme.muted`."""
 
 LAW = ("what", "params", "tokens", "flops", "loss", "low", "high")
-"""Columns of a law's numbers. Rows are points, the law at the optimal size for a compute, and its surface; the latter
-two with 95 % intervals."""
+"""Columns of a law's numbers. Rows are the points, the law at the optimal size for each compute, and the law's surface.
+The law and the surface have 95 % intervals."""
 ISOFLOP = ("what", "flops", "params", "loss")
 """Columns of the parabolas' numbers. Rows are points, the curve of each budget, and its minimum."""
 TEST_LOSS = ("what", "mixer", "training_loss", "test_loss", "low", "high")
