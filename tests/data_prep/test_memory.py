@@ -162,7 +162,7 @@ def test_too_long_a_text_stops_or_is_counted(tmp_path, monkeypatch, suffix):
     problems = Problems("skip")
     assert [document.text for document in open_files(tmp_path, FIELDS).documents(problems)] == [good]
     assert [reason for _, reason in problems.counts] == ["too long"]
-    with pytest.raises(UserError, match=r"too long \(.*1,001 characters, at most 1,000 are taken\)"):
+    with pytest.raises(UserError, match=r"too long \(.*1,001 characters, at most 1,000 are supported\)"):
         list(open_files(tmp_path, FIELDS).documents(Problems("stop")))
 
 
