@@ -14,8 +14,6 @@ from megatron_ext.analysis.history import skipped
 from megatron_ext.analysis.runs import Record, Run, parse_lines
 from megatron_ext.run_folder.layout import DECISIONS, STRAGGLERS
 
-"""Files of a run: decisions about failed steps, and timings of the ranks."""
-
 Kind = Literal["again", "skip", "roll_back", "stop", "changed"]
 
 DONE: dict[Kind, str] = {

@@ -37,7 +37,7 @@ class DecodeCache(SequenceHistory):
     def advance(self, count: int) -> int:
         """Advance by `count` positions and return the position of the first of these."""
         assert self._kept or self._states or self._rows or not self.num_positions, (
-            "a mixer asks `Part.past` for what came before; this one does not"
+            "a mixer gets earlier positions from `MixInput.history`; this one does not"
         )
         self.num_positions += count
         return self.num_positions - count
