@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -13,6 +11,7 @@ from data_prep.documents import Advance, Problems
 from data_prep.reading.fields import Fields, Found
 from data_prep.reading.inputs import InputFile
 from data_prep.tokenization.vocabularies import TextTokenizer
+from megatron_ext.utils.registration import import_modules
 
 Reader = Callable[[InputFile, Fields, Problems, Advance], Iterator[Found]]
 """Reads the well-formed records of one file, reports the others, and the bytes as they are consumed."""
@@ -82,5 +81,4 @@ def format_of(file: InputFile) -> Format | None:
 
 @cache
 def _load_all() -> None:
-    for info in pkgutil.iter_modules(data_prep.reading.formats.__path__):
-        importlib.import_module(f"{data_prep.reading.formats.__name__}.{info.name}")
+    import_modules(data_prep.reading.formats)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections.abc import Callable
 
 import megatron_ext.optim.algorithms
@@ -11,6 +9,7 @@ from megatron_ext.config.schema import OptimizerConfig
 from megatron_ext.config.suggest import suggest
 from megatron_ext.optim.algorithm import Algorithm
 from megatron_ext.utils.errors import UserError
+from megatron_ext.utils.registration import import_modules
 
 ALGORITHMS: dict[str, type[Algorithm]] = {}
 
@@ -33,9 +32,7 @@ def register(name: str) -> Callable[[type[Algorithm]], type[Algorithm]]:
 
 def load_all() -> dict[str, type[Algorithm]]:
     """Import every module of `algorithms`, so that each algorithm registers itself, and return them by name."""
-    package = megatron_ext.optim.algorithms
-    for info in pkgutil.iter_modules(package.__path__):
-        importlib.import_module(f"{package.__name__}.{info.name}")
+    import_modules(megatron_ext.optim.algorithms)
     return ALGORITHMS
 
 

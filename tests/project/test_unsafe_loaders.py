@@ -70,10 +70,7 @@ REASONS: dict[tuple[str, str], str] = {
     ): "tasks are code: lm-eval's, and those of "
     "the folder that the user names for it (fewshot.include_path); no run's or checkpoint's files are among them",
     ("data_prep/reading/tables.py", "read_metadata"): "Parquet's, which pyarrow reads",
-    ("data_prep/reading/registry.py", "importlib.import_module"): "modules of one package of ours",
-    ("megatron_ext/mixers/core/registry.py", "importlib.import_module"): "modules of one package of ours",
-    ("megatron_ext/optim/registry.py", "importlib.import_module"): "modules of one package of ours",
-    ("megatron_ext/training/loggers/core/registry.py", "importlib.import_module"): "modules of one package of ours",
+    ("megatron_ext/utils/registration.py", "importlib.import_module"): "modules of one package of ours",
     ("data_prep/contamination/arrays.py", "np.load"): "allow_pickle=False",
     ("data_prep/reading/indexed.py", "np.load"): "numpy unpickles nothing unless it is asked to",
 }

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,6 +9,7 @@ import megatron_ext.mixers
 from megatron_ext.config.traits import MixerTraits
 from megatron_ext.mixers.core.base import Mixer
 from megatron_ext.mixers.core.settings import SETTINGS
+from megatron_ext.utils.registration import import_modules
 
 
 @dataclass(frozen=True)
@@ -58,6 +57,5 @@ def register(name: str, config_type: type | None = None) -> Callable[[type[Mixer
 
 def load_all() -> dict[str, MixerEntry]:
     """Import every module of this package, so that each mixer registers itself, and return the mixers by name."""
-    for info in pkgutil.iter_modules(megatron_ext.mixers.__path__):
-        importlib.import_module(f"{megatron_ext.mixers.__name__}.{info.name}")
+    import_modules(megatron_ext.mixers)
     return MIXERS

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -11,6 +9,7 @@ from importlib.util import find_spec
 import megatron_ext.training.loggers
 from megatron_ext.training.loggers.core.base import Logger
 from megatron_ext.utils.errors import UserError
+from megatron_ext.utils.registration import import_modules
 
 FIELD = "logging.backends"
 
@@ -61,8 +60,7 @@ def register(name: str, package: str | None = None, install: str = "") -> Callab
 
 def load_all() -> dict[str, LoggerEntry]:
     """Import every module of this package, so that each logger registers itself, and return the loggers by name."""
-    for info in pkgutil.iter_modules(megatron_ext.training.loggers.__path__):
-        importlib.import_module(f"{megatron_ext.training.loggers.__name__}.{info.name}")
+    import_modules(megatron_ext.training.loggers)
     return LOGGERS
 
 
