@@ -90,9 +90,9 @@ FAULTS = [
     ),
     PlantedFault(
         "data-parallel ranks read the same samples",
-        "megatron_ext/data/order.py",
-        "left, right = right, left ^ (_mix_one(right ^ key) & mask)",
-        "left, right = right, left ^ (_mix_one(right) & mask)",
+        "megatron_ext/data/batches.py",
+        "first = step_first_sample + (micro_batch * dp_size + dp_rank) * micro_batch_size",
+        "first = step_first_sample + (micro_batch * dp_size + 0 * dp_rank) * micro_batch_size",
         "tests/data",
     ),
     PlantedFault(
