@@ -156,7 +156,7 @@ FAULTS = [
         "megatron_ext/mixers/core/decode_cache.py",
         "torch.index_select(self.room[: self._count], 1, numbers_n, out=room[: self._count])",
         "room[: self._count] = self.room[: self._count, :1]",
-        "tests/evaluation/test_beams.py tests/mixers/test_mixer_decoding.py tests/evaluation/test_decoding.py",
+        "tests/evaluation/test_language_model.py -k test_every_mixer_remembers_under_every_layout",
     ),
     PlantedFault(
         "documents of a packed sample mixed together",
