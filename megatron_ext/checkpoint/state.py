@@ -25,7 +25,7 @@ def unwrap(chunk: Any) -> Any:
 
 def run_state(
     optimizer: RunOptimizer,
-    stretches: Sequence[FlatSlice],
+    slices: Sequence[FlatSlice],
     groups: ProcessGroupCollection,
     platform: Platform,
     *,
@@ -35,13 +35,13 @@ def run_state(
 
     Args:
         optimizer: optimizer with its model chunks. The call must be inside the context `optimizer.whole()`.
-        stretches: slices of the optimizer's state, from `optimizer.stretches()`.
+        slices: slices of the optimizer's state, from `optimizer.slices()`.
         groups: process groups.
         platform: platform of this process.
         with_generators: include the states of the random generators, which depend on the layout.
     """
     model = model_state(optimizer.chunks, groups)
-    placed = placed_state(model, stretches, sharded=optimizer.shares_state)
+    placed = placed_state(model, slices, sharded=optimizer.shards_state)
     state: dict[str, Any] = {"model": model, "optimizer": {"state": placed, **optimizer.plain_state()}}
     if with_generators:
         state["generators"] = _generators(groups, platform)
@@ -53,9 +53,9 @@ def plain_state(optimizer: RunOptimizer, groups: ProcessGroupCollection, platfor
     return {"optimizer": optimizer.plain_state(), "generators": _generators(groups, platform)}
 
 
-def held_tensors(optimizer: RunOptimizer, stretches: Sequence[FlatSlice]) -> list[Tensor]:
+def held_tensors(optimizer: RunOptimizer, slices: Sequence[FlatSlice]) -> list[Tensor]:
     """Return the tensors in memory of which the tensors in `run_state` are views, in a fixed order."""
-    return [*optimizer.held_by_model(), *(t for stretch in stretches for t in stretch.tensors.values())]
+    return [*optimizer.held_by_model(), *(t for flat_slice in slices for t in flat_slice.tensors.values())]
 
 
 def model_state(chunks: Sequence[torch.nn.Module], groups: ProcessGroupCollection) -> dict[str, Any]:
@@ -69,10 +69,10 @@ def model_state(chunks: Sequence[torch.nn.Module], groups: ProcessGroupCollectio
     return model
 
 
-def restore(state: dict[str, Any], optimizer: RunOptimizer, stretches: Sequence[FlatSlice], platform: Platform) -> None:
+def restore(state: dict[str, Any], optimizer: RunOptimizer, slices: Sequence[FlatSlice], platform: Platform) -> None:
     """Copy a loaded `run_state` into the model, the optimizer and the random generators."""
     restore_model(state["model"], optimizer.chunks)
-    optimizer.take(stretches, state["optimizer"])
+    optimizer.restore_state(slices, state["optimizer"])
     if "generators" in state:
         _set_generators(state["generators"][0], platform)
 

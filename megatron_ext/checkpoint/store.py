@@ -171,12 +171,12 @@ class CheckpointStore:
         """Plan this rank's writes and copy its state, so that training may change it. A collective call."""
         # Planning creates thousands of short-lived objects, which would trigger full garbage collections.
         with optimizer.whole(), _disable_gc(), self._platform.optimizer_context():
-            stretches = list(optimizer.stretches())
-            held = held_tensors(optimizer, stretches)
+            slices = list(optimizer.slices())
+            held = held_tensors(optimizer, slices)
             if self._planner.is_settled:
                 plan, tensors = self._planner.again(held, plain_state(optimizer, self._groups, self._platform))
             else:
-                state = run_state(optimizer, stretches, self._groups, self._platform)
+                state = run_state(optimizer, slices, self._groups, self._platform)
                 plan, tensors = self._planner.plan(state, held, partial)
             return plan, self._staging.copy(tensors)
 
@@ -252,10 +252,10 @@ class CheckpointStore:
         same_layout = record.generators == layout_of_generators(self._groups)
         with optimizer.whole(), self._platform.optimizer_context():
             optimizer.make_moments()
-            stretches = list(optimizer.stretches())
-            state = run_state(optimizer, stretches, self._groups, self._platform, with_generators=same_layout)
+            slices = list(optimizer.slices())
+            state = run_state(optimizer, slices, self._groups, self._platform, with_generators=same_layout)
             state = load_state(state, self.folder.path(record.progress.step))
-            restore(state, optimizer, stretches, self._platform)
+            restore(state, optimizer, slices, self._platform)
 
     def load_model(self, chunks: Sequence[torch.nn.Module], record: Record) -> None:
         """Load only the model from a checked checkpoint, without its optimizer. A collective call."""

@@ -26,7 +26,7 @@ class RunOptimizer(ABC):
             ranks.
         optimizers: torch optimizers that update the parameters.
         schedule: learning-rate schedule of all optimizers.
-        shares_state: True if the optimizer state is sharded over data-parallel ranks.
+        shards_state: True if the optimizer state is sharded over data-parallel ranks.
         group: data-parallel group, whose ranks hold the same part of the model.
     """
 
@@ -36,14 +36,14 @@ class RunOptimizer(ABC):
         optimizers: Sequence[torch.optim.Optimizer],
         schedule: OptimizerParamScheduler,
         *,
-        shares_state: bool,
+        shards_state: bool,
         group: dist.ProcessGroup,
     ) -> None:
         self.chunks = chunks
         self._modules = [module for chunk in chunks for module in chunk.modules()]
-        self._optimizers, self._scheduler, self.shares_state = optimizers, schedule, shares_state
+        self._optimizers, self._scheduler, self.shards_state = optimizers, schedule, shards_state
         self._skipped = 0
-        self._group = group if shares_state else None
+        self._group = group if shards_state else None
         self._in_fp32 = with_fp32_values(
             p for module in self._modules for p in module._parameters.values() if p is not None
         )
@@ -129,18 +129,21 @@ class RunOptimizer(ABC):
         """
 
     @abstractmethod
-    def stretches(self) -> Iterator[FlatSlice]:
-        """Iterate over the optimizer state of this rank in a fixed order. Call `take` after writing to the state."""
+    def slices(self) -> Iterator[FlatSlice]:
+        """Iterate over the optimizer state of this rank, in a fixed order.
+
+        Call `restore_state` after writing to the state.
+        """
 
     def plain_state(self) -> dict[str, Any]:
         """Return the state that is not in tensors."""
         return {"schedule": {**self._scheduler.state_dict(), "skipped": self._skipped}}
 
-    def take(self, stretches: Sequence[FlatSlice], plain: dict[str, Any]) -> None:
+    def restore_state(self, slices: Sequence[FlatSlice], plain: dict[str, Any]) -> None:
         """Resume from a saved state.
 
         Args:
-            stretches: state of this rank, with the saved values written to it.
+            slices: state of this rank, with the saved values written to it.
             plain: saved result of `plain_state`.
         """
         done = go_on_from(self._scheduler, plain["schedule"])

@@ -83,7 +83,7 @@ class MegatronRunOptimizer(RunOptimizer):
         self._algorithm = algorithm
         schedule = make_schedule(self._optimizer, config, steps)
         optimizers = [part.optimizer for part in self._parts]
-        super().__init__(wrapped, optimizers, schedule, shares_state=sharded, group=groups.dp_cp)
+        super().__init__(wrapped, optimizers, schedule, shards_state=sharded, group=groups.dp_cp)
 
     def begin_step(self) -> None:
         """Set gradients to zero."""
@@ -111,8 +111,8 @@ class MegatronRunOptimizer(RunOptimizer):
     def drop_gradients(self) -> None:
         """Do nothing: `begin_step` sets gradients to zero."""
 
-    def stretches(self) -> Iterator[FlatSlice]:
-        """Implement `RunOptimizer.stretches`."""
+    def slices(self) -> Iterator[FlatSlice]:
+        """Implement `RunOptimizer.slices`."""
         for part in self._parts:
             for parameter, start, main in _held(part):
                 moments = {moment: part.optimizer.state[main][moment].view(-1) for moment in self._algorithm.moments}
@@ -155,17 +155,17 @@ def _wrap(chunk: MegatronModule, sharded: bool, overlapped: bool) -> Distributed
 
 def _held(part: Any) -> Iterator[tuple[Tensor, int, Tensor]]:
     """Iterate over the parameters that this rank updates (in part): (parameter, first element, fp32 copy)."""
-    return _of_distributed(part) if isinstance(part, DistributedOptimizer) else _of_whole(part)
+    return _distributed_masters(part) if isinstance(part, DistributedOptimizer) else _unsharded_masters(part)
 
 
-def _of_distributed(part: DistributedOptimizer) -> Iterator[tuple[Tensor, int, Tensor]]:
-    """Implement `_held` for the distributed optimizer, where this rank updates a stretch of a parameter."""
+def _distributed_masters(part: DistributedOptimizer) -> Iterator[tuple[Tensor, int, Tensor]]:
+    """Implement `_held` for the distributed optimizer, where this rank updates a slice of a parameter."""
     for parameter, (group, order) in part.model_param_group_index_map.items():
         start = part._get_model_param_range_map(parameter)["param"].start
         yield parameter, start, part.optimizer.param_groups[group]["params"][order]
 
 
-def _of_whole(part: Any) -> Iterator[tuple[Tensor, int, Tensor]]:
+def _unsharded_masters(part: Any) -> Iterator[tuple[Tensor, int, Tensor]]:
     """Implement `_held` for optimizers where every rank updates whole parameters."""
     if isinstance(part, Float16OptimizerWithFloat16Params):
         for groups in ((part.float16_groups, part.fp32_from_float16_groups), (part.fp32_from_fp32_groups,) * 2):

@@ -2,7 +2,7 @@
 
 `optimizer.state.<kind>.<key of the parameter>` is an fp32 tensor of the parameter's whole shape. The kinds are `param`
 and the moments of the algorithm, e.g. `exp_avg` and `exp_avg_sq` of AdamW.
-A sharded optimizer holds a stretch, i.e. consecutive elements, of each flattened parameter. A stretch consists of a few
+A sharded optimizer holds a slice, i.e. consecutive elements, of each flattened parameter. A slice consists of a few
 boxes of the parameter. Each rank writes the boxes that it holds, and reads the boxes that it needs, whatever the layout
 of the saving run. Nothing is gathered. Loading writes directly to the optimizer's memory. The step count is not saved
 here; it follows from the schedule.
@@ -43,57 +43,57 @@ class FlatSlice:
     tensors: dict[str, Tensor]
 
 
-def placed_state(model_state: dict[str, Any], stretches: Iterable[FlatSlice], *, sharded: bool) -> dict[str, Any]:
+def placed_state(model_state: dict[str, Any], slices: Iterable[FlatSlice], *, sharded: bool) -> dict[str, Any]:
     """Return the optimizer state as ShardedTensors of the whole model, for dist_checkpointing.
 
     Args:
         model_state: sharded state dict of the model, whose data are the parameters' `stored` tensors themselves.
-        stretches: optimizer state of this rank.
-        sharded: True if data-parallel ranks hold different stretches, False if all hold the same.
+        slices: optimizer state of this rank.
+        sharded: True if data-parallel ranks hold different slices, False if all hold the same.
 
     Returns:
-        ShardedTensors that share memory with the stretches.
+        ShardedTensors that share memory with the slices.
     """
-    places: dict[int, list[ShardedTensor]] = {}
+    shards: dict[int, list[ShardedTensor]] = {}
     for base in nested_values(model_state):
         if isinstance(base, (ShardedTensor, ShardedTensorFactory)):
             # A parameter may map to separate parts of the whole tensor: SwiGLU's gate and value.
             parts = base.build() if isinstance(base, ShardedTensorFactory) else [base]
-            places[id(base.data)] = list(nested_values(parts))
+            shards[id(base.data)] = list(nested_values(parts))
     placed: dict[str, Any] = {}
-    for stretch in stretches:
-        for place in places[id(stored(stretch.parameter))]:
-            for part in _parts_within(stretch, place, sharded):
+    for flat_slice in slices:
+        for shard in shards[id(stored(flat_slice.parameter))]:
+            for part in _parts_within(flat_slice, shard, sharded):
                 placed[f"{len(placed)}"] = part
     return placed
 
 
-def _parts_within(stretch: FlatSlice, place: ShardedTensor, sharded: bool) -> Iterator[ShardedTensor]:
-    """Iterate over the boxes of a stretch within `place`, the checkpoint tensor of all or part of its parameter."""
-    assert place.data is not None
-    assert place.prepend_axis_num == 0, "layers are stored one by one"
-    assert place.data.is_contiguous(), f"{place.key} is cut along its rows alone"
-    begin = place.data.storage_offset() - stored(stretch.parameter).storage_offset()
-    length = len(next(iter(stretch.tensors.values())))
-    first, last = max(stretch.start, begin), min(stretch.start + length, begin + place.data.numel())
-    for offset, shape in boxes(tuple(place.data.shape), first - begin, last - begin):
-        start = begin - stretch.start + _flat_index(offset, tuple(place.data.shape))
-        for kind, tensor in stretch.tensors.items():
+def _parts_within(flat_slice: FlatSlice, shard: ShardedTensor, sharded: bool) -> Iterator[ShardedTensor]:
+    """Iterate over the boxes of a slice within `shard`, the checkpoint tensor of all or part of its parameter."""
+    assert shard.data is not None
+    assert shard.prepend_axis_num == 0, "layers are stored one by one"
+    assert shard.data.is_contiguous(), f"{shard.key} is cut along its rows alone"
+    begin = shard.data.storage_offset() - stored(flat_slice.parameter).storage_offset()
+    length = len(next(iter(flat_slice.tensors.values())))
+    first, last = max(flat_slice.start, begin), min(flat_slice.start + length, begin + shard.data.numel())
+    for offset, shape in boxes(tuple(shard.data.shape), first - begin, last - begin):
+        start = begin - flat_slice.start + _flat_index(offset, tuple(shard.data.shape))
+        for kind, tensor in flat_slice.tensors.items():
             data = tensor.narrow(0, start, math.prod(shape)).view(shape)
             yield replace(
-                place,
-                key=f"optimizer.state.{kind}.{place.key}",
+                shard,
+                key=f"optimizer.state.{kind}.{shard.key}",
                 data=data,
                 dtype=data.dtype,
                 local_shape=shape,
-                global_offset=tuple(a + b for a, b in zip(place.global_offset, offset, strict=True)),
+                global_offset=tuple(a + b for a, b in zip(shard.global_offset, offset, strict=True)),
                 axis_fragmentations=None,  # boxes of any size
-                replica_id=_of_the_only_holder(place.replica_id) if sharded else place.replica_id,
+                replica_id=_sole_replica_id(shard.replica_id) if sharded else shard.replica_id,
                 allow_shape_mismatch=False,
             )
 
 
-def _of_the_only_holder(replica_id: Any) -> Any:
+def _sole_replica_id(replica_id: Any) -> Any:
     """Return a replica id (pipeline, tensor, data-parallel rank) with data-parallel rank 0: one rank holds the data."""
     return (*replica_id[:-1], 0) if isinstance(replica_id, tuple) else 0
 
@@ -111,15 +111,15 @@ def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
         return
     first_whole, last_whole = -(-start // inner), stop // inner
     if first_whole > last_whole:  # within one row
-        yield from _of_row(first_whole - 1, shape, start, stop)
+        yield from _row_boxes(first_whole - 1, shape, start, stop)
         return
-    yield from _of_row(first_whole - 1, shape, start, first_whole * inner)
+    yield from _row_boxes(first_whole - 1, shape, start, first_whole * inner)
     if first_whole < last_whole:
         yield (first_whole, *(0,) * (len(shape) - 1)), (last_whole - first_whole, *shape[1:])
-    yield from _of_row(last_whole, shape, last_whole * inner, stop)
+    yield from _row_boxes(last_whole, shape, last_whole * inner, stop)
 
 
-def _of_row(row: int, shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+def _row_boxes(row: int, shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
     before = row * math.prod(shape[1:])
     for offset, size in boxes(shape[1:], start - before, stop - before):
         yield (row, *offset), (1, *size)

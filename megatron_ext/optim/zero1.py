@@ -83,7 +83,7 @@ class Zero1RunOptimizer(RunOptimizer):
         self._step = DeepSpeedStep(self._zero)
         get_model_config(chunks[0]).finalize_model_grads_func = self._reduce
         wrapped = [ZeroChunk(chunk, self._zero) for chunk in chunks]
-        super().__init__(wrapped, [base], make_schedule(base, config, steps), shares_state=True, group=groups.dp_cp)
+        super().__init__(wrapped, [base], make_schedule(base, config, steps), shards_state=True, group=groups.dp_cp)
 
     def begin_step(self) -> None:
         """Set gradients to zero."""
@@ -117,9 +117,9 @@ class Zero1RunOptimizer(RunOptimizer):
         """Implement `RunOptimizer.make_moments`."""
         make_linked_moments(self._zero, self._algorithm)
 
-    def stretches(self) -> Iterator[FlatSlice]:
-        """Implement `RunOptimizer.stretches`."""
-        return linked_stretches(self._zero, self._algorithm)
+    def slices(self) -> Iterator[FlatSlice]:
+        """Implement `RunOptimizer.slices`."""
+        return linked_slices(self._zero, self._algorithm)
 
     def masters(self, parameters: Sequence[Tensor]) -> Iterator[Master]:
         """Implement `RunOptimizer.masters`."""
@@ -240,7 +240,7 @@ def make_linked_moments(zero: DeepSpeedZeroOptimizer, algorithm: Algorithm) -> N
         zero._lazy_init_hp_params_optimizer_state()
 
 
-def linked_stretches(zero: DeepSpeedZeroOptimizer, algorithm: Algorithm) -> Iterator[FlatSlice]:
+def linked_slices(zero: DeepSpeedZeroOptimizer, algorithm: Algorithm) -> Iterator[FlatSlice]:
     """Iterate over the optimizer state that DeepSpeed has linked to its parameters, at stage 1 or 2."""
     for group in zero.bit16_groups:
         for parameter in group:

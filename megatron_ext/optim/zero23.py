@@ -28,7 +28,7 @@ from megatron_ext.optim.parameter_groups import parameter_groups
 from megatron_ext.optim.registry import algorithm_of
 from megatron_ext.optim.schedule import make_schedule
 from megatron_ext.optim.state import FlatSlice, make_moments
-from megatron_ext.optim.zero1 import linked_masters, linked_stretches, make_linked_moments
+from megatron_ext.optim.zero1 import linked_masters, linked_slices, make_linked_moments
 from megatron_ext.platform.device import Platform
 
 
@@ -73,16 +73,16 @@ class EngineRunOptimizer(RunOptimizer):
         self._step = DeepSpeedStep(self._zero, self._engine)
         self._groups = groups
         self._parameters = list(chunk.parameters())
-        self._shares_parameters = settings["zero_optimization"]["stage"] == 3
+        self._shards_parameters = settings["zero_optimization"]["stage"] == 3
         get_model_config(chunk).finalize_model_grads_func = self._count_tokens
-        if self._shares_parameters:
-            self._make_moments_of_shares()
+        if self._shards_parameters:
+            self._make_moments_of_shards()
         schedule = make_schedule(base, config, steps)
-        super().__init__([EngineChunk(self._engine)], [base], schedule, shares_state=True, group=groups.dp_cp)
+        super().__init__([EngineChunk(self._engine)], [base], schedule, shards_state=True, group=groups.dp_cp)
 
     def whole(self) -> AbstractContextManager[None]:
         """Implement `RunOptimizer.whole`."""
-        if not self._shares_parameters:
+        if not self._shards_parameters:
             return nullcontext()
         return GatheredParameters(self._parameters, modifier_rank=0)
 
@@ -95,7 +95,7 @@ class EngineRunOptimizer(RunOptimizer):
     @contextmanager
     def _without_hooks(self) -> Iterator[None]:
         """Context manager under which ZeRO-3 does not gather parameters on use. It traces their order anew later."""
-        if not self._shares_parameters:
+        if not self._shards_parameters:
             yield
             return
         hooks = self._zero.parameter_offload
@@ -135,10 +135,10 @@ class EngineRunOptimizer(RunOptimizer):
 
     def make_moments(self) -> None:
         """Implement `RunOptimizer.make_moments`; with ZeRO-3 the constructor has already allocated them."""
-        if not self._shares_parameters:
+        if not self._shards_parameters:
             make_linked_moments(self._zero, self._algorithm)
 
-    def _make_moments_of_shares(self) -> None:
+    def _make_moments_of_shards(self) -> None:
         """Allocate the moments of this rank's ZeRO-3 shards, before there are gradients.
 
         State on a disk (NVMe) is swapped in and out for this. Once there are gradients, swapping would lose them.
@@ -152,40 +152,40 @@ class EngineRunOptimizer(RunOptimizer):
             if on_disk:
                 zero._optimizer_states_and_gradient_swap_out(number)
 
-    def take(self, stretches: Sequence[FlatSlice], plain: dict[str, Any]) -> None:
-        """Implement `RunOptimizer.take`; state on a disk is written back."""
-        for stretch in stretches:
-            if self._on_disk(stretch.parameter):
-                self._bring_to_disk(stretch)
-        super().take(stretches, plain)
+    def restore_state(self, slices: Sequence[FlatSlice], plain: dict[str, Any]) -> None:
+        """Implement `RunOptimizer.restore_state`; state on a disk is written back."""
+        for flat_slice in slices:
+            if self._on_disk(flat_slice.parameter):
+                self._write_to_disk(flat_slice)
+        super().restore_state(slices, plain)
 
-    def stretches(self) -> Iterator[FlatSlice]:
-        """Implement `RunOptimizer.stretches`."""
-        if not self._shares_parameters:
-            yield from linked_stretches(self._zero, self._algorithm)
+    def slices(self) -> Iterator[FlatSlice]:
+        """Implement `RunOptimizer.slices`."""
+        if not self._shards_parameters:
+            yield from linked_slices(self._zero, self._algorithm)
             return
         for parameter in self._parameters:
-            share = self._share(parameter, ("param", *self._algorithm.moments))
-            if share is not None:
-                yield share
+            shard = self._shard(parameter, ("param", *self._algorithm.moments))
+            if shard is not None:
+                yield shard
 
     def masters(self, parameters: Sequence[Tensor]) -> Iterator[Master]:
         """Implement `RunOptimizer.masters`."""
-        if not self._shares_parameters:
+        if not self._shards_parameters:
             yield from linked_masters(parameters)
             return
         for parameter in parameters:
-            share = self._share(parameter, ("param",))
-            if share is not None:
-                yield Master(parameter, share.start, share.tensors["param"])
+            shard = self._shard(parameter, ("param",))
+            if shard is not None:
+                yield Master(parameter, shard.start, shard.tensors["param"])
 
     def _write_master(self, master: Master, values: Tensor) -> None:
         """Implement `RunOptimizer._write_master`; a copy on a disk is written back."""
         super()._write_master(master, values)
         if self._on_disk(master.parameter):
-            self._bring_to_disk(FlatSlice(master.parameter, master.start, {"param": master.values}))
+            self._write_to_disk(FlatSlice(master.parameter, master.start, {"param": master.values}))
 
-    def _share(self, parameter: Any, kinds: Sequence[str]) -> FlatSlice | None:
+    def _shard(self, parameter: Any, kinds: Sequence[str]) -> FlatSlice | None:
         """Return the ZeRO-3 shard of a parameter on this rank; None if the shard contains only padding.
 
         Shards have equal sizes, so the last ones are padded.
@@ -206,14 +206,14 @@ class EngineRunOptimizer(RunOptimizer):
 
     def _on_disk(self, parameter: Any) -> bool:
         """Return True if DeepSpeed keeps this parameter's optimizer state on a disk."""
-        if not self._shares_parameters:
+        if not self._shards_parameters:
             return False
         group, *_ = self._zero.grad_position[self._zero.get_param_id(parameter)]
         return bool(self._zero._swappable_optimizer_subgroup(group))
 
-    def _bring_to_disk(self, stretch: FlatSlice) -> None:
-        parameter: Any = stretch.parameter
-        for kind, tensor in stretch.tensors.items():
+    def _write_to_disk(self, flat_slice: FlatSlice) -> None:
+        parameter: Any = flat_slice.parameter
+        for kind, tensor in flat_slice.tensors.items():
             padded = tensor.new_zeros(parameter.ds_tensor.ds_numel)
             padded[: len(tensor)] = tensor
             self._zero.set_local_hp_param(padded, parameter, None if kind == "param" else kind)

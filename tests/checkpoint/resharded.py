@@ -69,17 +69,17 @@ def whole(trainer: Trainer) -> dict[str, dict[str, Tensor]]:
     optimizer, groups = trainer.optimizer, trainer.groups
     with optimizer.whole():
         found = {"parameters": parity.whole_parameters(optimizer.chunks, groups.tp.rank())}
-    held = list(optimizer.stretches())  # type: ignore[attr-defined]
+    held = list(optimizer.slices())  # type: ignore[attr-defined]
     for kind in ("param", "exp_avg", "exp_avg_sq"):
         values = {}
         for chunk in optimizer.chunks:
             for parameter in chunk.parameters():
                 shape = getattr(parameter, "ds_shape", parameter.shape)  # under ZeRO-3 the parameter itself is empty
                 filled = torch.full([shape.numel()], -torch.inf)
-                for stretch in held:
-                    if stretch.parameter is parameter:
-                        tensor = stretch.tensors[kind]
-                        filled[stretch.start : stretch.start + len(tensor)] = tensor
+                for flat_slice in held:
+                    if flat_slice.parameter is parameter:
+                        tensor = flat_slice.tensors[kind]
+                        filled[flat_slice.start : flat_slice.start + len(tensor)] = tensor
                 dist.all_reduce(filled, dist.ReduceOp.MAX, group=groups.dp_cp)
                 assert torch.isfinite(filled).all(), f"nobody holds {kind} of all elements"
                 values[id(parameter)] = filled.view(shape)

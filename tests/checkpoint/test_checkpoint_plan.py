@@ -30,15 +30,15 @@ def trained(groups: Any, model: dict[str, Any], pattern: str, **optimizer: Any) 
 
 def planned(planner: Planner, run: TimedRun, groups: Any, folder: Path) -> tuple[RankPlan, list[torch.Tensor]]:
     optimizer = run.trainer.optimizer
-    stretches = list(optimizer.stretches())
-    held = held_tensors(optimizer, stretches)
+    slices = list(optimizer.slices())
+    held = held_tensors(optimizer, slices)
     if planner.is_settled:
         return planner.again(held, plain_state(optimizer, groups, CPU))
-    return planner.plan(run_state(optimizer, stretches, groups, CPU), held, folder)
+    return planner.plan(run_state(optimizer, slices, groups, CPU), held, folder)
 
 
 def held(run: TimedRun) -> list[torch.Tensor]:
-    return held_tensors(run.trainer.optimizer, list(run.trainer.optimizer.stretches()))
+    return held_tensors(run.trainer.optimizer, list(run.trainer.optimizer.slices()))
 
 
 def told(plan: RankPlan) -> Any:
@@ -105,6 +105,6 @@ def test_what_lies_elsewhere_cannot_be_planned(one_process: Any, tmp_path: Path)
     planned(planner, run, one_process, tmp_path)
     optimizer = run.trainer.optimizer
     copies = [t.clone() for t in held(run)]
-    state = run_state(optimizer, list(optimizer.stretches()), one_process, CPU)
+    state = run_state(optimizer, list(optimizer.slices()), one_process, CPU)
     with pytest.raises(AssertionError, match="is a view of the model or its optimizer, and one of"):
         planner.plan(state, copies, tmp_path)

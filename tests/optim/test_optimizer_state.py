@@ -12,7 +12,7 @@ SHAPES = st.lists(st.integers(1, 5), min_size=0, max_size=4).map(tuple)
 
 
 @given(SHAPES, st.data())
-def test_boxes_are_the_elements_of_a_stretch_in_order(shape: tuple[int, ...], data: st.DataObject) -> None:
+def test_boxes_are_the_elements_of_a_slice_in_order(shape: tuple[int, ...], data: st.DataObject) -> None:
     numbers = torch.arange(int(torch.tensor(shape).prod()) if shape else 1).view(shape)
     start = data.draw(st.integers(0, numbers.numel()))
     stop = data.draw(st.integers(start, numbers.numel()))
