@@ -9,7 +9,7 @@ from megatron_ext.config.schema import OptimizerConfig
 from megatron_ext.config.suggest import suggest
 from megatron_ext.optim.algorithm import Algorithm
 from megatron_ext.utils.errors import UserError
-from megatron_ext.utils.registration import import_modules
+from megatron_ext.utils.registration import add_entry, import_modules
 
 ALGORITHMS: dict[str, type[Algorithm]] = {}
 
@@ -22,9 +22,7 @@ def register(name: str) -> Callable[[type[Algorithm]], type[Algorithm]]:
     """
 
     def add(algorithm: type[Algorithm]) -> type[Algorithm]:
-        if name in ALGORITHMS:
-            raise ValueError(f"two optimizers are called {name!r}: {ALGORITHMS[name]} and {algorithm}")
-        ALGORITHMS[name] = algorithm
+        add_entry(ALGORITHMS, name, algorithm, "optimizers")
         return algorithm
 
     return add

@@ -9,7 +9,7 @@ import megatron_ext.mixers
 from megatron_ext.config.traits import MixerTraits
 from megatron_ext.mixers.core.base import Mixer
 from megatron_ext.mixers.core.settings import SETTINGS
-from megatron_ext.utils.registration import import_modules
+from megatron_ext.utils.registration import add_entry, import_modules
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,7 @@ def register(name: str, config_type: type | None = None) -> Callable[[type[Mixer
     """
 
     def add(module: type[Mixer]) -> type[Mixer]:
-        if name in MIXERS:
-            raise ValueError(f"two mixers are called {name!r}: {MIXERS[name].module} and {module}")
-        MIXERS[name] = MixerEntry(name, module, config_type or SETTINGS[name])
+        add_entry(MIXERS, name, MixerEntry(name, module, config_type or SETTINGS[name]), "mixers")
         return module
 
     return add

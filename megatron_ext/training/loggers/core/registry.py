@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import megatron_ext.training.loggers
 from megatron_ext.training.loggers.core.base import Logger
 from megatron_ext.utils.errors import UserError
-from megatron_ext.utils.registration import import_modules
+from megatron_ext.utils.registration import add_entry, import_modules
 
 FIELD = "logging.backends"
 
@@ -50,9 +50,8 @@ def register(name: str, package: str | None = None, install: str = "") -> Callab
     """
 
     def add(kind: type[Logger]) -> type[Logger]:
-        if name in LOGGERS:
-            raise ValueError(f"two loggers are called {name!r}: {LOGGERS[name].kind} and {kind}")
-        LOGGERS[name] = LoggerEntry(name, kind, package, install or f"pip install {package}")
+        entry = LoggerEntry(name, kind, package, install or f"pip install {package}")
+        add_entry(LOGGERS, name, entry, "loggers")
         return kind
 
     return add
