@@ -119,7 +119,7 @@ FAULTS = [
     PlantedFault(
         "moments lost when an optimizer state is resharded",
         "megatron_ext/optim/state.py",
-        "    yield from _of_row(last_whole, shape, last_whole * inner, stop)\n",
+        "    yield from _row_boxes(last_whole, shape, last_whole * inner, stop)\n",
         "",
         "tests/optim/test_optimizer_state.py tests/checkpoint/test_checkpoint_resharding.py",
     ),
