@@ -147,15 +147,15 @@ FAULTS = [
     PlantedFault(
         "error of one rank swallowed",
         "megatron_ext/parallel/agreement.py",
-        "    if said is not None:\n        raise _error(*said)\n",
+        "    if failure is not None:\n        raise _error(*failure)\n",
         "",
         "tests/parallel/test_agreement.py",
     ),
     PlantedFault(
         "decode cache not reordered with the beams",
         "megatron_ext/mixers/core/decode_cache.py",
-        "torch.index_select(self.room[: self._count], 1, numbers_n, out=room[: self._count])",
-        "room[: self._count] = self.room[: self._count, :1]",
+        "torch.index_select(self.buffer[: self._count], 1, indices_n, out=buffer[: self._count])",
+        "buffer[: self._count] = self.buffer[: self._count, :1]",
         "tests/evaluation/test_language_model.py -k test_every_mixer_remembers_under_every_layout",
     ),
     PlantedFault(

@@ -162,7 +162,7 @@ class Continuations:
             numbers, tokens = beams.advance(logits_1v.expand(beams.num_beams, -1))
             while beams.is_open:
                 for memory in memories:
-                    memory.take(torch.tensor(numbers, device=self._device))
+                    memory.select_sequences(torch.tensor(numbers, device=self._device))
                 hidden_tbh = self._read_on([[token] for token in tokens], at)
                 numbers, tokens = beams.advance(self._logits(hidden_tbh, output))
                 at += 1

@@ -31,7 +31,7 @@ from megatron_ext.evaluation.retrieval.options import RetrievalOptions
 from megatron_ext.evaluation.retrieval.run import check_retrieval, evaluate_retrieval
 from megatron_ext.mixers.core.registry import load_all
 from megatron_ext.model.forward_backward import TokenLosses
-from megatron_ext.parallel.first_rank import say_on_first_rank
+from megatron_ext.parallel.first_rank import print_on_first_rank
 from megatron_ext.platform.device import Platform
 from megatron_ext.run_folder.layout import EVALUATIONS, step_name
 from megatron_ext.runs.tokenizer import RunTokenizer
@@ -167,7 +167,7 @@ def domains(evaluated: EvalContext, options: DomainOptions, output: Path) -> Sui
 def check_domains(evaluated: EvalContext, options: DomainOptions) -> None:
     """Reject data that is missing, damaged or from another tokenizer; see `Check`. A collective call."""
     for line in options.warnings():
-        say_on_first_rank(line)
+        print_on_first_rank(line)
     _open_domains(evaluated, options, evaluated.config.data)
 
 

@@ -44,8 +44,8 @@ class DeltaNet(StatefulMixer):
         num_scalars = self.head_group_width() - sum(self.head_widths)
         qkv, gate, scalars = cut(x_tbuw, [self.qkv_width, self.gate_width, num_scalars])
         weight = self.own_head_groups(self.conv_weight, part)
-        before, of_length_1 = previous_rows(qkv, weight, part.history), (True, True, False)
-        q, k, v = short_convolution(qkv, before, weight, widths=self.head_widths[:3], unit_length=of_length_1)
+        before, unit_length = previous_rows(qkv, weight, part.history), (True, True, False)
+        q, k, v = short_convolution(qkv, before, weight, widths=self.head_widths[:3], unit_length=unit_length)
         decay, beta = self.log_forgetting(scalars, part), strengths(scalars[..., 0])
         return scan(gated_delta_rule, q, k, v, decay, beta, part=part), batch_first(gate)
 

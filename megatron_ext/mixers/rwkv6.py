@@ -35,9 +35,9 @@ class RWKV6(RWKVMixer):
         """Create the parameters of mixtures, gate and decays, and the bonus of the current token."""
         hidden, mix_rank, decay_rank = self.config.hidden_size, self.mixer_config.mix_rank, self.mixer_config.decay_rank
         plain, steep = ramp(self.layers_left), ramp(0.5 * self.layers_left)
-        of_values = ramp(self.layers_left, lowered=0.3 * self.depth)
+        values_ramp = ramp(self.layers_left, lowered=0.3 * self.depth)
         self.mu_of_mixing = self.new_of_all_ranks(plain, hidden, weight_decay=False)
-        starts = ramps(plain, plain, of_values, steep, steep)
+        starts = ramps(plain, plain, values_ramp, steep, steep)
         self.mu = self.new_of_all_ranks(starts, 5, hidden, weight_decay=False)
         self.mix_down = self.new_of_all_ranks(zeros, 5, mix_rank, hidden)
         self.mix_up = self.new_of_all_ranks(uniform_within(0.01), 5, hidden, mix_rank)
@@ -50,9 +50,9 @@ class RWKV6(RWKVMixer):
     def project(self, x_tbh: Tensor, before_1bh: Tensor) -> tuple[Tensor, ...]:
         """Implement `RWKVMixer.project`."""
         w, k, v, r, g = self._inputs(x_tbh, before_1bh)
-        of_decay = self.to_heads(self.narrow(w, self.decay_down).tanh(), self.decay_up)
+        decay_logits = self.to_heads(self.narrow(w, self.decay_down).tanh(), self.decay_up)
         r, k, v, g = map(self.to_heads, (r, k, v, g), (self.r_proj, self.k_proj, self.v_proj, self.g_proj))
-        return r, k, v, of_decay, g
+        return r, k, v, decay_logits, g
 
     def _inputs(self, x_tbh: Tensor, before_1bh: Tensor) -> tuple[Tensor, ...]:
         """Compute the five mixtures, [t, b, h] each."""
@@ -65,9 +65,9 @@ class RWKV6(RWKVMixer):
 
     def mix(self, x_tbuw: Tensor, part: MixInput) -> Tensor:
         """Implement `Mixer.mix`: scan, norm, gate."""
-        r, k, v, of_decay, g = x_tbuw, *part.more
+        r, k, v, decay_logits, g = x_tbuw, *part.more
         base, bonus = (self.own_head_groups(p, part) for p in (self.decay_base, self.bonus))
-        heads = decaying_heads(r, k, v, of_decay, base)
+        heads = decaying_heads(r, k, v, decay_logits, base)
         o = scan(partial(rwkv6, u=bonus.float()), *heads, part=part)
         return gated(o, g, *self.own_group_norm(part))
 
@@ -78,10 +78,10 @@ class RWKV6(RWKVMixer):
 
 @fused
 def decaying_heads(
-    r_tbud: Tensor, k_tbud: Tensor, v_tbud: Tensor, of_decay_tbud: Tensor, base_ud: Tensor
+    r_tbud: Tensor, k_tbud: Tensor, v_tbud: Tensor, decay_logits_tbud: Tensor, base_ud: Tensor
 ) -> tuple[Tensor, ...]:
     """Return receptances, keys, values and log decays (fp32): [b, t, u, d] each."""
-    log_decay = -(base_ud.float() + of_decay_tbud.float()).exp()
+    log_decay = -(base_ud.float() + decay_logits_tbud.float()).exp()
     return tuple(batch_first(x).contiguous() for x in (r_tbud, k_tbud, v_tbud, log_decay))
 
 

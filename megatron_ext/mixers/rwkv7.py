@@ -72,17 +72,17 @@ class RWKV7(RWKVMixer):
     def project(self, x_tbh: Tensor, before_1bh: Tensor) -> tuple[Tensor, ...]:
         """Implement `RWKVMixer.project`."""
         r, w, k, v, a, g = mixtures(x_tbh, before_1bh, self.replicated(self.mu))
-        of_decay = self.to_heads(self.narrow(w, self.decay_down).tanh(), self.decay_up)
-        of_rate = self.to_heads(self.narrow(a, self.rate_down), self.rate_up)
+        decay_logits = self.to_heads(self.narrow(w, self.decay_down).tanh(), self.decay_up)
+        rate_logits = self.to_heads(self.narrow(a, self.rate_down), self.rate_up)
         gate = self.to_heads(self.narrow(g, self.gate_down).sigmoid(), self.gate_up)
         r, k, v = map(self.to_heads, (r, k, v), (self.r_proj, self.k_proj, self.v_proj))
-        return r, k, v, of_decay, of_rate, gate
+        return r, k, v, decay_logits, rate_logits, gate
 
     def mix(self, x_tbuw: Tensor, part: MixInput) -> Tensor:
         """Implement `Mixer.mix`: scan, norm, bonus of the current token, gate."""
-        r, k, v, of_decay, of_rate, gate = x_tbuw, *part.more
+        r, k, v, decay_logits, rate_logits, gate = x_tbuw, *part.more
         names = (self.decay_base, self.rate_base, self.removal_scale, self.key_rate)
-        heads = moving_heads(r, k, v, of_decay, of_rate, *(self.own_head_groups(p, part) for p in names))
+        heads = moving_heads(r, k, v, decay_logits, rate_logits, *(self.own_head_groups(p, part) for p in names))
         o = scan(partial(rwkv7, log_decay_bound=LEAST_LOG_DECAY), *heads, part=part)
         r, k, v, *_ = heads
         return gated(o, r, k, v, self.own_head_groups(self.bonus, part), gate, *self.own_group_norm(part))
@@ -102,16 +102,16 @@ def moving_heads(
     r_tbud: Tensor,
     k_tbud: Tensor,
     v_tbud: Tensor,
-    of_decay_tbud: Tensor,
-    of_rate_tbud: Tensor,
+    decay_logits_tbud: Tensor,
+    rate_logits_tbud: Tensor,
     decay_base_ud: Tensor,
     rate_base_ud: Tensor,
     removal_scale_ud: Tensor,
     key_rate_ud: Tensor,
 ) -> tuple[Tensor, ...]:
     """Return receptances, keys, values, log decays (fp32), removal keys and their replacements: [b, t, u, d] each."""
-    log_decay = LEAST_LOG_DECAY * (decay_base_ud.float() + of_decay_tbud.float()).sigmoid()
-    rate = (rate_base_ud.float() + of_rate_tbud.float()).sigmoid()
+    log_decay = LEAST_LOG_DECAY * (decay_base_ud.float() + decay_logits_tbud.float()).sigmoid()
+    rate = (rate_base_ud.float() + rate_logits_tbud.float()).sigmoid()
     removed = F.normalize(k_tbud.float() * removal_scale_ud.float(), dim=-1)
     k = k_tbud.float() * (1 + (rate - 1) * key_rate_ud.float())
     k, a, b = (x.to(v_tbud.dtype) for x in (k, -removed, removed * rate))

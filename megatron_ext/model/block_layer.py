@@ -24,7 +24,7 @@ class BlockLayer(TransformerLayer):
             output: Tensor = forward(hidden_states, *args, **kwargs)
             return output
 
-        def of_hidden_states(x: Tensor) -> Tensor:
+        def forward_mlp(x: Tensor) -> Tensor:
             output: Tensor = forward(x, *args, **kwargs)
             return output
 
@@ -32,7 +32,7 @@ class BlockLayer(TransformerLayer):
             from megatron.core.extensions.transformer_engine import te_checkpoint
 
             rng, tp_group = get_cuda_rng_tracker, self.pg_collection.tp
-            recomputed: Tensor = te_checkpoint(of_hidden_states, False, rng, tp_group, hidden_states)
+            recomputed: Tensor = te_checkpoint(forward_mlp, False, rng, tp_group, hidden_states)
         else:
-            recomputed = checkpoint(of_hidden_states, False, hidden_states)
+            recomputed = checkpoint(forward_mlp, False, hidden_states)
         return recomputed

@@ -52,12 +52,13 @@ def sizes_of(where: str) -> Iterator[None]:
         yield
     except (RuntimeError, TypeError, OverflowError, MemoryError) as error:
         text = " ".join(str(error).split())
-        if not isinstance(error, MemoryError | OverflowError) and not any(said in text.lower() for said in _OF_SIZES):
+        is_about_size = any(message in text.lower() for message in _SIZE_MESSAGES)
+        if not isinstance(error, MemoryError | OverflowError) and not is_about_size:
             raise
         problem = f"describes a tensor that is too large to be made ({text[:_SHOWN]})"
         raise UserError(where, problem, "give the configuration that the model was made with") from error
 
 
 _SHOWN = 140
-_OF_SIZES = ("overflow", "allocate memory", "out of memory")
+_SIZE_MESSAGES = ("overflow", "allocate memory", "out of memory")
 """Substrings of torch's messages about sizes that exceed its integers or the memory."""

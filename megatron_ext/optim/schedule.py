@@ -68,7 +68,7 @@ def first_other_rate(
         (step, rate before, rate after), steps counted from 1; None if the rates are the same.
     """
     schedules = [make_schedule(_NoParameters(), before, steps_before), make_schedule(_NoParameters(), after, steps)]
-    bends = {bend + near for one in schedules for bend in _bends(one) for near in (0, 1)}
+    bends = {bend + near for schedule in schedules for bend in _bends(schedule) for near in (0, 1)}
     every = -(-done // _MOST_COMPARED)
     for step in sorted({*range(1, done + 1, max(every, 1)), *bends, done}):
         if not 1 <= step <= done:

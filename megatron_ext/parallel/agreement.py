@@ -37,9 +37,11 @@ def raise_on_all_ranks(check: Callable[[], object]) -> None:
         if error is not None:
             raise error
         return
-    said = next((one for one in gather_objects(None if error is None else _parts(error)) if one is not None), None)
-    if said is not None:
-        raise _error(*said)
+    failure = next(
+        (parts for parts in gather_objects(None if error is None else _parts(error)) if parts is not None), None
+    )
+    if failure is not None:
+        raise _error(*failure)
 
 
 def gather_objects(value: Any) -> list[Any]:
@@ -93,7 +95,7 @@ def _gathered(content: bytes, group: dist.ProcessGroup | None, to: int | None) -
     size = torch.tensor([len(content)], dtype=torch.int64, device=device)
     sizes = [torch.empty_like(size) for _ in range(ranks)]
     dist.all_gather(sizes, size, group=group)
-    lengths = [int(one) for one in sizes]
+    lengths = [int(size) for size in sizes]
     own = _bytes(content, max(lengths), device)
     if to is None or dist.get_rank(group) == to:
         parts: list[Tensor] | None = [torch.empty_like(own) for _ in range(ranks)]
@@ -134,7 +136,7 @@ def _parts(error: UserError) -> tuple[str, list[str], list[str]]:
 
 
 def _error(name: str, arguments: list[str], plain: list[str]) -> UserError:
-    kind = {_name(one): one for one in _kinds(UserError)}.get(name)
+    kind = {_name(kind): kind for kind in _kinds(UserError)}.get(name)
     return UserError(*plain) if kind is None else kind(*arguments)
 
 

@@ -8,7 +8,7 @@ import sys
 import torch.distributed as dist
 
 
-def say_on_first_rank(line: str) -> None:
+def print_on_first_rank(line: str) -> None:
     """Print a line to standard error on the first rank."""
     rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
     if rank == 0:

@@ -46,8 +46,8 @@ def in_fp32(parameter: Tensor) -> Tensor:
     values = fp32_values(parameter)
     if values is None:
         return parameter
-    taken: Tensor = _Taken.apply(parameter, values)
-    return taken
+    values_in_fp32: Tensor = _ToFP32.apply(parameter, values)
+    return values_in_fp32
 
 
 def set_values(parameter: Tensor, values: Tensor) -> None:
@@ -58,7 +58,7 @@ def set_values(parameter: Tensor, values: Tensor) -> None:
             own.copy_(values)
 
 
-class _Taken(torch.autograd.Function):
+class _ToFP32(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, values: Tensor) -> Tensor:
         ctx.dtype = parameter.dtype

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ext.parallel.transport import Sent, Transport
+from megatron_ext.parallel.transport import MessageInFlight, Transport
 
 
 class _Message:
@@ -25,7 +25,7 @@ class _Message:
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self._sent: Sent | None = None
+        self._sent: MessageInFlight | None = None
 
     def send(self, parts_nx: Tensor) -> Tensor:
         """Send `parts_nx[r]` to rank r. Return the tensor to be received, whose element r comes from rank r."""
@@ -98,15 +98,15 @@ def sequence_to_heads(
         waits for the messages of its round.
     """
     cut = [x.unflatten(2, (transport.size, rounds, -1)).unbind(3) for x in features_tbnw]
-    coming = deque(
-        [AsyncAllToAll(x.permute(2, 0, 1, 3, 4), transport) for x in of_round] for of_round in zip(*cut, strict=True)
+    messages = deque(
+        [AsyncAllToAll(x.permute(2, 0, 1, 3, 4), transport) for x in features] for features in zip(*cut, strict=True)
     )
-    return _arrivals(coming)
+    return _arrivals(messages)
 
 
-def _arrivals(coming: deque[list[AsyncAllToAll]]) -> Iterator[tuple[Tensor, ...]]:
-    while coming:
-        yield tuple(x.arrived().flatten(0, 1) for x in coming.popleft())
+def _arrivals(messages: deque[list[AsyncAllToAll]]) -> Iterator[tuple[Tensor, ...]]:
+    while messages:
+        yield tuple(x.arrived().flatten(0, 1) for x in messages.popleft())
 
 
 def heads_to_sequence(x_tbnw: Tensor, transport: Transport) -> AsyncAllToAll:

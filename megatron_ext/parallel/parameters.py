@@ -127,8 +127,8 @@ def initialize_model(chunks: Iterable[GPTModel], seed: int, tp_group: ProcessGro
             for model in chunks
             for name, parameter in global_parameters(model)
         ]
-        for one in drawn:
-            one.result()
+        for future in drawn:
+            future.result()
 
 
 def initialize_mixer(mixer: MegatronModule, seed: int, tp_group: ProcessGroup) -> None:

@@ -36,7 +36,7 @@ def context_parallel_scan(scan: Scan, v_bthe: Tensor, key_dim: int, group: Proce
     """
     b, t, h, e = v_bthe.shape
     identity = torch.eye(key_dim, device=v_bthe.device).expand(b, h, -1, -1)
-    given, last = scan(
+    outputs, last = scan(
         torch.cat([v_bthe, v_bthe.new_zeros(b, t, h, key_dim)], -1),
         torch.cat([identity.new_zeros(b, h, key_dim, e), identity], -1),
     )
@@ -44,10 +44,10 @@ def context_parallel_scan(scan: Scan, v_bthe: Tensor, key_dim: int, group: Proce
     def after(summary: Tensor, state: Tensor) -> Tensor:
         return summary[..., e:] @ state + summary[..., :e]
 
-    state = _put_together(last, after, torch.zeros_like(last[..., :e]), group)
-    from_zeros, of_state = (x.transpose(1, 2).flatten(0, 1) for x in given.split([e, key_dim], -1))
+    state = _initial_state(last, after, torch.zeros_like(last[..., :e]), group)
+    out_from_zeros, state_factors = (x.transpose(1, 2).flatten(0, 1) for x in outputs.split([e, key_dim], -1))
     # baddbmm rounds the sum of both terms only once.
-    out = torch.baddbmm(from_zeros, of_state, state.to(given.dtype).flatten(0, 1))
+    out = torch.baddbmm(out_from_zeros, state_factors, state.to(outputs.dtype).flatten(0, 1))
     return out.unflatten(0, (b, h)).transpose(1, 2)
 
 
@@ -67,10 +67,10 @@ def diagonal_state_before(kept: Tensor, written: Tensor, group: ProcessGroup) ->
     def after(summary: Tensor, state: Tensor) -> Tensor:
         return summary[0] * state + summary[1]
 
-    return _put_together(torch.stack([kept, written]), after, torch.zeros_like(written), group)
+    return _initial_state(torch.stack([kept, written]), after, torch.zeros_like(written), group)
 
 
-def _put_together(
+def _initial_state(
     summary: Tensor, after: Callable[[Tensor, Tensor], Tensor], state: Tensor, group: ProcessGroup
 ) -> Tensor:
     """Compute the initial state of this rank's shard.
@@ -83,8 +83,8 @@ def _put_together(
     """
     # Every rank uses all summaries, because all ranks must take part in the exchange of the backward pass.
     before = [state]
-    for of_part in gather_sequence(summary[None], group)[:-1]:
-        before.append(after(of_part, before[-1]))
+    for part_summary in gather_sequence(summary[None], group)[:-1]:
+        before.append(after(part_summary, before[-1]))
     return torch.stack(before)[group.rank()]
 
 

@@ -22,7 +22,7 @@ from megatron_ext.parallel.agreement import gather_values
 from megatron_ext.utils.errors import UserError
 
 
-class Sent(NamedTuple):
+class MessageInFlight(NamedTuple):
     """Message in flight.
 
     Attributes:
@@ -43,7 +43,7 @@ class Transport(Protocol):
 
     size: int
 
-    def send(self, parts_nx: Tensor) -> Sent:
+    def send(self, parts_nx: Tensor) -> MessageInFlight:
         """Send `parts_nx[r]` to rank r without waiting. All ranks must send messages of equal sizes in the same order.
 
         Args:
@@ -57,7 +57,7 @@ class Collective:
     def __init__(self, group: ProcessGroup) -> None:
         self._group, self.size = group, group.size()
 
-    def send(self, parts_nx: Tensor) -> Sent:
+    def send(self, parts_nx: Tensor) -> MessageInFlight:
         """Implement `Transport.send`."""
         sent_nx = parts_nx.contiguous()
         received_nx = torch.empty_like(sent_nx)
@@ -66,7 +66,7 @@ class Collective:
         def wait(_kept: Tensor = sent_nx) -> None:  # keeps the memory alive until it is sent
             work.wait()
 
-        return Sent(received_nx, wait)
+        return MessageInFlight(received_nx, wait)
 
 
 class _Outbox:
@@ -132,7 +132,7 @@ class CopyEngines:
         self._stream = torch.cuda.Stream(priority=-1)
         self._free: list[_Outbox] = []
 
-    def send(self, parts_nx: Tensor) -> Sent:
+    def send(self, parts_nx: Tensor) -> MessageInFlight:
         """Implement `Transport.send`; the first messages of a size wait for all ranks, to allocate shared memory."""
         outbox = self._take(parts_nx.nbytes)
         outgoing = outbox.of(self._rank, parts_nx)
@@ -162,7 +162,7 @@ class CopyEngines:
             torch.cuda.current_stream().wait_event(arrived)
             self._free.append(outbox)
 
-        return Sent(received_nx, wait)
+        return MessageInFlight(received_nx, wait)
 
     def _take(self, num_bytes: int) -> _Outbox:
         """Return the smallest free outbox that is large enough, or a new one.

@@ -39,28 +39,28 @@ def zigzag_pieces(group: ProcessGroup) -> tuple[int, int]:
 
 
 def _to_zigzag(x_tbnw: Tensor, group: ProcessGroup) -> Tensor:
-    sent, order = _sent(len(x_tbnw), group)
+    sent, order = _send_counts(len(x_tbnw), group)
     # Received rows are ordered by rank, and the early piece comes from the same or a lower rank.
-    return all_to_all(_in_order(x_tbnw, order), group, sent, _received(len(x_tbnw), group))
+    return all_to_all(_in_order(x_tbnw, order), group, sent, _receive_counts(len(x_tbnw), group))
 
 
 def _from_zigzag(x_tbnw: Tensor, group: ProcessGroup) -> Tensor:
-    received, order = _sent(len(x_tbnw), group)
-    return _in_order(all_to_all(x_tbnw, group, _received(len(x_tbnw), group), received), order)
+    received, order = _send_counts(len(x_tbnw), group)
+    return _in_order(all_to_all(x_tbnw, group, _receive_counts(len(x_tbnw), group), received), order)
 
 
-def _sent(num_rows: int, group: ProcessGroup) -> tuple[list[int], list[int]]:
+def _send_counts(num_rows: int, group: ProcessGroup) -> tuple[list[int], list[int]]:
     """Return the number of rows sent to each rank, and the order of this rank's two pieces by receiving rank."""
     size, held = group.size(), (2 * group.rank(), 2 * group.rank() + 1)
     workers = [min(piece, 2 * size - 1 - piece) for piece in held]
-    return _count(workers, num_rows // 2, size), [0, 1] if workers[0] <= workers[1] else [1, 0]
+    return _rows_per_rank(workers, num_rows // 2, size), [0, 1] if workers[0] <= workers[1] else [1, 0]
 
 
-def _received(num_rows: int, group: ProcessGroup) -> list[int]:
-    return _count([piece // 2 for piece in zigzag_pieces(group)], num_rows // 2, group.size())
+def _receive_counts(num_rows: int, group: ProcessGroup) -> list[int]:
+    return _rows_per_rank([piece // 2 for piece in zigzag_pieces(group)], num_rows // 2, group.size())
 
 
-def _count(ranks: list[int], rows: int, size: int) -> list[int]:
+def _rows_per_rank(ranks: list[int], rows: int, size: int) -> list[int]:
     return [rows * ranks.count(rank) for rank in range(size)]
 
 

@@ -8,7 +8,7 @@ from megatron_ext.config.schema import RunConfig
 from megatron_ext.data.datasets import RunData
 from megatron_ext.data.failed import noting
 from megatron_ext.parallel.agreement import gather_objects, raise_on_all_ranks
-from megatron_ext.parallel.first_rank import say_on_first_rank
+from megatron_ext.parallel.first_rank import print_on_first_rank
 from megatron_ext.parallel.watchdog import group_timeout, watching
 from megatron_ext.platform.device import platform_of, start_process_group
 from megatron_ext.run_folder.layout import CHECKPOINTS, CONFIG
@@ -75,7 +75,7 @@ def _train(context: RunContext, stop: StopRequest, trial_of: RunConfig | None) -
     _print_unchanged(builder.data)
     finished = _run(context, builder.data, loop, stop)
     if trial_of is None:
-        say_on_first_rank(_final_message(context, loop, finished))
+        print_on_first_rank(_final_message(context, loop, finished))
     elif dist.get_rank() == 0:
         print(_trial_message(trial_of, context, loop, finished))
     if not finished:
@@ -102,7 +102,7 @@ def _run(context: RunContext, data: RunData, loop: TrainingLoop, stop: StopReque
 def _print_unchanged(data: RunData) -> None:
     if data.unchanged:
         files = f"{data.unchanged} of {len(data.verified)} files are unchanged since their sha256 was verified"
-        say_on_first_rank(f"data: {files}, and were not read again")
+        print_on_first_rank(f"data: {files}, and were not read again")
 
 
 def _final_message(context: RunContext, loop: TrainingLoop, finished: bool) -> str:

@@ -23,7 +23,7 @@ from megatron_ext.evaluation.registry import check_suites
 from megatron_ext.evaluation.suite import EvalContext
 from megatron_ext.model.shape import ModelShape, model_shape
 from megatron_ext.parallel.agreement import gather_objects
-from megatron_ext.parallel.first_rank import say_on_first_rank
+from megatron_ext.parallel.first_rank import print_on_first_rank
 from megatron_ext.parallel.groups import make_process_groups
 from megatron_ext.run_folder.heartbeat import Heartbeat
 from megatron_ext.run_folder.layout import CHECKPOINTS
@@ -80,7 +80,7 @@ class RunBuilder:
         verified, failed = read_verified(context.folder), read_failed(context.folder)
         self.data = open_data(config.data, config.training.seed, verified, failed)
         for warning in (*self.data.warnings, *skipped_shards.warnings(self.data.damages, self.data.samples)):
-            say_on_first_rank(warning)
+            print_on_first_rank(warning)
         self.groups = make_process_groups(config.parallel, config.training.seed)
 
     # --- starting point ----------------------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ class RunBuilder:
         record, damages = store.check_newest()
         for damage in damages:
             instead = f"continuing from step {record.progress.step} instead of step {step}"
-            say_on_first_rank(f"selectron: warning: {damage.where}: {damage.problem}; {instead}")
+            print_on_first_rank(f"selectron: warning: {damage.where}: {damage.problem}; {instead}")
         return record
 
     # --- model -------------------------------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ class RunBuilder:
             flops, peak = flops_and_peak(config, self.shape, trainer, self.data.samples)
             size = model_size(trainer)
         suites = self._suites(trainer, progress)
-        say_on_first_rank(header(context, self.data, size, progress, dist.get_world_size()))
+        print_on_first_rank(header(context, self.data, size, progress, dist.get_world_size()))
         identity_entries = {key: start.store.identity[key] for key in (DATA, CHANGED)}
         records = create_files(context, self.data, progress, {**asdict(size), **identity_entries})
         last_evaluation = sum_over_ranks(0 if records is None else records.last_evaluation, platform)

@@ -8,7 +8,7 @@ from typing import Literal
 
 from megatron_ext.checkpoint.folder import CheckpointFolder, DamagedCheckpoint
 from megatron_ext.config.schema import RunConfig
-from megatron_ext.parallel.first_rank import say_on_first_rank
+from megatron_ext.parallel.first_rank import print_on_first_rank
 from megatron_ext.run_folder.layout import CHECKPOINTS, CONFIG, METRICS
 from megatron_ext.training import trial
 from megatron_ext.training.continuing import Continuing
@@ -97,7 +97,7 @@ def check_finished(config: RunConfig, step: int) -> None:
         UserError: a field that affects the completed steps differs.
     """
     _print_changes(config, step)
-    say_on_first_rank(f"{run_folder(config)} is finished: step {step} of {config.training.steps}")
+    print_on_first_rank(f"{run_folder(config)} is finished: step {step} of {config.training.steps}")
 
 
 def _print_changes(config: RunConfig, step: int) -> None:
@@ -106,10 +106,10 @@ def _print_changes(config: RunConfig, step: int) -> None:
         record = checkpoints.read_record(step)
     except DamagedCheckpoint as damage:
         problem = f"{damage.problem}; the configuration was not compared with it"
-        say_on_first_rank(f"selectron: warning: {damage.where}: {problem}")
+        print_on_first_rank(f"selectron: warning: {damage.where}: {problem}")
     else:
         for line in Continuing(config, None).compare(record, checkpoints.path(step)).messages:
-            say_on_first_rank(line)
+            print_on_first_rank(line)
 
 
 def _has_begun(folder: Path) -> bool:

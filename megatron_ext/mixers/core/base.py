@@ -113,7 +113,7 @@ class Mixer(HistoryModule, ABC):
             init_method=config.output_layer_init_method,
             input_is_parallel=True,
             tp_comm_buffer_name="proj",
-            **self._of_both_linears(),
+            **self._linear_arguments(),
         )
 
     def build_input_projection(self, linear: type) -> None:
@@ -125,12 +125,12 @@ class Mixer(HistoryModule, ABC):
             init_method=self.config.init_method,
             gather_output=False,
             tp_comm_buffer_name="qkv",
-            **self._of_both_linears(),
+            **self._linear_arguments(),
         )
         if isinstance(self.in_proj, AlignedColumnParallelLinear):
             self.in_proj.head_groups = self.num_head_groups_per_rank
 
-    def _of_both_linears(self) -> dict[str, Any]:
+    def _linear_arguments(self) -> dict[str, Any]:
         plain = {"bias": False, "skip_bias_add": False, "is_expert": False}
         return {"config": self.config, "tp_group": self.tp_group, **plain}
 
@@ -237,14 +237,12 @@ class Mixer(HistoryModule, ABC):
             whole = None if shared is None else gather_sequence(shared, self.cp_group)
             coming.append((sequence_to_heads(self.features(some_tbh), transport, rounds.head_groups), whole))
         own = self.num_head_groups_per_rank // self.cp_size
-        head_groups, of_rank = (
-            own // rounds.head_groups,
-            self.tp_rank * self.num_head_groups_per_rank + self.cp_rank * own,
-        )
+        head_groups = own // rounds.head_groups
+        begin = self.tp_rank * self.num_head_groups_per_rank + self.cp_rank * own
         going = []
         for arriving, shared in coming:
             mixed = []
-            for first, (x_tbuw, *more) in zip(range(of_rank, of_rank + own, head_groups), arriving, strict=True):
+            for first, (x_tbuw, *more) in zip(range(begin, begin + own, head_groups), arriving, strict=True):
                 o_tbuw = self.mix(x_tbuw, MixInput(first, head_groups, shared=shared, more=tuple(more)))
                 mixed.append(heads_to_sequence(o_tbuw, transport))
             going.append(mixed)
@@ -260,9 +258,10 @@ class Mixer(HistoryModule, ABC):
         Args:
             num_samples: samples of the micro-batch.
         """
-        of_samples = gcd(self.config.context_exchange_rounds, num_samples)
-        of_head_groups = 1 if self.traits.needs_all_head_groups else self.config.context_exchange_rounds // of_samples
-        return Rounds(of_samples, of_head_groups)
+        sample_rounds = gcd(self.config.context_exchange_rounds, num_samples)
+        if self.traits.needs_all_head_groups:
+            return Rounds(sample_rounds, 1)
+        return Rounds(sample_rounds, self.config.context_exchange_rounds // sample_rounds)
 
     def exchanges_heads(self, num_positions: int) -> bool:
         """Return whether head groups are exchanged by all-to-all; see `ParallelConfig.context_exchange`.

@@ -31,7 +31,7 @@ class DecodeCache(SequenceHistory):
     @property
     def num_bytes(self) -> int:
         """Number of allocated bytes, including spare capacity."""
-        held = [*self._kept.values(), *self._states.values(), *(rows.room for rows in self._rows.values())]
+        held = [*self._kept.values(), *self._states.values(), *(rows.buffer for rows in self._rows.values())]
         return sum(x.untyped_storage().nbytes() for x in held)
 
     def advance(self, count: int) -> int:
@@ -68,16 +68,16 @@ class DecodeCache(SequenceHistory):
         out, self._states[name] = scan(self._states.get(name))
         return out
 
-    def take(self, numbers_n: Tensor) -> None:
+    def select_sequences(self, indices_n: Tensor) -> None:
         """Replace the cached sequences by those with the given indices, in this order. An index may be repeated.
 
         Args:
-            numbers_n: indices of sequences, int64 [n], on the device of the cache.
+            indices_n: indices of sequences, int64 [n], on the device of the cache.
         """
-        self._kept = {name: rows.index_select(1, numbers_n) for name, rows in self._kept.items()}
-        self._states = {name: state.index_select(0, numbers_n) for name, state in self._states.items()}
+        self._kept = {name: rows.index_select(1, indices_n) for name, rows in self._kept.items()}
+        self._states = {name: state.index_select(0, indices_n) for name, state in self._states.items()}
         for rows in self._rows.values():
-            rows.take(numbers_n)
+            rows.select_sequences(indices_n)
 
     def _keep_last(self, name: str, rows: Tensor, count: int) -> None:
         last = rows[max(len(rows) - count, 0) :]
@@ -89,24 +89,24 @@ class _Rows:
     """Growing row buffer with spare capacity, so that appending does not copy all rows each time."""
 
     def __init__(self) -> None:
-        self._count, self.room = 0, torch.empty(0)
+        self._count, self.buffer = 0, torch.empty(0)
 
     def extended_by(self, x: Tensor) -> Tensor:
         """Append x [t, ...] and return all rows so far, as a view that is valid until the next call."""
         start, self._count = self._count, self._count + len(x)
-        if self._count > len(self.room):
-            room = x.new_empty(max(self._count, 3 * start // 2), *x.shape[1:])
+        if self._count > len(self.buffer):
+            buffer = x.new_empty(max(self._count, 3 * start // 2), *x.shape[1:])
             if start:
-                room[:start] = self.room[:start]
-            self.room = room
-        self.room[start : self._count] = x
-        return self.room[: self._count]
+                buffer[:start] = self.buffer[:start]
+            self.buffer = buffer
+        self.buffer[start : self._count] = x
+        return self.buffer[: self._count]
 
-    def take(self, numbers_n: Tensor) -> None:
-        """Reorder the sequences as `DecodeCache.take` does."""
-        room = self.room.new_empty(len(self.room), len(numbers_n), *self.room.shape[2:])
-        torch.index_select(self.room[: self._count], 1, numbers_n, out=room[: self._count])
-        self.room = room
+    def select_sequences(self, indices_n: Tensor) -> None:
+        """Reorder the sequences as `DecodeCache.select_sequences` does."""
+        buffer = self.buffer.new_empty(len(self.buffer), len(indices_n), *self.buffer.shape[2:])
+        torch.index_select(self.buffer[: self._count], 1, indices_n, out=buffer[: self._count])
+        self.buffer = buffer
 
 
 class HistoryModule(MegatronModule):

@@ -35,12 +35,12 @@ def ramp(exponent: float, lowered: float = 0.0) -> Initializer:
     return by_channel(lambda channel: 1 - (channel / len(channel)) ** exponent - lowered)
 
 
-def ramps(*of_rows: Initializer) -> Initializer:
+def ramps(*initializers: Initializer) -> Initializer:
     """Return an initializer that fills row i of a matrix with the i-th of the given initializers."""
 
     def fill(whole: Tensor, generator: torch.Generator) -> None:
-        for row, start in zip(whole, of_rows, strict=True):
-            start(row, generator)
+        for row, initializer in zip(whole, initializers, strict=True):
+            initializer(row, generator)
 
     return fill
 
