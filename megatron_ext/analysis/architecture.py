@@ -10,7 +10,7 @@ from itertools import groupby
 from typing import Any
 
 from megatron_ext.analysis.runs import Run
-from megatron_ext.config.effects import flat, makes_a_recipe
+from megatron_ext.config.effects import distinguishes_recipes, flat
 from megatron_ext.config.pattern import parse_pattern
 from megatron_ext.mixers.core.settings import always_labelled, default_settings
 from megatron_ext.utils.errors import UserError
@@ -79,15 +79,15 @@ def mixer_label(run: Run) -> str:
 def recipe(run: Run) -> dict[str, Any]:
     """Return all settings that affect a run's result except the seed and the text, as values by dotted field.
 
-    Only fields that are known not to affect the result are excluded, see `effects.makes_a_recipe`. A field that the
-    run's version did not have gets its default value.
+    Only fields that are known not to affect the result are excluded, see `effects.distinguishes_recipes`. A field that
+    the run's version did not have gets its default value.
     """
     given = run.config.get("mixers") or {}
     mixers = {name: default_settings(name) | (given.get(name) or {}) for name in mixer_names(run.pattern)}
     fields = {
         field: value
         for field, value in flat(run.config).items()
-        if makes_a_recipe(field) and not field.startswith(_OUTSIDE)
+        if distinguishes_recipes(field) and not field.startswith(_OUTSIDE)
     }
     fields |= {f"mixers.{name}.{field}": value for name, some in mixers.items() for field, value in some.items()}
     fields["data.weights"] = _parts(fields["data.weights"])

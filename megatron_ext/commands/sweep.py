@@ -20,7 +20,7 @@ from megatron_ext.commands.launch import (
 )
 from megatron_ext.config.rules.nodes import check_nodes
 from megatron_ext.config.schema import RunConfig
-from megatron_ext.config.sweep_file import of_sweep
+from megatron_ext.config.sweep_file import sweep_errors
 from megatron_ext.launch.array import tasks
 from megatron_ext.launch.changed_runs import refusal
 from megatron_ext.launch.job import is_claimed, jobs_of, sbatch_options
@@ -84,7 +84,7 @@ def sweep(args: argparse.Namespace, configs: Mapping[str, RunConfig], listing: S
         raise UserError("--parallel", f"{args.parallel} is less than 1", "give 1 or more")
     folder = Path(next(iter(configs.values())).run.dir)
     resources = requested_resources(args, folder.name)
-    with of_sweep(args.sweep):
+    with sweep_errors(args.sweep):
         for config in configs.values():
             check_nodes(config, resources.nodes * resources.tasks_per_node, resources.tasks_per_node)
         runs = Sweep(folder, configs, resources, python(args))

@@ -16,7 +16,7 @@ from megatron_ext.utils.atomic_files import LARGEST_VOCABULARY, os_reason, read_
 from megatron_ext.utils.errors import UserError
 from megatron_ext.utils.json_text import parse_json
 
-_AT_STAGE_3_ALONE = {"offload_optimizer": ("nvme",), "offload_param": ("cpu", "nvme")}
+_OFFLOAD_OF_STAGE_3 = {"offload_optimizer": ("nvme",), "offload_param": ("cpu", "nvme")}
 """Offload devices that DeepSpeed only supports at stage 3. At lower stages it would not move the state."""
 
 STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
@@ -24,7 +24,7 @@ STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
 
 AUTO = "auto"
 
-_NOT_OURS = {
+_RESERVED_SECTIONS = {
     "scheduler": "the schedule is the run's: optimizer.schedule",
     "fp16": "the run's precision is bf16 or fp32: training.precision",
     "amp": "the run's precision is bf16 or fp32: training.precision",
@@ -37,28 +37,28 @@ _NOT_OURS = {
 }
 """Sections that would replace functions of the run, with the configuration field that sets each."""
 
-_OF_ZERO1 = {"stage", "reduce_bucket_size", "allgather_bucket_size", "offload_optimizer", "overlap_comm"}
+_ZERO1_FIELDS = {"stage", "reduce_bucket_size", "allgather_bucket_size", "offload_optimizer", "overlap_comm"}
 """Fields of `zero_optimization` that DeepSpeed's optimizer supports without its engine.
 
 `overlap_comm` may only be false, which is the run's own value.
 """
 
-_PREFETCH = "stage3_prefetch_bucket_size"
+_PREFETCH_FIELD = "stage3_prefetch_bucket_size"
 """Field that must be 0 if parameters are on NVMe.
 
 The prefetch queue contains the last parameters twice, for forward and backward. DeepSpeed requests a second buffer for
 them, which fails an assertion.
 """
 
-_WHY_OURS = {
-    f"zero_optimization.{_PREFETCH}": "DeepSpeed's prefetch from disk fails when backward follows forward",
+_REASONS = {
+    f"zero_optimization.{_PREFETCH_FIELD}": "DeepSpeed's prefetch from disk fails when backward follows forward",
 }
 """Reason for the value of a field that no field of the run's own configuration sets."""
 
-_TYPES = {"adamw": "AdamW"}
+_OPTIMIZER_TYPES = {"adamw": "AdamW"}
 """DeepSpeed's name of an optimizer, where it differs from `optimizer.name`."""
 
-_UNREAD = {"steps_per_print", "wall_clock_breakdown"}
+_PRINT_FIELDS = {"steps_per_print", "wall_clock_breakdown"}
 """Fields of the engine that only affect what is printed. zero1 may ignore them."""
 
 
@@ -73,30 +73,30 @@ def deepspeed_config(optimizer: OptimizerConfig, training: TrainingConfig, num_m
     Raises:
         UserError: the user's file cannot be read, or contradicts the run.
     """
-    ours = _of_the_run(optimizer, training)
+    settings = _run_settings(optimizer, training)
     if optimizer.deepspeed is None:
-        return ours
+        return settings
     path = Path(optimizer.deepspeed)
-    theirs = _read(path)
-    _refuse_what_is_not_theirs(theirs, optimizer, path)
-    if "offload_param" in on_disk(theirs.get("zero_optimization") or {}):
-        ours["zero_optimization"][_PREFETCH] = 0
+    given = _read(path)
+    _reject_unsupported(given, optimizer, path)
+    if "offload_param" in on_disk(given.get("zero_optimization") or {}):
+        settings["zero_optimization"][_PREFETCH_FIELD] = 0
     batches = {
         "train_batch_size": training.global_batch_size,
         "train_micro_batch_size_per_gpu": training.micro_batch_size,
         "gradient_accumulation_steps": num_micro_batches,
     }
-    _refuse_contradictions(theirs, {**ours, **batches, "optimizer": _optimizer(optimizer)}, path)
-    kept = {key: value for key, value in theirs.items() if key not in {*batches, "optimizer"}}
-    return _merged(ours, kept)
+    _reject_contradictions(given, {**settings, **batches, "optimizer": _optimizer_settings(optimizer)}, path)
+    kept = {key: value for key, value in given.items() if key not in {*batches, "optimizer"}}
+    return _merged(settings, kept)
 
 
 def on_disk(zero: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """Return the sections of DeepSpeed's `zero_optimization` with state on a local disk (NVMe), by name."""
-    return {name: zero[name] for name in _AT_STAGE_3_ALONE if (zero.get(name) or {}).get("device") == "nvme"}
+    return {name: zero[name] for name in _OFFLOAD_OF_STAGE_3 if (zero.get(name) or {}).get("device") == "nvme"}
 
 
-def _of_the_run(optimizer: OptimizerConfig, training: TrainingConfig) -> dict[str, Any]:
+def _run_settings(optimizer: OptimizerConfig, training: TrainingConfig) -> dict[str, Any]:
     stage = STAGES[optimizer.sharding]
     zero: dict[str, Any] = {"stage": stage}
     if stage == 1:
@@ -120,14 +120,14 @@ def _of_the_run(optimizer: OptimizerConfig, training: TrainingConfig) -> dict[st
     }
 
 
-def _optimizer(optimizer: OptimizerConfig) -> dict[str, Any]:
+def _optimizer_settings(optimizer: OptimizerConfig) -> dict[str, Any]:
     parameters = {
         "lr": optimizer.lr,
         "betas": list(optimizer.betas),
         "eps": optimizer.epsilon,
         "weight_decay": optimizer.weight_decay,
     }
-    return {"type": _TYPES.get(optimizer.name, optimizer.name), "params": parameters}
+    return {"type": _OPTIMIZER_TYPES.get(optimizer.name, optimizer.name), "params": parameters}
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -144,52 +144,54 @@ def _read(path: Path) -> dict[str, Any]:
     return content
 
 
-def _refuse_what_is_not_theirs(theirs: Mapping[str, Any], optimizer: OptimizerConfig, path: Path) -> None:
-    for name, reason in _NOT_OURS.items():
-        section = theirs.get(name)
+def _reject_unsupported(given: Mapping[str, Any], optimizer: OptimizerConfig, path: Path) -> None:
+    for name, reason in _RESERVED_SECTIONS.items():
+        section = given.get(name)
         is_off = section is None or (isinstance(section, dict) and section.get("enabled") is False)
         if not is_off:
             raise UserError(f"{path}: {name}", reason, "remove it from the file")
-    _refuse_what_goes_nowhere(theirs, optimizer.sharding, path)
+    _reject_offload(given, optimizer.sharding, path)
     if optimizer.sharding == "zero1":
-        for name, reason, hint in _unread_by_zero1(theirs, optimizer, path):
+        for name, reason, hint in _ignored_by_zero1(given, optimizer, path):
             raise UserError(f"{path}: {name}", reason, hint)
 
 
-def _refuse_what_goes_nowhere(theirs: Mapping[str, Any], sharding: str, path: Path) -> None:
+def _reject_offload(given: Mapping[str, Any], sharding: str, path: Path) -> None:
     """Refuse offloading that DeepSpeed ignores at this stage, or that lacks an `nvme_path`."""
-    for section, devices in _AT_STAGE_3_ALONE.items():
-        device = _section(theirs, path, "zero_optimization", section).get("device")
+    for section, devices in _OFFLOAD_OF_STAGE_3.items():
+        device = _section(given, path, "zero_optimization", section).get("device")
         if device in devices and sharding != "zero3":
             where, reason = f"zero_optimization.{section}.device", f"{device}, which DeepSpeed supports only at stage 3"
             raise UserError(f"{path}: {where}", reason, "set optimizer.sharding=zero3, or another device")
-    for section, offload in on_disk(_section(theirs, path, "zero_optimization")).items():
+    for section, offload in on_disk(_section(given, path, "zero_optimization")).items():
         if not offload.get("nvme_path"):
             where = f"{path}: zero_optimization.{section}.nvme_path"
             raise UserError(where, "is missing, but the device is nvme", "give a folder on a local disk")
 
 
-def _unread_by_zero1(
-    theirs: Mapping[str, Any], optimizer: OptimizerConfig, path: Path
+def _ignored_by_zero1(
+    given: Mapping[str, Any], optimizer: OptimizerConfig, path: Path
 ) -> Iterator[tuple[str, str, str]]:
-    """Yield (name, reason, mend) of each field that would have no effect under zero1."""
-    engines = "is read by DeepSpeed's engine, which zero1 does not use"
+    """Yield (name, reason, hint) of each field that would have no effect under zero1."""
+    engine_only = "is read by DeepSpeed's engine, which zero1 does not use"
     hint = "remove it from the file, or set optimizer.sharding=zero2"
-    known = {*_of_the_run(OptimizerConfig(sharding="zero1"), TrainingConfig()), "train_batch_size", "optimizer"}
-    yield from ((name, engines, hint) for name in theirs if name not in known | _UNREAD | _NOT_OURS.keys())
-    zero = _section(theirs, path, "zero_optimization")
+    known = {*_run_settings(OptimizerConfig(sharding="zero1"), TrainingConfig()), "train_batch_size", "optimizer"}
+    yield from (
+        (name, engine_only, hint) for name in given if name not in known | _PRINT_FIELDS | _RESERVED_SECTIONS.keys()
+    )
+    zero = _section(given, path, "zero_optimization")
     is_offloaded = optimizer.offload != "none" or "offload_optimizer" in zero
     for name in zero:
-        if name not in _OF_ZERO1:
-            yield f"zero_optimization.{name}", engines, hint
+        if name not in _ZERO1_FIELDS:
+            yield f"zero_optimization.{name}", engine_only, hint
         elif name == "reduce_bucket_size" and not is_offloaded:
             reason = "zero1 reduces gradients in buckets only if the optimizer is offloaded, otherwise all at once"
             yield f"zero_optimization.{name}", reason, "remove it from the file"
 
 
-def _section(theirs: Mapping[str, Any], path: Path, *names: str) -> Mapping[str, Any]:
+def _section(given: Mapping[str, Any], path: Path, *names: str) -> Mapping[str, Any]:
     """Return a section of the file, empty if it is absent."""
-    section: Any = theirs
+    section: Any = given
     for depth, name in enumerate(names, start=1):
         section = section.get(name) or {}
         if not isinstance(section, Mapping):
@@ -198,36 +200,38 @@ def _section(theirs: Mapping[str, Any], path: Path, *names: str) -> Mapping[str,
     return section
 
 
-def _refuse_contradictions(theirs: Mapping[str, Any], ours: Mapping[str, Any], path: Path) -> None:
-    for name, value, own in _in_both(theirs, ours):
-        if value != AUTO and not _means_the_same(value, own):
-            problem = f"the run's configuration has {json.dumps(own)}"
+def _reject_contradictions(given: Mapping[str, Any], settings: Mapping[str, Any], path: Path) -> None:
+    for name, value, setting in _common_fields(given, settings):
+        if value != AUTO and not _is_same_setting(value, setting):
+            problem = f"the run's configuration has {json.dumps(setting)}"
             hint = "change the run's configuration, or remove it from the file"
-            if name in _WHY_OURS:
-                problem, hint = _WHY_OURS[name], f"set it to {json.dumps(own)}, or remove it from the file"
+            if name in _REASONS:
+                problem, hint = _REASONS[name], f"set it to {json.dumps(setting)}, or remove it from the file"
             raise UserError(f"{path}: {name}", f"{json.dumps(value)}, but {problem}", hint)
 
 
-def _in_both(theirs: Mapping[str, Any], ours: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    for name, own in ours.items():
-        if name not in theirs:
+def _common_fields(
+    given: Mapping[str, Any], settings: Mapping[str, Any], prefix: str = ""
+) -> Iterator[tuple[str, Any, Any]]:
+    for name, setting in settings.items():
+        if name not in given:
             continue
-        if isinstance(own, Mapping) and isinstance(theirs[name], Mapping):
-            yield from _in_both(theirs[name], own, f"{prefix}{name}.")
+        if isinstance(setting, Mapping) and isinstance(given[name], Mapping):
+            yield from _common_fields(given[name], setting, f"{prefix}{name}.")
         else:
-            yield f"{prefix}{name}", theirs[name], own
+            yield f"{prefix}{name}", given[name], setting
 
 
-def _means_the_same(value: Any, own: Any) -> bool:
-    if isinstance(value, str) and isinstance(own, str):
-        return value.lower() == own.lower()
-    return bool(value == own) and isinstance(value, bool) == isinstance(own, bool)
+def _is_same_setting(value: Any, setting: Any) -> bool:
+    if isinstance(value, str) and isinstance(setting, str):
+        return value.lower() == setting.lower()
+    return bool(value == setting) and isinstance(value, bool) == isinstance(setting, bool)
 
 
-def _merged(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge both configurations recursively. Values of `ours` take precedence over those of `theirs`."""
-    merged = {name: value for name, value in theirs.items() if value != AUTO}
-    for name, own in ours.items():
-        both = isinstance(own, Mapping) and isinstance(theirs.get(name), Mapping)
-        merged[name] = _merged(own, theirs[name]) if both else own
+def _merged(settings: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge both configurations recursively. Values of `settings` take precedence over those of `given`."""
+    merged = {name: value for name, value in given.items() if value != AUTO}
+    for name, setting in settings.items():
+        both = isinstance(setting, Mapping) and isinstance(given.get(name), Mapping)
+        merged[name] = _merged(setting, given[name]) if both else setting
     return merged

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 from pydantic.fields import FieldInfo
 
 from megatron_ext.config.pattern import parse_pattern
-from megatron_ext.config.schema import OF_SUITES, RunConfig
+from megatron_ext.config.schema import SUITE_SECTIONS, RunConfig
 from megatron_ext.config.validate import sections
 from megatron_ext.utils.credentials import redacted_tree
 
@@ -125,15 +125,15 @@ def effect_of(field: str) -> Effect:
     section = field.partition(".")[0]
     if section == "mixers":
         return Effect.PAST
-    return Effect.MEASURED if section in OF_SUITES else EFFECTS[field]
+    return Effect.MEASURED if section in SUITE_SECTIONS else EFFECTS[field]
 
 
 def is_field(name: str) -> bool:
     """Return whether the schema has this dotted field. For mixers and suites only the section is checked."""
-    return name in EFFECTS or name.partition(".")[0] in ("mixers", *OF_SUITES)
+    return name in EFFECTS or name.partition(".")[0] in ("mixers", *SUITE_SECTIONS)
 
 
-def makes_a_recipe(field: str) -> bool:
+def distinguishes_recipes(field: str) -> bool:
     """Return whether runs that differ in this field are different recipes, rather than seeds of one."""
     return field != SEED and effect_of(field) not in (Effect.NOTHING, Effect.MEASURED)
 
@@ -156,7 +156,7 @@ def flat(config: RunConfig | Mapping[str, Any]) -> dict[str, Any]:
     for mixer in dict.fromkeys(parse_pattern(fields["model.pattern"])):
         given = (tree.get("mixers") or {}).get(mixer) or {}
         fields |= {f"mixers.{mixer}.{name}": value for name, value in given.items()}
-    for suite in OF_SUITES:
+    for suite in SUITE_SECTIONS:
         fields |= {f"{suite}.{name}": value for name, value in (tree.get(suite) or {}).items()}
     return fields
 
@@ -203,13 +203,13 @@ def changes(
         Change(field, before.get(field, known.get(field)), after.get(field, known.get(field)))
         for field in dict.fromkeys([*after, *before])
     ]
-    differing = [one for one in found if not _equal(one.before, one.after)]
-    names = {one.field for one in differing}
-    return [one for one in differing if not names.intersection(DERIVED.get(one.field, ()))]
+    differing = [change for change in found if not _equal(change.before, change.after)]
+    names = {change.field for change in differing}
+    return [change for change in differing if not names.intersection(DERIVED.get(change.field, ()))]
 
 
-def _equal(one: Any, other: Any) -> bool:
+def _equal(left: Any, right: Any) -> bool:
     """Compare as JSON does: a tuple equals a list, and a bool does not equal a number."""
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(_equal, one, other))
-    return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)
+    if isinstance(left, list | tuple) and isinstance(right, list | tuple):
+        return len(left) == len(right) and all(map(_equal, left, right))
+    return bool(left == right) and isinstance(left, bool) == isinstance(right, bool)

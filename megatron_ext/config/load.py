@@ -13,7 +13,7 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from megatron_ext.config.derive import derive
 from megatron_ext.config.pattern import parse_pattern
-from megatron_ext.config.schema import OF_SUITES, RunConfig
+from megatron_ext.config.schema import SUITE_SECTIONS, RunConfig
 from megatron_ext.config.suggest import suggest, unknown_mixer
 from megatron_ext.config.traits import Mixers
 from megatron_ext.config.validate import field_names, sections, show, validate
@@ -43,12 +43,12 @@ def load_config(path: Path, overrides: Sequence[str], mixer_configs: Mixers) -> 
     tree = read_tree(path)
     for override in overrides:
         if "=" not in override and override.endswith((".yaml", ".yml")):
-            lay_over(tree, read_tree(Path(override)))
+            merge_into(tree, read_tree(Path(override)))
         else:
             apply_override(tree, override, mixer_configs)
     # Treat a section that is absent, or whose fields are all commented out, as empty. An error then names the missing
     # field (data.path) instead of the section.
-    for name in (*sections(RunConfig), *OF_SUITES):
+    for name in (*sections(RunConfig), *SUITE_SECTIONS):
         tree[name] = {} if tree.get(name) is None else tree[name]
     return resolve(validate(RunConfig, _without_empty_mixers(tree)), mixer_configs)
 
@@ -74,7 +74,7 @@ def resolve(config: RunConfig, mixer_configs: Mixers) -> RunConfig:
         if name not in mixer_configs:
             raise unknown_mixer("model.pattern", name, mixer_configs)
     names = dict.fromkeys([*config.mixers, *parse_pattern(config.model.pattern)])
-    mixers = {name: _whole_mixer(name, config.mixers.get(name, {}), mixer_configs) for name in names}
+    mixers = {name: _complete_mixer(name, config.mixers.get(name, {}), mixer_configs) for name in names}
     return derive(replace(config, mixers=mixers))
 
 
@@ -111,12 +111,12 @@ def read_tree(path: Path, what: str = "configuration", first: str = "a section l
     return tree
 
 
-def lay_over(tree: Tree, upper: Tree) -> None:
+def merge_into(tree: Tree, upper: Tree) -> None:
     """Replace fields of `tree` by those of `upper`, in place. Sections are merged recursively."""
     for key, value in upper.items():
         below = tree.get(key)
         if isinstance(below, dict) and isinstance(value, dict):
-            lay_over(below, value)
+            merge_into(below, value)
         elif value is not None or not isinstance(below, dict):  # a section without fields changes nothing
             tree[key] = value
 
@@ -137,11 +137,11 @@ def apply_override(tree: Tree, override: str, mixer_configs: Mixers) -> None:
         hint = "write it like training.steps=200, or give a .yaml file"
         raise UserError(override, "is not an override", hint)
     known = known_keys(mixer_configs)
-    if key not in known and not _is_of_a_suite(key):
+    if key not in known and not _is_suite_field(key):
         inside = [name for name in known if name.startswith(key + ".")]
         if inside:
             raise UserError(key, "is a section, not a field", f"set one of its fields, e.g. {inside[0]}=...")
-        if key in OF_SUITES:
+        if key in SUITE_SECTIONS:
             raise UserError(key, "is a section, not a field", f"set one of its fields: {key}.FIELD=...")
         section, _, rest = key.partition(".")
         mixer = rest.partition(".")[0]
@@ -157,9 +157,9 @@ def apply_override(tree: Tree, override: str, mixer_configs: Mixers) -> None:
     node[last] = _parse(text, key)
 
 
-def _is_of_a_suite(key: str) -> bool:
+def _is_suite_field(key: str) -> bool:
     section, _, field = key.partition(".")
-    return section in OF_SUITES and field.isidentifier()
+    return section in SUITE_SECTIONS and field.isidentifier()
 
 
 def read_fields(overrides: Sequence[str], kind: type, prefix: str) -> Tree:
@@ -240,7 +240,7 @@ def _without_empty_mixers(tree: Tree) -> Tree:
     return {**tree, "mixers": {name: {} if fields is None else fields for name, fields in mixers.items()}}
 
 
-def _whole_mixer(name: str, fields: Tree, mixer_configs: Mixers) -> Tree:
+def _complete_mixer(name: str, fields: Tree, mixer_configs: Mixers) -> Tree:
     kind = mixer_configs[name].config_type
     whole: Tree = TypeAdapter(kind).dump_python(validate(kind, fields, prefix=f"mixers.{name}."), mode="json")
     return whole

@@ -378,5 +378,5 @@ class RunConfig:
     fewshot: dict[str, Any] = Field(default_factory=dict)
 
 
-OF_SUITES = ("retrieval", "fewshot")
+SUITE_SECTIONS = ("retrieval", "fewshot")
 """Sections whose fields the schema does not define. The suites read them (see `evaluation.registry`)."""

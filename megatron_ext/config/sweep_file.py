@@ -84,7 +84,7 @@ class SweptRuns:
 
 
 @contextmanager
-def of_sweep(path: Path, run: str = "") -> Iterator[None]:
+def sweep_errors(path: Path, run: str = "") -> Iterator[None]:
     """Context manager that prefixes errors with the sweep file and the run."""
     try:
         yield
@@ -100,7 +100,7 @@ def read_sweep(path: Path) -> SweptRuns:
         UserError: the file or something in it is invalid.
     """
     content = read_tree(path, "sweep", "`config:`, the file that all runs share")
-    with of_sweep(path):
+    with sweep_errors(path):
         return _swept(path, validate(SweepFile, content))
 
 

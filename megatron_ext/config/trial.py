@@ -41,7 +41,7 @@ def trial_config(config: RunConfig, steps: int) -> RunConfig:
             keep_every=0,
         ),
         optimizer=_scaled(config.optimizer, training.steps, steps),
-        logging=replace(config.logging, backends=[one for one in config.logging.backends if one == "tensorboard"]),
+        logging=replace(config.logging, backends=[name for name in config.logging.backends if name == "tensorboard"]),
         run=replace(config.run, dir=str(Path(config.run.dir) / FOLDER), branch_from=None),
     )
 

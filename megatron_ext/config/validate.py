@@ -19,7 +19,7 @@ from megatron_ext.utils.untrusted_paths import check_text
 
 T = TypeVar("T")
 
-# pydantic's error type -> (problem, mend). {value} is the invalid value, the other names are pydantic's context.
+# pydantic's error type -> (problem, hint). {value} is the invalid value, the other names are pydantic's context.
 _MESSAGES = {
     "int_type": ("{value} is not a whole number", "give a whole number, without decimal point or exponent"),
     "int_from_float": ("{value} is not a whole number", "give a whole number, without decimal point or exponent"),
@@ -64,8 +64,10 @@ def validate(kind: type[T], tree: dict[str, Any], prefix: str = "") -> T:
         return TypeAdapter(kind).validate_json(text)
     except ValidationError as error:
         # Misspelt names first: a missing field is often one of them.
-        details = sorted(error.errors(include_url=False), key=lambda one: one["type"] != "unexpected_keyword_argument")
-        raise _first_of([_user_error(kind, one, prefix) for one in details]) from None
+        details = sorted(
+            error.errors(include_url=False), key=lambda detail: detail["type"] != "unexpected_keyword_argument"
+        )
+        raise _first_of([_user_error(kind, detail, prefix) for detail in details]) from None
 
 
 def field_names(kind: type) -> list[str]:
@@ -119,8 +121,8 @@ def _check_text(value: object, where: str) -> None:
             _check_text(name, where or "a field's name")
             _check_text(field, inner)
     elif isinstance(value, list | tuple):
-        for one in value:
-            _check_text(one, where)
+        for entry in value:
+            _check_text(entry, where)
 
 
 def _as_json(tree: dict[str, Any], prefix: str) -> str:
@@ -129,7 +131,7 @@ def _as_json(tree: dict[str, Any], prefix: str) -> str:
             json.dumps({name: value})
         except (TypeError, ValueError, RecursionError) as error:
             # A YAML tag (!!binary, !!set) or a recursive anchor, which no field accepts.
-            problem = f"holds a value that is no text, number, list or section ({error})"
+            problem = f"contains a value that is not text, a number, a list or a section ({error})"
             raise UserError(f"{prefix}{name}", problem, "use plain YAML values") from None
     return json.dumps(tree)
 

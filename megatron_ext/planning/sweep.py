@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megatron_ext.config.schema import RunConfig
-from megatron_ext.config.sweep_file import WIDTH, MatchParameters, of_sweep, read_sweep
+from megatron_ext.config.sweep_file import WIDTH, MatchParameters, read_sweep, sweep_errors
 from megatron_ext.planning.counts import Counter, ModelCounts
 from megatron_ext.planning.fields import DERIVED, PlanFields, split_plan
 from megatron_ext.planning.matching import matched_width
@@ -62,16 +62,16 @@ def sweep_runs(
         raise UserError(f"{path}: config", f"there is no file {swept.config}", "give a path relative to the sweep file")
     drafts: dict[str, _Draft] = {}
     for name, fields in swept.runs.items():
-        with of_sweep(path, name):
+        with sweep_errors(path, name):
             drafts[name] = _Draft(swept.config, [f"run.name={name}"], load, *split_plan(fields, more))
     measures, match = swept.measures, swept.match
     runs = {}
     with Counter() as counter:
         for name in dict.fromkeys(measures.values()):
-            with of_sweep(path, name):
+            with sweep_errors(path, name):
                 drafts[name].check_model(check)
         for name, draft in drafts.items():
-            with of_sweep(path, name):
+            with sweep_errors(path, name):
                 if name in measures:
                     assert match is not None, "a run has a measure only then"
                     _match(draft, measures[name], drafts[measures[name]], match, counter, check)

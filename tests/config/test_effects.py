@@ -14,9 +14,9 @@ from megatron_ext.config.effects import (
     Change,
     Effect,
     changes,
+    distinguishes_recipes,
     effect_of,
     flat,
-    makes_a_recipe,
 )
 from megatron_ext.config.load import known_keys
 
@@ -49,7 +49,7 @@ def test_every_field_of_the_schema_is_classified() -> None:
 )
 def test_effects(field: str, effect: Effect, of_a_recipe: bool) -> None:
     assert effect_of(field) is effect
-    assert makes_a_recipe(field) == of_a_recipe
+    assert distinguishes_recipes(field) == of_a_recipe
 
 
 def test_a_configuration_is_flat_with_its_defaults() -> None:

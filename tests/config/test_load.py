@@ -162,7 +162,7 @@ def test_bad_override(tmp_path: Path, override: str, expected: str) -> None:
 
 def test_bad_override_values_keep_to_one_line(tmp_path: Path) -> None:
     assert message(BASE, tmp_path, "data.path=[a").startswith("data.path: is not valid YAML (")
-    assert message(BASE, tmp_path, "run.name=!!binary aGk=").startswith("run: holds a value that is no text")
+    assert message(BASE, tmp_path, "run.name=!!binary aGk=").startswith("run: contains a value that is not text")
     assert message(BASE, tmp_path, 'run.name="a\\nb"').startswith("run.name: 'a\\nb' holds the control character")
     assert message(BASE, tmp_path, 'run.name="a b"').startswith('run.name: "a b" has characters')
     assert len(message(BASE, tmp_path, "run.name=" + "/" * 5000)) < 250

@@ -18,7 +18,7 @@ TINY = {"hidden_size": 64, "num_attention_heads": 8, "pattern": "attention*4"}
 
 # rule -> (processes, sections that violate it, error line, sections that satisfy it)
 CASES: dict[str, tuple[int, Sections, str, Sections]] = {
-    "world_holds_whole_replicas": (
+    "world_size_divides_by_replica": (
         3,
         {"parallel": {"tensor": 2}},
         "parallel: tensor 2 * pipeline 1 * context 1 = 2 processes per replica, which does not divide the world "
@@ -39,14 +39,14 @@ CASES: dict[str, tuple[int, Sections, str, Sections]] = {
         "set parallel.pipeline above 1, or virtual_pipeline to 1",
         {"parallel": {"virtual_pipeline": 2, "pipeline": 2}},
     ),
-    "two_interleaved_stages_send_one_by_one": (
+    "two_interleaved_stages_forbid_batched_p2p": (
         2,
         {"parallel": {"pipeline": 2, "virtual_pipeline": 2, "batch_p2p_comm": True}},
         "parallel.batch_p2p_comm: true, with parallel.pipeline 2 and virtual_pipeline 2, gives wrong gradients; "
-        "leave it out, or set virtual_pipeline to 1",
+        "remove it, or set virtual_pipeline to 1",
         {"parallel": {"pipeline": 2, "batch_p2p_comm": True}},
     ),
-    "copy_engines_are_of_gpus": (
+    "copy_engine_needs_gpu": (
         2,
         {"parallel": {"context": 2, "context_transport": "copy_engine"}, "run": {"device": "cpu"}},
         "parallel.context_transport: copy_engine, with run.device cpu; choose nccl (gloo on CPU), or set "
@@ -75,10 +75,10 @@ CASES: dict[str, tuple[int, Sections, str, Sections]] = {
         "model.num_query_groups: num_query_groups 2 is not divisible by parallel.tensor 4; change one of them",
         {"parallel": {"tensor": 4}, "model": {"num_query_groups": 4}},
     ),
-    "a_mixer_alone_has_no_feed_forward": (
+    "mixer_block_has_no_ffn": (
         2,
         {"parallel": {"tensor": 2}, "model": {"block": "mixer", "ffn_hidden_size": 96}},
-        "model.ffn_hidden_size: 96, with model.block mixer; leave it out, or set model.block=transformer",
+        "model.ffn_hidden_size: 96, with model.block mixer; remove it, or set model.block=transformer",
         {"parallel": {"tensor": 2}, "model": {"block": "mixer"}},
     ),
     "ffn_divides_by_tensor": (
@@ -102,7 +102,7 @@ CASES: dict[str, tuple[int, Sections, str, Sections]] = {
     "positions_cover_the_sequence": (
         1,
         {"model": {"max_position_embeddings": 2047}},
-        "model.max_position_embeddings: 2047 is less than data.seq_length 2048; give at least 2048, or leave it out",
+        "model.max_position_embeddings: 2047 is less than data.seq_length 2048; give at least 2048, or remove it",
         {"model": {"max_position_embeddings": 2048}},
     ),
     "layers_divide_by_stages": (
@@ -139,7 +139,7 @@ CASES: dict[str, tuple[int, Sections, str, Sections]] = {
             "model": {"num_attention_heads": 8, "pattern": "gated_deltanet"},
         },
     ),
-    "fetched_chunks_lie_on_one_rank": (
+    "context_shard_divides_by_chunk": (
         2,
         {
             "parallel": {"context": 2, "context_exchange": "chunks"},
@@ -156,25 +156,25 @@ CASES: dict[str, tuple[int, Sections, str, Sections]] = {
             "mixers": {"top1_chunk": {"chunk_size": 64}},
         },
     ),
-    "data_elsewhere_has_a_cache": (
+    "remote_data_needs_cache": (
         1,
         {"data": {"path": "s3://bucket/data"}},
         "data.cache_dir: null, with data.path s3://bucket/data; give a folder on a local disk",
         {"data": {"path": "s3://bucket/data", "cache_dir": "/tmp/cache"}},
     ),
-    "limit_is_of_a_cache": (
+    "cache_limit_needs_cache": (
         1,
         {"data": {"cache_gib": 2.5}},
-        "data.cache_gib: 2.5, but data.cache_dir is not set; leave it out",
+        "data.cache_gib: 2.5, but data.cache_dir is not set; remove it",
         {"data": {"path": "s3://bucket/data", "cache_dir": "/tmp/cache", "cache_gib": 2.5}},
     ),
-    "train_domains_are_a_set": (
+    "train_domains_are_distinct": (
         1,
         {"data": {"train_domains": ["A", "B", "A"]}},
         "data.train_domains: A is given twice; give each domain once",
         {"data": {"train_domains": ["A", "B"]}},
     ),
-    "test_domains_are_a_set": (
+    "test_domains_are_distinct": (
         1,
         {"data": {"test_domains": []}},
         "data.test_domains: [] names no domain; give one or more, or remove it to use every domain of the data",
@@ -187,7 +187,7 @@ CASES: dict[str, tuple[int, Sections, str, Sections]] = {
         "give one, or remove it to sample in proportion to tokens",
         {"data": {"weights": {"C4": 0.0, "Book": 1}}},
     ),
-    "reset_positions_are_read": (
+    "reset_positions_needs_learned_positions": (
         1,
         {"data": {"reset_positions": True}},
         "data.reset_positions: true, but no mixer has position_encoding learned; set it to false",
@@ -197,14 +197,14 @@ CASES: dict[str, tuple[int, Sections, str, Sections]] = {
             "mixers": {"top1_element": {"position_encoding": "learned"}},
         },
     ),
-    "layers_keep_documents_apart": (
+    "layers_support_document_masking": (
         1,
         {"data": {"reset_attention": True}, "model": {"pattern": "attention*2,rwkv6*2"}},
         "data.reset_attention: true, but rwkv6 in layer 3 shifts tokens across documents; "
         "choose another mixer or block, or set it to false",
         {"data": {"reset_attention": True}, "model": {"pattern": "attention*2,gated_deltanet"}},
     ),
-    "documents_lie_on_one_rank": (
+    "reset_attention_forbids_context_parallel": (
         2,
         {"data": {"reset_attention": True}, "parallel": {"context": 2}},
         "data.reset_attention: true, with parallel.context 2; set parallel.context=1, or set it to false",
@@ -224,57 +224,57 @@ CASES: dict[str, tuple[int, Sections, str, Sections]] = {
         "and virtual_pipeline is 2; give a multiple of 8, or set parallel.virtual_pipeline=1",
         {"parallel": {"pipeline": 2}, "training": {"global_batch_size": 12}},
     ),
-    "recomputed_feed_forwards_are_there": (
+    "mlp_recompute_needs_ffn": (
         1,
         {"model": {"block": "mixer"}, "training": {"recompute": "mlp"}},
         "training.recompute: mlp, but model.block mixer has no feed-forward; use none or full",
         {"model": {"block": "mixer"}, "training": {"recompute": "full"}},
     ),
-    "eight_bits_are_transformer_engines": (
+    "fp8_needs_transformer_engine": (
         1,
         {"training": {"fp8": "tensorwise"}, "run": {"backend": "local"}},
         "training.fp8: tensorwise, with run.backend local; set training.fp8=none, or run.backend=transformer_engine",
         {"training": {"fp8": "tensorwise"}},
     ),
-    "eight_bits_go_with_sixteen": (
+    "fp8_needs_bf16": (
         1,
         {"training": {"fp8": "blockwise", "precision": "fp32"}},
         "training.fp8: blockwise, with training.precision fp32; set training.fp8=none, or training.precision=bf16",
         {"training": {"fp8": "blockwise", "precision": "bf16"}},
     ),
-    "eight_bits_are_compared_under_megatron": (
+    "fp8_forbids_deepspeed": (
         1,
         {"training": {"fp8": "tensorwise"}, "optimizer": {"sharding": "zero1"}},
         "training.fp8: tensorwise, with optimizer.sharding zero1; "
         "set training.fp8=none, or optimizer.sharding=megatron",
         {"training": {"fp8": "tensorwise"}, "optimizer": {"sharding": "none"}},
     ),
-    "eight_bits_need_whole_tiles": (
+    "fp8_needs_whole_tiles": (
         1,
         {"training": {"fp8": "tensorwise", "micro_batch_size": 1}, "data": {"seq_length": 40}},
         "training.micro_batch_size: 1 * data.seq_length 40 / parallel.context 1 = 40 tokens, "
         "with training.fp8 tensorwise; give a multiple of 16 tokens, or set training.fp8=none",
         {"training": {"fp8": "tensorwise", "micro_batch_size": 2}, "data": {"seq_length": 40}},
     ),
-    "suites_have_a_rhythm": (
+    "suites_need_interval": (
         1,
         {"training": {"evaluate_suites": ["retrieval"]}},
         "training.evaluate_suites_every: 0, with training.evaluate_suites retrieval; give the steps between them",
         {"training": {"evaluate_suites": ["retrieval"], "evaluate_suites_every": 5}},
     ),
-    "rolling_back_needs_checkpoints": (
+    "roll_back_needs_checkpoints": (
         1,
         {"training": {"checkpoint_every": 0}, "resilience": {"on_spike": "roll_back"}},
         "training.checkpoint_every: 0, with resilience.on_spike roll_back; give the steps between checkpoints",
         {"training": {"checkpoint_every": 5}, "resilience": {"on_spike": "roll_back"}},
     ),
-    "rate_falls": (
+    "min_lr_is_at_most_lr": (
         1,
         {"optimizer": {"lr": 1e-5}},
         "optimizer.min_lr: 3e-05 is above optimizer.lr 1e-05; give at most 1e-05",
         {"optimizer": {"lr": 3e-5}},
     ),
-    "decay_steps_belong_to_wsd": (
+    "decay_steps_need_wsd": (
         1,
         {"optimizer": {"schedule": "wsd"}},
         "optimizer.decay_steps: 0, with optimizer.schedule wsd; give the number of final steps in which the "
@@ -288,47 +288,45 @@ CASES: dict[str, tuple[int, Sections, str, Sections]] = {
         "(selectron train --trial scales the schedule for a short run)",
         {"optimizer": {"warmup_steps": 9}, "training": {"steps": 10}},
     ),
-    "sharded_gradients_need_one_stage": (
+    "gradient_sharding_forbids_pipeline": (
         2,
         {"parallel": {"pipeline": 2}, "optimizer": {"sharding": "zero2"}},
         "optimizer.sharding: zero2 shards gradients at once, but parallel.pipeline 2 must accumulate them; "
         "set parallel.pipeline=1, or optimizer.sharding=zero1",
         {"parallel": {"pipeline": 2}, "optimizer": {"sharding": "zero1"}},
     ),
-    "offloading_is_deepspeeds": (
+    "offload_needs_deepspeed": (
         1,
         {"optimizer": {"offload": "cpu"}},
-        "optimizer.offload: cpu, with optimizer.sharding megatron; set optimizer.sharding=zero1, or leave it out",
+        "optimizer.offload: cpu, with optimizer.sharding megatron; set optimizer.sharding=zero1, or remove it",
         {"optimizer": {"offload": "cpu", "sharding": "zero1"}},
     ),
-    "offloaded_parameters_are_shared_out": (
+    "parameter_offload_needs_zero3": (
         1,
         {"optimizer": {"offload_parameters": "cpu", "sharding": "zero2"}},
-        "optimizer.offload_parameters: cpu, with optimizer.sharding zero2; "
-        "set optimizer.sharding=zero3, or leave it out",
+        "optimizer.offload_parameters: cpu, with optimizer.sharding zero2; set optimizer.sharding=zero3, or remove it",
         {"optimizer": {"offload_parameters": "cpu", "sharding": "zero3"}},
     ),
-    "configuration_of_deepspeed_is_for_deepspeed": (
+    "deepspeed_file_needs_deepspeed": (
         1,
         {"optimizer": {"deepspeed": "zero.json"}},
-        "optimizer.deepspeed: zero.json, with optimizer.sharding megatron; "
-        "set optimizer.sharding=zero1, or leave it out",
+        "optimizer.deepspeed: zero.json, with optimizer.sharding megatron; set optimizer.sharding=zero1, or remove it",
         {"optimizer": {"sharding": "zero1"}},
     ),
-    "configuration_of_deepspeed_agrees": (
+    "deepspeed_file_matches_run": (
         1,
         {"optimizer": {"deepspeed": "no/such.json", "sharding": "zero1"}},
         "optimizer.deepspeed: no/such.json cannot be read (No such file or directory); "
         "give a file with DeepSpeed's configuration, or remove it",
         {"optimizer": {"sharding": "zero1"}},
     ),
-    "what_is_allowed_can_be": (
+    "allowed_changes_are_possible": (
         1,
         {"run": {"allow_changed": ["optimizer.l"]}},
         "run.allow_changed: optimizer.l is not a field; did you mean optimizer.lr?",
         {"run": {"allow_changed": ["optimizer.lr", "training.steps", "mixers.attention.window"]}},
     ),
-    "transformer_engine_needs_a_gpu": (
+    "transformer_engine_needs_gpu": (
         1,
         {"run": {"backend": "transformer_engine", "device": "cpu"}},
         "run.backend: transformer_engine, with run.device cpu; set run.backend=local, or run.device=cuda",

@@ -109,7 +109,10 @@ def test_budgets_are_short_in_names(tmp_path: Path) -> None:
         ),
         ("config: a.yaml\naxis: {}", "axis: no such field; did you mean axes?"),
         ("config: 3\nruns: {a: {}}", "config: 3 is not text; "),
-        ("config: a.yaml\nruns: {a: !!set {b}}", "runs: holds a value that is no text, number, list or section "),
+        (
+            "config: a.yaml\nruns: {a: !!set {b}}",
+            "runs: contains a value that is not text, ",
+        ),
         ("config: a.yaml\nruns: {a: 3}", "runs.a: 3 is not a section of fields; "),
     ],
 )

@@ -43,8 +43,8 @@ def check(config: RunConfig, world_size: int, mixer_configs: Mixers) -> Layout:
     for name in facts.layers:
         if name not in mixer_configs:
             raise unknown_mixer("model.pattern", name, mixer_configs)
-    for one in RULES:
-        broken = one.test(facts)
-        if broken is not None:
-            raise UserError(one.field, *broken)
+    for rule in RULES:
+        violation = rule.test(facts)
+        if violation is not None:
+            raise UserError(rule.field, *violation)
     return facts.layout

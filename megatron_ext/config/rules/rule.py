@@ -27,10 +27,10 @@ class Facts:
     mixers: Mixers
 
 
-Broken = tuple[str, str] | None
-"""Result of a rule: None if it holds, else (problem, mend)."""
+Violation = tuple[str, str] | None
+"""Result of a rule: None if it holds, else (problem, hint)."""
 
-Test = Callable[[Facts], Broken]
+Test = Callable[[Facts], Violation]
 """Function of a rule."""
 
 
@@ -56,7 +56,7 @@ class Rules(list[Rule]):
         return add
 
 
-def does_not_divide(name: str, value: int, by: str, divisor: int, hint: str) -> Broken:
+def does_not_divide(name: str, value: int, by: str, divisor: int, hint: str) -> Violation:
     """Return the error for a value that must be a multiple of `divisor`, or None."""
     if value % divisor == 0:
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_ext.config.deepspeed import STAGES, deepspeed_config
 from megatron_ext.config.effects import EFFECTS, Effect, effect_of
-from megatron_ext.config.rules.rule import Broken, Facts, Rules, does_not_divide
+from megatron_ext.config.rules.rule import Facts, Rules, Violation, does_not_divide
 from megatron_ext.config.schema import FP8_TILE
 from megatron_ext.config.suggest import suggest
 from megatron_ext.config.validate import field_names
@@ -16,7 +16,7 @@ _TRIAL = " (selectron train --trial scales the schedule for a short run)"
 
 
 @rule("training.global_batch_size")
-def batch_divides_by_replicas(f: Facts) -> Broken:
+def batch_divides_by_replicas(f: Facts) -> Violation:
     """Every data-parallel rank processes the same number of whole micro-batches."""
     t, replicas = f.config.training, f.layout.data_parallel_size
     samples = t.micro_batch_size * replicas
@@ -26,7 +26,7 @@ def batch_divides_by_replicas(f: Facts) -> Broken:
 
 
 @rule("training.global_batch_size")
-def interleaving_needs_whole_rounds(f: Facts) -> Broken:
+def interleaving_needs_whole_rounds(f: Facts) -> Violation:
     """The interleaved schedule processes micro-batches in groups of the pipeline size."""
     p, t = f.config.parallel, f.config.training
     if p.virtual_pipeline == 1 or f.layout.num_micro_batches % p.pipeline == 0:
@@ -40,7 +40,7 @@ def interleaving_needs_whole_rounds(f: Facts) -> Broken:
 
 
 @rule("training.recompute")
-def recomputed_feed_forwards_are_there(f: Facts) -> Broken:
+def mlp_recompute_needs_ffn(f: Facts) -> Violation:
     """A layer with block mixer has no feed-forward to recompute."""
     if f.config.training.recompute != "mlp" or f.config.model.block != "mixer":
         return None
@@ -48,7 +48,7 @@ def recomputed_feed_forwards_are_there(f: Facts) -> Broken:
 
 
 @rule("training.fp8")
-def eight_bits_are_transformer_engines(f: Facts) -> Broken:
+def fp8_needs_transformer_engine(f: Facts) -> Violation:
     """FP8 needs Transformer Engine on a GPU."""
     fp8, run = f.config.training.fp8, f.config.run
     if fp8 == "none":
@@ -61,7 +61,7 @@ def eight_bits_are_transformer_engines(f: Facts) -> Broken:
 
 
 @rule("training.fp8")
-def eight_bits_go_with_sixteen(f: Facts) -> Broken:
+def fp8_needs_bf16(f: Facts) -> Violation:
     """Everything that is not FP8 is bf16, which Transformer Engine quantizes from."""
     t = f.config.training
     if t.fp8 == "none" or t.precision == "bf16":
@@ -70,7 +70,7 @@ def eight_bits_go_with_sixteen(f: Facts) -> Broken:
 
 
 @rule("training.fp8")
-def eight_bits_are_compared_under_megatron(f: Facts) -> Broken:
+def fp8_forbids_deepspeed(f: Facts) -> Violation:
     """DeepSpeed replaces the storage of parameters, and Transformer Engine's FP8 copies are not updated."""
     fp8, sharding = f.config.training.fp8, f.config.optimizer.sharding
     if fp8 == "none" or sharding not in STAGES:
@@ -79,7 +79,7 @@ def eight_bits_are_compared_under_megatron(f: Facts) -> Broken:
 
 
 @rule("training.micro_batch_size")
-def eight_bits_need_whole_tiles(f: Facts) -> Broken:
+def fp8_needs_whole_tiles(f: Facts) -> Violation:
     """FP8 products need a multiple of 16 rows: the tokens of a micro-batch on a rank."""
     t, p, length = f.config.training, f.config.parallel, f.config.data.seq_length
     tokens = t.micro_batch_size * length // p.context
@@ -93,7 +93,7 @@ def eight_bits_need_whole_tiles(f: Facts) -> Broken:
 
 
 @rule("training.evaluate_suites_every")
-def suites_have_a_rhythm(f: Facts) -> Broken:
+def suites_need_interval(f: Facts) -> Violation:
     """The suites and their interval have no effect without each other."""
     t = f.config.training
     if bool(t.evaluate_suites) == bool(t.evaluate_suites_every):
@@ -104,7 +104,7 @@ def suites_have_a_rhythm(f: Facts) -> Broken:
 
 
 @rule("training.checkpoint_every")
-def rolling_back_needs_checkpoints(f: Facts) -> Broken:
+def roll_back_needs_checkpoints(f: Facts) -> Violation:
     """Without checkpoints there is nothing to roll back to."""
     r = f.config.resilience
     if f.config.training.checkpoint_every or "roll_back" not in (r.on_nonfinite, r.on_spike):
@@ -114,7 +114,7 @@ def rolling_back_needs_checkpoints(f: Facts) -> Broken:
 
 
 @rule("optimizer.min_lr")
-def rate_falls(f: Facts) -> Broken:
+def min_lr_is_at_most_lr(f: Facts) -> Violation:
     """The schedule decays from lr to min_lr."""
     o = f.config.optimizer
     if o.min_lr <= o.lr:
@@ -123,7 +123,7 @@ def rate_falls(f: Facts) -> Broken:
 
 
 @rule("optimizer.decay_steps")
-def decay_steps_belong_to_wsd(f: Facts) -> Broken:
+def decay_steps_need_wsd(f: Facts) -> Violation:
     """Only the warm-up-stable-decay schedule has a separate decay length, and requires it."""
     o = f.config.optimizer
     if o.schedule == "wsd" and o.decay_steps == 0:
@@ -134,7 +134,7 @@ def decay_steps_belong_to_wsd(f: Facts) -> Broken:
 
 
 @rule("optimizer.warmup_steps")
-def schedule_fits_the_run(f: Facts) -> Broken:
+def schedule_fits_the_run(f: Facts) -> Violation:
     """The warm-up ends before the run does, and the decay starts after it."""
     o, steps = f.config.optimizer, f.config.training.steps
     # Megatron's scheduler asserts that the warm-up is shorter than the run.
@@ -155,7 +155,7 @@ def schedule_fits_the_run(f: Facts) -> Broken:
 
 
 @rule("optimizer.sharding")
-def sharded_gradients_need_one_stage(f: Facts) -> Broken:
+def gradient_sharding_forbids_pipeline(f: Facts) -> Violation:
     """ZeRO-2 and 3 reduce gradients in each backward pass. A pipeline accumulates them over many."""
     sharding, stages = f.config.optimizer.sharding, f.config.parallel.pipeline
     if stages == 1 or STAGES.get(sharding, 1) == 1:
@@ -164,44 +164,44 @@ def sharded_gradients_need_one_stage(f: Facts) -> Broken:
     return problem, "set parallel.pipeline=1, or optimizer.sharding=zero1"
 
 
-def _needs_deepspeed(field: str, f: Facts, *, stages: tuple[str, ...]) -> Broken:
+def _needs_deepspeed(field: str, f: Facts, *, stages: tuple[str, ...]) -> Violation:
     value, sharding = getattr(f.config.optimizer, field), f.config.optimizer.sharding
     if value in (None, "none") or sharding in stages:
         return None
-    return f"{value}, with optimizer.sharding {sharding}", f"set optimizer.sharding={stages[0]}, or leave it out"
+    return f"{value}, with optimizer.sharding {sharding}", f"set optimizer.sharding={stages[0]}, or remove it"
 
 
 @rule("optimizer.offload")
-def offloading_is_deepspeeds(f: Facts) -> Broken:
+def offload_needs_deepspeed(f: Facts) -> Violation:
     """Only DeepSpeed offloads. The optimizers built on Megatron keep their state on the GPU."""
     return _needs_deepspeed("offload", f, stages=tuple(STAGES))
 
 
 @rule("optimizer.offload_parameters")
-def offloaded_parameters_are_shared_out(f: Facts) -> Broken:
+def parameter_offload_needs_zero3(f: Facts) -> Violation:
     """Only ZeRO-3 fetches parameters when they are used."""
     return _needs_deepspeed("offload_parameters", f, stages=("zero3",))
 
 
 @rule("optimizer.deepspeed")
-def configuration_of_deepspeed_is_for_deepspeed(f: Facts) -> Broken:
+def deepspeed_file_needs_deepspeed(f: Facts) -> Violation:
     """Only DeepSpeed reads this file."""
     return _needs_deepspeed("deepspeed", f, stages=tuple(STAGES))
 
 
 @rule("optimizer.deepspeed")
-def configuration_of_deepspeed_agrees(f: Facts) -> Broken:
+def deepspeed_file_matches_run(f: Facts) -> Violation:
     """The run and the file must not contradict each other. The error names the file's field."""
     if f.config.optimizer.sharding in STAGES:
         deepspeed_config(f.config.optimizer, f.config.training, f.layout.num_micro_batches)
     return None
 
 
-# --- going on from a checkpoint ------------------------------------------------------------------------------------
+# --- continuing from a checkpoint ------------------------------------------------------------------------------------
 
 
 @rule("run.allow_changed")
-def what_is_allowed_can_be(f: Facts) -> Broken:
+def allowed_changes_are_possible(f: Facts) -> Violation:
     """An unknown name would allow nothing, and the checkpoint of another model cannot be loaded."""
     for name in f.config.run.allow_changed:
         mixer, _, field = name.removeprefix("mixers.").partition(".")
@@ -217,15 +217,15 @@ def what_is_allowed_can_be(f: Facts) -> Broken:
             hint = f"start a new run with the other {kind}"
             return f"{name} changes the {kind}, and the checkpoint does not have its tensors", hint
         if effect_of(name) not in (Effect.PAST, Effect.SCHEDULE):
-            return f"{name} may be changed without being listed", "leave it out"
+            return f"{name} may be changed without being listed", "remove it"
     return None
 
 
-# --- where it runs ---------------------------------------------------------------------------------------------------
+# --- device ----- ---------------------------------------------------------------------------------------------------
 
 
 @rule("run.backend")
-def transformer_engine_needs_a_gpu(f: Facts) -> Broken:
+def transformer_engine_needs_gpu(f: Facts) -> Violation:
     """Transformer Engine has no CPU path."""
     r = f.config.run
     if r.backend != "transformer_engine" or r.device != "cpu":

@@ -53,7 +53,7 @@ def _decision(where: str, line: str) -> dict[str, Any]:
             return dict(record)
     except (ValueError, TypeError, KeyError):
         pass
-    raise UserError(where, f"is no record of a decision: {line[:60]!r}", "mend the line or remove it")
+    raise UserError(where, f"is not a record of a decision: {line[:60]!r}", "repair the line or remove it")
 
 
 def copy_decisions(source: Path, folder: Path, step: int) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_ext.config.effects import Effect, effect_of, makes_a_recipe
+from megatron_ext.config.effects import Effect, distinguishes_recipes, effect_of
 from megatron_ext.config.schema import DataConfig, LoggingConfig, RunConfig
 from megatron_ext.config.trial import trial_config
 from megatron_ext.training.loggers.core import registry
@@ -47,7 +47,7 @@ def test_a_name_is_registered_once() -> None:
 
 def test_loggers_do_not_affect_training_or_the_identity_of_a_recipe() -> None:
     assert effect_of("logging.backends") is Effect.NOTHING
-    assert not makes_a_recipe("logging.backends")
+    assert not distinguishes_recipes("logging.backends")
     config = RunConfig(data=DataConfig(path="data"))
     assert config.logging.backends == ["tensorboard"]
     tracked = replace(config, logging=LoggingConfig(backends=["wandb", "tensorboard"]))
