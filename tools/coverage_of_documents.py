@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from megatron_ext.analysis.matched import compare
-from megatron_ext.analysis.runs import DomainEvaluations, Run
+from megatron_ext.analysis.run_files import DomainEvaluations
+from megatron_ext.analysis.runs import Run
 from megatron_ext.utils.ratio_interval import ratio_interval
 
 

@@ -14,7 +14,8 @@ from matplotlib.ticker import MaxNLocator
 
 from megatron_ext.analysis.architecture import Architecture
 from megatron_ext.analysis.decisions import DONE, Decided, Decision
-from megatron_ext.analysis.runs import SPLITS, FloatArray, IntArray, Run, Split, column_name
+from megatron_ext.analysis.run_files import SPLITS, FloatArray, IntArray, Split, column_name
+from megatron_ext.analysis.runs import Run
 from megatron_ext.analysis.style import (
     MANY,
     Picture,

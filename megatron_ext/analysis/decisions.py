@@ -11,7 +11,8 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 
 from megatron_ext.analysis.cells import NOTHING, Cell, Table, count, text
 from megatron_ext.analysis.history import skipped
-from megatron_ext.analysis.runs import Record, Run, parse_lines
+from megatron_ext.analysis.run_files import Record, parse_lines
+from megatron_ext.analysis.runs import Run
 from megatron_ext.run_folder.layout import DECISIONS, STRAGGLERS
 
 Kind = Literal["again", "skip", "roll_back", "stop", "changed"]

@@ -11,7 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from megatron_ext.analysis.matched import Comparison, Measured, training_loss
-from megatron_ext.analysis.runs import FloatArray, Run, Split, column_name
+from megatron_ext.analysis.run_files import FloatArray, Split, column_name
+from megatron_ext.analysis.runs import Run
 from megatron_ext.analysis.style import (
     LIGHT,
     Picture,

@@ -24,7 +24,8 @@ import numpy as np
 
 from megatron_ext.analysis.architecture import Architecture, group_runs
 from megatron_ext.analysis.matched_spread import Reading, Together, batch_noise, read_domain
-from megatron_ext.analysis.runs import FloatArray, Run, Split
+from megatron_ext.analysis.run_files import FloatArray, Split
+from megatron_ext.analysis.runs import Run
 
 ALL_DOMAINS = "all"
 """Domain name of the token-weighted mean over all domains of a split."""

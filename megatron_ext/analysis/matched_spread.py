@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_ext.analysis.runs import FloatArray, IntArray, Run, Split
+from megatron_ext.analysis.run_files import FloatArray, IntArray, Split
+from megatron_ext.analysis.runs import Run
 from megatron_ext.utils.ratio_interval import FEWEST_DOCUMENTS, Spread, none_like, spread_of_ratio
 
 SHORTEST_NOISE_WINDOW = 6

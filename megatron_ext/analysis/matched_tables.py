@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_ext.analysis.cells import NOTHING, Cell, Table, count, number, signed, text
 from megatron_ext.analysis.matched import ALL_DOMAINS, Comparison, Estimate, Measured, training_loss
-from megatron_ext.analysis.runs import SPLITS, FloatArray, Split, column_name
+from megatron_ext.analysis.run_files import SPLITS, FloatArray, Split, column_name
 from megatron_ext.utils.markdown import csv_row
 from megatron_ext.utils.ratio_interval import FEW_DOCUMENTS
 

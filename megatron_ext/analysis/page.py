@@ -28,8 +28,9 @@ from megatron_ext.analysis.matched_tables import (
     unmatched,
     verdicts,
 )
+from megatron_ext.analysis.run_files import SPLITS
 from megatron_ext.analysis.run_texts import text_warnings
-from megatron_ext.analysis.runs import SPLITS, Run
+from megatron_ext.analysis.runs import Run
 from megatron_ext.analysis.scaling.section import Scaling
 from megatron_ext.analysis.style import DARK, DPI, LIGHT, MANY, Picture, short_count, styles, width_of
 from megatron_ext.analysis.suites import (

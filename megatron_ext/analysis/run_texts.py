@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from megatron_ext.analysis.runs import Run, Texts
+from megatron_ext.analysis.run_files import Texts
+from megatron_ext.analysis.runs import Run
 
 _MOST_NAMED = 3
 """Maximum number of domains or runs that a sentence lists."""

@@ -14,7 +14,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 
 from megatron_ext.analysis.architecture import Architecture
 from megatron_ext.analysis.cells import NOTHING, Cell, Table, count, number, text
-from megatron_ext.analysis.runs import SPLITS, Split, column_name
+from megatron_ext.analysis.run_files import SPLITS, Split, column_name
 from megatron_ext.analysis.style import as_csv
 from megatron_ext.run_folder.layout import EVALUATIONS, step_of
 from megatron_ext.utils.atomic_files import os_reason, read_regular

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from megatron_ext.analysis.architecture import group_runs, mixer_label
-from megatron_ext.analysis.runs import ModelSize, Run, Texts
+from megatron_ext.analysis.run_files import ModelSize, Texts
+from megatron_ext.analysis.runs import Run
 from megatron_ext.utils.errors import UserError
 
 

@@ -11,8 +11,9 @@ import pytest
 from analysis_synthetic import Synthetic, write_run
 
 from megatron_ext.analysis.report import write_report
+from megatron_ext.analysis.run_files import ModelSize, Texts
 from megatron_ext.analysis.run_texts import text_warnings
-from megatron_ext.analysis.runs import ModelSize, Run, Texts, read_run, read_runs
+from megatron_ext.analysis.runs import Run, read_run, read_runs
 from megatron_ext.utils.errors import UserError
 
 

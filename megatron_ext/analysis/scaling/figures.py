@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator, NullLocator, StrMethodFormatter
 
-from megatron_ext.analysis.runs import FloatArray
+from megatron_ext.analysis.run_files import FloatArray
 from megatron_ext.analysis.scaling.isoflop import Budget
 from megatron_ext.analysis.scaling.law import Fit, ScalingLaw
 from megatron_ext.analysis.scaling.transfer import Line

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.special import stdtrit
 
-from megatron_ext.analysis.runs import FloatArray, IntArray
+from megatron_ext.analysis.run_files import FloatArray, IntArray
 from megatron_ext.analysis.scaling.law import ALIKE
 from megatron_ext.analysis.scaling.points import Points
 

@@ -14,7 +14,7 @@ from itertools import product
 import numpy as np
 from scipy.optimize import least_squares, minimize
 
-from megatron_ext.analysis.runs import FloatArray
+from megatron_ext.analysis.run_files import FloatArray
 from megatron_ext.analysis.scaling.points import Points
 from megatron_ext.utils.errors import UserError
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_ext.analysis.runs import FloatArray, IntArray
+from megatron_ext.analysis.run_files import FloatArray, IntArray
 from megatron_ext.utils.atomic_files import os_reason
 from megatron_ext.utils.errors import UserError
 

@@ -24,7 +24,7 @@ from itertools import combinations, product
 import numpy as np
 from scipy.special import stdtrit
 
-from megatron_ext.analysis.runs import FloatArray
+from megatron_ext.analysis.run_files import FloatArray
 from megatron_ext.analysis.scaling.law import FEWEST_POINTS, Fit
 from megatron_ext.analysis.scaling.points import Points
 from megatron_ext.analysis.scaling.robust import SMALLEST_NOISE, Robust, robust

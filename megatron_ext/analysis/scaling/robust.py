@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_ext.analysis.runs import FloatArray
+from megatron_ext.analysis.run_files import FloatArray
 from megatron_ext.analysis.scaling.law import FEWEST_POINTS, Fit, ScalingLaw, refit
 
 BOUND = 1.345

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.special import fdtrc, stdtrit  # scipy.stats takes half a second to import
 
-from megatron_ext.analysis.runs import FloatArray
+from megatron_ext.analysis.run_files import FloatArray
 
 FEWEST = 3
 """Minimum number of models of a mixer; two points always lie on a line."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_ext.analysis.runs import FloatArray
+from megatron_ext.analysis.run_files import FloatArray
 from megatron_ext.analysis.scaling.law import FEWEST_POINTS, Fit, ScalingLaw, fit
 from megatron_ext.analysis.scaling.points import Points
 from megatron_ext.analysis.scaling.profile import Region, region_of

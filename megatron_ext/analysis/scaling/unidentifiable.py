@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_ext.analysis.runs import FloatArray
+from megatron_ext.analysis.run_files import FloatArray
 from megatron_ext.analysis.scaling.law import Fit, number_unlike
 from megatron_ext.analysis.scaling.points import Points
 
