@@ -90,4 +90,4 @@ def test_six_runs(cluster: SlurmCluster, tmp_path: Path) -> None:
     assert law["untold"] == ["E", "B", "beta"]  # two token counts
     assert [law["intervals"][name] for name in law["untold"]] == [None] * 3
     assert None not in (law["intervals"]["A"], law["intervals"]["alpha"])
-    assert "two numbers of tokens: E, B and beta cannot be told apart" in page
+    assert "two token counts: E, B and beta cannot be determined" in page

@@ -10,7 +10,7 @@ import numpy as np
 from scipy.special import stdtrit
 
 from megatron_ext.analysis.run_files import FloatArray, IntArray
-from megatron_ext.analysis.scaling.law import ALIKE
+from megatron_ext.analysis.scaling.law import SAME_SIZE
 from megatron_ext.analysis.scaling.points import Points
 
 SAME_COMPUTE = 1.12
@@ -24,7 +24,7 @@ CLEAR_GAP, CLEARER = 1.02, 2.0
 SAME_RUN = 1.01
 """Maximum ratio of the compute of repeated runs of one size. A larger ratio suggests that a budget mixes several."""
 
-FEWEST_SIZES = 4
+MIN_SIZES = 4
 """Minimum number of distinct sizes in a budget. A parabola fits any three points exactly."""
 
 SPREAD = 2.0
@@ -80,7 +80,7 @@ class PowerLaw:
 def budgets(points: Points) -> list[Budget]:
     """Group points into budgets with at least four distinct sizes, in ascending order of compute."""
     order = np.argsort(points.params * points.tokens, kind="stable")
-    return [_budget(points.take(numbers)) for numbers in _groups(points, order)]
+    return [_budget(points.take(indices)) for indices in _groups(points, order)]
 
 
 def best_sizes(found: list[Budget]) -> PowerLaw | None:
@@ -89,13 +89,13 @@ def best_sizes(found: list[Budget]) -> PowerLaw | None:
     Returns:
         None if fewer than two budgets have an optimal number of parameters.
     """
-    told = [(budget.flops, budget.best_params) for budget in found if budget.best_params is not None]
-    if len(told) < 2:
+    optima = [(budget.flops, budget.best_params) for budget in found if budget.best_params is not None]
+    if len(optima) < 2:
         return None
-    log_flops, log_params = np.log(np.array(told, dtype=np.float64)).T
+    log_flops, log_params = np.log(np.array(optima, dtype=np.float64)).T
     exponent, log_factor = np.polyfit(log_flops, log_params, 1)
     interval = None
-    if (freedom := len(told) - 2) > 0:
+    if (freedom := len(optima) - 2) > 0:
         rest = log_params - np.polyval([exponent, log_factor], log_flops)
         error = math.sqrt(rest @ rest / freedom / np.sum((log_flops - log_flops.mean()) ** 2))
         half = float(stdtrit(freedom, (1 + CONFIDENCE) / 2)) * error
@@ -121,10 +121,10 @@ def _groups(points: Points, order: IntArray) -> Iterator[IntArray]:
         yield order
 
 
-def _is_budget(points: Points, numbers: IntArray) -> bool:
+def _is_budget(points: Points, indices: IntArray) -> bool:
     """Return True if points have enough distinct sizes over a large enough range. Their compute is not checked."""
-    sizes = np.unique(points.params[numbers])
-    return len(sizes) >= FEWEST_SIZES and bool(sizes[-1] >= SPREAD * sizes[0])
+    sizes = np.unique(points.params[indices])
+    return len(sizes) >= MIN_SIZES and bool(sizes[-1] >= SPREAD * sizes[0])
 
 
 def _is_clear(points: Points, order: IntArray, gaps: FloatArray, cut: int) -> bool:
@@ -177,13 +177,13 @@ def _doubt(points: Points) -> str:
     order = np.argsort(points.params)
     log_n = np.log(points.params[order])
     log_flops = np.log(points.params[order] * points.tokens[order])
-    of_size = np.concatenate([[0], np.cumsum(np.diff(log_n) > ALIKE)])
+    of_size = np.concatenate([[0], np.cumsum(np.diff(log_n) > SAME_SIZE)])
     spans = [float(np.ptp(log_flops[of_size == size])) for size in range(of_size[-1] + 1)]
     several = [span for span in spans if span > math.log(SAME_RUN)]
     if not several:
         return ""
-    apart = 100 * math.expm1(max(several))
+    difference = 100 * math.expm1(max(several))
     return (
-        f"{len(several)} of its {len(spans)} sizes are there more than once, with compute up to {apart:.2g} % apart: "
-        "these may be several budgets, too close to be told apart"
+        f"{len(several)} of its {len(spans)} sizes occur more than once, with compute up to {difference:.2g} % apart: "
+        "these may be several budgets that are too close to separate"
     )

@@ -49,7 +49,7 @@ EXACT = 1e-16
 NEAR_STEPS = 200
 """Maximum function evaluations of a fit that starts near its optimum."""
 
-ALIKE = 0.05
+SAME_SIZE = 0.05
 """Relative spread within which sizes, token counts, and tokens per parameter count as equal.
 
 Token counts are rounded to whole steps (by up to 2.5 % in a run of 20 steps), and sizes to whole widths. An increase of
@@ -62,7 +62,7 @@ FAINT, RAISED = 1e-2, 0.5
 grow again. A refit with such a term has a second start, where the term is `RAISED`."""
 
 SAME_LOSS = 1e-6
-"""Relative spread within which losses count as equal. It is smaller than `ALIKE` because losses are not rounded."""
+"""Relative spread within which losses count as equal. It is smaller than `SAME_SIZE` because losses are not rounded."""
 
 
 @dataclass(frozen=True)
@@ -140,9 +140,9 @@ class _Objective:
         share_3p = np.stack([np.exp(x - log_sum_p) for x in (of_params, of_tokens, e)], axis=-2)
         rest_p = log_sum_p - self._log_l
         slope_p = np.clip(rest_p, -self._delta, self._delta)
-        pull_3p = share_3p * slope_p[..., None, :]
-        exponents_2 = np.stack([-(pull_3p[..., 0, :] @ self._n), -(pull_3p[..., 1, :] @ self._d)], axis=-1)
-        gradient_5 = np.concatenate([pull_3p.sum(-1), exponents_2], axis=-1)
+        weighted_3p = share_3p * slope_p[..., None, :]
+        exponents_2 = np.stack([-(weighted_3p[..., 0, :] @ self._n), -(weighted_3p[..., 1, :] @ self._d)], axis=-1)
+        gradient_5 = np.concatenate([weighted_3p.sum(-1), exponents_2], axis=-1)
         return (slope_p * (rest_p - slope_p / 2.0)).sum(-1), gradient_5
 
     def rest(self, at: FloatArray) -> FloatArray:
@@ -159,7 +159,7 @@ class _Objective:
         u, v, e, alpha, beta = at
         return np.stack([u - alpha * self._n, v - beta * self._d, np.full_like(self._n, e)])
 
-    def near(self, start: FloatArray) -> FloatArray:
+    def refine(self, start: FloatArray) -> FloatArray:
         """Minimize from a nearby start with a trust-region method, in far fewer steps than `_descend`."""
         options = {"ftol": 1e-12, "xtol": 1e-12, "gtol": 1e-14, "max_nfev": NEAR_STEPS}
         found = least_squares(
@@ -212,7 +212,7 @@ def fit(points: Points) -> Fit:
     ends = [_descend(objective, start, rounds=1, steps=FIRST_STEPS) for start in _starts(objective)]
     nearest = min(ends, key=lambda end: float(objective(end)[0]))
     # With as few points as constants, many laws fit exactly. L-BFGS alone would need minutes in this flat region.
-    nearest = _best(objective, [nearest, objective.near(nearest)])
+    nearest = _best(objective, [nearest, objective.refine(nearest)])
     best = _best(objective, [nearest, _descend(objective, nearest, ROUNDS)])
     return Fit(objective.law(best), float(objective(best)[0]), points)
 
@@ -233,7 +233,7 @@ def refit(points: Points, law: ScalingLaw, delta: float = DELTA) -> ScalingLaw:
     terms, lowest = starts[0][:3], np.log(points.losses.min())
     if terms.min() < lowest + np.log(FAINT):
         starts.append(np.concatenate([np.maximum(terms, lowest + np.log(RAISED)), starts[0][3:]]))
-    ends = [objective.near(start) for start in starts]
+    ends = [objective.refine(start) for start in starts]
     return objective.law(_best(objective, [starts[0], *ends]))
 
 
@@ -256,29 +256,34 @@ def check_points(points: Points, where: str = "points") -> None:
         UserError: there are fewer than 5 distinct points, or sizes, token counts, tokens per parameter or losses are
             all equal.
     """
-    unlike = len(np.unique([points.params, points.tokens], axis=1).T)
-    if unlike < FEWEST_POINTS:
-        problem = f"{unlike} points with distinct params or tokens, but the law has {FEWEST_POINTS} constants"
+    distinct = len(np.unique([points.params, points.tokens], axis=1).T)
+    if distinct < FEWEST_POINTS:
+        problem = f"{distinct} points with distinct params or tokens, but the law has {FEWEST_POINTS} constants"
         raise UserError(where, problem, f"give {FEWEST_POINTS} points or more")
     ratio = points.tokens / points.params
-    for name, values, spread, why in (
-        ("parameters", points.params, ALIKE, "A and alpha cannot be told from E"),
-        ("tokens", points.tokens, ALIKE, "B and beta cannot be told from E"),
-        ("tokens per parameter", ratio, ALIKE, "the effects of more parameters and more tokens cannot be separated"),
+    for name, values, spread, result in (
+        ("parameters", points.params, SAME_SIZE, "A and alpha cannot be separated from E"),
+        ("tokens", points.tokens, SAME_SIZE, "B and beta cannot be separated from E"),
+        (
+            "tokens per parameter",
+            ratio,
+            SAME_SIZE,
+            "effects of parameters and of tokens cannot be separated",
+        ),
         ("nats of loss", points.losses, SAME_LOSS, "nothing shows what reduces it"),
     ):
         low, high = float(values.min()), float(values.max())
         if np.log(high / low) <= spread:
-            about = f"{low:,.6g}" if np.log(high / low) <= SAME_LOSS else f"about {np.sqrt(low * high):,.3g}"
-            hint = "add points with other sizes and other numbers of tokens"
-            raise UserError(where, f"all have {about} {name}, so {why}", hint)
+            value = f"{low:,.6g}" if np.log(high / low) <= SAME_LOSS else f"about {np.sqrt(low * high):,.3g}"
+            hint = "add points with other sizes and other token counts"
+            raise UserError(where, f"all have {value} {name}, so {result}", hint)
 
 
-def number_unlike(values: FloatArray) -> int:
-    """Count distinct values; values within `ALIKE` of the smallest value of their group count as one."""
+def num_distinct(values: FloatArray) -> int:
+    """Count distinct values; values within `SAME_SIZE` of the smallest value of their group count as one."""
     left, number = np.sort(np.log(values)), 0
     while len(left):
-        left, number = left[left > left[0] + ALIKE], number + 1
+        left, number = left[left > left[0] + SAME_SIZE], number + 1
     return number
 
 

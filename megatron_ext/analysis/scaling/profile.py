@@ -69,7 +69,7 @@ class _Face:
         return _Face(self.terms, self.terms_kf[which], self.inverse_kff[which], self.rest_k[which])
 
 
-class _Squares:
+class _LeastSquares:
     """Least-squares problems of log losses, by pair of exponents.
 
     A term is represented by its value at the points' mean log N and mean log D. Design columns are relative to the
@@ -112,18 +112,20 @@ def _face(face: tuple[int, ...], columns_k3f: FloatArray, targets_k3: FloatArray
     """
     lengths_kf = np.linalg.norm(columns_k3f, axis=1)
     q_k3f, r_kff = np.linalg.qr(columns_k3f / lengths_kf[:, None])
-    is_told_k = np.abs(np.diagonal(r_kff, axis1=-2, axis2=-1)).min(-1) > 1e-10
-    inverse_kff = np.linalg.inv(np.where(is_told_k[:, None, None], r_kff, np.eye(len(face)))) / lengths_kf[..., None]
+    is_determined_k = np.abs(np.diagonal(r_kff, axis1=-2, axis2=-1)).min(-1) > 1e-10
+    inverse_kff = (
+        np.linalg.inv(np.where(is_determined_k[:, None, None], r_kff, np.eye(len(face)))) / lengths_kf[..., None]
+    )
     of_targets_kf = np.einsum("kif,ki->kf", q_k3f, targets_k3)
     rest_k3 = targets_k3 - np.einsum("kif,kf->ki", q_k3f, of_targets_kf)
-    squares_k = np.where(is_told_k, rest_k + (rest_k3**2).sum(-1), np.inf)
+    squares_k = np.where(is_determined_k, rest_k + (rest_k3**2).sum(-1), np.inf)
     return _Face(face, np.einsum("kfg,kg->kf", inverse_kff, of_targets_kf), inverse_kff, squares_k)
 
 
-def _least(faces: Sequence[_Face]) -> FloatArray:
-    """Return the minimum sums of squares [K] subject to E, A, B >= 0: the minimum over faces without negative terms."""
-    every = [np.where((face.terms_kf >= 0).all(-1), face.rest_k, np.inf) for face in faces]
-    return np.asarray(np.min(every, axis=0))
+def _constrained_minimum(faces: Sequence[_Face]) -> FloatArray:
+    """Return the minimum sums of squares [K] subject to E, A, B >= 0, over the faces without negative terms."""
+    candidates = [np.where((face.terms_kf >= 0).all(-1), face.rest_k, np.inf) for face in faces]
+    return np.asarray(np.min(candidates, axis=0))
 
 
 @dataclass(frozen=True)
@@ -203,19 +205,19 @@ class Region:
             if not len(some):
                 continue
             part = face.take(some)
-            room_k = np.sqrt(self.limit - part.rest_k)
+            slack_k = np.sqrt(self.limit - part.rest_k)
             for start in range(0, number, block):
                 chosen = slice(start, start + block)
                 rows_pkf = rows_pk3[chosen][:, some][..., list(face.terms)]
                 centre_pk = np.einsum("pkf,kf->pk", rows_pkf, part.terms_kf)
-                ways_pkf = np.einsum("pkf,kfg->pkg", rows_pkf, part.inverse_kff)
-                steep_pk = np.linalg.norm(ways_pkf, axis=-1)
-                unit = ways_pkf / np.maximum(steep_pk, np.finfo(float).tiny)[..., None]
-                aside_pkf = room_k[:, None] * np.einsum("kfg,pkg->pkf", part.inverse_kff, unit)
+                gradients_pkf = np.einsum("pkf,kfg->pkg", rows_pkf, part.inverse_kff)
+                norms_pk = np.linalg.norm(gradients_pkf, axis=-1)
+                unit = gradients_pkf / np.maximum(norms_pk, np.finfo(float).tiny)[..., None]
+                offsets_pkf = slack_k[:, None] * np.einsum("kfg,pkg->pkf", part.inverse_kff, unit)
                 for sign, ends in ((-1.0, low), (1.0, high)):
                     # An extreme with a negative term is invalid. The valid extreme is then on another face.
-                    inside = (part.terms_kf + sign * aside_pkf >= 0).all(-1)
-                    values = np.where(inside, centre_pk + sign * room_k * steep_pk, -sign * np.inf)
+                    inside = (part.terms_kf + sign * offsets_pkf >= 0).all(-1)
+                    values = np.where(inside, centre_pk + sign * slack_k * norms_pk, -sign * np.inf)
                     best = values.min(-1) if sign < 0 else values.max(-1)
                     ends[chosen] = (np.minimum if sign < 0 else np.maximum)(ends[chosen], best)
         return low, high
@@ -227,10 +229,10 @@ def region_of(fitted: Fit) -> Region | None:
     if freedom < 1:
         return None
     centre = robust(fitted)
-    squares = _Squares(centre, fitted.points)
+    problems = _LeastSquares(centre, fitted.points)
     threshold = 1 + float(stdtrit(freedom, (1 + CONFIDENCE) / 2)) ** 2 / freedom
-    grid = _Grid(squares, np.array([centre.law.alpha, centre.law.beta]), threshold, freedom)
-    alpha, beta, rest, steps = grid.settled()
+    grid = _Grid(problems, np.array([centre.law.alpha, centre.law.beta]), threshold, freedom)
+    alpha, beta, rest, steps = grid.final_grid()
     inside = rest <= grid.limit
     alpha, beta = alpha[inside], beta[inside]
     is_open = tuple(
@@ -238,19 +240,19 @@ def region_of(fitted: Fit) -> Region | None:
         for values, step in ((alpha, steps[0]), (beta, steps[1]))
         for x in (values.min() < SMALLEST_EXPONENT + step, values.max() > LARGEST_EXPONENT - step)
     )
-    noise = math.sqrt(grid.least / freedom)
-    faces = squares.faces(alpha, beta)
-    return Region(alpha, beta, faces, grid.limit, squares.middles, noise, is_open)  # type: ignore[arg-type]
+    noise = math.sqrt(grid.minimum / freedom)
+    faces = problems.faces(alpha, beta)
+    return Region(alpha, beta, faces, grid.limit, problems.middles, noise, is_open)  # type: ignore[arg-type]
 
 
 class _Grid:
     """Grid of exponents over the region, along the axes of its ellipse in the limit of small noise."""
 
-    def __init__(self, squares: _Squares, start: FloatArray, threshold: float, freedom: int) -> None:
-        self._squares, self._threshold, self._floor = squares, threshold, freedom * SMALLEST_NOISE**2
+    def __init__(self, problems: _LeastSquares, start: FloatArray, threshold: float, freedom: int) -> None:
+        self._problems, self._threshold, self._floor = problems, threshold, freedom * SMALLEST_NOISE**2
         self._centre = np.clip(start, SMALLEST_EXPONENT + 1e-3, LARGEST_EXPONENT)
-        self.least = np.inf
-        self._look(self._centre[:, None])
+        self.minimum = np.inf
+        self._evaluate(self._centre[:, None])
         self._axes = self._ellipse()
         corners = np.array(list(product((SMALLEST_EXPONENT, LARGEST_EXPONENT), repeat=2)))
         reach = np.linalg.solve(self._axes, (corners - self._centre).T)
@@ -259,9 +261,9 @@ class _Grid:
     @property
     def limit(self) -> float:
         """Residual sum of squares at the boundary of the region."""
-        return self.least * self._threshold
+        return self.minimum * self._threshold
 
-    def settled(self) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
+    def final_grid(self) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
         """Move and scale the grid until it covers the region, and evaluate the final grid.
 
         Returns:
@@ -271,7 +273,7 @@ class _Grid:
         low, high = np.full(2, -1.5), np.full(2, 1.5)
         for _ in range(ROUNDS):
             nodes = self._nodes(low, high, SEARCH_NODES)
-            rest, step = self._look(self._centre[:, None] + self._axes @ nodes), (high - low) / (SEARCH_NODES - 1)
+            rest, step = self._evaluate(self._centre[:, None] + self._axes @ nodes), (high - low) / (SEARCH_NODES - 1)
             found = nodes[:, rest <= self.limit]
             if not found.size:  # the region is smaller than the distance of the nodes
                 found = nodes[:, [int(rest.argmin())]]
@@ -279,34 +281,34 @@ class _Grid:
             is_cut = first < low + step / 2, last > high - step / 2
             new_low = np.maximum(np.where(is_cut[0], low - (high - low) / 2, first - 1.5 * step), self._reach[0])
             new_high = np.minimum(np.where(is_cut[1], high + (high - low) / 2, last + 1.5 * step), self._reach[1])
-            moved = np.abs([new_low - low, new_high - high]).max(0) / (high - low)
+            change = np.abs([new_low - low, new_high - high]).max(0) / (high - low)
             low, high = new_low, new_high
-            if moved.max() < 0.1:
+            if change.max() < 0.1:
                 break
         exponents = self._centre[:, None] + self._axes @ self._nodes(low, high, NODES)
-        rest, steps = self._look(exponents), np.abs(self._axes) @ (high - low) / (NODES - 1)
+        rest, steps = self._evaluate(exponents), np.abs(self._axes) @ (high - low) / (NODES - 1)
         return exponents[0], exponents[1], rest, steps
 
     @staticmethod
     def _nodes(low: FloatArray, high: FloatArray, number: int) -> FloatArray:
         return np.stack(np.meshgrid(*np.linspace(low, high, number).T)).reshape(2, -1)
 
-    def _look(self, exponents: FloatArray) -> FloatArray:
-        """Return minimum sums of squares [K] at exponents [2, K], infinite out of range, and update `least`."""
+    def _evaluate(self, exponents: FloatArray) -> FloatArray:
+        """Return minimum sums of squares [K] at exponents [2, K], infinite out of range, and update `minimum`."""
         inside = ((exponents >= SMALLEST_EXPONENT - 1e-9) & (exponents <= LARGEST_EXPONENT + 1e-9)).all(0)
         rest = np.full(exponents.shape[1], np.inf)
-        rest[inside] = _least(self._squares.faces(*exponents[:, inside]))
-        self.least = min(self.least, max(float(rest.min()), self._floor))
+        rest[inside] = _constrained_minimum(self._problems.faces(*exponents[:, inside]))
+        self.minimum = min(self.minimum, max(float(rest.min()), self._floor))
         return rest
 
     def _ellipse(self) -> FloatArray:
         """Return the half axes of the region as columns [2, 2], by a second-order expansion at the center."""
-        (full,) = (face for face in self._squares.faces(*self._centre[:, None]) if len(face.terms) == 3)
-        columns_n3 = self._squares.columns(*self._centre[:, None])[0]
-        slopes_n2 = -columns_n3[:, 1:] * full.terms_kf[0, 1:] * np.stack([self._squares.n, self._squares.d], axis=-1)
+        (full,) = (face for face in self._problems.faces(*self._centre[:, None]) if len(face.terms) == 3)
+        columns_n3 = self._problems.columns(*self._centre[:, None])[0]
+        slopes_n2 = -columns_n3[:, 1:] * full.terms_kf[0, 1:] * np.stack([self._problems.n, self._problems.d], axis=-1)
         q, _ = np.linalg.qr(columns_n3)
         slopes_n2 -= q @ (q.T @ slopes_n2)
         values, axes = np.linalg.eigh(slopes_n2.T @ slopes_n2)
-        room = self.limit - self.least
+        room = self.limit - self.minimum
         widest = LARGEST_EXPONENT - SMALLEST_EXPONENT
         return np.asarray(axes * np.sqrt(room / np.maximum(values, room / widest**2)))

@@ -94,7 +94,7 @@ def points_of_runs(paths: Sequence[Path], *, embeddings: bool = True) -> RunPoin
         UserError: a folder is not a valid run folder, a run folder that is given directly is unfinished, no run is
             finished, a run has no recorded number of parameters, or runs are on different data.
     """
-    folders, without_steps = _begun(paths)
+    folders, without_steps = _started_runs(paths)
     if not folders:
         raise _none_finished(without_steps)
     _warn(without_steps)
@@ -114,9 +114,9 @@ def points_of(runs: Sequence[Run], named: Sequence[Path] = (), *, embeddings: bo
         UserError: a run of `named` is unfinished, no run is finished, or a run has no recorded number of parameters.
     """
     reasons = {run.path: reason for run in runs if (reason := _unfinished(run))}
-    asked = {path.resolve() for path in named}
+    given = {path.resolve() for path in named}
     for path, reason in reasons.items():
-        if path.resolve() in asked:
+        if path.resolve() in given:
             raise UserError(str(path), reason, "finish it with --resume, or remove it")
     left_out = [LeftOut(path, reason) for path, reason in reasons.items()]
     if len(left_out) == len(runs):
@@ -124,16 +124,19 @@ def points_of(runs: Sequence[Run], named: Sequence[Path] = (), *, embeddings: bo
     _warn(left_out)
     finished = [run for run in runs if run.path not in reasons]
     names = law_names(finished)
-    for line in (*text_warnings(finished), *_separate(names)):
+    for line in (*text_warnings(finished), *_several_laws(names)):
         print(f"warning: {line}", file=sys.stderr)
     points = [_point(run, name, embeddings) for run, name in zip(finished, names, strict=True)]
     missing = [point for point in points if point.test_loss is None]
     if missing and len(missing) < len(points):
-        print(f"warning: {missing[0].run}: no test loss after the last step: none is fitted", file=sys.stderr)
+        print(
+            f"warning: {missing[0].run} has no test loss after its last step: test losses are not fitted",
+            file=sys.stderr,
+        )
     return RunPoints(points, left_out)
 
 
-def _begun(paths: Sequence[Path]) -> tuple[list[Path], list[LeftOut]]:
+def _started_runs(paths: Sequence[Path]) -> tuple[list[Path], list[LeftOut]]:
     """Return the run folders to read, and the runs without a step inside given folders of runs, which are left out."""
     folders: list[Path] = []
     left_out: list[LeftOut] = []
@@ -163,7 +166,7 @@ def _unfinished(run: Run) -> str:
 def _none_finished(left_out: Sequence[LeftOut]) -> UserError:
     first, more = left_out[0], len(left_out) - 1
     problem = first.reason + (f", and none of the {more} others is finished" if more else "")
-    return UserError(str(first.run), problem, "finish some with --resume")
+    return UserError(str(first.run), problem, "resume some of them with --resume")
 
 
 def _warn(left_out: Sequence[LeftOut]) -> None:
@@ -198,13 +201,13 @@ def _tested(points: Sequence[RunPoint]) -> bool:
     return all(point.test_loss is not None for point in points)
 
 
-def _separate(names: Sequence[str]) -> list[str]:
+def _several_laws(names: Sequence[str]) -> list[str]:
     """Return a warning for each mixer whose runs belong to several laws."""
     laws: dict[str, list[str]] = {}
     for name in dict.fromkeys(names):
         laws.setdefault(name.partition(OF_LAW)[0], []).append(name)
     return [
-        f"the runs of {mixer} are not all of one recipe, and a law is fitted to each: {'; '.join(some)}"
+        f"the runs of {mixer} have different settings, and each group gets a law of its own: {'; '.join(some)}"
         for mixer, some in laws.items()
         if len(some) > 1
     ]
@@ -214,7 +217,7 @@ def _point(run: Run, name: str, embeddings: bool) -> RunPoint:
     last = int(run.steps[-1])
     if run.size is None:
         hint = "give a CSV file with the column params instead"
-        raise UserError(str(run.path / MODEL), "is missing: the number of parameters is not known", hint)
+        raise UserError(str(run.path / MODEL), "is missing: the number of parameters is unknown", hint)
     params = run.size.parameters
     if not embeddings:
         params -= run.size.embedding_parameters + run.size.output_layer_parameters

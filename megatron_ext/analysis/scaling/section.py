@@ -22,7 +22,7 @@ from megatron_ext.analysis.scaling.uncertainty import PARAMS_EXPONENT
 from megatron_ext.analysis.scaling.unidentifiable import CONSTANTS, names_of
 from megatron_ext.analysis.style import Picture
 
-SURE = 0.05
+SIGNIFICANCE = 0.05
 """Significance level of the difference of two mixers' test losses."""
 
 
@@ -67,8 +67,8 @@ def section(found: Fitting) -> Scaling:
 def _answer(pair: Pair) -> str:
     one, other, apart = pair
     p = f"p = {apart.p_value:.2g}"
-    if apart.p_value >= SURE:
-        return f"{other} and {one} cannot be told apart ({p})"
+    if apart.p_value >= SIGNIFICANCE:
+        return f"{other} and {one} do not differ significantly ({p})"
     at, ratio = apart_cells(apart)
     return f"{other} differs from {one} ({p}), by {ratio} at a training loss of {at} nats per token"
 
@@ -109,9 +109,13 @@ def _transfer(found: Fitting) -> Table | None:
         if (line := one.transfer) is not None:
             low, high = line.exponent_interval
             exponent = Cell(f"{line.exponent:.4g}", line.exponent, f"{low:.3g} to {high:.3g}")
-            about = Cell(f"{100 * line.deviation:.2f} %", line.deviation)
-            rows.append([text(mixer), count(len(line.rest)), Cell(f"{line.factor:.4g}", line.factor), exponent, about])
-    caption = "Test loss = factor * training loss^exponent, with 95\u00a0% intervals, and how far runs are about it"
+            deviation = Cell(f"{100 * line.deviation:.2f} %", line.deviation)
+            rows.append(
+                [text(mixer), count(len(line.rest)), Cell(f"{line.factor:.4g}", line.factor), exponent, deviation]
+            )
+    caption = (
+        "Test loss = factor * training loss^exponent, with 95\u00a0% intervals, and the deviation of the runs from it"
+    )
     return Table(caption, ["mixer", "runs", "factor", "exponent", "deviation"], rows, below=True) if rows else None
 
 
@@ -120,8 +124,8 @@ def _pairs(apart: Sequence[Pair]) -> Table | None:
     for one, other, difference in apart:
         at, ratio = apart_cells(difference)
         p_value = Cell(f"{difference.p_value:.2g}", difference.p_value)
-        beside = Cell(ratio, difference.ratio) if difference.ratio is not None else NOTHING
-        rows.append([text(one), text(other), p_value, Cell(at, difference.train_loss), beside])
-    caption = "Whether two mixers have the same curve of test over training loss (Wald's test, each pair by itself)"
-    columns = ["mixer", "other", "p-value", "at training loss", "other's test loss beside"]
+        relative = Cell(ratio, difference.ratio) if difference.ratio is not None else NOTHING
+        rows.append([text(one), text(other), p_value, Cell(at, difference.train_loss), relative])
+    caption = "Whether two mixers have the same curve of test over training loss (Wald test for each pair)"
+    columns = ["mixer", "other", "p-value", "training loss", "relative test loss of other"]
     return Table(caption, columns, rows) if rows else None

@@ -14,7 +14,7 @@ from scipy.special import fdtrc, stdtrit  # scipy.stats takes half a second to i
 
 from megatron_ext.analysis.run_files import FloatArray
 
-FEWEST = 3
+MIN_MODELS = 3
 """Minimum number of models of a mixer; two points always lie on a line."""
 
 COVERAGE = 0.95
@@ -65,8 +65,8 @@ class Line:
     def uncertainty(self, log_train: FloatArray | float) -> FloatArray:
         """Return the variance of the line at log training losses, relative to the variance of a residual."""
         centred = self.log_train - self.log_train.mean()
-        away = np.asarray(log_train) - self.log_train.mean()
-        return np.asarray(1 / len(centred) + away**2 / float(centred @ centred))
+        distance = np.asarray(log_train) - self.log_train.mean()
+        return np.asarray(1 / len(centred) + distance**2 / float(centred @ centred))
 
     def covariance(self, origin: float) -> FloatArray:
         """Return the covariance of the line's value at log training loss `origin` and its slope, float64 [2, 2]."""
@@ -110,7 +110,7 @@ def line_of(train: FloatArray, test: FloatArray) -> Line | None:
         None for fewer than three models, or if all have the same training loss.
     """
     x, y = np.log(train), np.log(test)
-    if len(x) < FEWEST or np.ptp(x) < 1e-9:
+    if len(x) < MIN_MODELS or np.ptp(x) < 1e-9:
         return None
     centred = x - x.mean()
     exponent = float(centred @ y / (centred @ centred))
@@ -147,10 +147,10 @@ def _probability(one: Line, other: Line) -> float:
     if _rest_of_one_line(lines) <= ROUNDING * sum(len(line.rest) for line in lines):
         return 1.0  # no noise, and all points on one line
     origin = float(np.mean([line.log_train.mean() for line in lines]))
-    apart = np.array([other.at(origin) - one.at(origin), other.exponent - one.exponent])
+    difference = np.array([other.at(origin) - one.at(origin), other.exponent - one.exponent])
     covariances = [line.covariance(origin) for line in lines]
     inverse = np.linalg.inv(sum(covariances))
-    constants, spread = len(apart), 0.0
+    constants, spread = len(difference), 0.0
     for line, covariance in zip(lines, covariances, strict=True):
         share = covariance @ inverse
         spread += (np.trace(share @ share) + np.trace(share) ** 2) / line.freedom
@@ -158,7 +158,7 @@ def _probability(one: Line, other: Line) -> float:
     left = freedom - constants + 1
     if left <= 0:
         return 1.0  # nearly all scatter is from three models, too few to estimate it
-    return float(fdtrc(constants, left, float(apart @ inverse @ apart) * left / (freedom * constants)))
+    return float(fdtrc(constants, left, float(difference @ inverse @ difference) * left / (freedom * constants)))
 
 
 def _rest_of_one_line(lines: Sequence[Line]) -> float:

@@ -12,7 +12,7 @@ from megatron_ext.analysis.run_files import FloatArray
 from megatron_ext.analysis.scaling.law import FEWEST_POINTS, Fit, ScalingLaw, fit
 from megatron_ext.analysis.scaling.points import Points
 from megatron_ext.analysis.scaling.profile import Region, region_of
-from megatron_ext.analysis.scaling.unidentifiable import Untold, names_of, unidentifiable
+from megatron_ext.analysis.scaling.unidentifiable import Undetermined, names_of, unidentifiable
 from megatron_ext.utils.errors import UserError
 
 HELD_OUT = 0.1
@@ -42,7 +42,7 @@ class Uncertainty:
 
     fitted: Fit
     region: Region | None
-    unidentifiable: Sequence[Untold] = ()
+    unidentifiable: Sequence[Undetermined] = ()
 
     @property
     def is_band_known(self) -> bool:

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_ext.analysis.run_files import FloatArray
-from megatron_ext.analysis.scaling.law import Fit, number_unlike
+from megatron_ext.analysis.scaling.law import Fit, num_distinct
 from megatron_ext.analysis.scaling.points import Points
 
 CONSTANTS = ("E", "A", "B", "alpha", "beta")
 
-FEWEST_VALUES = 3
+MIN_VALUES = 3
 """Minimum number of distinct model sizes, and of distinct token counts. With only two sizes, there is a curve
 E + A / N^alpha through both losses for every E."""
 
@@ -21,45 +21,45 @@ FLAT = float(np.sqrt(np.finfo(np.float64).eps))
 """Singular value, relative to the largest, below which a direction is flat. The objective depends on the square of the
 singular value, which is then as small as a rounding error."""
 
-PART = 1e-6
+MIN_COMPONENT = 1e-6
 """Minimum absolute component in a flat direction (a unit vector) above which a constant counts as undetermined."""
 
 
 @dataclass(frozen=True)
-class Untold:
+class Undetermined:
     """Set of constants that the points do not determine.
 
     Attributes:
         constants: names of the constants, in the order of `CONSTANTS`.
-        why: reason, a property of the points.
+        reason: property of the points that leaves them undetermined.
     """
 
     constants: tuple[str, ...]
-    why: str
+    reason: str
 
     def __str__(self) -> str:
         *others, last = self.constants
         if not others:
-            return f"{self.why}: {last} cannot be told"
-        return f"{self.why}: {', '.join(others)} and {last} cannot be told apart"
+            return f"{self.reason}: {last} cannot be determined"
+        return f"{self.reason}: {', '.join(others)} and {last} cannot be determined"
 
 
-def unidentifiable(fitted: Fit) -> list[Untold]:
+def unidentifiable(fitted: Fit) -> list[Undetermined]:
     """Return the constants that a law's points do not determine, grouped by reason; empty if all are determined."""
-    found = list(_of_few_values(fitted.points))
-    known = {name for one in found for name in one.constants}
+    found = list(_undetermined_by_few_values(fitted.points))
+    known = {name for group in found for name in group.constants}
     flat = _flat(fitted)
     if not known.issuperset(flat):
-        found.append(Untold(flat, "other constants have the same losses to all digits"))
+        found.append(Undetermined(flat, "other constants give the same losses to all digits"))
     return found
 
 
-def names_of(found: Sequence[Untold]) -> list[str]:
+def names_of(found: Sequence[Undetermined]) -> list[str]:
     """Return the names of all undetermined constants, without duplicates, in the order of `CONSTANTS`."""
-    return [name for name in CONSTANTS if any(name in one.constants for one in found)]
+    return [name for name in CONSTANTS if any(name in group.constants for group in found)]
 
 
-def _of_few_values(points: Points) -> Iterator[Untold]:
+def _undetermined_by_few_values(points: Points) -> Iterator[Undetermined]:
     """Yield constants that are undetermined because there are only two distinct sizes or token counts.
 
     Two sizes give two values of E + A / N^alpha for three unknowns. Two token counts likewise give two values of
@@ -67,10 +67,10 @@ def _of_few_values(points: Points) -> Iterator[Untold]:
     """
     for what, values, constants in (
         ("sizes", points.params, ("E", "A", "alpha")),
-        ("numbers of tokens", points.tokens, ("E", "B", "beta")),
+        ("token counts", points.tokens, ("E", "B", "beta")),
     ):
-        if number_unlike(values) < FEWEST_VALUES:  # exactly two, because `check_points` rejects one
-            yield Untold(constants, f"two {what}")
+        if num_distinct(values) < MIN_VALUES:  # exactly two, because `check_points` rejects one
+            yield Undetermined(constants, f"two {what}")
 
 
 def _flat(fitted: Fit) -> tuple[str, ...]:
@@ -78,8 +78,8 @@ def _flat(fitted: Fit) -> tuple[str, ...]:
     slopes_pc = _slopes(fitted)
     _, values_c, directions_cc = np.linalg.svd(slopes_pc)
     flat_c = np.concatenate([values_c, np.zeros(len(CONSTANTS) - len(values_c))]) < FLAT * values_c[0]
-    has_part_c = (np.abs(directions_cc[flat_c]) > PART).any(axis=0)
-    found = {name for name, has in zip(CONSTANTS, has_part_c, strict=True) if has}
+    has_component_c = (np.abs(directions_cc[flat_c]) > MIN_COMPONENT).any(axis=0)
+    found = {name for name, has in zip(CONSTANTS, has_component_c, strict=True) if has}
     # A is the value of its term at N = 1, far from all models, so A is undetermined if alpha is. The same holds for B.
     found |= {factor for factor, exponent in (("A", "alpha"), ("B", "beta")) if exponent in found}
     return tuple(name for name in CONSTANTS if name in found)

@@ -85,7 +85,7 @@ def test_budgets_that_overlap_are_one_with_a_doubt() -> None:
     n = np.tile(sizes, 2)
     d = np.repeat([1e19, 1.04e19], 6) / 6 / n * np.exp(dice.uniform(-0.03, 0.03, 12))
     (one,) = budgets(Points(n, d, LAW.loss(n, d)))
-    assert "of its 6 sizes are there more than once" in one.doubt
+    assert "of its 6 sizes occur more than once" in one.doubt
     (single,) = budgets(Points(n[:6], d[:6], LAW.loss(n, d)[:6]))
     assert single.doubt == ""
 

@@ -15,7 +15,7 @@ from megatron_ext.analysis.scaling.law import (
     ScalingLaw,
     _Objective,
     fit,
-    number_unlike,
+    num_distinct,
     objective_of,
     refit,
 )
@@ -132,14 +132,14 @@ def test_tokens_a_parameter_that_are_a_tenth_apart_can_be_fitted() -> None:
 
 
 def test_values_that_are_unlike() -> None:
-    assert [number_unlike(np.array(x)) for x in ([5.0], [5.0, 5.2, 5.1], [1.0, 9.0, 9.1, 1.01], [1, 2, 4])] == [
+    assert [num_distinct(np.array(x)) for x in ([5.0], [5.0, 5.2, 5.1], [1.0, 9.0, 9.1, 1.01], [1, 2, 4])] == [
         1,
         1,
         2,
         3,
     ]
     # A chain of values counts as several, however close its neighbours are.
-    assert number_unlike(1.03 ** np.arange(9)) == 5
+    assert num_distinct(1.03 ** np.arange(9)) == 5
 
 
 def test_points_that_say_too_little() -> None:

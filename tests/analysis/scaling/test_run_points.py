@@ -103,9 +103,9 @@ def test_some_runs_without_a_test_loss(tmp_path: Path, capsys: pytest.CaptureFix
     (folder / "mamba_4_20" / "evaluation.jsonl").unlink()
     assert main(["fit", str(folder), "--output", str(tmp_path / "fit")]) == 0
     said = capsys.readouterr()
-    few = "two numbers of tokens: E, B and beta cannot be told apart"
+    few = "two token counts: E, B and beta cannot be determined"
     assert said.err.splitlines() == [
-        f"warning: {folder}/mamba_4_20: no test loss after the last step: none is fitted",
+        f"warning: {folder}/mamba_4_20 has no test loss after its last step: test losses are not fitted",
         "fitting a law to 6 points of attention",
         "fitting a law to 6 points of mamba",
         f"warning: {folder} (attention): {few}",
@@ -117,7 +117,7 @@ def test_some_runs_without_a_test_loss(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_runs_at_fault(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", Synthetic())
-    with pytest.raises(UserError, match=r"run/model\.json: is missing: the number of parameters is not known; "):
+    with pytest.raises(UserError, match=r"run/model\.json: is missing: the number of parameters is unknown; "):
         points_of_runs([folder])
     metrics = folder / "metrics.jsonl"
     metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:150]))
@@ -188,7 +188,7 @@ def test_too_few_finished_runs_are_refused(tmp_path: Path, capsys: pytest.Captur
     for run in folder.iterdir():
         cut(run, 0)
     assert main(["fit", str(folder), "--output", str(tmp_path / "fit")]) == 2
-    problem = "has no step yet, and none of the 11 others is finished; finish some with --resume"
+    problem = "has no step yet, and none of the 11 others is finished; resume some of them with --resume"
     assert capsys.readouterr().err == f"selectron: error: {folder}/attention_2_20: {problem}\n"
 
 
@@ -242,5 +242,5 @@ def test_runs_of_other_recipes_are_no_points_of_one_law(tmp_path: Path, capsys: 
     assert "text bbbbbbbb" in names["other"]
     said = capsys.readouterr().err
     assert "warning: other is trained on other text than base: its domains have a different order" in said
-    assert "warning: the runs of attention are not all of one recipe, and a law is fitted to each: " in said
+    assert "warning: the runs of attention have different settings, and each group gets a law of its own: " in said
     assert set(by_mixer(points_of_runs([tmp_path / "runs"]))) == set(names.values())

@@ -16,8 +16,8 @@ from megatron_ext.cli import main
 
 LAW = ScalingLaw(1.7, 400.0, 1500.0, 0.34, 0.36)
 SIZES, TOKENS = np.array([1e8, 4e8, 2e9, 9e9]), np.array([2e9, 8e9, 4e10, 3e11])
-FEW_TOKENS = "two numbers of tokens: E, B and beta cannot be told apart"
-FEW_SIZES = "two sizes: E, A and alpha cannot be told apart"
+FEW_TOKENS = "two token counts: E, B and beta cannot be determined"
+FEW_SIZES = "two sizes: E, A and alpha cannot be determined"
 
 
 def grid(sizes: int, lengths: int, *, law: ScalingLaw = LAW, jitter: float = 0.0) -> Points:
@@ -63,7 +63,7 @@ def test_what_a_grid_does_not_tell(
 def test_a_term_that_is_not_there_says_nothing_of_its_constants() -> None:
     (one,) = unidentifiable(Fit(ScalingLaw(1.7, 1e-80, 1500.0, 0.34, 0.36), 0.0, grid(4, 4)))
     assert one.constants == ("A", "alpha")
-    assert str(one) == "other constants have the same losses to all digits: A and alpha cannot be told apart"
+    assert str(one) == "other constants give the same losses to all digits: A and alpha cannot be determined"
 
 
 def test_a_term_that_does_not_fall_is_one_with_the_lowest_loss() -> None:
