@@ -58,8 +58,8 @@ def group_runs(runs: Sequence[Run]) -> list[Architecture]:
         members.append(run)
     members_of = list(groups.values())
     recipe_of = {id(run): fields for run, fields in zip(runs, recipes, strict=True)}
-    firsts = [members[0] for members in members_of]
-    labels = _labels(firsts, [recipe_of[id(run)] for run in firsts])
+    representatives = [members[0] for members in members_of]
+    labels = _labels(representatives, [recipe_of[id(run)] for run in representatives])
     architectures = [Architecture(label, tuple(members)) for label, members in zip(labels, members_of, strict=True)]
     return sorted(architectures, key=_baseline_rank)  # stable: the others keep their order
 
@@ -90,7 +90,7 @@ def recipe(run: Run) -> dict[str, Any]:
         if distinguishes_recipes(field) and not field.startswith(_OUTSIDE)
     }
     fields |= {f"mixers.{name}.{field}": value for name, some in mixers.items() for field, value in some.items()}
-    fields["data.weights"] = _parts(fields["data.weights"])
+    fields["data.weights"] = _normalized_weights(fields["data.weights"])
     changed = [] if run.size is None else run.size.changed
     if changed:
         fields[CHANGED] = "; ".join(f"{one['field']} at step {one['step']}" for one in changed)
@@ -111,7 +111,7 @@ TEXT_DIGITS = 8
 """Number of digits of a text's digest in a label."""
 
 
-def _parts(weights: Mapping[str, float] | None) -> dict[str, float] | None:
+def _normalized_weights(weights: Mapping[str, float] | None) -> dict[str, float] | None:
     """Normalize weights to a sum of 1, sorted by name."""
     if not weights or not sum(weights.values()):
         return None
@@ -135,25 +135,27 @@ def _labels(runs: Sequence[Run], recipes: Sequence[Mapping[str, Any]]) -> list[s
     names = [(_base_name(run.pattern), _settings(fields)) for run, fields in zip(runs, recipes, strict=True)]
     labels = []
     for name, fields in zip(names, recipes, strict=True):
-        twins = [other for other_name, other in zip(names, recipes, strict=True) if other_name == name]
-        labels.append(_label(name[0], [*name[1], *differing_settings(fields, twins)]))
+        peers = [other for other_name, other in zip(names, recipes, strict=True) if other_name == name]
+        labels.append(_label(name[0], [*name[1], *differing_settings(fields, peers)]))
     return labels
 
 
-def differing_settings(fields: Mapping[str, Any], twins: Sequence[Mapping[str, Any]]) -> list[str]:
+def differing_settings(fields: Mapping[str, Any], peers: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the settings of a recipe in which any of the others differs from it."""
-    keys = sorted({key for twin in twins for key in twin})
-    differing = _telling([key for key in keys if any(twin.get(key) != fields.get(key) for twin in twins)], twins)
+    keys = sorted({key for peer in peers for key in peer})
+    differing = _without_redundant(
+        [key for key in keys if any(peer.get(key) != fields.get(key) for peer in peers)], peers
+    )
     return [_setting(key, fields.get(key)) for key in differing]
 
 
-def _telling(keys: Sequence[str], twins: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Remove keys that distinguish the twins in the same way as another key, such as head_dim beside hidden_size."""
-    told: dict[tuple[int, ...], str] = {}
+def _without_redundant(keys: Sequence[str], peers: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Remove keys that distinguish the peers in the same way as another key, such as head_dim beside hidden_size."""
+    by_partition: dict[tuple[int, ...], str] = {}
     for key in sorted(keys, key=lambda key: key != "model.hidden_size"):  # prefer the cause to its consequences
-        values = [twin.get(key) for twin in twins]
-        told.setdefault(tuple(values.index(value) for value in values), key)
-    return [key for key in keys if key in told.values()]
+        values = [peer.get(key) for peer in peers]
+        by_partition.setdefault(tuple(values.index(value) for value in values), key)
+    return [key for key in keys if key in by_partition.values()]
 
 
 def _label(name: str, settings: Sequence[str]) -> str:
@@ -167,8 +169,10 @@ def _base_name(pattern: str) -> str:
 
 def _settings(fields: Mapping[str, Any]) -> list[str]:
     """Return the settings of the block and the mixers that a label shows."""
-    always: list[str] = []
-    departures = [_setting(name, fields[f"model.{name}"]) for name in BLOCK if fields[f"model.{name}"] != BLOCK[name]]
+    always_shown: list[str] = []
+    changed_settings = [
+        _setting(name, fields[f"model.{name}"]) for name in BLOCK if fields[f"model.{name}"] != BLOCK[name]
+    ]
     for key, value in fields.items():
         section, _, rest = key.partition(".")
         mixer, _, field = rest.partition(".")
@@ -176,10 +180,10 @@ def _settings(fields: Mapping[str, Any]) -> list[str]:
             continue
         defaults = default_settings(mixer)
         if field in always_labelled(mixer):
-            always.append(str(value))
+            always_shown.append(str(value))
         elif field in defaults and value != defaults[field]:
-            departures.append(_setting(key, value))
-    return always + departures
+            changed_settings.append(_setting(key, value))
+    return always_shown + changed_settings
 
 
 def _setting(key: str, value: Any) -> str:

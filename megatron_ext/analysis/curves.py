@@ -13,20 +13,20 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from megatron_ext.analysis.architecture import Architecture
-from megatron_ext.analysis.decisions import DONE, Decided, Decision
+from megatron_ext.analysis.decisions import DONE, Decision, RunDecisions
 from megatron_ext.analysis.run_files import SPLITS, FloatArray, IntArray, Split, column_name
 from megatron_ext.analysis.runs import Run
 from megatron_ext.analysis.style import (
-    MANY,
+    MAX_LEGEND,
     Picture,
     Styles,
     Theme,
     as_csv,
     count_axis,
-    dress,
     legend_above,
     new_figure,
     png,
+    style_axes,
     styles,
 )
 
@@ -34,13 +34,13 @@ TRAINING = ("run", "architecture", "seed", "step", "tokens", "training_loss")
 MARKED = ("run", "architecture", "seed", "time", "step", "tokens", "done", "why")
 DOMAINS = ("run", "architecture", "seed", "split", "domain", "step", "tokens", "loss")
 
-BEGIN = 0.02
+HIDDEN_START = 0.02
 """Initial fraction of a run's tokens that is not drawn. Its steep fall would flatten the rest of the curve."""
 
-MOST_POINTS = 400
+MAX_POINTS = 400
 """Maximum points of a training curve; more would not be visible."""
 
-LONGEST_WINDOW = 100
+MAX_WINDOW = 100
 """Maximum number of steps that a point of a training curve averages over."""
 WINDOW = 0.1
 """Averaging window as a fraction of the steps so far. Such a window has a constant width on a logarithmic axis."""
@@ -48,14 +48,14 @@ WINDOW = 0.1
 COLUMNS = 3
 
 
-def training_curves(architectures: Sequence[Architecture], decided: Sequence[Decided] = ()) -> Picture:
+def training_curves(architectures: Sequence[Architecture], run_decisions: Sequence[RunDecisions] = ()) -> Picture:
     """Build the figure of every run's training loss over tokens, averaged as in `smoothed`.
 
     Args:
         architectures: architectures, the baseline first.
-        decided: decisions about failed steps, which are marked with ticks.
+        run_decisions: decisions about failed steps, which are marked with ticks.
     """
-    decisions = {of.run.path: of.decisions for of in decided}
+    decisions = {one.run.path: one.decisions for one in run_decisions}
     rows = []
     for one, run in _runs(architectures):
         found = zip(*smoothed(run), strict=True)
@@ -64,7 +64,7 @@ def training_curves(architectures: Sequence[Architecture], decided: Sequence[Dec
     def draw(theme: Theme, stacked: bool) -> bytes:
         figure = new_figure((4.6, 4.8) if stacked else (10.0, 4.8), theme)
         ax = figure.subplots()
-        dress(ax, theme)
+        style_axes(ax, theme)
         lines = styles(architectures, theme)
         widths = _widths(architectures)
         for one, run in _runs(architectures):
@@ -83,7 +83,7 @@ def training_curves(architectures: Sequence[Architecture], decided: Sequence[Dec
     alt = "Training loss over training tokens, one line per run"
     tables = {"training_loss.csv": as_csv(TRAINING, rows)}
     if any(decisions.values()):
-        alt += f"; an upright tick where a step went wrong: {_told(decided)}"
+        alt += f"; an upright tick at each faulty step: {_count_marks(run_decisions)}"
         tables["training_loss_decisions.csv"] = as_csv(MARKED, _marked_rows(architectures, decisions))
     return Picture("training_loss", alt, tables, draw)
 
@@ -100,16 +100,16 @@ def _marked_rows(
 ) -> Iterator[tuple[Any, ...]]:
     for one, run in _runs(architectures):
         found = decisions.get(run.path, ())
-        for made, tokens in zip(found, _tokens_at(run, found), strict=True):
+        for decision, tokens in zip(found, _tokens_at(run, found), strict=True):
             names = (run.name, one.label, run.seed)
-            yield (*names, made.time, made.step, int(tokens), DONE[made.decision], made.line)
+            yield (*names, decision.time, decision.step, int(tokens), DONE[decision.decision], decision.line)
 
 
-def _told(decided: Sequence[Decided]) -> str:
+def _count_marks(run_decisions: Sequence[RunDecisions]) -> str:
     """Describe the number of marked steps of each run."""
-    steps = {of.run.name: len({one.step for one in of.decisions}) for of in decided if of.decisions}
-    named = [f"{number} of {name}" for name, number in list(steps.items())[:MANY]]
-    return ", ".join(named) + (f" and of {len(steps) - MANY} more runs" if len(steps) > MANY else "")
+    steps = {run.run.name: len({one.step for one in run.decisions}) for run in run_decisions if run.decisions}
+    named = [f"{number} of {name}" for name, number in list(steps.items())[:MAX_LEGEND]]
+    return ", ".join(named) + (f" and of {len(steps) - MAX_LEGEND} more runs" if len(steps) > MAX_LEGEND else "")
 
 
 def domain_curves(architectures: Sequence[Architecture]) -> Picture:
@@ -124,7 +124,7 @@ def domain_curves(architectures: Sequence[Architecture]) -> Picture:
         axes = figure.subplots(rows, columns, sharex=True, squeeze=False)
         lines = styles(architectures, theme)
         for panel, ax in zip(panels, axes.flat, strict=False):
-            dress(ax, theme)
+            style_axes(ax, theme)
             _draw_domain(ax, architectures, panel, lines)
             ax.set_title(f"{panel[1]} ({SPLITS[panel[0]]})", loc="left", fontsize=10.5, color=theme.ink)
         for ax in axes.flat[len(panels) :]:
@@ -149,11 +149,11 @@ def smoothed(run: Run) -> tuple[IntArray, IntArray, FloatArray]:
     """
     sums = np.concatenate([[0.0], np.cumsum(run.losses)])
     ends = np.arange(1, len(run.steps) + 1)
-    windows = np.clip((WINDOW * run.steps).astype(np.int64), 1, LONGEST_WINDOW)
+    windows = np.clip((WINDOW * run.steps).astype(np.int64), 1, MAX_WINDOW)
     starts = np.searchsorted(run.steps, run.steps - windows, side="right")
     means = (sums[ends] - sums[starts]) / (ends - starts)
-    shown = np.flatnonzero(run.tokens >= BEGIN * run.tokens[-1])
-    chosen = shown[np.unique(np.linspace(0, len(shown) - 1, min(len(shown), MOST_POINTS)).round().astype(int))]
+    shown = np.flatnonzero(run.tokens >= HIDDEN_START * run.tokens[-1])
+    chosen = shown[np.unique(np.linspace(0, len(shown) - 1, min(len(shown), MAX_POINTS)).round().astype(int))]
     return run.steps[chosen], run.tokens[chosen], means[chosen]
 
 

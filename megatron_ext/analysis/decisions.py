@@ -30,12 +30,12 @@ COLUMNS: dict[Kind, str] = {
     "again": "steps computed again",
     "skip": "steps skipped",
     "roll_back": "steps rolled back",
-    "stop": "times stopped at a step",
-    "changed": "times changed on the way",
+    "stop": "stops",
+    "changed": "changes during the run",
 }
 """Column of the history table that counts each kind of decision."""
 
-MOST_NAMED = 6
+MAX_NAMED = 6
 """Maximum number of steps that a sentence lists."""
 
 _LINE = ConfigDict(extra="ignore", strict=True)
@@ -53,7 +53,7 @@ class Decision:
 
 
 @checked_dataclass(frozen=True, config=_LINE)
-class Timed:
+class RankTimings:
     """Line of stragglers.jsonl: a comparison of the ranks after a step, with a message for each slow rank."""
 
     step: NonNegativeInt
@@ -61,30 +61,30 @@ class Timed:
 
 
 @dataclass(frozen=True)
-class Decided:
+class RunDecisions:
     """Decisions and rank timings of a run.
 
     Attributes:
         run: the run.
         decisions: decisions of the run, in the order of the file.
-        timed: comparisons of the ranks' timings, in the order of the file.
+        timings: comparisons of the ranks' timings, in the order of the file.
     """
 
     run: Run
     decisions: Sequence[Decision]
-    timed: Sequence[Timed]
+    timings: Sequence[RankTimings]
 
 
-def read_decided(runs: Iterable[Run]) -> list[Decided]:
+def read_decisions(runs: Iterable[Run]) -> list[RunDecisions]:
     """Read decisions and rank timings of each run, in the order of the runs.
 
     Raises:
         UserError: a line is invalid.
     """
-    return [Decided(run, _lines(run, DECISIONS, Decision), _lines(run, STRAGGLERS, Timed)) for run in runs]
+    return [RunDecisions(run, _lines(run, DECISIONS, Decision), _lines(run, STRAGGLERS, RankTimings)) for run in runs]
 
 
-def counts(one: Decided) -> dict[str, Cell]:
+def decision_counts(one: RunDecisions) -> dict[str, Cell]:
     """Return the number of steps of a run with each kind of decision, by column."""
     steps: dict[Kind, set[int]] = {kind: set() for kind in COLUMNS}
     for decision in one.decisions:
@@ -92,93 +92,94 @@ def counts(one: Decided) -> dict[str, Cell]:
     return {column: count(len(steps[kind])) if steps[kind] else NOTHING for kind, column in COLUMNS.items()}
 
 
-def decision_table(decided: Sequence[Decided]) -> Table:
+def decision_table(run_decisions: Sequence[RunDecisions]) -> Table:
     """Return a table with a row per decision."""
     rows = [
-        [text(of.run.name), text(one.time), count(one.step), text(DONE[one.decision]), text(one.line)]
-        for of in decided
-        for one in of.decisions
+        [text(run.run.name), text(one.time), count(one.step), text(DONE[one.decision]), text(one.line)]
+        for run in run_decisions
+        for one in run.decisions
     ]
     caption = "Failed steps, the action taken for each, and the reason"
-    return Table(caption, ["run", "time", "step", "done", "why"], rows)
+    return Table(caption, ["run", "time", "step", "action", "reason"], rows)
 
 
-def slow_table(decided: Sequence[Decided]) -> Table:
+def slow_table(run_decisions: Sequence[RunDecisions]) -> Table:
     """Return a table with a row per rank that was slow at least once."""
     rows = []
-    for of in decided:
-        compared = len({one.step for one in of.timed})
-        for rank, named in _slow_ranks(of.timed).items():
-            steps = sorted({step for step, _line in named})
-            often = Cell(f"{count(len(steps)).text} of {count(compared).text}", len(steps))
-            _, last = named[-1]
-            rows.append([text(of.run.name), text(rank), often, count(steps[0]), count(steps[-1]), text(last)])
-    columns = ["run", "rank", "times slow", "first at step", "last at step", "the last time"]
+    for entry in run_decisions:
+        compared = len({one.step for one in entry.timings})
+        for rank, messages in _slow_ranks(entry.timings).items():
+            steps = sorted({step for step, _message in messages})
+            frequency = Cell(f"{count(len(steps)).text} of {count(compared).text}", len(steps))
+            _, last = messages[-1]
+            rows.append([text(entry.run.name), text(rank), frequency, count(steps[0]), count(steps[-1]), text(last)])
+    columns = ["run", "rank", "times slow", "first step", "last step", "last message"]
     return Table("Ranks that were slower than the others", columns, rows)
 
 
-def _slow_ranks(timed: Iterable[Timed]) -> dict[str, list[tuple[int, str]]]:
+def _slow_ranks(timings: Iterable[RankTimings]) -> dict[str, list[tuple[int, str]]]:
     """Return the steps and messages of each slow rank."""
     found: dict[str, list[tuple[int, str]]] = {}
-    for one in timed:
+    for one in timings:
         for line in one.slow:
-            rank, _, said = line.partition(" is slow: ")
-            found.setdefault(rank, []).append((one.step, said))
+            rank, _, message = line.partition(" is slow: ")
+            found.setdefault(rank, []).append((one.step, message))
     return found
 
 
-def unlike_data(decided: Sequence[Decided]) -> list[str]:
+def data_differences(run_decisions: Sequence[RunDecisions]) -> list[str]:
     """Describe the data that each run skipped, one line per run; empty if all runs skipped the same data."""
-    found = [(_steps_without(one), _rolled_back(one), _shards_without(one.run)) for one in decided]
+    found = [(_skipped_steps(one), _rolled_back(one), _skipped_shards(one.run)) for one in run_decisions]
     if len(set(found)) == 1:
         return []
-    return [f"{of.run.name} {_words(*left)}" for of, left in zip(decided, found, strict=True) if any(left)]
+    return [f"{one.run.name} {_describe(*data)}" for one, data in zip(run_decisions, found, strict=True) if any(data)]
 
 
-def _steps_without(of: Decided) -> tuple[int, ...]:
+def _skipped_steps(run: RunDecisions) -> tuple[int, ...]:
     """Return the skipped steps that the run has not completed later, after a resume from an earlier checkpoint."""
-    done = set(of.run.steps.tolist())
-    return tuple(sorted({one.step for one in of.decisions if one.decision == "skip"} - done))
+    done = set(run.run.steps.tolist())
+    return tuple(sorted({one.step for one in run.decisions if one.decision == "skip"} - done))
 
 
-def _rolled_back(of: Decided) -> tuple[tuple[int, int], ...]:
+def _rolled_back(run: RunDecisions) -> tuple[tuple[int, int], ...]:
     """Return, for each roll-back, the first and last step whose samples were skipped."""
-    return tuple(((one.to_step or 0) + 1, one.step) for one in of.decisions if one.decision == "roll_back")
+    return tuple(((one.to_step or 0) + 1, one.step) for one in run.decisions if one.decision == "roll_back")
 
 
-def _shards_without(run: Run) -> tuple[tuple[tuple[str, ...], int, int | None], ...]:
+def _skipped_shards(run: Run) -> tuple[tuple[tuple[str, ...], int, int | None], ...]:
     """Return (shards, first step, last step or None) for each period in which a run skipped the same shards."""
     return tuple(
-        (tuple(sorted(shard.shard for shard in one.record.shards)), one.record.step, one.until) for one in skipped(run)
+        (tuple(sorted(shard.shard for shard in period.record.shards)), period.record.step, period.until)
+        for period in skipped(run)
     )
 
 
-def _words(
+def _describe(
     steps: Sequence[int],
-    back: Sequence[tuple[int, int]],
-    without: Sequence[tuple[Sequence[str], int, int | None]],
+    rolled_back: Sequence[tuple[int, int]],
+    shards: Sequence[tuple[Sequence[str], int, int | None]],
 ) -> str:
-    said = []
+    sentences = []
     if steps:
-        said.append(f"left out the samples of {_several(len(steps), 'skipped step')} ({_named(steps)})")
-    if back:
-        ranges = [f"{first} to {last}" if first < last else f"{last}" for first, last in back]
-        said.append(f"left out the samples of steps that it rolled back ({_named(ranges)})")
-    for shards, first, until in without:
+        sentences.append(f"skipped the samples of {_plural(len(steps), 'step')} ({_named(steps)})")
+    if rolled_back:
+        ranges = [f"{first} to {last}" if first < last else f"{last}" for first, last in rolled_back]
+        sentences.append(f"skipped the samples of steps that it rolled back ({_named(ranges)})")
+    for names, first, until in shards:
         since = f" after step {first}" if first else ""
-        said.append(
-            f"did without {_several(len(shards), 'shard')}{since}{'' if until is None else f' until step {until}'}"
+        sentences.append(
+            f"skipped {_plural(len(names), 'shard')}{since}{'' if until is None else f' until step {until}'}"
         )
-    return ", and ".join(said)
+    return ", and ".join(sentences)
 
 
-def _several(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
+def _plural(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _named(items: Sequence[int | str]) -> str:
-    more = f" and {len(items) - MOST_NAMED} more" if len(items) > MOST_NAMED else ""
-    return ", ".join(str(item) for item in items[:MOST_NAMED]) + more
+    more = f" and {len(items) - MAX_NAMED} more" if len(items) > MAX_NAMED else ""
+    return ", ".join(str(item) for item in items[:MAX_NAMED]) + more
 
 
 def _lines(run: Run, name: str, kind: type[Record]) -> list[Record]:

@@ -19,10 +19,10 @@ from megatron_ext.analysis.style import (
     Styles,
     Theme,
     as_csv,
-    dress,
     legend_above,
     new_figure,
     png,
+    style_axes,
     styles,
 )
 
@@ -89,7 +89,7 @@ def draw(comparison: Comparison, theme: Theme = LIGHT, *, stacked: bool = False)
     axes = _panels(figure, splits, with_gaps, stacked)
     lines = styles(comparison.architectures, theme)
     for (split, is_gap), ax in axes.items():
-        dress(ax, theme)
+        style_axes(ax, theme)
         draw_panel = _draw_gaps if is_gap else _draw_curves
         draw_panel(ax, comparison, split, lines)
     _label_axes(axes, comparison, with_gaps, stacked, theme)
@@ -143,7 +143,7 @@ def _draw_curves(ax: Axes, comparison: Comparison, split: Split, lines: Styles) 
                 y[-1],
                 style.marker,
                 color=style.color,
-                markersize=6.5 if lines.many else 9.5,
+                markersize=6.5 if lines.shares_legend else 9.5,
                 mec=edge,
                 mew=1.2,
                 zorder=5,
@@ -157,7 +157,7 @@ def _draw_gaps(ax: Axes, comparison: Comparison, split: Split, lines: Styles) ->
     for one in measured[1:]:
         style = lines.of[one.architecture]
         ax.plot(x, one.gap.value, style.line, color=style.color, linewidth=1.4)
-        if not lines.many:  # many bands would hide each other
+        if not lines.shares_legend:  # many bands would hide each other
             ax.fill_between(x, one.gap.low, one.gap.high, color=style.color, alpha=0.22, linewidth=0)
         at = list(comparison.levels)
         ax.plot(x[at], one.gap.value[at], style.marker, color=style.color, markersize=3.6, linestyle="none")
@@ -177,7 +177,7 @@ def _label_axes(
             ax.tick_params(labelbottom=True)
     last = list(axes.values())[-1]
     last.xaxis.set_inverted(True)  # the x axis is shared: one call inverts all panels
-    text = "training loss (nats per token), falling as training goes on \u2192"
+    text = "training loss (nats per token), falling during training \u2192"
     last.figure.supxlabel(text, fontsize=10, color=theme.ink)
 
 

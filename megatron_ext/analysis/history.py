@@ -20,7 +20,7 @@ from megatron_ext.utils.errors import UserError
 SKIPPED = "skipped_shards.jsonl"
 """File of a run that skipped a part of its data, with a line for each change of the skipped shards."""
 
-NAMES = ("run.name", "run.dir")
+IGNORED = ("run.name", "run.dir")
 """Fields that always differ between runs and carry no information."""
 
 GIB = 2**30
@@ -47,7 +47,7 @@ class Skipped:
     shards: list[Shard]
 
 
-def happened(run: Run) -> dict[str, Cell]:
+def history_row(run: Run) -> dict[str, Cell]:
     """Return a run's row of the history table, by column."""
     done, planned = int(run.steps[-1]), int(run.config["training"]["steps"])
     rates = run.tokens_per_second[np.isfinite(run.tokens_per_second)]
@@ -59,7 +59,7 @@ def happened(run: Run) -> dict[str, Cell]:
         "tokens/s (median)": count(round(float(np.median(rates)))) if rates.size else NOTHING,
         "of peak FLOP/s (median)": NOTHING if run.mfu is None else Cell(f"{100 * run.mfu:.1f} %", run.mfu),
         "peak memory per process": _memory(run.peak_memory),
-        **_started(run.path),
+        **_job_cells(run.path),
     }
 
 
@@ -67,7 +67,7 @@ def _memory(peak: int | None) -> Cell:
     return NOTHING if peak is None else Cell(f"{peak / GIB:.2f} GiB", peak)
 
 
-def _started(folder: Path) -> dict[str, Cell]:
+def _job_cells(folder: Path) -> dict[str, Cell]:
     """Return the number of jobs of a launched run, their starts and the last event."""
     damaged: list[str] = []
     jobs = [read_events(launch, damaged) for launch in launches(folder)]
@@ -99,7 +99,7 @@ def differences(runs: Sequence[Run]) -> tuple[list[str], list[list[Cell]]]:
     A mixer's field counts as different only between runs that have the field.
     """
     flat = [dict(_flatten(run.config)) for run in runs]
-    fields = dict.fromkeys(field for one in flat for field in one if field not in NAMES)
+    fields = dict.fromkeys(field for one in flat for field in one if field not in IGNORED)
     differing = []
     for field in fields:
         values = {one.get(field) for one in flat if field in one or not field.startswith("mixers.")}

@@ -23,14 +23,14 @@ from typing import get_args
 import numpy as np
 
 from megatron_ext.analysis.architecture import Architecture, group_runs
-from megatron_ext.analysis.matched_spread import Reading, Together, batch_noise, read_domain
+from megatron_ext.analysis.matched_spread import InterpolatedRun, PooledDomains, batch_noise, interpolate_domain
 from megatron_ext.analysis.run_files import FloatArray, Split
 from megatron_ext.analysis.runs import Run
 
 ALL_DOMAINS = "all"
 """Domain name of the token-weighted mean over all domains of a split."""
 
-LONGEST_WINDOW = 20
+MAX_WINDOW = 20
 """Maximum averaging window in steps: long enough to average out most of the noise of single batches, and so short that
 the loss changes little."""
 
@@ -170,11 +170,11 @@ def compare(runs: Sequence[Run], *, window: int | None = None, levels: int = 5) 
     window = default_window(runs) if window is None else window
     architectures = tuple(group_runs(runs))
     curves = [[training_loss(run, window) for run in one.runs] for one in architectures]
-    every = [x for xs in curves for x in xs]
-    grid, indices = _levels(min(x.max() for x in every), max(x.min() for x in every), levels)
-    readings = [
+    all_losses = [x for xs in curves for x in xs]
+    grid, indices = _levels(min(x.max() for x in all_losses), max(x.min() for x in all_losses), levels)
+    interpolated = [
         [
-            Reading(run, x, grid, interpolation_weights(x, grid), batch_noise(run, window))
+            InterpolatedRun(run, x, grid, interpolation_weights(x, grid), batch_noise(run, window))
             for run, x in zip(one.runs, xs, strict=True)
         ]
         for one, xs in zip(architectures, curves, strict=True)
@@ -182,7 +182,7 @@ def compare(runs: Sequence[Run], *, window: int | None = None, levels: int = 5) 
     labels = [one.label for one in architectures]
     measured: list[Measured] = []
     for split in get_args(Split):
-        measured += _measure_split(labels, readings, split)
+        measured += _measure_split(labels, interpolated, split)
     return Comparison(architectures, window, grid, indices, tuple(measured))
 
 
@@ -193,7 +193,7 @@ def default_window(runs: Sequence[Run]) -> int:
     interest. With the same window in all runs, averaging delays all curves equally.
     """
     shortest = min(int(np.diff(run.evaluation_steps, prepend=0).min()) for run in runs)
-    return min(shortest, LONGEST_WINDOW)
+    return min(shortest, MAX_WINDOW)
 
 
 def training_loss(run: Run, window: int) -> FloatArray:
@@ -216,8 +216,8 @@ def interpolation_weights(x: FloatArray, at: FloatArray) -> FloatArray:
         raise ValueError(f"[{at.min()}, {at.max()}] is not within the measured range [{x.min()}, {x.max()}]")
     unique, index, counts = np.unique(x, return_inverse=True, return_counts=True)
     mean = (index == np.arange(len(unique))[:, None]) / counts[:, None]
-    hats = np.stack([np.interp(at, unique, unit) for unit in np.eye(len(unique))], axis=1)
-    return hats @ mean
+    weights = np.stack([np.interp(at, unique, unit) for unit in np.eye(len(unique))], axis=1)
+    return weights @ mean
 
 
 def _levels(high: float, low: float, levels: int) -> tuple[FloatArray, tuple[int, ...]]:
@@ -237,39 +237,43 @@ def _levels(high: float, low: float, levels: int) -> tuple[FloatArray, tuple[int
     return grid, tuple(int(np.flatnonzero(grid == level)[0]) for level in tabulated)
 
 
-def _measure_split(labels: Sequence[str], readings: Sequence[Sequence[Reading]], split: Split) -> list[Measured]:
+def _measure_split(
+    labels: Sequence[str], interpolated: Sequence[Sequence[InterpolatedRun]], split: Split
+) -> list[Measured]:
     """Return the results of all architectures on all domains together, then on each domain."""
-    domains = readings[0][0].run.split(split)
+    domains = interpolated[0][0].run.split(split)
     if not domains:
         return []
-    found = [read_domain(readings, split, number) for number in range(len(domains))]
+    found = [interpolate_domain(interpolated, split, number) for number in range(len(domains))]
     documents = [len(domain.documents) for domain in domains]
-    measured = _measures(labels, split, ALL_DOMAINS, Together(found), sum(documents))
+    measured = _measures(labels, split, ALL_DOMAINS, PooledDomains(found), sum(documents))
     for domain, one, number in zip(domains, found, documents, strict=True):
-        measured += _measures(labels, split, domain.domain, Together([one]), number)
+        measured += _measures(labels, split, domain.domain, PooledDomains([one]), number)
     return measured
 
 
-def _measures(labels: Sequence[str], split: Split, domain: str, together: Together, documents: int) -> list[Measured]:
+def _measures(
+    labels: Sequence[str], split: Split, domain: str, pooled: PooledDomains, documents: int
+) -> list[Measured]:
     return [
         Measured(
             architecture=label,
             split=split,
             domain=domain,
-            loss=_estimate(together.signs(a), together),
-            gap=_estimate(together.signs(a, beside=0), together),
-            seed_spread=_spread(together.seeds(a)),
+            loss=_estimate(pooled.signs(a), pooled),
+            gap=_estimate(pooled.signs(a, baseline=0), pooled),
+            seed_spread=_spread(pooled.seeds(a)),
             documents=documents,
-            tokens=together.tokens,
+            tokens=pooled.tokens,
         )
         for a, label in enumerate(labels)
     ]
 
 
-def _estimate(signs: FloatArray, together: Together) -> Estimate:
+def _estimate(signs: FloatArray, pooled: PooledDomains) -> Estimate:
     """Estimate a signed sum of the architectures' losses with its uncertainty."""
-    value, documents = together.value(signs), together.over_documents(signs)
-    both = documents + together.over_batches(signs)
+    value, documents = pooled.value(signs), pooled.over_documents(signs)
+    both = documents + pooled.over_batches(signs)
     half = both.half_width(CONFIDENCE)
     return Estimate(value, np.sqrt(both.variance), np.sqrt(documents.variance), value - half, value + half)
 

@@ -12,7 +12,7 @@ from megatron_ext.analysis.run_files import FloatArray, IntArray, Split
 from megatron_ext.analysis.runs import Run
 from megatron_ext.utils.ratio_interval import FEWEST_DOCUMENTS, Spread, none_like, spread_of_ratio
 
-SHORTEST_NOISE_WINDOW = 6
+MIN_NOISE_WINDOW = 6
 """Minimum number of steps for an estimate of batch noise: twice the three that a parabola fits exactly."""
 
 PARABOLA = 3
@@ -27,16 +27,16 @@ def batch_noise(run: Run, window: int) -> tuple[FloatArray | None, ...]:
     Returns:
         For each evaluation the residuals [S]; None for a window of fewer than six steps.
     """
-    return tuple(_departures(run, window, int(step)) for step in run.evaluation_steps)
+    return tuple(_residuals(run, window, int(step)) for step in run.evaluation_steps)
 
 
-def _departures(run: Run, window: int, step: int) -> FloatArray | None:
+def _residuals(run: Run, window: int, step: int) -> FloatArray | None:
     inside = (run.steps > step - window) & (run.steps <= step)
     losses = run.losses[inside]
-    if len(losses) < SHORTEST_NOISE_WINDOW:
+    if len(losses) < MIN_NOISE_WINDOW:
         return None
-    at = np.linspace(-1.0, 1.0, len(losses))
-    return np.asarray(losses - np.polyval(np.polyfit(at, losses, 2), at))
+    time = np.linspace(-1.0, 1.0, len(losses))
+    return np.asarray(losses - np.polyval(np.polyfit(time, losses, 2), time))
 
 
 def curve_slope(x: FloatArray, y: FloatArray, at: FloatArray) -> FloatArray:
@@ -52,7 +52,7 @@ def curve_slope(x: FloatArray, y: FloatArray, at: FloatArray) -> FloatArray:
 
 
 @dataclass(frozen=True)
-class Reading:
+class InterpolatedRun:
     """Interpolation of a run at the training losses of the comparison.
 
     Attributes:
@@ -75,20 +75,21 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class DomainReading:
+class DomainLosses:
     """Losses of all runs of A architectures on one domain of D documents, at G training losses.
 
     Attributes:
         tokens: [D], tokens of each document.
         nats: losses of the documents, [G, D], by architecture and run.
-        shifts: derivatives with respect to the training losses, [G, E], by architecture and run; see `Reading.shifts`.
-        readings: interpolated runs by architecture.
+        shifts: derivatives with respect to the training losses, [G, E], by architecture and run, from
+            `InterpolatedRun.shifts`.
+        interpolated: interpolated runs by architecture.
     """
 
     tokens: IntArray
     nats: Sequence[Sequence[FloatArray]]
     shifts: Sequence[Sequence[FloatArray]]
-    readings: Sequence[Sequence[Reading]]
+    interpolated: Sequence[Sequence[InterpolatedRun]]
 
     def difference(self, signs: FloatArray) -> FloatArray:
         """Return the sum [G, D] of the documents' losses over architectures with `signs` [A], averaged over seeds."""
@@ -96,29 +97,29 @@ class DomainReading:
         return np.asarray(sum(parts)) if parts else np.zeros_like(self.nats[0][0])
 
 
-def read_domain(readings: Sequence[Sequence[Reading]], split: Split, number: int) -> DomainReading:
+def interpolate_domain(interpolated: Sequence[Sequence[InterpolatedRun]], split: Split, index: int) -> DomainLosses:
     """Interpolate all runs on a domain of a split, given by its index."""
     nats, shifts = [], []
-    for runs in readings:
-        losses = [one.run.split(split)[number].losses for one in runs]  # [E, D] each
+    for runs in interpolated:
+        losses = [one.run.split(split)[index].losses for one in runs]  # [E, D] each
         nats.append([one.weights @ loss for one, loss in zip(runs, losses, strict=True)])
         shifts.append([one.shifts(loss.sum(axis=1)) for one, loss in zip(runs, losses, strict=True)])
-    return DomainReading(readings[0][0].run.split(split)[number].tokens, nats, shifts, readings)
+    return DomainLosses(interpolated[0][0].run.split(split)[index].tokens, nats, shifts, interpolated)
 
 
-class Together:
+class PooledDomains:
     """Token-weighted mean loss over several domains, at G training losses."""
 
-    def __init__(self, domains: Sequence[DomainReading]) -> None:
+    def __init__(self, domains: Sequence[DomainLosses]) -> None:
         self._domains = domains
         self.tokens = int(sum(domain.tokens.sum() for domain in domains))
 
-    def signs(self, architecture: int, beside: int | None = None) -> FloatArray:
-        """Return the signs [A] of an architecture's loss, or of its difference to architecture `beside`."""
+    def signs(self, architecture: int, baseline: int | None = None) -> FloatArray:
+        """Return the signs [A] of an architecture's loss, or of its difference to architecture `baseline`."""
         signs = np.zeros(len(self._domains[0].nats))
         signs[architecture] += 1
-        if beside is not None:
-            signs[beside] -= 1
+        if baseline is not None:
+            signs[baseline] -= 1
         return signs
 
     def seeds(self, architecture: int) -> FloatArray:
@@ -136,9 +137,9 @@ class Together:
         if not signs.any():
             return none_like(np.zeros(len(nats[0])))
         found: Spread | None = None
-        for which in _strata([len(domain.tokens) for domain in self._domains]):
-            tokens = np.concatenate([self._domains[number].tokens for number in which])
-            part = spread_of_ratio(np.concatenate([nats[number] for number in which], axis=1), tokens)
+        for stratum in _strata([len(domain.tokens) for domain in self._domains]):
+            tokens = np.concatenate([self._domains[index].tokens for index in stratum])
+            part = spread_of_ratio(np.concatenate([nats[index] for index in stratum], axis=1), tokens)
             part = part.times(float(tokens.sum()) / self.tokens)
             found = part if found is None else found + part
         assert found is not None  # there is a domain
@@ -149,15 +150,17 @@ class Together:
 
         Runs with the same seed have the same batches at the same steps, so that common noise cancels in a difference.
         """
-        readings = self._domains[0].readings
-        found = none_like(np.zeros(len(readings[0][0].grid)))
+        interpolated = self._domains[0].interpolated
+        found = none_like(np.zeros(len(interpolated[0][0].grid)))
         if not signs.any():
             return found
         windows: dict[tuple[int, int, int], list[FloatArray]] = defaultdict(list)
         for architecture, sign in enumerate(signs):
-            for number, one in enumerate(readings[architecture] if sign else ()):
-                shift = np.sum([domain.shifts[architecture][number] for domain in self._domains], axis=0) / self.tokens
-                factor = sign / len(readings[architecture])
+            for seed_index, one in enumerate(interpolated[architecture] if sign else ()):
+                shift = (
+                    np.sum([domain.shifts[architecture][seed_index] for domain in self._domains], axis=0) / self.tokens
+                )
+                factor = sign / len(interpolated[architecture])
                 for index, rest in _with_noise(one):
                     key = one.run.seed, int(one.run.evaluation_steps[index]), len(rest)
                     windows[key].append(factor * shift[:, index, None] * rest)  # [G, S]
@@ -169,8 +172,8 @@ class Together:
         return found
 
 
-def _with_noise(reading: Reading) -> Iterator[tuple[int, FloatArray]]:
-    return ((index, rest) for index, rest in enumerate(reading.noise) if rest is not None)
+def _with_noise(run: InterpolatedRun) -> Iterator[tuple[int, FloatArray]]:
+    return ((index, rest) for index, rest in enumerate(run.noise) if rest is not None)
 
 
 def _strata(documents: Sequence[int]) -> list[list[int]]:
@@ -180,9 +183,9 @@ def _strata(documents: Sequence[int]) -> list[list[int]]:
     documents, the smallest other domains are added. Domains differ more than documents of one domain, so the spread
     tends to be too large (collapsed strata, Cochran 1977, Sampling Techniques, section 5A.12).
     """
-    order = sorted(range(len(documents)), key=lambda number: documents[number])
-    small = [number for number in order if documents[number] < FEWEST_DOCUMENTS]
-    others = [number for number in order if documents[number] >= FEWEST_DOCUMENTS]
-    while small and others and sum(documents[number] for number in small) < FEWEST_DOCUMENTS:
+    order = sorted(range(len(documents)), key=lambda index: documents[index])
+    small = [index for index in order if documents[index] < FEWEST_DOCUMENTS]
+    others = [index for index in order if documents[index] >= FEWEST_DOCUMENTS]
+    while small and others and sum(documents[index] for index in small) < FEWEST_DOCUMENTS:
         small.append(others.pop(0))
-    return ([small] if small else []) + [[number] for number in others]
+    return ([small] if small else []) + [[index] for index in others]

@@ -81,7 +81,7 @@ def unmatched(comparison: Comparison) -> str:
     return (
         "The runs have no training loss in common, so nothing is compared at matched training loss: "
         f"{highest.name} was evaluated at training losses of {_range(above)}, {lowest.name} at {_range(below)}; "
-        f"train {highest.name} longer, or evaluate {lowest.name} from earlier on"
+        f"train {highest.name} longer, or evaluate {lowest.name} earlier"
     )
 
 
@@ -133,8 +133,10 @@ def answer_lines(comparison: Comparison) -> list[str]:
     lines.append(f"out of domain at a training loss of {number(comparison.training_losses[comparison.headline]).text}:")
     for one in verdicts(comparison):
         interval = f"95 % interval {one['interval']}" if one["interval"] else "no interval: fewer than 3 documents"
-        what = {"same": "cannot be told apart", "unknown": "not known"}.get(one["verdict"], f"{one['verdict']} loss")
-        lines.append(f"  {one['label']}: {what} ({one['gap']} nats per token, {interval})")
+        verdict = {"same": "no significant difference", "unknown": "unknown difference"}.get(
+            one["verdict"], f"{one['verdict']} loss"
+        )
+        lines.append(f"  {one['label']}: {verdict} ({one['gap']} nats per token, {interval})")
     return lines
 
 
@@ -164,7 +166,11 @@ def headline_table(comparison: Comparison) -> Table:
     several = any(len(one.runs) > 1 for one in comparison.architectures)
     columns = ["architecture"]
     for split in splits:
-        columns += [f"loss {SPLITS[split]}", "gap (95\u00a0% interval)", *(["spread over seeds"] if several else [])]
+        columns += [
+            f"loss {SPLITS[split]}",
+            "gap (95\u00a0% interval)",
+            *(["standard deviation over seeds"] if several else []),
+        ]
     rows = []
     for index, one in enumerate(comparison.architectures):
         row = [text(one.label, f"{len(one.runs)} seeds" if len(one.runs) > 1 else "")]
@@ -191,9 +197,9 @@ def precision_table(comparison: Comparison, resolution: float) -> Table:
         ]
         for one in measured[1:]
     ]
-    columns = ["architecture", "standard error", "of it from documents", "documents scored"]
-    told = f"documents that would tell a gap of {resolution} nats from none"
-    return Table("Out-of-domain gap, nats per token", [*columns, told], rows)
+    columns = ["architecture", "standard error", "standard error from documents alone", "documents scored"]
+    needed_for = f"documents needed to detect a gap of {resolution} nats"
+    return Table("Out-of-domain gap, nats per token", [*columns, needed_for], rows)
 
 
 def level_table(comparison: Comparison) -> Table:

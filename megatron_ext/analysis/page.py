@@ -13,9 +13,9 @@ from jinja2 import Environment, StrictUndefined
 
 from megatron_ext.analysis.architecture import Architecture, mixer_label
 from megatron_ext.analysis.cells import NOTHING, Cell, Table, count, number, text
-from megatron_ext.analysis.decisions import Decided, counts, decision_table, slow_table, unlike_data
+from megatron_ext.analysis.decisions import RunDecisions, data_differences, decision_counts, decision_table, slow_table
 from megatron_ext.analysis.figure import split_loss
-from megatron_ext.analysis.history import differences, happened, skipped
+from megatron_ext.analysis.history import differences, history_row, skipped
 from megatron_ext.analysis.matched import RESOLUTION, Comparison, training_loss
 from megatron_ext.analysis.matched_tables import (
     domain_table,
@@ -32,7 +32,7 @@ from megatron_ext.analysis.run_files import SPLITS
 from megatron_ext.analysis.run_texts import text_warnings
 from megatron_ext.analysis.runs import Run
 from megatron_ext.analysis.scaling.section import Scaling
-from megatron_ext.analysis.style import DARK, DPI, LIGHT, MANY, Picture, short_count, styles, width_of
+from megatron_ext.analysis.style import DARK, DPI, LIGHT, MAX_LEGEND, Picture, short_count, styles, width_of
 from megatron_ext.analysis.suites import (
     HeatMap,
     Suites,
@@ -47,15 +47,15 @@ from megatron_ext.utils.ratio_interval import FEW_DOCUMENTS
 SECTIONS = {
     "curves": "Loss over tokens",
     "matched": "At matched training loss",
-    "levels": "Out of domain, as training goes on",
+    "levels": "Out of domain during training",
     "domains": "By domain",
-    "losses": "Tested by domain",
-    "retrieval": "Retrieval at length",
+    "losses": "Test loss by domain",
+    "retrieval": "Retrieval by length",
     "fewshot": "Few-shot",
     "scaling": "Scaling laws",
     "runs": "Runs",
-    "configurations": "How the configurations differ",
-    "history": "What happened to each run",
+    "configurations": "Configuration differences",
+    "history": "History of each run",
     "skipped": "Skipped shards",
     "definitions": "Definitions",
     "files": "Files",
@@ -63,10 +63,10 @@ SECTIONS = {
 """Section titles by anchor, in the order of the page. A page omits sections without content."""
 
 
-REM_AN_INCH = 6.2
+REM_PER_INCH = 6.2
 """Displayed width of a figure in rem per inch."""
 
-LONG = 12
+MAX_ROWS = 12
 """Number of rows above which a secondary table is collapsed."""
 
 
@@ -80,7 +80,7 @@ class Contents:
         curves: figures of training loss and of loss by domain.
         suites: results of the test suites.
         scaling: scaling laws; None: not requested.
-        decided: decisions of the runs about failed steps, those of the baseline first.
+        run_decisions: decisions of the runs about failed steps, those of the baseline first.
         files: names of the other files of the report.
         left_out: one sentence for each run that is not compared, with the reason.
     """
@@ -90,7 +90,7 @@ class Contents:
     curves: Sequence[Picture]
     suites: Sequence[Suites]
     scaling: Scaling | None
-    decided: Sequence[Decided]
+    run_decisions: Sequence[RunDecisions]
     files: Sequence[str]
     left_out: Sequence[str] = ()
 
@@ -110,25 +110,27 @@ def render_page(contents: Contents) -> str:
     present |= {"scaling"} if contents.scaling else set()
     return environment.from_string(source).render(
         titles={anchor: title for anchor, title in SECTIONS.items() if anchor in present},
-        compared=_compared(contents),
+        compared=_describe_runs(contents),
         baseline=comparison.baseline.label,
         single=len(comparison.architectures) == 1,
-        other_text=text_warnings([run for _, run in contents.runs]),
+        text_differences=text_warnings([run for _, run in contents.runs]),
         left_out=contents.left_out,
-        unlike_data=unlike_data(contents.decided),
+        data_differences=data_differences(contents.run_decisions),
         verdicts=verdicts(comparison),
-        many=MANY,
-        long=LONG,
-        by_mixer=styles(comparison.architectures, LIGHT).many,
+        max_listed=MAX_LEGEND,
+        max_rows=MAX_ROWS,
+        by_mixer=styles(comparison.architectures, LIGHT).shares_legend,
         window=comparison.window,
         unmatched=unmatched(comparison),
         matched_at=number(comparison.training_losses[comparison.headline]).text if comparison.is_matched else "",
-        matched=_shown(contents.matched),
-        curves=[_shown(picture) for picture in contents.curves],
+        matched=_render_picture(contents.matched),
+        curves=[_render_picture(picture) for picture in contents.curves],
         tables=tables,
         heat_maps=[_heat_map(one) for one in heat_maps(suites)],
         scaling=contents.scaling,
-        scaling_pictures=[_shown(picture) for picture in contents.scaling.pictures] if contents.scaling else [],
+        scaling_pictures=[_render_picture(picture) for picture in contents.scaling.pictures]
+        if contents.scaling
+        else [],
         few_documents=small_domains(comparison),
         few_tested=few_documents(suites),
         few=FEW_DOCUMENTS,
@@ -147,9 +149,9 @@ def _tables(contents: Contents) -> dict[str, Table | None]:
         "fewshot": fewshot_table(suites),
         "runs": _run_table(contents),
         "configurations": _difference_table(runs),
-        "history": _history_table(contents.decided),
-        "decisions": decision_table(contents.decided),
-        "slow": slow_table(contents.decided),
+        "history": _history_table(contents.run_decisions),
+        "decisions": decision_table(contents.run_decisions),
+        "slow": slow_table(contents.run_decisions),
         "skipped": _skipped_table(runs),
     }
     return {name: table if table.rows and len(table.columns) > 1 else None for name, table in tables.items()}
@@ -168,14 +170,14 @@ def _matched_tables(comparison: Comparison) -> dict[str, Table]:
     }
 
 
-def _compared(contents: Contents) -> dict[str, str]:
+def _describe_runs(contents: Contents) -> dict[str, str]:
     """Return a short description of the compared runs, by item."""
     runs = [run for _one, run in contents.runs]
     first, architectures = runs[0], contents.comparison.architectures
     mixers = dict.fromkeys(mixer_label(one.runs[0]) for one in architectures)
     return {
-        "runs": _several(len(runs), "run"),
-        "architectures": _several(len(architectures), "architecture"),
+        "runs": _plural(len(runs), "run"),
+        "architectures": _plural(len(architectures), "architecture"),
         "mixers": ", ".join(mixers),
         "parameters": _range([run.size.parameters for run in runs if run.size]),
         "tokens": _range([int(run.tokens[-1]) for run in runs]),
@@ -191,8 +193,8 @@ def _trained_on(run: Run) -> list[str]:
     return named or [domain.domain for domain in run.split("validation")]
 
 
-def _several(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
+def _plural(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _range(values: Sequence[int]) -> str:
@@ -221,16 +223,18 @@ def _run_table(contents: Contents) -> Table:
 def _difference_table(runs: Sequence[Run]) -> Table:
     fields, values = differences(runs)
     rows = [[text(run.name), *cells] for run, cells in zip(runs, values, strict=True)]
-    return Table("Fields of the configuration in which any two runs differ", ["run", *fields], rows)
+    return Table("Configuration fields in which any two runs differ", ["run", *fields], rows)
 
 
-def _history_table(decided: Sequence[Decided]) -> Table:
+def _history_table(run_decisions: Sequence[RunDecisions]) -> Table:
     """Return the history table without empty columns."""
-    found = [happened(one.run) | counts(one) for one in decided]
+    found = [history_row(one.run) | decision_counts(one) for one in run_decisions]
     columns = [name for name in found[0] if any(one[name] != NOTHING for one in found)]
-    rows = [[text(of.run.name), *(one[name] for name in columns)] for of, one in zip(decided, found, strict=True)]
+    rows = [
+        [text(run.run.name), *(one[name] for name in columns)] for run, one in zip(run_decisions, found, strict=True)
+    ]
     caption = (
-        "Time is that of the optimizer steps, without evaluations and checkpoints; memory is the largest of any step"
+        "Time covers the optimizer steps, without evaluations and checkpoints; memory is the maximum over all steps"
     )
     return Table(caption, ["run", *columns], rows)
 
@@ -238,19 +242,19 @@ def _history_table(decided: Sequence[Decided]) -> Table:
 def _skipped_table(runs: Sequence[Run]) -> Table:
     rows = []
     for run in runs:
-        for without in skipped(run):
-            found = without.record
-            steps = [count(found.step), NOTHING if without.until is None else count(without.until)]
-            left = Cell(
-                f"{count(found.samples_an_epoch).text} of {count(found.of_samples).text}", found.samples_an_epoch
+        for period in skipped(run):
+            record = period.record
+            steps = [count(record.step), NOTHING if period.until is None else count(period.until)]
+            samples = Cell(
+                f"{count(record.samples_an_epoch).text} of {count(record.of_samples).text}", record.samples_an_epoch
             )
-            shards = text("; ".join(shard.problem for shard in found.shards))
-            rows.append([text(run.name), *steps, count(len(found.shards)), count(found.tokens), left, shards])
+            shards = text("; ".join(shard.problem for shard in record.shards))
+            rows.append([text(run.name), *steps, count(len(record.shards)), count(record.tokens), samples, shards])
     columns = ["run", "from step", "until step", "shards", "tokens", "samples left per epoch", "problems"]
     return Table("Data that could not be read and was skipped", columns, rows)
 
 
-def _shown(picture: Picture) -> dict[str, Any]:
+def _render_picture(picture: Picture) -> dict[str, Any]:
     drawn = {
         f"{'narrow_' if stacked else ''}{name}": _data_uri(picture.draw(theme, stacked))
         for name, theme in (("light", LIGHT), ("dark", DARK))
@@ -268,7 +272,7 @@ def _rem(picture: bytes) -> float:
 
     The width is limited to that of the page.
     """
-    return round(min(width_of(picture) / DPI * REM_AN_INCH, 62.0), 1)
+    return round(min(width_of(picture) / DPI * REM_PER_INCH, 62.0), 1)
 
 
 def _data_uri(picture: bytes) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_ext.analysis.curves import domain_curves, training_curves
-from megatron_ext.analysis.decisions import read_decided
+from megatron_ext.analysis.decisions import read_decisions
 from megatron_ext.analysis.figure import matched_loss
 from megatron_ext.analysis.matched import compare
 from megatron_ext.analysis.matched_tables import answer_lines, render_table
@@ -58,9 +58,9 @@ def write_files(
     comparison = compare(runs)
     architectures = comparison.architectures
     matched = matched_loss(comparison)
-    decided = read_decided(run for one in architectures for run in one.runs)
+    run_decisions = read_decisions(run for one in architectures for run in one.runs)
     curves = [
-        training_curves(with_unevaluated(architectures, selected.unevaluated), decided),
+        training_curves(with_unevaluated(architectures, selected.unevaluated), run_decisions),
         domain_curves(architectures),
     ]
     suites = read_suites(architectures)
@@ -73,7 +73,7 @@ def write_files(
     scaling = None if laws is None else section(laws)
     fitted = [f"{SCALING}/{name}" for name in (scaling.files if scaling else ())]
     beside = [*files, *fitted]
-    page = render_page(Contents(comparison, matched, curves, suites, scaling, decided, beside, selected.left_out))
+    page = render_page(Contents(comparison, matched, curves, suites, scaling, run_decisions, beside, selected.left_out))
     try:
         if laws is not None:
             write(laws, output / SCALING)

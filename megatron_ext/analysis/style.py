@@ -31,10 +31,10 @@ OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
-MANY = 8
+MAX_LEGEND = 8
 """Maximum number of architectures with separate legend entries. With more, those of one mixer share a color."""
 
-PALEST = 0.62
+MAX_PALENESS = 0.62
 """Fraction by which the color of the smallest model of a mixer is mixed with the background."""
 
 MAGNITUDES = ((1e15, "P"), (1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
@@ -99,7 +99,7 @@ class Styles:
     legend: Mapping[str, Style]
 
     @property
-    def many(self) -> bool:
+    def shares_legend(self) -> bool:
         """True if architectures share legend entries."""
         return list(self.of) != list(self.legend)
 
@@ -108,19 +108,20 @@ def styles(architectures: Sequence[Architecture], theme: Theme) -> Styles:
     """Assign line styles to architectures.
 
     The baseline has the text color. The others cycle through the palette, and each further cycle changes the dash
-    pattern. More than `MANY` architectures have the color of their mixer, paler for smaller models and shorter runs.
+    pattern. If there are more than `MAX_LEGEND` architectures, they have the color of their mixer, paler for smaller
+    models and shorter runs.
     """
     labels = [one.label for one in architectures]
     mixers = [mixer_label(one.runs[0]) for one in architectures]
     families = list(dict.fromkeys(mixers))
-    if len(labels) <= MANY or len(families) == len(labels):
+    if len(labels) <= MAX_LEGEND or len(families) == len(labels):
         of = {label: _style(number, theme) for number, label in enumerate(labels)}
         return Styles(of, of)
     legend = {family: _style(number, theme) for number, family in enumerate(families)}
     found: dict[str, Style] = {}
     for family, style in legend.items():
         members = sorted((one for one, mixer in zip(architectures, mixers, strict=True) if mixer == family), key=_size)
-        for one, paleness in zip(members, np.linspace(PALEST, 0.0, len(members)), strict=True):
+        for one, paleness in zip(members, np.linspace(MAX_PALENESS, 0.0, len(members)), strict=True):
             found[one.label] = Style(_mixed(style.color, theme.paper, float(paleness)), style.marker, style.line)
     return Styles({label: found[label] for label in labels}, legend)
 
@@ -176,7 +177,7 @@ def as_csv(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     return stream.getvalue()
 
 
-def dress(ax: Axes, theme: Theme) -> None:
+def style_axes(ax: Axes, theme: Theme) -> None:
     """Set colors, grid and ticks of a plot."""
     ax.set_facecolor(theme.paper)
     ax.grid(color=theme.grid, linewidth=0.7)
@@ -198,7 +199,7 @@ def count_axis(axis: Axis, words: Callable[[float], str] | None = None) -> None:
         axis: axis whose limits are set.
         words: format of a tick value; None: `short_count`.
     """
-    said = words or short_count
+    format_value = words or short_count
     low, high = sorted(axis.get_view_interval())
     decades = np.log10(high / low)
     subs = (1.0, 2.0, 5.0) if decades < 2.2 else (1.0, 3.0) if decades < 3.2 else (1.0,)
@@ -206,7 +207,7 @@ def count_axis(axis: Axis, words: Callable[[float], str] | None = None) -> None:
         axis.set_major_locator(MaxNLocator(5))
     else:
         axis.set_major_locator(LogLocator(subs=subs))
-    axis.set_major_formatter(FuncFormatter(lambda value, _position: said(value)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _position: format_value(value)))
     axis.set_minor_formatter(NullFormatter())
 
 

@@ -10,7 +10,7 @@ from analysis_synthetic import TOKENS_A_STEP, Synthetic, write_run
 from megatron_ext.analysis.architecture import group_runs
 from megatron_ext.analysis.curves import domain_curves, training_curves
 from megatron_ext.analysis.runs import read_runs
-from megatron_ext.analysis.style import DARK, LIGHT, MANY, short_count, styles
+from megatron_ext.analysis.style import DARK, LIGHT, MAX_LEGEND, short_count, styles
 
 
 @pytest.fixture(scope="module")
@@ -67,21 +67,21 @@ def test_many_runs_have_the_colour_of_their_mixer(tmp_path):
     """Each run has a shade of its mixer's colour, the largest model the colour itself. The legend names only mixers."""
     folders = []
     for mixer in ("attention", "mamba"):
-        for index in range(MANY):
+        for index in range(MAX_LEGEND):
             size = {"parameters": 1000 * (index + 1), "embedding_parameters": 0, "output_layer_parameters": 0}
             config = {"model": {"hidden_size": 8 * (index + 1)}}
             run = Synthetic(pattern=f"{mixer}*4", config=config, size=size)
             folders.append(write_run(tmp_path / f"{mixer}{index}", run))
     architectures = group_runs(read_runs(folders))
     found = styles(architectures, LIGHT)
-    assert found.many
+    assert found.shares_legend
     assert list(found.legend) == ["attention", "mamba"]
-    assert len({style.color for style in found.of.values()}) == 2 * MANY
-    assert found.of[f"mamba (hidden_size {8 * MANY})"].color.lower() == found.legend["mamba"].color.lower()
+    assert len({style.color for style in found.of.values()}) == 2 * MAX_LEGEND
+    assert found.of[f"mamba (hidden_size {8 * MAX_LEGEND})"].color.lower() == found.legend["mamba"].color.lower()
     assert {style.marker for label, style in found.of.items() if label.startswith("mamba")} == {"s"}
-    few = styles(architectures[:MANY], LIGHT)
-    assert not few.many
-    assert list(few.legend) == [one.label for one in architectures[:MANY]]
+    few = styles(architectures[:MAX_LEGEND], LIGHT)
+    assert not few.shares_legend
+    assert list(few.legend) == [one.label for one in architectures[:MAX_LEGEND]]
 
 
 def test_a_long_run_is_averaged_over_a_hundred_steps(tmp_path):

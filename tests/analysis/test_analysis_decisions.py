@@ -13,7 +13,14 @@ from analysis_synthetic import TOKENS_A_STEP, Synthetic, write_run
 from browser import Browser, browser, missing
 
 from megatron_ext.analysis.cells import NOTHING
-from megatron_ext.analysis.decisions import Decided, counts, decision_table, read_decided, slow_table, unlike_data
+from megatron_ext.analysis.decisions import (
+    RunDecisions,
+    data_differences,
+    decision_counts,
+    decision_table,
+    read_decisions,
+    slow_table,
+)
 from megatron_ext.analysis.page import _skipped_table
 from megatron_ext.analysis.report import write_report
 from megatron_ext.analysis.runs import read_run
@@ -39,8 +46,8 @@ def a_run(tmp_path: Path, name: str = "plain", **fields: Any) -> Path:
     return write_run(tmp_path / name, Synthetic(name=name, steps=60, **fields))
 
 
-def decided(*folders: Path) -> list[Decided]:
-    return read_decided(read_run(folder) for folder in folders)
+def decisions_of(*folders: Path) -> list[RunDecisions]:
+    return read_decisions(read_run(folder) for folder in folders)
 
 
 def words(page: Path) -> str:
@@ -49,23 +56,23 @@ def words(page: Path) -> str:
 
 def test_steps_are_counted_once(tmp_path: Path) -> None:
     folder = a_run(tmp_path)
-    assert set(counts(decided(folder)[0]).values()) == {NOTHING}
+    assert set(decision_counts(decisions_of(folder)[0]).values()) == {NOTHING}
     note(folder, (4, "again"), (4, "again"), (7, "again"), (7, "skip"))
     note(folder, (50, "roll_back"), to_step=40, samples=800)
-    found = {column: cell.value for column, cell in counts(decided(folder)[0]).items()}
+    found = {column: cell.value for column, cell in decision_counts(decisions_of(folder)[0]).items()}
     assert found == {
         "steps computed again": 2,
         "steps skipped": 1,
         "steps rolled back": 1,
-        "times stopped at a step": None,
-        "times changed on the way": None,
+        "stops": None,
+        "changes during the run": None,
     }
 
 
 def test_a_row_a_decision(tmp_path: Path) -> None:
     folder = a_run(tmp_path)
     note(folder, (4, "again"), (4, "skip"))
-    (first, second) = decision_table(decided(folder)).rows
+    (first, second) = decision_table(decisions_of(folder)).rows
     assert [cell.text for cell in first] == [
         "plain",
         "2026-01-01T00:00:04+00:00",
@@ -83,7 +90,7 @@ def test_a_slow_rank_has_one_row(tmp_path: Path) -> None:
     lines = [(10, [slow.format(16)]), (20, []), (30, [slow.format(18), "rank 3 on n2 is slow: it took 9 ms"])]
     records = [{"step": step, "slow": named, "ranks": [{"rank": 0}]} for step, named in lines]
     (folder / "stragglers.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    one, three = slow_table(decided(folder)).rows
+    one, three = slow_table(decisions_of(folder)).rows
     last = "it took 18 ms for a matrix product, the middle rank 10"
     assert [cell.text for cell in one] == ["plain", "rank 1 on n1", "2 of 3", "10", "30", last]
     assert [cell.text for cell in three][1:5] == ["rank 3 on n2", "1 of 3", "30", "30"]
@@ -94,18 +101,18 @@ def test_a_slow_rank_has_one_row(tmp_path: Path) -> None:
 
 def test_who_left_out_what(tmp_path: Path) -> None:
     plain, chunk = a_run(tmp_path), a_run(tmp_path, "chunk", **CHUNK)
-    assert unlike_data(decided(plain, chunk)) == []
+    assert data_differences(decisions_of(plain, chunk)) == []
     note(chunk, (4, "again"))
-    assert unlike_data(decided(plain, chunk)) == []  # repeated steps use the same samples
+    assert data_differences(decisions_of(plain, chunk)) == []  # repeated steps use the same samples
     note(chunk, (4, "skip"), (5, "skip"))
-    assert unlike_data(decided(plain, chunk)) == ["chunk left out the samples of 2 skipped steps (4, 5)"]
+    assert data_differences(decisions_of(plain, chunk)) == ["chunk skipped the samples of 2 steps (4, 5)"]
     note(plain, (4, "skip"), (5, "skip"))
-    assert unlike_data(decided(plain, chunk)) == []
+    assert data_differences(decisions_of(plain, chunk)) == []
     note(plain, (45, "roll_back"), to_step=40)
     note(plain, (41, "roll_back"), to_step=40)
-    both = "left out the samples of 2 skipped steps (4, 5)"
-    rolled = ", and left out the samples of steps that it rolled back (41 to 45, 41)"
-    assert unlike_data(decided(plain, chunk)) == [f"plain {both}{rolled}", f"chunk {both}"]
+    both = "skipped the samples of 2 steps (4, 5)"
+    rolled = ", and skipped the samples of steps that it rolled back (41 to 45, 41)"
+    assert data_differences(decisions_of(plain, chunk)) == [f"plain {both}{rolled}", f"chunk {both}"]
 
 
 def test_a_skipped_step_that_was_made_later_left_nothing_out(tmp_path: Path) -> None:
@@ -114,7 +121,7 @@ def test_a_skipped_step_that_was_made_later_left_nothing_out(tmp_path: Path) -> 
     metrics = (chunk / "metrics.jsonl").read_bytes()
     note(chunk, (4, "skip"))
     (chunk / "metrics.jsonl").write_bytes(metrics)
-    assert unlike_data(decided(plain, chunk)) == []
+    assert data_differences(decisions_of(plain, chunk)) == []
 
 
 @pytest.mark.usefixtures("unpainted")
@@ -123,15 +130,15 @@ def test_shards_that_one_run_did_without(tmp_path: Path) -> None:
     shards = [{"shard": f"{n}.tar", "tokens": 10, "problem": f"{n}.tar: is cut off"} for n in range(2)]
     record = {"step": 0, "tokens": 20, "samples_an_epoch": 9, "of_samples": 10, "shards": shards}
     (plain / "skipped_shards.jsonl").write_text(json.dumps(record) + "\n")
-    assert unlike_data(decided(plain, chunk)) == ["plain did without 2 shards"]
-    assert "plain did without 2 shards." in words(write_report([plain, chunk], tmp_path / "report"))
+    assert data_differences(decisions_of(plain, chunk)) == ["plain skipped 2 shards"]
+    assert "plain skipped 2 shards." in words(write_report([plain, chunk], tmp_path / "report"))
     whole = {**record, "step": 20, "tokens": 0, "samples_an_epoch": 10, "shards": []}
     (plain / "skipped_shards.jsonl").write_text(f"{json.dumps(record)}\n{json.dumps(whole)}\n")
-    assert unlike_data(decided(plain, chunk)) == ["plain did without 2 shards until step 20"]
+    assert data_differences(decisions_of(plain, chunk)) == ["plain skipped 2 shards until step 20"]
     (chunk / "skipped_shards.jsonl").write_text(json.dumps(record | {"step": 4}) + "\n")
-    said = ["plain did without 2 shards until step 20", "chunk did without 2 shards after step 4"]
-    assert unlike_data(decided(plain, chunk)) == said
-    table = _skipped_table([one.run for one in decided(plain, chunk)])
+    expected = ["plain skipped 2 shards until step 20", "chunk skipped 2 shards after step 4"]
+    assert data_differences(decisions_of(plain, chunk)) == expected
+    table = _skipped_table([one.run for one in decisions_of(plain, chunk)])
     assert [[cell.text for cell in row[:4]] for row in table.rows] == [
         ["plain", "0", "20", "2"],
         ["chunk", "4", NOTHING.text, "2"],
@@ -146,13 +153,13 @@ def test_the_report_says_it_at_the_top_and_below(tmp_path: Path) -> None:
     note(chunk, (30, "again"), (30, "skip"))
     text = words(write_report([plain, chunk], tmp_path / "report"))
     answer = text[text.index('<div class="answer">') : text.index("<nav")]
-    assert "The runs did not all learn from the same data:" in answer
-    assert "&lt;i&gt;chunk&lt;/i&gt; left out the samples of 1 skipped step (30)." in answer
+    assert "The runs were not all trained on the same data:" in answer
+    assert "&lt;i&gt;chunk&lt;/i&gt; skipped the samples of 1 step (30)." in answer
     history = text[text.index('<h2 id="history">') : text.index('<h2 id="definitions">')]
     assert "&lt;the gradient&#39;s norm&gt; is not finite: skip" in history
     assert "steps skipped" in history
     assert "steps rolled back" not in history
-    assert "an upright tick where a step went wrong: 1 of &lt;i&gt;chunk" in text
+    assert "an upright tick at each faulty step: 1 of &lt;i&gt;chunk" in text
     rows = list(csv.DictReader((page.parent / "training_loss_decisions.csv").open()))
     assert [(row["run"], row["step"], row["done"]) for row in rows] == [
         ("<i>chunk</i>", "30", "computed again"),
@@ -181,7 +188,7 @@ def test_what_a_killed_run_was_writing_is_left_out(tmp_path: Path) -> None:
     note(folder, (4, "again"))
     with (folder / "decisions.jsonl").open("a") as file:
         file.write('{"time": "20')
-    assert [one.step for one in decided(folder)[0].decisions] == [4]
+    assert [one.step for one in decisions_of(folder)[0].decisions] == [4]
 
 
 # --- in a browser ----------------------------------------------------------------------------------------------------
@@ -208,9 +215,7 @@ def test_many_decisions_are_folded(of_many_decisions: Path, window: Browser, wid
     window.show(width)
     window.open(of_many_decisions)
     assert window.complaints() == []
-    assert (
-        window.run("return document.querySelector('summary').innerText") == "13 decisions about steps that went wrong"
-    )
+    assert window.run("return document.querySelector('summary').innerText") == "13 decisions about faulty steps"
     shown = "return document.querySelector('details table').checkVisibility({contentVisibilityAuto: true})"
     height = "return document.querySelector('details').getBoundingClientRect().height"
     folded = window.run(height)

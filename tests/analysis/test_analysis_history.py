@@ -6,7 +6,7 @@ import pytest
 from analysis_synthetic import TOKENS_A_STEP, Synthetic, write_run
 
 from megatron_ext.analysis.cells import NOTHING
-from megatron_ext.analysis.history import differences, duration, happened, skipped
+from megatron_ext.analysis.history import differences, duration, history_row, skipped
 from megatron_ext.analysis.report import write_report
 from megatron_ext.analysis.runs import read_run
 from megatron_ext.utils.errors import UserError
@@ -14,7 +14,7 @@ from megatron_ext.utils.errors import UserError
 
 def test_what_a_run_recorded(tmp_path):
     run = read_run(write_run(tmp_path / "run", Synthetic(steps=40, config={"training": {"steps": 50}})))
-    found = happened(run)
+    found = history_row(run)
     assert (found["steps"].text, found["steps"].value) == ("40 of 50", 40)
     assert found["tokens"].value == 40 * TOKENS_A_STEP
     rates = [5000.0 + step % 3 for step in range(1, 41)]
@@ -35,7 +35,7 @@ def test_jobs_and_their_starts(tmp_path):
     for number, text in events.items():
         (folder / "launch" / number).mkdir(parents=True)
         (folder / "launch" / number / "events.tsv").write_text(text)
-    found = happened(read_run(folder))
+    found = history_row(read_run(folder))
     assert (found["jobs"].value, found["starts"].value) == (2, 3)
     assert found["last event"].text == "finished (2026-01-01T02:00:00Z)"
     page = write_report([folder], tmp_path / "report").read_text()

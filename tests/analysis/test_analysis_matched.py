@@ -119,7 +119,7 @@ def test_no_common_training_loss(tmp_path):
     said = unmatched(result)
     assert f"late was evaluated at training losses of {9 - 0.0105:.4f} to {9 - 0.1905:.4f}, " in said
     assert f", attention at {plain[0]:.4f} to {plain[1]:.4f}; " in said
-    assert said.endswith("; train late longer, or evaluate attention from earlier on")
+    assert said.endswith("; train late longer, or evaluate attention earlier")
     assert unmatched(comparison_of(tmp_path / "matched", Synthetic(), Synthetic(**DELTA))) == ""
 
 

@@ -106,7 +106,7 @@ def test_a_run_without_tests_leaves_nothing(folders, tmp_path):
     (folders[0] / "evaluation" / "step_20" / "fewshot.json").unlink()
     page = write_report(folders, out).read_text()  # overwrites the previous report
     assert "Few-shot" not in page
-    assert "Tested by domain" not in page
+    assert "Test loss by domain" not in page
     assert "Retrieval" not in page
     for name in ("suites.json", "fewshot.csv", "retrieval.csv", "domains.csv"):
         assert not (out / name).exists()
@@ -142,7 +142,8 @@ def test_losses_by_domain_are_those_of_the_file(folders, tested, tmp_path):
     assert "Losses with intervals of 95 % or 80 % over documents; " in page
     section = page[page.index('<h2 id="losses">') : page.index('<h2 id="runs">')]
     assert (
-        "Fewer than 20 documents: code. Intervals there are rough, and fewer than three documents have none." in section
+        "Fewer than 20 documents: code. Their intervals are rough, and fewer than three documents have no interval."
+        in section
     )
     found = {"<plain>": {}, "chunk": {}}
     for row in csv.DictReader((out / "domains.csv").open()):
@@ -187,7 +188,7 @@ def test_losses_by_domain_in_a_browser(folders, tested, tmp_path):
             assert window.run(TABLE) == LOSSES
             whole, screen = window.run("const d = document.documentElement; return [d.scrollWidth, d.clientWidth]")
             assert whole <= screen <= width
-        assert window.run("return document.querySelector('nav a[href=\"#losses\"]').innerText") == "Tested by domain"
+        assert window.run("return document.querySelector('nav a[href=\"#losses\"]').innerText") == "Test loss by domain"
         window.show(1280)
         window.press("#losses ~ .wide th:nth-child(6) button")
         bits = [row[5] for row in LOSSES if row[5] != "\u2013"]

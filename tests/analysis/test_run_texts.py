@@ -39,16 +39,17 @@ def test_runs_of_the_same_text_say_nothing() -> None:
 
 def test_the_run_that_differs_from_most_is_named() -> None:
     runs = [a_run("a", texts(train=6)), a_run("b", texts()), a_run("c", texts())]
-    line = "a is trained on other text than b: web (train): 6 documents, 1,000 tokens against 5 documents, 1,000 tokens"
+    counts = "6 documents, 1,000 tokens against 5 documents, 1,000 tokens"
+    line = f"a is trained on different text from b: web (train): {counts}"
     assert text_warnings(runs) == [line]
     (line,) = text_warnings([a_run("a", texts()), a_run("b", texts(test=7))])
-    assert line.startswith("b is evaluated on other text than a: code (test): 7 documents")
+    assert line.startswith("b is evaluated on different text from a: code (test): 7 documents")
 
 
 def test_earlier_versions_and_changed_runs_are_said() -> None:
     changed = [{"step": 4, "field": "optimizer.lr", "before": 1e-3, "after": 1e-4}]
     earlier, lowered = text_warnings([a_run("a", texts(), changed), a_run("b", None)])
-    assert earlier.startswith("b is of an earlier version and did not keep which text")
+    assert earlier.startswith("b is of an earlier version that did not record the training text")
     assert lowered == "a was changed during training (optimizer.lr at step 4): no single configuration reproduces it"
 
 
@@ -60,7 +61,7 @@ def test_a_report_begins_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[s
         run = Synthetic(name=name, seed=seed, size=size | {"data": data, "changed": []})
         runs.append(write_run(tmp_path / name, run))
     page = write_report(runs, tmp_path / "report").read_text()
-    line = "b is trained on other text than a: web (train): 6 documents"
+    line = "b is trained on different text from a: web (train): 6 documents"
     assert line in page
     assert page.index(line) < page.index("At a training loss of")
     assert f"warning: {line}" in capsys.readouterr().err
@@ -78,7 +79,7 @@ def test_a_run_whose_text_to_evaluate_on_was_changed_is_named(tmp_path: Path) ->
         record["data"] = "old" if record["step"] <= steps[2] else "new"
     path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
     (line,) = text_warnings([read_run(tmp_path / "a")])
-    assert line.startswith(f"a is evaluated on other text after step {steps[2]} than until then")
+    assert line.startswith(f"a is evaluated on different text after step {steps[2]}: ")
 
 
 def test_domains_that_are_spelled_otherwise_are_the_same(tmp_path: Path) -> None:

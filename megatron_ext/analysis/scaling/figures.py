@@ -25,10 +25,10 @@ from megatron_ext.analysis.style import (
     Theme,
     as_csv,
     count_axis,
-    dress,
     new_figure,
     png,
     power_of_ten,
+    style_axes,
 )
 
 WIDE, NARROW = (12.0, 4.8), (4.6, 4.4)
@@ -44,7 +44,7 @@ WIDTHS = np.array([factor * 10.0**power for power in range(-3, 4) for factor in 
 """Possible boundaries between shades of interval widths, in per cent of the loss. Widths below the first are not
 shown."""
 
-MOST_SHADES, SHADE = 7, 0.11
+MAX_SHADES, SHADE = 7, 0.11
 """Maximum number of shades, and the step between them as a fraction of the way from `Theme.paper` to `Theme.muted`."""
 
 LAW = ("what", "params", "tokens", "flops", "loss", "low", "high")
@@ -130,7 +130,7 @@ def _figure(panels: int, title: str, theme: Theme, stacked: bool) -> tuple[Figur
     shape = (panels, 1) if stacked else (1, panels)
     axes: Sequence[Axes] = list(figure.subplots(*shape, squeeze=False).flat)
     for ax in axes:
-        dress(ax, theme)
+        style_axes(ax, theme)
     return figure, axes
 
 
@@ -189,10 +189,10 @@ def _shade(ax: Axes, fitted: Fit, sure: Uncertainty, theme: Theme) -> None:
 
 
 def _steps(width: FloatArray) -> FloatArray:
-    """Return shade boundaries that enclose all widths: from the series 1, 2, 5, 10, thinned to `MOST_SHADES`."""
+    """Return shade boundaries that enclose all widths: from the series 1, 2, 5, 10, thinned to `MAX_SHADES`."""
     first = max(int(np.searchsorted(WIDTHS, width.min(), side="right")) - 1, 0)
     last = max(int(np.searchsorted(WIDTHS, width.max())), first + 1)
-    every = -(-(last - first) // MOST_SHADES)
+    every = -(-(last - first) // MAX_SHADES)
     levels = WIDTHS[first : last + 1 : every]
     return levels if levels[-1] >= width.max() else np.append(levels, WIDTHS[last])
 

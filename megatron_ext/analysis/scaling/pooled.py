@@ -32,8 +32,8 @@ def law_names(runs: Sequence[Run]) -> list[str]:
     recipes = [{field: value for field, value in one.items() if field not in SIZE} for one in recipes_of(runs)]
     names = []
     for label, fields in zip(labels, recipes, strict=True):
-        twins = _distinct([one for other, one in zip(labels, recipes, strict=True) if other == label])
-        settings = differing_settings(fields, twins) if len(twins) > 1 else []
+        peers = _distinct([one for other, one in zip(labels, recipes, strict=True) if other == label])
+        settings = differing_settings(fields, peers) if len(peers) > 1 else []
         names.append(f"{label}{OF_LAW}{', '.join(settings)}" if settings else label)
     return names
 

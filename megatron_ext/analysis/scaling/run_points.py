@@ -24,7 +24,7 @@ _LONGEST_LINE = 1 << 24
 WINDOW = 0.05
 """Final fraction of a run's steps over which its training loss is averaged, because the loss of one batch is noisy."""
 
-LONGEST_WINDOW = 100
+MAX_WINDOW = 100
 """Maximum averaging window in steps. Over a longer window the loss would fall noticeably."""
 
 
@@ -221,7 +221,7 @@ def _point(run: Run, name: str, embeddings: bool) -> RunPoint:
     params = run.size.parameters
     if not embeddings:
         params -= run.size.embedding_parameters + run.size.output_layer_parameters
-    window = min(max(1, round(WINDOW * last)), LONGEST_WINDOW)
+    window = min(max(1, round(WINDOW * last)), MAX_WINDOW)
     loss = float(run.losses[run.steps > last - window].mean())
     return RunPoint(run.path, name, params, int(run.tokens[-1]), loss, _test_loss(run))
 

@@ -151,10 +151,10 @@ def test_points_that_say_too_little() -> None:
         (points.take(points.tokens == points.tokens[0]), "all have 1e+09 tokens, so B and beta cannot"),
         (
             Points(points.params, 20 * points.params, points.losses),
-            "all have 20 tokens per parameter, so the effects of",
+            "all have 20 tokens per parameter, so effects of",
         ),
-        (of_plan(np.geomspace(2e7, 2e9, 6), 131_072), "all have about 20 tokens per parameter, so the effects of"),
-        (of_plan(np.geomspace(2e5, 3e6, 6), 131_072), "tokens per parameter, so the effects of"),
+        (of_plan(np.geomspace(2e7, 2e9, 6), 131_072), "all have about 20 tokens per parameter, so effects of"),
+        (of_plan(np.geomspace(2e5, 3e6, 6), 131_072), "tokens per parameter, so effects of"),
         (Points(points.params, points.tokens, np.full(42, 2.5)), "all have 2.5 nats of loss, so nothing shows"),
     ):
         with pytest.raises(UserError) as caught:

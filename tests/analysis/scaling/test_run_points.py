@@ -241,6 +241,6 @@ def test_runs_of_other_recipes_are_no_points_of_one_law(tmp_path: Path, capsys: 
     assert "weight_decay 0.3" in names["decay"]
     assert "text bbbbbbbb" in names["other"]
     said = capsys.readouterr().err
-    assert "warning: other is trained on other text than base: its domains have a different order" in said
+    assert "warning: other is trained on different text from base: its domains have a different order" in said
     assert "warning: the runs of attention have different settings, and each group gets a law of its own: " in said
     assert set(by_mixer(points_of_runs([tmp_path / "runs"]))) == set(names.values())
