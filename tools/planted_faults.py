@@ -98,8 +98,8 @@ FAULTS = [
     PlantedFault(
         "first label of a document counts",
         "megatron_ext/data/batches.py",
-        "    begins[starts] = True\n",
-        "    begins[:0] = True\n",
+        "    is_first_label[starts] = True\n",
+        "    is_first_label[:0] = True\n",
         "tests/data",
     ),
     PlantedFault(

@@ -15,7 +15,7 @@ from megatron_ext.bench.train.profiler_ranges import part
 from megatron_ext.bench.train.step_trace import DATA
 from megatron_ext.config.layout import layout_of
 from megatron_ext.config.schema import RunConfig
-from megatron_ext.data.datasets import packing_of, step_batches
+from megatron_ext.data.datasets import packing_from_config, step_batches
 from megatron_ext.data.samples import TrainingSamples
 from megatron_ext.model.shape import model_shape
 from megatron_ext.platform.device import Platform
@@ -90,7 +90,7 @@ class TimedRun:
                 dp_rank=groups.dp.rank(),
                 cp_rank=groups.cp.rank(),
                 cp_size=groups.cp.size(),
-                packing=packing_of(self._config.data),
+                packing=packing_from_config(self._config.data),
             )
         result = self.trainer.train_step(batches)
         self.step += 1

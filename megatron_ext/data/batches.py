@@ -20,8 +20,8 @@ class Batch:
     Attributes:
         tokens: int64 [b, t], inputs.
         labels: int64 [b, t], the token after each input.
-        loss_mask: float32 [b, t], 1 where the label counts in the loss. `Packing` says when first tokens of documents
-            are masked.
+        loss_mask: float32 [b, t], 1 where the label counts in the loss. First tokens of documents are masked if
+            `Packing.within_documents` is on.
         position_ids: int64 [b, t], position in the whole sequence rather than in the slice, or position in the document
             if `Packing.reset_positions` is on.
         document_ids: int64 [b, t], document index of each label, -1 on padding. None for training.
@@ -38,16 +38,18 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """Copy the batch to another device. `cu_seqlens` stays on the CPU, where code reads it without a GPU sync."""
-        parts = {name: part for name, part in vars(self).items() if part is not None}
-        moved: dict[str, Any] = {name: _moved(part, device) for name, part in parts.items() if name != "cu_seqlens"}
-        return Batch(**moved, cu_seqlens=self.cu_seqlens)
+        tensors = {name: tensor for name, tensor in vars(self).items() if tensor is not None}
+        copied: dict[str, Any] = {
+            name: _copy_to(tensor, device) for name, tensor in tensors.items() if name != "cu_seqlens"
+        }
+        return Batch(**copied, cu_seqlens=self.cu_seqlens)
 
 
-def _moved(part: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+def _copy_to(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     """Return a tensor on another device. Copies to a GPU are asynchronous."""
     if torch.device(device).type == "cuda":
-        part = part.pin_memory()  # a copy from pageable memory would block the host
-    return part.to(device, non_blocking=True)
+        tensor = tensor.pin_memory()  # a copy from pageable memory would block the host
+    return tensor.to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -103,13 +105,13 @@ def training_batch(
     Raises:
         ValueError: `cp_size` does not divide the sequence length.
     """
-    part = _slice(samples.seq_length, cp_rank, cp_size)
+    cp_slice = _slice(samples.seq_length, cp_rank, cp_size)
     tokens = np.stack([samples[index] for index in indices])  # stored as uint16 or uint32, smaller than int64
-    positions, cu_seqlens, begins = _of_documents(samples, indices, part, packing)
+    positions, cu_seqlens, is_first_label = _document_info(samples, indices, cp_slice, packing)
     return Batch(
-        tokens=_tensor(tokens[:, :-1][:, part], np.int64),
-        labels=_tensor(tokens[:, 1:][:, part], np.int64),
-        loss_mask=torch.ones(positions.shape) if begins is None else (~begins).float(),
+        tokens=_tensor(tokens[:, :-1][:, cp_slice], np.int64),
+        labels=_tensor(tokens[:, 1:][:, cp_slice], np.int64),
+        loss_mask=torch.ones(positions.shape) if is_first_label is None else (~is_first_label).float(),
         position_ids=positions,
         cu_seqlens=cu_seqlens,
     )
@@ -126,23 +128,23 @@ def evaluation_batch(
 
     An index beyond the last sample gives a row of padding with a loss mask of 0.
     """
-    part = _slice(samples.seq_length, cp_rank, cp_size)
-    read = [samples[index] for index in indices]
-    tokens = np.stack([item.tokens for item in read])
-    positions, cu_seqlens, begins = _of_documents(samples, indices, part, packing)
-    loss_mask = _tensor(np.stack([item.loss_mask[part] for item in read]))
+    cp_slice = _slice(samples.seq_length, cp_rank, cp_size)
+    items = [samples[index] for index in indices]
+    tokens = np.stack([item.tokens for item in items])
+    positions, cu_seqlens, is_first_label = _document_info(samples, indices, cp_slice, packing)
+    loss_mask = _tensor(np.stack([item.loss_mask[cp_slice] for item in items]))
     return Batch(
-        tokens=_tensor(tokens[:, :-1][:, part]),
-        labels=_tensor(tokens[:, 1:][:, part]),
-        loss_mask=loss_mask if begins is None else loss_mask.masked_fill_(begins, 0.0),
+        tokens=_tensor(tokens[:, :-1][:, cp_slice]),
+        labels=_tensor(tokens[:, 1:][:, cp_slice]),
+        loss_mask=loss_mask if is_first_label is None else loss_mask.masked_fill_(is_first_label, 0.0),
         position_ids=positions,
-        document_ids=_tensor(np.stack([item.document_ids[part] for item in read])),
+        document_ids=_tensor(np.stack([item.document_ids[cp_slice] for item in items])),
         cu_seqlens=cu_seqlens,
     )
 
 
-def _of_documents(
-    samples: TrainingSamples | EvaluationSamples, indices: Sequence[int], part: slice, packing: Packing
+def _document_info(
+    samples: TrainingSamples | EvaluationSamples, indices: Sequence[int], cp_slice: slice, packing: Packing
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Return document information for a slice of every sample.
 
@@ -150,24 +152,25 @@ def _of_documents(
         Positions int64 [b, t], `cu_seqlens`, and a mask of the labels that begin a document, bool [b, t]. The last two
             are None if `packing` does not request them.
     """
-    positions = torch.arange(part.start, part.stop).expand(len(indices), -1).contiguous()
+    positions = torch.arange(cp_slice.start, cp_slice.stop).expand(len(indices), -1).contiguous()
     if packing == NO_PACKING:
         return positions, None, None
-    found = [samples.document_starts(index) for index in indices]
-    begins = None
+    document_starts = [samples.document_starts(index) for index in indices]
+    is_first_label = None
     if packing.within_documents:
-        begins = _tensor(np.stack([_first_labels(row, samples.seq_length)[part] for row in found]))
-    starts = [np.union1d([0], row[row < samples.seq_length]) for row in found]
+        masks = [_first_labels(row, samples.seq_length)[cp_slice] for row in document_starts]
+        is_first_label = _tensor(np.stack(masks))
+    starts = [np.union1d([0], row[row < samples.seq_length]) for row in document_starts]
     if packing.reset_positions:
-        positions = _tensor(np.stack([_positions(row, samples.seq_length) for row in starts])[:, part])
-    return positions, torch.from_numpy(_cu_seqlens(starts, part)) if packing.boundaries else None, begins
+        positions = _tensor(np.stack([_positions(row, samples.seq_length) for row in starts])[:, cp_slice])
+    return positions, torch.from_numpy(_cu_seqlens(starts, cp_slice)) if packing.boundaries else None, is_first_label
 
 
 def _first_labels(starts: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.bool_]:
     """Mask the labels that begin a document: bool [T]. The label of input t is token t + 1."""
-    begins = np.zeros(length + 1, dtype=np.bool_)
-    begins[starts] = True
-    return begins[1:]
+    is_first_label = np.zeros(length + 1, dtype=np.bool_)
+    is_first_label[starts] = True
+    return is_first_label[1:]
 
 
 def _slice(length: int, cp_rank: int, cp_size: int) -> slice:
@@ -177,17 +180,18 @@ def _slice(length: int, cp_rank: int, cp_size: int) -> slice:
     return slice(cp_rank * length // cp_size, (cp_rank + 1) * length // cp_size)
 
 
-def _cu_seqlens(starts: Sequence[npt.NDArray[np.int64]], part: slice) -> npt.NDArray[np.int32]:
-    """Return `Batch.cu_seqlens` for the slice `part` of every row: int32 [n + 1].
+def _cu_seqlens(starts: Sequence[npt.NDArray[np.int64]], cp_slice: slice) -> npt.NDArray[np.int32]:
+    """Return `Batch.cu_seqlens` for the slice `cp_slice` of every row: int32 [n + 1].
 
     Args:
         starts: per row, the ascending offsets of first tokens of documents, including 0.
-        part: slice of the context-parallel rank.
+        cp_slice: slice of the context-parallel rank.
     """
-    size = part.stop - part.start
+    first, end = cp_slice.start, cp_slice.stop
+    size = end - first
     rows = [
-        row * size + np.concatenate([[0], found[(found > part.start) & (found < part.stop)] - part.start])
-        for row, found in enumerate(starts)
+        row * size + np.concatenate([[0], row_starts[(row_starts > first) & (row_starts < end)] - first])
+        for row, row_starts in enumerate(starts)
     ]
     return np.concatenate([*rows, [len(starts) * size]]).astype(np.int32)
 

@@ -21,26 +21,26 @@ from megatron_ext.utils.credentials import is_redacted, redacted, without_secret
 from megatron_ext.utils.errors import UserError
 from megatron_ext.utils.untrusted_paths import path_within
 
-BLOCK = 4 << 20
+BLOCK_BYTES = 4 << 20
 
-LONGEST_MANIFEST = 512 << 20
+MAX_MANIFEST_BYTES = 512 << 20
 """Maximum size of a manifest in bytes. A manifest of 100,000 shards takes about 50 MB."""
 
-LONGEST_TOKENIZER = 512 << 20
+MAX_TOKENIZER_BYTES = 512 << 20
 """Maximum size of a tokenizer file in bytes. The limit is needed because the manifest does not contain the size."""
 
-_LONGEST_LOCK = 80
+_MAX_LOCK_NAME_LENGTH = 80
 """Maximum length of a shard name that names its own lock file. A longer name is hashed, as quoting may triple it."""
 
-_AGAIN = "copy it there again or prepare the data again"
+_COPY_HINT = "copy it there again or prepare the data again"
 
 
 class Unreachable(UserError):
-    """Failure to check or copy remote data, which does not imply that the data is damaged."""
+    """Failure to check or copy remote data. The data itself may be undamaged."""
 
 
 class ShardCache:
-    """Local copy of a remote prepared folder, restricted to the files used so far.
+    """Local copy of the files of a remote prepared folder that were used so far.
 
     All processes of a machine may share the cache. If several processes need a shard at once, one copies it and the
     others wait. A file with its final name is complete and had the manifest's sha256 when it was copied. If the cached
@@ -52,79 +52,86 @@ class ShardCache:
     Args:
         url: fsspec URL of the prepared folder.
         folder: folder of the copies.
-        gib: maximum size of the cached training shards in GiB. None: no limit. The shard copied last is never removed.
+        max_gib: maximum size of the cached training shards in GiB. None: no limit. The shard copied last is never
+            removed.
 
     Attributes:
         root: the local folder, with manifest and tokenizer.
         manifest: manifest of the data.
-        copied: number of files that this process copied.
+        num_copied: number of files that this process copied.
 
     Raises:
         UserError: the URL contains no readable prepared data, or the folder cannot be written.
     """
 
-    def __init__(self, url: str, folder: Path, gib: float | None = None) -> None:
-        self._url, self._limit = url.rstrip("/"), None if gib is None else int(gib * 2**30)
-        self._files, self._base = _file_system(self._url)
-        with self._reading(MANIFEST_NAME) as file:
-            content = file.read(LONGEST_MANIFEST + 1)
-        if len(content) > LONGEST_MANIFEST:
-            problem = f"has more than {LONGEST_MANIFEST >> 20} MiB, which is too large for a manifest"
+    def __init__(self, url: str, folder: Path, max_gib: float | None = None) -> None:
+        self._url, self._max_bytes = url.rstrip("/"), None if max_gib is None else int(max_gib * 2**30)
+        self._file_system, self._base_path = _open_file_system(self._url)
+        with self._open_remote(MANIFEST_NAME) as file:
+            content = file.read(MAX_MANIFEST_BYTES + 1)
+        if len(content) > MAX_MANIFEST_BYTES:
+            problem = f"has more than {MAX_MANIFEST_BYTES >> 20} MiB, which is too large for a manifest"
             raise UserError(f"{self._url}/{MANIFEST_NAME}", problem, "give the address of a prepared folder")
         # Validate the manifest before files that it names are fetched, written or removed.
         self.manifest = parse_manifest(content, f"{self._url}/{MANIFEST_NAME}")
         self.root = folder / hashlib.sha256(f"{redacted(self._url)}\n".encode() + content).hexdigest()[:16]
-        self.copied = 0
-        self._counting, self._listed = threading.Lock(), dict[str, dict[str, Any]]()
-        with self._writing():
+        self.num_copied = 0
+        self._copied_lock, self._listings = threading.Lock(), dict[str, dict[str, Any]]()
+        with self._wrap_write_errors():
             self.root.mkdir(parents=True, exist_ok=True)
             with self._locked(MANIFEST_NAME):
                 write_whole(self.root / MANIFEST_NAME, content)
         tokenizer = self.manifest.tokenizer
         with self._locked(tokenizer.file):
-            if not self._here(tokenizer.file).exists():
-                self._copy(tokenizer.file, LONGEST_TOKENIZER, tokenizer.sha256, tokenizer.file)
+            if not self._local_path(tokenizer.file).exists():
+                self._copy(tokenizer.file, MAX_TOKENIZER_BYTES, tokenizer.sha256, tokenizer.file)
         self._evictable = [shard for entry in self.manifest.domains if entry.split == "train" for shard in entry.shards]
 
     @contextmanager
-    def holding(self, shard: ShardEntry) -> Iterator[None]:
-        """Keep a shard and its index under `root` within this context. Copy them first if they are missing.
+    def pin_shard(self, shard: ShardEntry) -> Iterator[None]:
+        """Protect a shard and its index from eviction within this context. Copy them first if they are missing.
 
         Raises:
             DamagedShard: a file does not match the manifest.
             Unreachable: a file cannot be read at its URL, or the disk is full.
         """
         with self._locked(shard.file):
-            self._bring(shard, again=False)
+            self._ensure_local(shard, overwrite=False)
             yield
 
-    def keep(self, shard: ShardEntry) -> None:
-        """Copy a shard that is later read outside `holding`. Valid for evaluation shards, which are never evicted."""
-        with self.holding(shard):
+    def fetch(self, shard: ShardEntry) -> None:
+        """Copy a shard to the cache if it is missing. Use this for evaluation shards, which are never evicted.
+
+        Raises:
+            DamagedShard: see `pin_shard`.
+            Unreachable: see `pin_shard`.
+        """
+        with self.pin_shard(shard):
             pass
 
-    def renew(self, shard: ShardEntry) -> None:
+    def refetch(self, shard: ShardEntry) -> None:
         """Replace the cached copy of a shard. Call this after a read of the copy or of the original failed.
 
         Raises:
-            UserError: see `check` and `holding`. A file that could not be replaced keeps its previous copy.
+            UserError: see `check` and `pin_shard`. If a file cannot be replaced, its previous copy remains.
         """
         self.check(shard)
         with self._locked(shard.file):
-            self._bring(shard, again=True)
+            self._ensure_local(shard, overwrite=True)
 
-    def is_small_for(self, shards: Iterable[ShardEntry]) -> str | None:
+    def size_warning(self, shards: Iterable[ShardEntry]) -> str | None:
         """Return a warning if the total size of shards read in random order exceeds the limit, else None.
 
         Args:
             shards: training shards of the run. Every sample may come from any shard.
         """
         size = sum(shard.bytes + shard.index_bytes for shard in shards)
-        if self._limit is None or size <= self._limit:
+        if self._max_bytes is None or size <= self._max_bytes:
             return None
-        problem = f"{self._limit / 2**30:.3g} GiB, but the training shards take {size / 2**30:.3g} GiB"
-        waiting = f"about {100 - 100 * self._limit // size} % of the samples wait until a whole shard is copied again"
-        return f"data.cache_gib: {problem}: {waiting}; increase it, or remove the limit"
+        problem = f"{self._max_bytes / 2**30:.3g} GiB, but the training shards take {size / 2**30:.3g} GiB"
+        percent = 100 - 100 * self._max_bytes // size
+        effect = f"about {percent} % of the samples wait until a whole shard is copied again"
+        return f"data.cache_gib: {problem}: {effect}; increase it, or remove the limit"
 
     def check(self, shard: ShardEntry) -> None:
         """Check that a shard and its index exist at their URL, with the sizes in the manifest.
@@ -133,15 +140,15 @@ class ShardCache:
             UserError: a file is missing or has another size. The message names the file.
             Unreachable: the URL cannot be accessed.
         """
-        for name, size, _ in _files_of(shard):
+        for name, size, _ in _shard_files(shard):
             try:
-                found = self._size(name)
+                actual = self._size(name)
             except FileNotFoundError:
-                raise UserError(f"{self._url}/{name}", "is missing", _AGAIN) from None
+                raise UserError(f"{self._url}/{name}", "is missing", _COPY_HINT) from None
             except OSError as error:
                 raise self._unreadable(name, error) from None
-            if found != size:
-                raise UserError(f"{self._url}/{name}", f"has {found} bytes, expected {size}", _AGAIN)
+            if actual != size:
+                raise UserError(f"{self._url}/{name}", f"has {actual} bytes, expected {size}", _COPY_HINT)
 
     def _size(self, name: str) -> int | None:
         """Return the size of a remote file in bytes.
@@ -150,78 +157,78 @@ class ShardCache:
         listing has no size for the file, a separate request is made.
         """
         folder = name.rpartition("/")[0]
-        if folder not in self._listed:
-            self._listed[folder] = self._list(folder)
-        listed = self._listed[folder].get(f"{self._base}/{name}", {}).get("size")
-        return self._files.size(f"{self._base}/{name}") if listed is None else listed
+        if folder not in self._listings:
+            self._listings[folder] = self._list(folder)
+        size = self._listings[folder].get(f"{self._base_path}/{name}", {}).get("size")
+        return self._file_system.size(f"{self._base_path}/{name}") if size is None else size
 
     def _list(self, folder: str) -> dict[str, Any]:
         """Return fsspec's information on the files below a remote folder, by full path; empty if listing fails."""
         try:
-            found = self._files.find(f"{self._base}/{folder}".rstrip("/"), detail=True)
+            listing = self._file_system.find(f"{self._base_path}/{folder}".rstrip("/"), detail=True)
         except Exception:  # the type of error depends on the file system, and some file systems cannot list
             return {}
-        return found if isinstance(found, dict) else {}
+        return listing if isinstance(listing, dict) else {}
 
-    def _bring(self, shard: ShardEntry, *, again: bool) -> None:
-        """Copy the missing files of a shard, or all its files if `again` is set. The caller holds the shard's lock."""
-        copied = False
-        for name, size, sha256 in _files_of(shard):
-            path = self._here(name)
-            if again or not path.is_file() or path.stat().st_size != size:
+    def _ensure_local(self, shard: ShardEntry, *, overwrite: bool) -> None:
+        """Copy the missing files of a shard, or all its files if `overwrite` is set. The caller holds its lock."""
+        has_copied = False
+        for name, size, sha256 in _shard_files(shard):
+            path = self._local_path(name)
+            if overwrite or not path.is_file() or path.stat().st_size != size:
                 self._copy(name, size, sha256, shard.file)
-                copied = True
+                has_copied = True
         os.utime(self.root / shard.file)
-        if copied and self._limit is not None:
-            self._evict(self._limit)
+        if has_copied and self._max_bytes is not None:
+            self._evict(self._max_bytes)
 
-    def _here(self, name: str) -> Path:
+    def _local_path(self, name: str) -> Path:
         """Return the cache path of a file named in the manifest. The path never leaves the cache, even by a symlink."""
         return path_within(self.root, name, f"{self._url}/{MANIFEST_NAME}")
 
-    def _copy(self, name: str, most: int, sha256: str, shard: str) -> None:
-        """Copy a remote file of at most `most` bytes atomically. The caller holds the lock of `shard`."""
-        path = self._here(name)
-        beside, digest, copied = path.with_name(f".{path.name}.partial"), hashlib.sha256(), 0
+    def _copy(self, name: str, max_bytes: int, sha256: str, shard: str) -> None:
+        """Copy a remote file of at most `max_bytes` bytes atomically. The caller holds the lock of `shard`."""
+        path = self._local_path(name)
+        partial_path, digest, num_bytes = path.with_name(f".{path.name}.partial"), hashlib.sha256(), 0
         try:
-            with self._writing():
+            with self._wrap_write_errors():
                 path.parent.mkdir(parents=True, exist_ok=True)
-                file = os.fdopen(open_to_write(beside, os.O_TRUNC), "wb")
-            with file as target, self._reading(name) as source:
-                while block := self._block(source, name):
+                file = os.fdopen(open_to_write(partial_path, os.O_TRUNC), "wb")
+            with file as target, self._open_remote(name) as source:
+                while block := self._read_block(source, name):
                     digest.update(block)
-                    copied += len(block)
-                    if copied > most:  # the remote file may be endless
-                        raise DamagedShard(f"{self._url}/{name}", f"has more than {most} bytes", _AGAIN, shard)
-                    with self._writing():
+                    num_bytes += len(block)
+                    if num_bytes > max_bytes:  # the remote file may be endless
+                        raise DamagedShard(f"{self._url}/{name}", f"has more than {max_bytes} bytes", _COPY_HINT, shard)
+                    with self._wrap_write_errors():
                         target.write(block)
             if digest.hexdigest() != sha256:
                 problem = f"sha256 differs: expected {sha256}, found {digest.hexdigest()}"
-                raise DamagedShard(f"{self._url}/{name}", problem, _AGAIN, shard)
-            with self._writing():
-                force_to_disk(beside)
-                beside.replace(path)
+                raise DamagedShard(f"{self._url}/{name}", problem, _COPY_HINT, shard)
+            with self._wrap_write_errors():
+                force_to_disk(partial_path)
+                partial_path.replace(path)
         finally:
             with suppress(OSError):  # the name may be too long to exist
-                beside.unlink(missing_ok=True)
-        with self._counting:
-            self.copied += 1
+                partial_path.unlink(missing_ok=True)
+        with self._copied_lock:
+            self.num_copied += 1
 
-    def _evict(self, limit: int) -> None:
-        """Remove the least recently opened training shards until the rest takes at most `limit` bytes.
+    def _evict(self, max_bytes: int) -> None:
+        """Remove the least recently opened training shards until the rest takes at most `max_bytes` bytes.
 
         Shards that a process is opening are skipped.
         """
         with self._locked(".locks"):  # not a valid shard name
-            there = [shard for shard in self._evictable if self._here(shard.file).exists()]
-            used = sum(shard.bytes + shard.index_bytes for shard in there)
-            for shard in sorted(there, key=lambda entry: (self.root / entry.file).stat().st_mtime_ns):
-                if used <= limit:
+            cached = [shard for shard in self._evictable if self._local_path(shard.file).exists()]
+            used = sum(shard.bytes + shard.index_bytes for shard in cached)
+            for shard in sorted(cached, key=lambda entry: (self.root / entry.file).stat().st_mtime_ns):
+                if used <= max_bytes:
                     return
-                with self._locked(shard.file, wait=False) as got:
-                    if got:
-                        for name, _, _ in _files_of(shard):
-                            self._here(name).unlink(missing_ok=True)
+                with self._locked(shard.file, wait=False) as acquired:
+                    if acquired:
+                        for name, _, _ in _shard_files(shard):
+                            self._local_path(name).unlink(missing_ok=True)
                         used -= shard.bytes + shard.index_bytes
 
     @contextmanager
@@ -230,15 +237,15 @@ class ShardCache:
 
         Yields True, or False if `wait` is off and another process has the lock.
         """
-        locks = self.root / ".locks"
-        short = (
+        folder = self.root / ".locks"
+        lock_name = (
             quote(name, safe="")
-            if name.isascii() and len(name) <= _LONGEST_LOCK
+            if name.isascii() and len(name) <= _MAX_LOCK_NAME_LENGTH
             else hashlib.sha256(name.encode()).hexdigest()
         )
-        with self._writing():
-            locks.mkdir(exist_ok=True)
-            file = os.fdopen(open_to_write(locks / short), "w")
+        with self._wrap_write_errors():
+            folder.mkdir(exist_ok=True)
+            file = os.fdopen(open_to_write(folder / lock_name), "w")
         with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -248,27 +255,27 @@ class ShardCache:
                 yield True
 
     @contextmanager
-    def _reading(self, name: str) -> Iterator[Any]:
+    def _open_remote(self, name: str) -> Iterator[Any]:
         try:
-            file = self._files.open(f"{self._base}/{name}", "rb")
+            file = self._file_system.open(f"{self._base_path}/{name}", "rb")
         except OSError as error:
             raise self._unreadable(name, error) from None
         with file:
             yield file
 
-    def _block(self, file: IO[bytes], name: str) -> bytes:
+    def _read_block(self, file: IO[bytes], name: str) -> bytes:
         try:
-            return file.read(BLOCK)
+            return file.read(BLOCK_BYTES)
         except OSError as error:
             raise self._unreadable(name, error) from None
 
     def _unreadable(self, name: str, error: OSError) -> Unreachable:
         reason = os_reason(error)
         reason = without_secrets_of(self._url, reason)
-        return Unreachable(f"{self._url}/{name}", f"cannot be read ({reason})", _AGAIN)
+        return Unreachable(f"{self._url}/{name}", f"cannot be read ({reason})", _COPY_HINT)
 
     @contextmanager
-    def _writing(self) -> Iterator[None]:
+    def _wrap_write_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
@@ -277,21 +284,21 @@ class ShardCache:
             raise Unreachable("data.cache_dir", problem, hint) from None
 
 
-def _files_of(shard: ShardEntry) -> tuple[tuple[str, int, str], tuple[str, int, str]]:
-    """Return (name, bytes, sha256) of index and tar. The tar is copied last, so its presence implies the index."""
+def _shard_files(shard: ShardEntry) -> tuple[tuple[str, int, str], tuple[str, int, str]]:
+    """Return (name, bytes, sha256) of the index and the tar, in the order in which they are copied."""
     return (shard.index, shard.index_bytes, shard.index_sha256), (shard.file, shard.bytes, shard.sha256)
 
 
-def _file_system(url: str) -> tuple[Any, str]:
+def _open_file_system(url: str) -> tuple[Any, str]:
     """Return the fsspec file system of a URL, and the URL's path in that file system."""
     if is_redacted(url):
         problem = f"{url} was saved without its credentials"
         hint = "give the URL with credentials, or provide them in fsspec's environment variables or files"
         raise UserError("data.path", problem, hint)
     try:
-        files, base = fsspec.core.url_to_fs(url)
+        file_system, path = fsspec.core.url_to_fs(url)
     except (ValueError, ImportError) as error:
         problem = f"{url} cannot be read ({without_secrets_of(url, ' '.join(str(error).split()))})"
         hint = "give an address that fsspec supports, or install the missing library"
         raise UserError("data.path", problem, hint) from None
-    return files, str(base).rstrip("/")
+    return file_system, str(path).rstrip("/")

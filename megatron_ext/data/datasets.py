@@ -20,7 +20,7 @@ from megatron_ext.data.cache import ShardCache
 from megatron_ext.data.identity import data_record
 from megatron_ext.data.samples import TrainingSamples
 from megatron_ext.data.shards import TokenStore
-from megatron_ext.data.verified import Stamp, Verified
+from megatron_ext.data.verified import FileStamp, ShardVerifier
 from megatron_ext.data.verify import THREADS, Check, Damage, check_here, check_tokenizer, find_damage, verify_shards
 from megatron_ext.data.weights import domain_weights
 from megatron_ext.parallel.agreement import gather_objects, raise_on_all_ranks
@@ -43,9 +43,9 @@ class RunData:
         samples: training samples in the run's order.
         weights: sampling weights of the training domains, if configured.
         damages: damaged training shards, which no sample reads.
-        verified: files whose sha256 was compared, on all ranks; see `Verified`.
-        unchanged: number of verified files that were not read again, because an earlier start of the run verified them
-            and they have not changed since.
+        verified: files whose sha256 was compared, on all ranks; see `ShardVerifier`.
+        num_unchanged: number of verified files that were not read again, because an earlier start of the run verified
+            them and they have not changed since.
         warnings: lines to print.
         record: identification of the training and evaluation text; see `data_record`.
     """
@@ -58,8 +58,8 @@ class RunData:
     samples: TrainingSamples
     weights: dict[str, float] | None = None
     damages: Sequence[Damage] = ()
-    verified: Mapping[str, Stamp] = field(default_factory=dict)
-    unchanged: int = 0
+    verified: Mapping[str, FileStamp] = field(default_factory=dict)
+    num_unchanged: int = 0
     warnings: Sequence[str] = ()
     record: Mapping[str, Any] = field(default_factory=dict)
 
@@ -70,7 +70,7 @@ class RunData:
 
 
 def open_data(
-    data: DataConfig, seed: int, known: Mapping[str, Stamp] | None = None, failed: Iterable[str] = ()
+    data: DataConfig, seed: int, known: Mapping[str, FileStamp] | None = None, failed: Iterable[str] = ()
 ) -> RunData:
     """Check the manifest, tokenizer and shards, and open the training samples; a collective call.
 
@@ -79,55 +79,55 @@ def open_data(
     Args:
         data: data section of the configuration.
         seed: seed of the sample order.
-        known: files that an earlier start of the run has verified; see `Verified`.
+        known: files that an earlier start of the run has verified; see `ShardVerifier`.
         failed: shards that an earlier start failed to read. Every machine verifies them in full, even if they are in
             `known`.
 
     Raises:
         UserError: a file or domain is missing, a file is damaged, or the data belongs to another tokenizer.
     """
-    root, manifest, cache = _opened(data)
+    root, manifest, cache = _open_manifest(data)
     tokenizer_file = check_tokenizer(root, manifest, Path(data.tokenizer) if data.tokenizer else None)
     first_rank = partial(check_vocabulary, tokenizer_file, manifest.tokenizer) if dist.get_rank() == 0 else partial(int)
     raise_on_all_ranks(first_rank)
-    train, test = chosen_domains(data, manifest)
+    train, test = select_domains(data, manifest)
     weights = None if data.weights is None else domain_weights(data.weights, train, manifest)
-    doubted = frozenset(chain.from_iterable(gather_objects(sorted(failed))))
-    verified = Verified(root, {} if data.verify == "sha256_always" else known or {}, doubted)
+    suspect = frozenset(chain.from_iterable(gather_objects(sorted(failed))))
+    verified = ShardVerifier(root, {} if data.verify == "sha256_always" else known or {}, suspect)
     splits = {"train": train, "validation": train, "test": test}
-    damages = _verified(verified, manifest, splits, data, cache, doubted)
-    small = None if cache is None else cache.is_small_for(_read(manifest, train, damages))
+    damages = _check_splits(verified, manifest, splits, data, cache, suspect)
+    size_warning = None if cache is None else cache.size_warning(_readable_shards(manifest, train, damages))
     # An open file keeps its disk space after the cache has evicted it. If the training shards exceed the cache's limit,
     # only one shard may therefore be open at a time.
-    most_open = None if small is None else 1
-    store = TokenStore(root, manifest, "train", train, None if cache is None else cache.holding, most_open)
+    max_open = None if size_warning is None else 1
+    store = TokenStore(root, manifest, "train", train, None if cache is None else cache.pin_shard, max_open)
     samples = TrainingSamples(store, data.seq_length, seed, weights, [damage.shard for damage in damages])
-    gathered = gather_objects((verified.found, verified.unchanged))
+    gathered = gather_objects((verified.stamps, verified.num_unchanged))
     found = {path: stamp for stamps, _ in gathered for path, stamp in stamps.items()}
-    unchanged = sum(count for _, count in gathered)
-    warnings = [] if small is None else [f"selectron: warning: {small}"]
+    num_unchanged = sum(count for _, count in gathered)
+    warnings = [] if size_warning is None else [f"selectron: warning: {size_warning}"]
     record = data_record(manifest, train, test, seq_length=data.seq_length, seed=seed, weights=weights)
     return RunData(
-        root, manifest, tokenizer_file, train, test, samples, weights, damages, found, unchanged, warnings, record
+        root, manifest, tokenizer_file, train, test, samples, weights, damages, found, num_unchanged, warnings, record
     )
 
 
-def open_tests(data: DataConfig) -> tuple[Path, Manifest, list[str], list[str]]:
+def open_evaluation_data(data: DataConfig) -> tuple[Path, Manifest, list[str], list[str]]:
     """Check the manifest and the evaluation text, but not the training text; a collective call.
 
     Returns:
-        Folder of the manifest (see `RunData.root`), manifest, training domains and test domains (see `chosen_domains`).
+        Folder of the manifest (see `RunData.root`), manifest, training domains and test domains (see `select_domains`).
 
     Raises:
         UserError: see `open_data`.
     """
-    root, manifest, cache = _opened(data)
-    train, test = chosen_domains(data, manifest)
-    _verified(Verified(root, {}), manifest, {"validation": train, "test": test}, data, cache, frozenset())
+    root, manifest, cache = _open_manifest(data)
+    train, test = select_domains(data, manifest)
+    _check_splits(ShardVerifier(root, {}), manifest, {"validation": train, "test": test}, data, cache, frozenset())
     return root, manifest, train, test
 
 
-def chosen_domains(data: DataConfig, manifest: Manifest) -> tuple[list[str], list[str]]:
+def select_domains(data: DataConfig, manifest: Manifest) -> tuple[list[str], list[str]]:
     """Return the domains to train on and to test on, by their names in the manifest.
 
     By default all domains with test text are tested, except those that have training text but are not trained on.
@@ -135,26 +135,26 @@ def chosen_domains(data: DataConfig, manifest: Manifest) -> tuple[list[str], lis
     Raises:
         UserError: a named domain or a split does not exist.
     """
-    train = _chosen(manifest, "train", data.train_domains)
-    idle = set(manifest.domain_names("train")).difference(train)
-    usual = [name for name in manifest.domain_names("test") if name not in idle]
-    return train, _chosen(manifest, "test", usual if data.test_domains is None else data.test_domains)
+    train = _select_domains(manifest, "train", data.train_domains)
+    untrained = set(manifest.domain_names("train")).difference(train)
+    default = [name for name in manifest.domain_names("test") if name not in untrained]
+    return train, _select_domains(manifest, "test", default if data.test_domains is None else data.test_domains)
 
 
-def _opened(data: DataConfig) -> tuple[Path, Manifest, ShardCache | None]:
+def _open_manifest(data: DataConfig) -> tuple[Path, Manifest, ShardCache | None]:
     """Return the manifest's folder, the manifest, and the cache of remote data (None for local data)."""
     cache = ShardCache(data.path, Path(data.cache_dir or ""), data.cache_gib) if is_url(data.path) else None
     root = Path(data.path) if cache is None else cache.root
     return root, load_manifest(root), cache
 
 
-def _verified(
-    verified: Verified,
+def _check_splits(
+    verified: ShardVerifier,
     manifest: Manifest,
     domains: dict[str, list[str]],
     data: DataConfig,
     cache: ShardCache | None,
-    doubted: frozenset[str],
+    suspect: frozenset[str],
 ) -> list[Damage]:
     """Check the shards and return the damaged training shards to skip, the same on every rank.
 
@@ -166,77 +166,80 @@ def _verified(
         present = [domain for domain in names if domain in manifest.domain_names(split)]
         if not present:
             continue
-        looks = _looks(verified, split, data, cache, doubted)
-        for look in looks:
+        calls = _check_arguments(verified, split, data, cache, suspect)
+        for arguments in calls:
             if split == "train" and data.on_damaged == "skip":
-                damages += _of_every_rank(partial(find_damage, verified.root, manifest, split, present, **look))
+                damages += _gather_damages(partial(find_damage, verified.root, manifest, split, present, **arguments))
             else:
-                raise_on_all_ranks(partial(verify_shards, verified.root, manifest, [split], present, **look))
+                raise_on_all_ranks(partial(verify_shards, verified.root, manifest, [split], present, **arguments))
     return sorted(damages, key=lambda damage: damage.shard)
 
 
-def _looks(
-    verified: Verified, split: str, data: DataConfig, cache: ShardCache | None, doubted: frozenset[str]
+def _check_arguments(
+    verified: ShardVerifier, split: str, data: DataConfig, cache: ShardCache | None, suspect: frozenset[str]
 ) -> list[dict[str, Any]]:
-    """Return the keyword arguments of each call of a shard check: the check, its threads, and this rank's share.
+    """Return the keyword arguments of each call of `verify_shards` or `find_damage`: check, threads and ranks.
 
     The ranks divide the shards. For remote data, only the existence and size of training shards are checked, at their
     URL. Evaluation shards are downloaded to every machine. A shard that an earlier start failed to read is verified in
     full by one rank of each machine, because each machine may have its own copy.
     """
     shared: dict[str, Any] = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
-    usual: Check = verified.check
-    whole: Check = verified.check
+    normal_check: Check = verified.check
+    full_check: Check = verified.check
     threads = THREADS
     if cache is not None:
-        whole = cache.renew
+        full_check = cache.refetch
         if split == "train":
-            usual, threads = cache.check, 1  # threads would not help: one request lists the sizes of many shards
+            normal_check, threads = cache.check, 1  # threads would not help: one request lists the sizes of many shards
         else:
-            usual, shared = cache.keep, {}
+            normal_check, shared = cache.fetch, {}
     elif data.verify == "size":
-        usual, whole = partial(check_here, verified.root, "size"), partial(check_here, verified.root, "sha256")
-    if not doubted:
-        return [{"check": usual, "threads": threads, **shared}]
-    others: dict[str, Any] = {"check": _where(lambda shard: shard not in doubted, usual), "threads": threads, **shared}
-    return [others, {"check": _where(lambda shard: shard in doubted and local_rank() == 0, whole)}]
+        normal_check = partial(check_here, verified.root, "size")
+        full_check = partial(check_here, verified.root, "sha256")
+    if not suspect:
+        return [{"check": normal_check, "threads": threads, **shared}]
+    check_others = _restrict_check(lambda shard: shard not in suspect, normal_check)
+    check_suspect = _restrict_check(lambda shard: shard in suspect and local_rank() == 0, full_check)
+    return [{"check": check_others, "threads": threads, **shared}, {"check": check_suspect}]
 
 
-def _where(wanted: Callable[[str], bool], check: Check) -> Check:
-    """Restrict a check to the shards whose tar file name in the manifest satisfies `wanted`."""
+def _restrict_check(condition: Callable[[str], bool], check: Check) -> Check:
+    """Restrict a check to the shards whose tar file name in the manifest satisfies `condition`."""
 
     def check_some(shard: ShardEntry) -> None:
-        if wanted(shard.file):
+        if condition(shard.file):
             check(shard)
 
     return check_some
 
 
-def _of_every_rank(find: Callable[[], list[Damage]]) -> list[Damage]:
-    """Merge the damages found by all ranks, without repeating a shard; a collective call."""
+def _gather_damages(find: Callable[[], list[Damage]]) -> list[Damage]:
+    """Merge the damages that the ranks find, each shard once; a collective call."""
     found: list[Damage] = []
     raise_on_all_ranks(lambda: found.extend(find()))
     gathered = chain.from_iterable(gather_objects([asdict(damage) for damage in found]))
     return list({fields["shard"]: Damage(**fields) for fields in gathered}.values())
 
 
-def _read(manifest: Manifest, domains: list[str], damages: Sequence[Damage]) -> list[ShardEntry]:
-    """Return the training shards that are not damaged, from which samples are read."""
-    lost = {damage.shard for damage in damages}
-    return [shard for entry in manifest.select("train", domains) for shard in entry.shards if shard.file not in lost]
+def _readable_shards(manifest: Manifest, domains: list[str], damages: Sequence[Damage]) -> list[ShardEntry]:
+    """Return the training shards that are not damaged."""
+    damaged = {damage.shard for damage in damages}
+    entries = manifest.select("train", domains)
+    return [shard for entry in entries for shard in entry.shards if shard.file not in damaged]
 
 
-def _chosen(manifest: Manifest, split: str, asked: list[str] | None) -> list[str]:
-    """Return the manifest's names of the domains in `asked`, or of all domains of the split if `asked` is None."""
+def _select_domains(manifest: Manifest, split: str, requested: list[str] | None) -> list[str]:
+    """Return the requested domains of a split by the manifest's names, sorted; all domains if `requested` is None."""
     present = manifest.domain_names(split)
-    for name in (asked or []) if present else []:
+    for name in (requested or []) if present else []:
         if match_domain(name, present) is None:
             problem = f"no domain {name} in the {split} split of the data"
             raise UserError(f"data.{split}_domains", problem, f"choose from: {', '.join(present)}")
-    return sorted({entry.domain for entry in manifest.select(split, asked)})
+    return sorted({entry.domain for entry in manifest.select(split, requested)})
 
 
-def packing_of(data: DataConfig) -> Packing:
+def packing_from_config(data: DataConfig) -> Packing:
     """Return the document information that the run's batches contain."""
     apart = data.reset_attention
     return Packing(data.document_boundaries or apart, data.reset_positions or apart, apart)

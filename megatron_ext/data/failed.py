@@ -17,7 +17,7 @@ from data_prep.manifest import Manifest
 from megatron_ext.utils.atomic_files import force_to_disk
 from megatron_ext.utils.errors import UserError
 
-NOTES = "failed_shards"
+FAILED_FOLDER_NAME = "failed_shards"
 """Folder in the run folder with one file per failed shard. The file name is the record, so ranks may write at once."""
 
 
@@ -41,13 +41,13 @@ class DamagedShard(UserError):
 
 
 @contextmanager
-def noting(folder: Path, manifest: Manifest, *, skips: bool) -> Iterator[None]:
-    """Record a shard that fails within this context, and extend the error message by what the next start will do.
+def record_failures(folder: Path, manifest: Manifest, *, skip_damaged: bool) -> Iterator[None]:
+    """Record a shard that fails within this context, and extend the hint of the error by how to restart the run.
 
     Args:
         folder: run folder.
         manifest: manifest of the run's data.
-        skips: True if the next start may leave out training text.
+        skip_damaged: True if the next start skips damaged training shards (`data.on_damaged`).
 
     Raises:
         UserError: a shard failed.
@@ -56,18 +56,19 @@ def noting(folder: Path, manifest: Manifest, *, skips: bool) -> Iterator[None]:
         yield
     except DamagedShard as error:
         try:
-            _note(folder, error)
+            _write_record(folder, error)
         except OSError:  # without a record the next start does not check again, so the message must not announce it
             raise error from None
         training = [entry for entry in manifest.domains if entry.split == "train"]
-        trained_on = any(error.shard == shard.file for entry in training for shard in entry.shards)
-        raise UserError(error.where, error.problem, f"{error.hint}, {_what_next(trained_on, skips)}") from None
+        is_training = any(error.shard == shard.file for entry in training for shard in entry.shards)
+        hint = f"{error.hint}, {_restart_hint(is_training, skip_damaged)}"
+        raise UserError(error.where, error.problem, hint) from None
 
 
-def _what_next(trained_on: bool, skips: bool) -> str:
-    if not trained_on:  # evaluation text is never skipped
+def _restart_hint(is_training: bool, skip_damaged: bool) -> str:
+    if not is_training:  # evaluation text is never skipped
         return "then start again with --resume=auto"
-    if skips:
+    if skip_damaged:
         return "or just start again with --resume=auto: a shard that is still damaged is skipped"
     return "then start again with --resume=auto, or skip the shard with --resume=auto data.on_damaged=skip"
 
@@ -75,24 +76,24 @@ def _what_next(trained_on: bool, skips: bool) -> str:
 def read_failed(folder: Path) -> frozenset[str]:
     """Return the shards recorded in a run folder, by the name of their tar in the manifest."""
     try:
-        return frozenset(unquote(note.name) for note in (folder / NOTES).iterdir())
+        return frozenset(unquote(path.name) for path in (folder / FAILED_FOLDER_NAME).iterdir())
     except OSError:
         return frozenset()
 
 
-def forget_failed(folder: Path, but: Container[str]) -> None:
-    """Remove the records of all shards except those in `but`. Called at the start of a run, after verification.
+def remove_failed_records(folder: Path, keep: Container[str]) -> None:
+    """Remove the records of all shards except those in `keep`. Called at the start of a run, after verification.
 
     Raises:
         OSError: a record cannot be removed.
     """
     for shard in read_failed(folder):
-        if shard not in but:
-            _path(folder, shard).unlink(missing_ok=True)
+        if shard not in keep:
+            _record_path(folder, shard).unlink(missing_ok=True)
 
 
-def _note(folder: Path, error: DamagedShard) -> None:
-    path = _path(folder, error.shard)
+def _write_record(folder: Path, error: DamagedShard) -> None:
+    path = _record_path(folder, error.shard)
     path.parent.mkdir(exist_ok=True)
     path.write_text(f"{error.where}: {error.problem}\n", encoding="utf-8")
     force_to_disk(path)
@@ -100,5 +101,5 @@ def _note(folder: Path, error: DamagedShard) -> None:
     force_to_disk(folder)
 
 
-def _path(folder: Path, shard: str) -> Path:
-    return folder / NOTES / quote(shard, safe="")
+def _record_path(folder: Path, shard: str) -> Path:
+    return folder / FAILED_FOLDER_NAME / quote(shard, safe="")

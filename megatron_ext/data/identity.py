@@ -43,24 +43,25 @@ def data_record(
         texts: contents of each domain, see `Text`.
     """
     train = texts_of(manifest, "train", train_domains)
-    evaluated = [*_there(manifest, "validation", train_domains), *_there(manifest, "test", test_domains)]
+    validation = _existing_texts(manifest, "validation", train_domains)
+    evaluated = [*validation, *_existing_texts(manifest, "test", test_domains)]
     parts = None if weights is None else shares([weights[text.domain] for text in train])
-    text = text_digest(train)
+    train_digest = text_digest(train)
     return {
-        "train": text,
-        "order": digest([text, seq_length, seed, parts, ORDER]),
+        "train": train_digest,
+        "order": digest([train_digest, seq_length, seed, parts, ORDER]),
         "evaluation": text_digest(evaluated),
         "tokenizer": manifest.tokenizer.sha256,
-        "texts": [asdict(one) for one in (*train, *evaluated)],
+        "texts": [asdict(text) for text in (*train, *evaluated)],
     }
 
 
-def _there(manifest: Manifest, split: str, domains: Iterable[str]) -> list[Text]:
+def _existing_texts(manifest: Manifest, split: str, domains: Iterable[str]) -> list[Text]:
     names = set(manifest.domain_names(split))
     return texts_of(manifest, split, [name for name in domains if name in names])
 
 
-def differences(before: Mapping[str, Any], after: Mapping[str, Any], *splits: str) -> list[str]:
+def describe_differences(before: Mapping[str, Any], after: Mapping[str, Any], *splits: str) -> list[str]:
     """Describe the differences between the texts of two records, with one phrase per domain.
 
     Args:
@@ -72,17 +73,19 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any], *splits: st
         {(text["split"], text["domain"]): text for text in record.get("texts", ()) if text["split"] in splits}
         for record in (before, after)
     )
-    found = []
+    phrases = []
     for key in dict.fromkeys(chain(new, old)):
         name = f"{key[1]} ({key[0]})"
         if key not in old:
-            found.append(f"{name} is new")
+            phrases.append(f"{name} is new")
         elif key not in new:
-            found.append(f"{name} is missing")
+            phrases.append(f"{name} is missing")
         elif old[key] != new[key]:
-            now, earlier = (
+            new_counts, old_counts = (
                 f"{text['documents']:,} documents, {text['tokens']:,} tokens" for text in (new[key], old[key])
             )
-            same = "the same number of documents and tokens, but different shards"
-            found.append(f"{name} has {same if now == earlier else f'{now} (previously {earlier})'}")
-    return found
+            description = f"{new_counts} (previously {old_counts})"
+            if new_counts == old_counts:
+                description = "the same number of documents and tokens, but different shards"
+            phrases.append(f"{name} has {description}")
+    return phrases

@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-SAMPLES = 64
+NUM_SAMPLES = 64
 """Number of samples counted by default, from the start of the order: 131,072 tokens if a sample has 2,048."""
 
 
@@ -23,7 +23,7 @@ class PackedSamples(Protocol):
         ...
 
 
-def document_lengths(samples: PackedSamples, indices: Sequence[int] = range(SAMPLES)) -> Counter[int]:
+def document_lengths(samples: PackedSamples, indices: Sequence[int] = range(NUM_SAMPLES)) -> Counter[int]:
     """Count the document pieces of each length among the inputs of some samples.
 
     Args:
@@ -33,9 +33,9 @@ def document_lengths(samples: PackedSamples, indices: Sequence[int] = range(SAMP
     Returns:
         Number of pieces by length in tokens.
     """
-    found: Counter[int] = Counter()
+    counts: Counter[int] = Counter()
     for index in indices:
         starts = samples.document_starts(index)
-        edges = np.union1d([0, samples.seq_length], starts[starts < samples.seq_length])
-        found.update(np.diff(edges).tolist())
-    return found
+        boundaries = np.union1d([0, samples.seq_length], starts[starts < samples.seq_length])
+        counts.update(np.diff(boundaries).tolist())
+    return counts

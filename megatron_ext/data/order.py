@@ -46,7 +46,7 @@ def sample_position(seed: int, index: int, num_samples: int) -> int:
     while True:
         left, right = value >> half_bits, value & mask
         for key in keys:
-            left, right = right, left ^ (_mix_one(right ^ key) & mask)
+            left, right = right, left ^ (_mix_int(right ^ key) & mask)
         value = (left << half_bits) | right
         if value < num_samples:
             return value
@@ -58,11 +58,11 @@ def _half_bits(num_samples: int) -> int:
 
 @lru_cache(maxsize=64)
 def _round_keys(seed: int, epoch: int) -> tuple[int, ...]:
-    key = _mix_one((_mix_one(seed & _MASK) + epoch) & _MASK)
-    return tuple(_mix_one((key + number) & _MASK) for number in range(ROUNDS))
+    key = _mix_int((_mix_int(seed & _MASK) + epoch) & _MASK)
+    return tuple(_mix_int((key + index) & _MASK) for index in range(ROUNDS))
 
 
-def _mix_one(value: int) -> int:
+def _mix_int(value: int) -> int:
     """Apply `_mix` to one integer."""
     value = (value + 0x9E3779B97F4A7C15) & _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
@@ -87,10 +87,10 @@ def sample_positions(seed: int, indices: npt.NDArray[np.int64], num_samples: int
     if num_samples < 1 or (len(indices) and int(indices.min()) < 0):
         raise ValueError(f"{num_samples} samples, smallest index {indices.min(initial=0)}")
     half_bits = _half_bits(num_samples)
-    epochs, places = np.divmod(indices, num_samples)
+    epochs, positions = np.divmod(indices, num_samples)
     with np.errstate(over="ignore"):  # the hash uses arithmetic modulo 2**64
         keys = _mix(_mix(np.uint64(seed & _MASK)) + epochs.astype(np.uint64))
-        values = places.astype(np.uint64)
+        values = positions.astype(np.uint64)
         outside = np.ones(len(values), dtype=bool)
         while outside.any():
             values[outside] = _feistel(values[outside], keys[outside], half_bits)
@@ -102,8 +102,8 @@ def _feistel(values: _U64, keys: _U64, half_bits: int) -> _U64:
     """Permute [0, 2**(2 * half_bits)) with one key per value."""
     shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
     left, right = values >> shift, values & mask
-    for number in range(ROUNDS):
-        round_keys = _mix(keys + np.uint64(number))
+    for index in range(ROUNDS):
+        round_keys = _mix(keys + np.uint64(index))
         left, right = right, left ^ (_mix(right ^ round_keys) & mask)
     return (left << shift) | right
 

@@ -30,7 +30,7 @@ class TrainingSamples:
         seq_length: T, input tokens per sample.
         seed: seed of the order.
         weights: weight of each domain of the store, in any unit. None: domains appear in proportion to their tokens.
-        lost: shards that cannot be read, by the name of their tar in the manifest. No sample reads them.
+        lost: tar names, as in the manifest, of shards that cannot be read. No sample reads them.
 
     Attributes:
         num_windows: number of windows, including lost ones.
@@ -53,42 +53,42 @@ class TrainingSamples:
         self._store = store
         self.seq_length = seq_length
         self._blend = None if weights is None else Blend([weights[domain] for domain in store.domains])
-        gone = [store.shard_range(file) for file in lost]
+        lost_ranges = [store.shard_range(file) for file in lost]
         if self._blend is None:
-            self._windows = [Windows(0, store.num_tokens, seq_length, seed, gone)]
-            _check(self._windows[0], seq_length, store.num_tokens, "the training data")
+            self._windows = [Windows(0, store.num_tokens, seq_length, seed, lost_ranges)]
+            _check_windows(self._windows[0], seq_length, store.num_tokens, "the training data")
         else:
             self._windows = [
-                Windows(*store.domain_range(domain), seq_length, derived_seed(seed, domain), gone)
+                Windows(*store.domain_range(domain), seq_length, derived_seed(seed, domain), lost_ranges)
                 for domain in store.domains
             ]
             for domain, windows, share in zip(store.domains, self._windows, self._blend.shares, strict=True):
                 if share:
-                    _check(windows, seq_length, store.domain_range(domain)[1], domain)
+                    _check_windows(windows, seq_length, store.domain_range(domain)[1], domain)
         self.num_windows = sum(windows.total for windows in self._windows)
         self.lost_windows = sum(windows.lost for windows in self._windows)
 
-    def place(self, index: int) -> int:
+    def token_offset(self, index: int) -> int:
         """Return the offset in the stream of the first token of sample `index` >= 0, which is unbounded."""
-        domain, number = (0, index) if self._blend is None else self._blend.place(index)
-        return self._windows[domain].place(number)
+        domain, sample = (0, index) if self._blend is None else self._blend.locate(index)
+        return self._windows[domain].token_offset(sample)
 
     def __getitem__(self, index: int) -> npt.NDArray[np.generic]:
         """Return sample `index` >= 0, unbounded: array [T + 1] in the stored dtype (see `TokenStore.read`)."""
-        return self._store.read(self.place(index), self.seq_length + 1)
+        return self._store.read(self.token_offset(index), self.seq_length + 1)
 
     def document_starts(self, index: int) -> npt.NDArray[np.int64]:
         """Return the offset of each document's first token among the T + 1 tokens of a sample: int64, ascending."""
-        return self._store.document_starts(self.place(index), self.seq_length + 1)
+        return self._store.document_starts(self.token_offset(index), self.seq_length + 1)
 
 
-def _check(windows: Windows, seq_length: int, tokens: int, where: str) -> None:
+def _check_windows(windows: Windows, seq_length: int, tokens: int, name: str) -> None:
     """Raise a `UserError` for a range of the stream that has no window, or too few readable windows."""
     if windows.total < 1:
-        problem = f"{seq_length} needs {seq_length + 1} tokens, but {where} has {tokens}"
+        problem = f"{seq_length} needs {seq_length + 1} tokens, but {name} has {tokens}"
         raise UserError("data.seq_length", problem, "provide more data or reduce it")
-    if windows.too_few:
-        problem = f"skip would drop {windows.lost} of the {windows.total} samples per epoch of {where}"
+    if windows.has_lost_too_many:
+        problem = f"skip would drop {windows.lost} of the {windows.total} samples per epoch of {name}"
         raise UserError("data.on_damaged", problem, "copy the damaged shards again or prepare the data again")
 
 
@@ -139,9 +139,9 @@ class EvaluationSamples:
         return self._store.document_starts(start, min(self.seq_length + 1, self._store.num_tokens - start))
 
     def first_tokens(self) -> npt.NDArray[np.int64]:
-        """Return the first tokens of the documents that begin in a window.
+        """Return the token ids at the beginning of documents: int64 [n].
 
-        These are the first token of the stream, and the first tokens of documents among the labels.
+        These are the first token of the stream, if window 0 is read, and the labels that begin a document.
         """
         found = []
         for index in range(self._length):

@@ -1,4 +1,4 @@
-"""Open shard. Any range of its tokens takes two reads: one of the index file and one of the tar."""
+"""Reader of one shard. Any range of tokens takes two reads: one of the index file and one of the tar."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from data_prep.manifest import ShardEntry
 from megatron_ext.data.failed import DamagedShard
 from megatron_ext.utils.atomic_files import os_reason
 
-STRIDE = 64
-"""Number of documents per entry of `Landmarks`. The index rows of this many documents take 1 KiB."""
+INDEX_STRIDE = 64
+"""Number of documents per entry of `SparseIndex`. The index rows of this many documents take 1 KiB."""
 
-_ROW = np.dtype("<i8")
-_MEND = "copy it again or prepare the data again"
+_INDEX_DTYPE = np.dtype("<i8")
+_HINT = "copy it again or prepare the data again"
 
 
 @dataclass(frozen=True)
-class Landmarks:
+class SparseIndex:
     """Subset of a shard's index that stays in memory when its files are closed, 1/8 byte per document.
 
     Attributes:
-        header: number of bytes before the rows of the index file.
+        header_bytes: number of bytes before the rows of the index file.
         starts: int64 [1 + ceil(documents / STRIDE)], number of tokens before every STRIDE-th document of the shard,
             then the shard's number of tokens.
     """
 
-    header: int
+    header_bytes: int
     starts: npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Documents:
+class DocumentRange:
     """The n documents that overlap a range of a shard's tokens.
 
     Attributes:
@@ -51,7 +51,7 @@ class Documents:
 
 
 class OpenShard:
-    """Shard open for reading, without memory maps.
+    """Shard that is open for reading.
 
     Memory maps are avoided because a truncated file or a disk error would kill the process without naming the file.
 
@@ -59,7 +59,7 @@ class OpenShard:
         root: folder of the manifest.
         entry: entry of the shard in the manifest.
         dtype: dtype of the stored tokens.
-        landmarks: landmarks from an earlier opening. None: read the whole index and compare it with the manifest.
+        sparse_index: sparse index from an earlier opening. None: read the whole index and compare it with the manifest.
         vocab_size: vocabulary size. Reading a token id at or above it is an error. None: no check.
 
     Raises:
@@ -71,16 +71,16 @@ class OpenShard:
         root: Path,
         entry: ShardEntry,
         dtype: np.dtype,
-        landmarks: Landmarks | None = None,
+        sparse_index: SparseIndex | None = None,
         vocab_size: int | None = None,
     ) -> None:
         # Paths are joined as text: with many shards each sample opens a shard, and pathlib is slower than `os.open`.
         self._tar_path, self._index_path, self._dtype = f"{root}/{entry.file}", f"{root}/{entry.index}", dtype
         self._name, self._documents = entry.file, entry.documents
         self._vocab_size = vocab_size
-        self._tar = self._opened(self._tar_path)
-        self._index = self._opened(self._index_path)
-        self.landmarks = self._survey(entry) if landmarks is None else landmarks
+        self._tar = self._open_file(self._tar_path)
+        self._index = self._open_file(self._index_path)
+        self.sparse_index = self._build_sparse_index(entry) if sparse_index is None else sparse_index
 
     def read(self, start: int, length: int) -> npt.NDArray[np.generic]:
         """Return tokens [start, start + length) of the shard, `length` above 0, in the stored dtype. Read-only.
@@ -107,21 +107,21 @@ class OpenShard:
             raise self._damaged(self._tar_path, problem)
         return tokens
 
-    def documents(self, start: int, length: int) -> Documents:
+    def documents(self, start: int, length: int) -> DocumentRange:
         """Return the documents that overlap tokens [start, start + length) of the shard, `length` above 0."""
-        marks = self.landmarks.starts
-        low = int(marks.searchsorted(start, side="right")) - 1
-        high = int(marks.searchsorted(start + length - 1, side="right"))
-        rows = self._rows(self.landmarks.header, low * STRIDE, min(high * STRIDE, self._documents))
+        sparse = self.sparse_index.starts
+        low = int(sparse.searchsorted(start, side="right")) - 1
+        high = int(sparse.searchsorted(start + length - 1, side="right"))
+        rows = self._rows(self.sparse_index.header_bytes, low * INDEX_STRIDE, min(high * INDEX_STRIDE, self._documents))
         starts = np.empty(len(rows) + 1, dtype=np.int64)
-        starts[0] = marks[low]
+        starts[0] = sparse[low]
         np.cumsum(rows[:, 1], out=starts[1:])
-        starts[1:] += marks[low]
+        starts[1:] += sparse[low]
         first = int(starts.searchsorted(start, side="right")) - 1
         last = int(starts.searchsorted(start + length, side="left"))
-        return Documents(low * STRIDE + first, starts[first : last + 1], rows[first:last, 0])
+        return DocumentRange(low * INDEX_STRIDE + first, starts[first : last + 1], rows[first:last, 0])
 
-    def _opened(self, path: str) -> int:
+    def _open_file(self, path: str) -> int:
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
@@ -129,22 +129,22 @@ class OpenShard:
         weakref.finalize(self, os.close, descriptor)
         return descriptor
 
-    def _rows(self, header: int, begin: int, end: int) -> npt.NDArray[np.int64]:
+    def _rows(self, header_bytes: int, begin: int, end: int) -> npt.NDArray[np.int64]:
         """Read rows [begin, end) of the index: int64 [end - begin, 2].
 
         A row contains a document's byte offset in the tar and its number of tokens.
         """
-        row_bytes = 2 * _ROW.itemsize
-        content = self._read(self._index, self._index_path, header + begin * row_bytes, (end - begin) * row_bytes)
-        return np.frombuffer(content, _ROW).astype(np.int64, copy=False).reshape(-1, 2)
+        row_bytes = 2 * _INDEX_DTYPE.itemsize
+        content = self._read(self._index, self._index_path, header_bytes + begin * row_bytes, (end - begin) * row_bytes)
+        return np.frombuffer(content, _INDEX_DTYPE).astype(np.int64, copy=False).reshape(-1, 2)
 
-    def _survey(self, entry: ShardEntry) -> Landmarks:
+    def _build_sparse_index(self, entry: ShardEntry) -> SparseIndex:
         """Read the whole index, and validate it against the manifest and the size of the tar."""
         size = os.fstat(self._index).st_size
-        header = size - 2 * _ROW.itemsize * entry.documents
-        if not _is_header(self._read(self._index, self._index_path, 0, max(header, 0)), entry.documents):
+        header_bytes = size - 2 * _INDEX_DTYPE.itemsize * entry.documents
+        if not _is_header(self._read(self._index, self._index_path, 0, max(header_bytes, 0)), entry.documents):
             raise self._damaged(self._index_path, "does not match the manifest")
-        rows = self._rows(header, 0, entry.documents)
+        rows = self._rows(header_bytes, 0, entry.documents)
         # Few passes over the rows, because with many shards and a short run this is much of the reading time.
         offsets, tokens = rows.T
         starts = np.zeros(entry.documents + 1, dtype=np.int64)
@@ -157,9 +157,9 @@ class OpenShard:
         found = os.fstat(self._tar).st_size
         if ends[-1] > found:
             raise self._damaged(self._tar_path, f"is truncated: found {found} bytes")
-        marks = np.empty(-(-entry.documents // STRIDE) + 1, dtype=np.int64)
-        marks[:-1], marks[-1] = starts[:-1:STRIDE], entry.tokens
-        return Landmarks(header, marks)
+        sparse = np.empty(-(-entry.documents // INDEX_STRIDE) + 1, dtype=np.int64)
+        sparse[:-1], sparse[-1] = starts[:-1:INDEX_STRIDE], entry.tokens
+        return SparseIndex(header_bytes, sparse)
 
     def _read(self, descriptor: int, path: str, offset: int, length: int) -> bytes:
         """Read bytes [offset, offset + length) of a file.
@@ -183,7 +183,7 @@ class OpenShard:
         return self._damaged(path, f"cannot be read ({os_reason(error)})")
 
     def _damaged(self, path: str, problem: str) -> DamagedShard:
-        return DamagedShard(path, problem, _MEND, self._name)
+        return DamagedShard(path, problem, _HINT, self._name)
 
 
 def _is_header(content: bytes, documents: int) -> bool:

@@ -22,14 +22,14 @@ def warnings(damages: Sequence[Damage], samples: TrainingSamples) -> Iterator[st
     for damage in damages:
         yield f"selectron: warning: {damage.problem}: skipped ({damage.tokens:,} tokens)"
     if damages:
-        left = samples.num_windows - samples.lost_windows
+        remaining = samples.num_windows - samples.lost_windows
         yield (
             f"selectron: warning: data.on_damaged skip: the run skips {_tokens(damages):,} tokens; "
-            f"{left:,} of {samples.num_windows:,} samples per epoch remain and replace the others"
+            f"{remaining:,} of {samples.num_windows:,} samples per epoch remain and replace the others"
         )
 
 
-def keep(folder: Path, damages: Sequence[Damage], samples: TrainingSamples, step: int) -> None:
+def record_skipped(folder: Path, damages: Sequence[Damage], samples: TrainingSamples, step: int) -> None:
     """Record the shards that are skipped after a step, if they differ from those of the previous record.
 
     Args:
@@ -44,8 +44,8 @@ def keep(folder: Path, damages: Sequence[Damage], samples: TrainingSamples, step
     path = folder / SKIPPED
     lines = read_regular(path).decode().splitlines() if path.exists() else []
     try:
-        kept = [line for line in lines if parse_json(line)["step"] < step]
-        before = parse_json(kept[-1])["shards"] if kept else []
+        earlier = [line for line in lines if parse_json(line)["step"] < step]
+        previous = parse_json(earlier[-1])["shards"] if earlier else []
     except (ValueError, TypeError, KeyError):
         problem = "has a line that is not a record of skipped shards"
         raise UserError(str(path), problem, "fix the line or remove the file") from None
@@ -56,10 +56,10 @@ def keep(folder: Path, damages: Sequence[Damage], samples: TrainingSamples, step
         "of_samples": samples.num_windows,
         "shards": [asdict(damage) for damage in damages],
     }
-    if record["shards"] != before:
-        kept.append(json.dumps(record))
-    if kept != lines:
-        write_whole(path, "".join(f"{line}\n" for line in kept).encode())
+    if record["shards"] != previous:
+        earlier.append(json.dumps(record))
+    if earlier != lines:
+        write_whole(path, "".join(f"{line}\n" for line in earlier).encode())
 
 
 def copy_skipped(source: Path, folder: Path, step: int) -> None:
@@ -71,9 +71,9 @@ def copy_skipped(source: Path, folder: Path, step: int) -> None:
         step: step of the checkpoint.
     """
     lines = read_regular(source / SKIPPED).decode().splitlines() if (source / SKIPPED).exists() else []
-    kept = [line for line in lines if parse_json(line)["step"] < step]
-    if kept:
-        write_whole(folder / SKIPPED, "".join(f"{line}\n" for line in kept).encode())
+    earlier = [line for line in lines if parse_json(line)["step"] < step]
+    if earlier:
+        write_whole(folder / SKIPPED, "".join(f"{line}\n" for line in earlier).encode())
 
 
 def _tokens(damages: Sequence[Damage]) -> int:

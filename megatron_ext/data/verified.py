@@ -11,16 +11,16 @@ from megatron_ext.data.verify import check_here
 from megatron_ext.utils.atomic_files import read_regular, write_whole
 from megatron_ext.utils.json_text import parse_json
 
-NAME = "verified_shards.json"
+FILE_NAME = "verified_shards.json"
 
-Stamp = list[str | int]
+FileStamp = list[str | int]
 """[sha256, size in bytes, inode, modification time, change time] of a file, times in ns.
 
 The operating system sets the change time. Any write, replacement or change of another timestamp updates it.
 """
 
 
-class Verified:
+class ShardVerifier:
     """Verifier of the sha256 of files that changed since their last verification.
 
     A disk that silently returns other bytes than were written is not detected.
@@ -28,23 +28,23 @@ class Verified:
     Args:
         root: folder of the manifest.
         known: stamps of verified files, by absolute path.
-        doubted: shards to read even if their files are in `known`, by the name of their tar in the manifest. This is
-            needed because a failing disk does not change timestamps.
+        suspect: tar names, as in the manifest, of shards to read even if their files are in `known`. This is needed
+            because a failing disk does not change timestamps.
 
     Attributes:
         root: folder of the manifest.
-        found: stamps of the files that match the manifest, by absolute path.
+        stamps: stamps of the files that match the manifest, by absolute path.
     """
 
-    def __init__(self, root: Path, known: Mapping[str, Stamp], doubted: Container[str] = ()) -> None:
-        self.root, self._known, self._doubted = root, known, doubted
-        self.found: dict[str, Stamp] = {}
-        self._unchanged: set[str] = set()
+    def __init__(self, root: Path, known: Mapping[str, FileStamp], suspect: Container[str] = ()) -> None:
+        self.root, self._known, self._suspect = root, known, suspect
+        self.stamps: dict[str, FileStamp] = {}
+        self._unchanged_paths: set[str] = set()
 
     @property
-    def unchanged(self) -> int:
-        """Number of files in `found` that were not read again."""
-        return len(self._unchanged)
+    def num_unchanged(self) -> int:
+        """Number of files in `stamps` that were not read again."""
+        return len(self._unchanged_paths)
 
     def check(self, shard: ShardEntry) -> None:
         """Check a shard and its index. Several threads may call this at once, each for a different shard.
@@ -53,16 +53,16 @@ class Verified:
             UserError: a file is missing, or has another size or other content. The message names the file.
         """
         stamps = self._stamps(shard)  # taken before reading, so that a concurrent write is detected next time
-        trusted = len(stamps) == 2 and shard.file not in self._doubted
-        same = trusted and all(self._known.get(path) == stamp for path, stamp in stamps.items())
-        check_here(self.root, "size" if same else "sha256", shard)
-        self.found.update(stamps)
-        if same:
-            self._unchanged.update(stamps)
+        is_trusted = len(stamps) == 2 and shard.file not in self._suspect
+        is_unchanged = is_trusted and all(self._known.get(path) == stamp for path, stamp in stamps.items())
+        check_here(self.root, "size" if is_unchanged else "sha256", shard)
+        self.stamps.update(stamps)
+        if is_unchanged:
+            self._unchanged_paths.update(stamps)
 
-    def _stamps(self, shard: ShardEntry) -> dict[str, Stamp]:
+    def _stamps(self, shard: ShardEntry) -> dict[str, FileStamp]:
         """Return the stamps of those files of the shard that exist."""
-        stamps: dict[str, Stamp] = {}
+        stamps: dict[str, FileStamp] = {}
         for name, sha256 in ((shard.file, shard.sha256), (shard.index, shard.index_sha256)):
             path = (self.root / name).absolute()
             if path.exists():
@@ -71,19 +71,19 @@ class Verified:
         return stamps
 
 
-def read_verified(folder: Path) -> dict[str, Stamp]:
+def read_verified(folder: Path) -> dict[str, FileStamp]:
     """Read the stamps recorded in a run folder. Return an empty dictionary if there are none or they are unreadable."""
     try:
-        known = parse_json(read_regular(folder / NAME))
+        known = parse_json(read_regular(folder / FILE_NAME))
     except (OSError, ValueError):
         return {}
     return known if isinstance(known, dict) else {}
 
 
-def write_verified(folder: Path, found: Mapping[str, Stamp]) -> None:
+def write_verified(folder: Path, stamps: Mapping[str, FileStamp]) -> None:
     """Record the stamps of verified files in a run folder.
 
     Raises:
         OSError: the record cannot be written.
     """
-    write_whole(folder / NAME, json.dumps(found).encode())
+    write_whole(folder / FILE_NAME, json.dumps(stamps).encode())

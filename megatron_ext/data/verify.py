@@ -54,7 +54,7 @@ def verify_shards(
             the manifest.
     """
     shards = _share(manifest, splits, domains, rank, world_size)
-    with _errors(check or partial(check_here, root, mode), shards, threads) as errors:
+    with _check_errors(check or partial(check_here, root, mode), shards, threads) as errors:
         for error in errors:
             if error is not None:
                 raise error
@@ -94,7 +94,7 @@ def find_damage(
         Unreachable: remote data cannot be reached, so that damage cannot be determined.
     """
     shards, found = _share(manifest, [split], domains, rank, world_size), []
-    with _errors(check or partial(check_here, root, mode), shards, threads) as errors:
+    with _check_errors(check or partial(check_here, root, mode), shards, threads) as errors:
         for shard, error in zip(shards, errors, strict=True):
             if isinstance(error, Unreachable):
                 raise error
@@ -104,16 +104,16 @@ def find_damage(
 
 
 @contextmanager
-def _errors(check: Check, shards: list[ShardEntry], threads: int) -> Iterator[Iterator[UserError | None]]:
+def _check_errors(check: Check, shards: list[ShardEntry], threads: int) -> Iterator[Iterator[UserError | None]]:
     """Yield an iterator over the error of each shard, in order. On exit, checks that have not begun are cancelled."""
     pool = ThreadPoolExecutor(threads)
     try:
-        yield pool.map(partial(_error, check), shards)
+        yield pool.map(partial(_check_error, check), shards)
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _error(check: Check, shard: ShardEntry) -> UserError | None:
+def _check_error(check: Check, shard: ShardEntry) -> UserError | None:
     try:
         check(shard)
     except UserError as error:
@@ -139,9 +139,9 @@ def _share(
 ) -> list[ShardEntry]:
     """Return every `world_size`-th shard of the splits and domains."""
     names = None if domains is None else list(domains)
-    wanted: list[str | None] = [None] if splits is None else [*splits]
-    chosen = [entry for split in wanted for entry in manifest.select(split, names)]
-    return [shard for entry in chosen for shard in entry.shards][rank::world_size]
+    selected_splits: list[str | None] = [None] if splits is None else [*splits]
+    entries = [entry for split in selected_splits for entry in manifest.select(split, names)]
+    return [shard for entry in entries for shard in entry.shards][rank::world_size]
 
 
 def check_tokenizer(root: Path, manifest: Manifest, tokenizer_path: Path | None = None) -> Path:

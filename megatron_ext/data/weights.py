@@ -11,11 +11,13 @@ from megatron_ext.utils.errors import UserError
 _FIELD = "data.weights"
 
 
-def domain_weights(asked: Mapping[str, float], train_domains: Sequence[str], manifest: Manifest) -> dict[str, float]:
+def domain_weights(
+    configured: Mapping[str, float], train_domains: Sequence[str], manifest: Manifest
+) -> dict[str, float]:
     """Return the weight of each training domain, by the manifest's own name.
 
     Args:
-        asked: weights by domain name. A name may have SlimPajama's long form or the short form, in upper or lower case.
+        configured: weights by domain name, in SlimPajama's long form or the short form, in upper or lower case.
         train_domains: training domains of the run, by the manifest's names.
         manifest: manifest of the data.
 
@@ -23,29 +25,29 @@ def domain_weights(asked: Mapping[str, float], train_domains: Sequence[str], man
         UserError: a name is not a training domain, two names mean the same domain, a domain has no weight, or the
             weights are invalid (see `blend.shares`).
     """
-    found: dict[str, float] = {}
-    for name, weight in asked.items():
-        domain = _domain(name, train_domains, manifest)
-        if domain in found:
+    weights: dict[str, float] = {}
+    for name, weight in configured.items():
+        domain = _find_domain(name, train_domains, manifest)
+        if domain in weights:
             raise UserError(_FIELD, f"{name} has two weights under two names", "give each domain one weight")
-        found[domain] = weight
-    without = [domain for domain in train_domains if domain not in found]
-    if without:
+        weights[domain] = weight
+    missing = [domain for domain in train_domains if domain not in weights]
+    if missing:
         hint = "give every training domain a weight (0: it is not read), or remove it from data.train_domains"
-        raise UserError(_FIELD, f"has no weight for {', '.join(without)}", hint)
+        raise UserError(_FIELD, f"has no weight for {', '.join(missing)}", hint)
     try:
-        shares(list(found.values()))
+        shares(list(weights.values()))
     except ValueError as error:
         raise UserError(_FIELD, str(error), "give each domain 0 or a larger weight, and not all 0") from None
-    return found
+    return weights
 
 
-def _domain(name: str, train_domains: Sequence[str], manifest: Manifest) -> str:
+def _find_domain(name: str, train_domains: Sequence[str], manifest: Manifest) -> str:
     domain = match_domain(name, train_domains)
     if domain is not None:
         return domain
-    there = manifest.domain_names("train")
-    if match_domain(name, there) is None:
-        raise UserError(_FIELD, f"no domain {name} in the train split", f"choose from: {', '.join(there)}")
+    present = manifest.domain_names("train")
+    if match_domain(name, present) is None:
+        raise UserError(_FIELD, f"no domain {name} in the train split", f"choose from: {', '.join(present)}")
     problem = f"{name} is not among data.train_domains ({', '.join(train_domains)})"
     raise UserError(_FIELD, problem, "add it there, or remove its weight")

@@ -9,15 +9,15 @@ from itertools import count
 
 from megatron_ext.data.order import sample_position
 
-MOST_LOST = 0.5
-"""Maximum fraction of a range's windows that may be lost. A larger loss would change the training data too much."""
+MAX_LOST_FRACTION = 0.5
+"""Maximum fraction of a range's windows that may be lost. The remaining windows would not represent the range."""
 
 
 class Windows:
     """Windows of T + 1 tokens with a stride of T, each once per epoch, in an order that depends only on (seed, index).
 
-    A sample whose window is lost reads another window, which then occurs twice in that epoch. All other samples stay
-    the same. A run that resumes without a shard therefore keeps its order.
+    A sample whose window is lost reads another window, which then occurs more than once in that epoch. All other
+    samples stay the same. A run that resumes without a shard therefore keeps its order.
 
     Args:
         start: offset in the stream of the range's first token.
@@ -36,16 +36,16 @@ class Windows:
     ) -> None:
         self._start, self._seq_length, self._seed = start, seq_length, seed
         self.total = max(0, (num_tokens - 1) // seq_length)
-        self._lost = self._lost_runs(lost)
-        self.lost = sum(end - begin for begin, end in self._lost)
+        self._lost_intervals = self._find_lost_intervals(lost)
+        self.lost = sum(end - begin for begin, end in self._lost_intervals)
 
     @property
-    def too_few(self) -> bool:
-        """True if so many windows are lost that the rest is not representative."""
-        return self.lost > MOST_LOST * self.total
+    def has_lost_too_many(self) -> bool:
+        """True if more than `MAX_LOST_FRACTION` of the windows are lost."""
+        return self.lost > MAX_LOST_FRACTION * self.total
 
-    def place(self, index: int) -> int:
-        """Return the offset in the stream of the first token of sample `index`, which is unbounded."""
+    def token_offset(self, index: int) -> int:
+        """Return the offset in the stream of the first token of sample `index` >= 0. The index may exceed an epoch."""
         window = sample_position(self._seed, index, self.total)
         for attempt in count(1):
             if not self._is_lost(window):
@@ -54,21 +54,21 @@ class Windows:
         return self._start + window * self._seq_length
 
     def _is_lost(self, window: int) -> bool:
-        run = bisect_right(self._lost, (window, self.total)) - 1
-        return run >= 0 and window < self._lost[run][1]
+        interval = bisect_right(self._lost_intervals, (window, self.total)) - 1
+        return interval >= 0 and window < self._lost_intervals[interval][1]
 
-    def _lost_runs(self, lost: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    def _find_lost_intervals(self, lost: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
         """Return disjoint, sorted intervals [begin, end) of the windows that contain a lost token."""
-        runs: list[tuple[int, int]] = []
+        intervals: list[tuple[int, int]] = []
         for first, length in sorted(lost):
             from_start = first - self._start
             begin = max(0, -((self._seq_length - from_start) // self._seq_length))
             end = min(self.total, (from_start + length - 1) // self._seq_length + 1)
-            if runs:
-                begin = max(begin, runs[-1][1])
+            if intervals:
+                begin = max(begin, intervals[-1][1])
             if length > 0 and begin < end:
-                runs.append((begin, end))
-        return runs
+                intervals.append((begin, end))
+        return intervals
 
 
 def derived_seed(seed: int, name: str) -> int:

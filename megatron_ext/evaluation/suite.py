@@ -19,7 +19,7 @@ from megatron_ext.config.layout import sequence_parallel
 from megatron_ext.config.pattern import parse_pattern
 from megatron_ext.config.schema import DataConfig, RunConfig
 from megatron_ext.config.traits import fetched_chunk_size
-from megatron_ext.data.datasets import open_tests, packing_of
+from megatron_ext.data.datasets import open_evaluation_data, packing_from_config
 from megatron_ext.evaluation.domain_results import DomainOptions, domain_losses, write_domains
 from megatron_ext.evaluation.domains import DomainEvaluator, EvaluationDomain, evaluation_domains
 from megatron_ext.evaluation.fewshot import results as fewshot_results
@@ -153,7 +153,7 @@ def domains(evaluated: EvalContext, options: DomainOptions, output: Path) -> Sui
     data = config.data
     manifest, found = _open_domains(evaluated, options, replace(data, verify="size"))
     size = config.training.micro_batch_size
-    evaluator = DomainEvaluator(evaluated.token_losses(), found, size, packing_of(data), shows_progress=True)
+    evaluator = DomainEvaluator(evaluated.token_losses(), found, size, packing_from_config(data), shows_progress=True)
     records = evaluator.evaluate(progress.step, progress.tokens)
     losses = domain_losses(
         records, manifest, options, lambda i: evaluated.coder.bytes_of(found[i].samples.first_tokens().tolist())
@@ -174,7 +174,7 @@ def check_domains(evaluated: EvalContext, options: DomainOptions) -> None:
 def _open_domains(
     evaluated: EvalContext, options: DomainOptions, data: DataConfig
 ) -> tuple[Manifest, list[EvaluationDomain]]:
-    root, manifest, train, test = open_tests(data)
+    root, manifest, train, test = open_evaluation_data(data)
     _check_tokens(evaluated, manifest)
     return manifest, evaluation_domains(root, manifest, train, test, data.seq_length, options.sequences)
 

@@ -16,7 +16,7 @@ from megatron_ext.checkpoint.folder import RECORD, Record
 from megatron_ext.config.effects import Change, Effect, changes, flat, is_field
 from megatron_ext.config.schema import RunConfig
 from megatron_ext.config.validate import show
-from megatron_ext.data.identity import differences
+from megatron_ext.data.identity import describe_differences
 from megatron_ext.runs.identity import CHANGED, DATA, FIELDS, TOKENIZER, TRAIN_DOMAINS, check_identity
 from megatron_ext.training.domain_synonyms import known_domains, without_synonyms
 from megatron_ext.training.recorded_fields import mixer_defaults, other_rate, recorded_fields
@@ -172,10 +172,10 @@ class Continuing:
         if any(one.field == TRAIN_DOMAINS for one in found):  # only common domains must match
             both = set(names[0] or ()) & set(names[1])
             old, new = ({"texts": [text for text in one["texts"] if text["domain"] in both]} for one in (old, new))
-            return differences(old, new, "train")
+            return describe_differences(old, new, "train")
         if old["train"] == new["train"]:
             return []
-        return differences(old, new, "train") or ["its domains are in a different order"]
+        return describe_differences(old, new, "train") or ["its domains are in a different order"]
 
     def _messages(self, found: Sequence[Change], changes_the_past: bool, record: Record, is_whole: bool) -> list[str]:
         lines, step = [], record.progress.step
@@ -200,7 +200,7 @@ class Continuing:
                 "text: only the names of its domains and its tokenizer were compared"
             )
         elif before["evaluation"] != self.identity[DATA]["evaluation"]:
-            other = differences(before, self.identity[DATA], "validation", "test")
+            other = describe_differences(before, self.identity[DATA], "validation", "test")
             lines.append(
                 f"selectron: warning: the evaluation text differs from that before step {step}: "
                 f"{'; '.join(other[:3])}: losses by domain before and after are not comparable"

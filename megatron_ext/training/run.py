@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from megatron_ext.config.schema import RunConfig
 from megatron_ext.data.datasets import RunData
-from megatron_ext.data.failed import noting
+from megatron_ext.data.failed import record_failures
 from megatron_ext.parallel.agreement import gather_objects, raise_on_all_ranks
 from megatron_ext.parallel.first_rank import print_on_first_rank
 from megatron_ext.parallel.watchdog import group_timeout, watching
@@ -86,11 +86,11 @@ def _train(context: RunContext, stop: StopRequest, trial_of: RunConfig | None) -
 def _run(context: RunContext, data: RunData, loop: TrainingLoop, stop: StopRequest) -> bool:
     """Run the loop under the watchdog and close its files. Return True if the run is finished."""
     config = context.config
-    skips = config.data.on_damaged == "skip"
+    skip_damaged = config.data.on_damaged == "skip"
     try:
         with (
             watching(config.run.hang_timeout, loop.heartbeat),
-            noting(context.folder, data.manifest, skips=skips),
+            record_failures(context.folder, data.manifest, skip_damaged=skip_damaged),
         ):
             return loop.run(stop)
     finally:
@@ -100,8 +100,8 @@ def _run(context: RunContext, data: RunData, loop: TrainingLoop, stop: StopReque
 
 
 def _print_unchanged(data: RunData) -> None:
-    if data.unchanged:
-        files = f"{data.unchanged} of {len(data.verified)} files are unchanged since their sha256 was verified"
+    if data.num_unchanged:
+        files = f"{data.num_unchanged} of {len(data.verified)} files are unchanged since their sha256 was verified"
         print_on_first_rank(f"data: {files}, and were not read again")
 
 

@@ -14,7 +14,7 @@ from megatron_ext.checkpoint.folder import Progress, Record, Retention
 from megatron_ext.checkpoint.store import CheckpointStore
 from megatron_ext.config.layout import layout_of
 from megatron_ext.data import skipped_shards
-from megatron_ext.data.datasets import open_data, packing_of
+from megatron_ext.data.datasets import open_data, packing_from_config
 from megatron_ext.data.failed import read_failed
 from megatron_ext.data.verified import read_verified
 from megatron_ext.evaluation.domains import DomainEvaluator, evaluation_domains
@@ -185,7 +185,7 @@ class RunBuilder:
             peak_flops=peak,
             progress=progress,
             last_evaluation=int(last_evaluation),
-            packing=packing_of(config.data),
+            packing=packing_from_config(config.data),
             suites=suites,
             last_suites=int(last_suites),
         )
@@ -208,7 +208,7 @@ class RunBuilder:
             config.data.seq_length,
             config.training.evaluation_sequences,
         )
-        return DomainEvaluator(trainer, domains, config.training.micro_batch_size, packing_of(config.data))
+        return DomainEvaluator(trainer, domains, config.training.micro_batch_size, packing_from_config(config.data))
 
     def _suites(self, trainer: Trainer, progress: Progress) -> SuitesBetweenSteps | None:
         """Return the suites that evaluate the run between steps, or None."""

@@ -9,7 +9,7 @@ from megatron_ext.checkpoint.folder import CheckpointFolder, Progress
 from megatron_ext.config.effects import flat
 from megatron_ext.data import skipped_shards
 from megatron_ext.data.datasets import RunData
-from megatron_ext.data.failed import forget_failed
+from megatron_ext.data.failed import remove_failed_records
 from megatron_ext.data.verified import write_verified
 from megatron_ext.run_folder.heartbeat import forget
 from megatron_ext.run_folder.layout import CHECKPOINTS, EVALUATION, METRICS, MODEL
@@ -75,8 +75,8 @@ def _write_files(context: RunContext, data: RunData, step: int, description: dic
         copy_records(branch.run, folder)
         copy_decisions(branch.run, folder, branch.step)
         skipped_shards.copy_skipped(branch.run, folder, branch.step)
-    skipped_shards.keep(folder, data.damages, data.samples, step)
-    forget_failed(folder, {damage.shard for damage in data.damages})
+    skipped_shards.record_skipped(folder, data.damages, data.samples, step)
+    remove_failed_records(folder, {damage.shard for damage in data.damages})
     if data.verified:
         write_verified(folder, data.verified)
     keep_coder(data.tokenizer_file, data.manifest.tokenizer, folder)

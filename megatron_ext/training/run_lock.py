@@ -9,14 +9,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
-from megatron_ext.data.failed import NOTES
+from megatron_ext.data.failed import FAILED_FOLDER_NAME
 from megatron_ext.run_folder.heartbeat import FOLDER as HEARTBEATS
 from megatron_ext.run_folder.layout import MLFLOW, TENSORBOARD, WANDB
 from megatron_ext.run_folder.lock import FOLDER, LockLost, RunLock, held, take
 from megatron_ext.utils.errors import EXIT_USER_ERROR
 from megatron_ext.utils.untrusted_paths import path_within
 
-WRITTEN = (FOLDER, HEARTBEATS, TENSORBOARD, WANDB, MLFLOW, NOTES, "launch", "evaluation")
+WRITTEN = (FOLDER, HEARTBEATS, TENSORBOARD, WANDB, MLFLOW, FAILED_FOLDER_NAME, "launch", "evaluation")
 """Folders and files of a run that libraries write, or in which files are replaced and removed.
 
 Checkpoints may be a link to another disk.

@@ -73,7 +73,7 @@ def test_bare_reads_are_of_the_bytes_that_samples_span(tmp_path: Path, monkeypat
     monkeypatch.setattr(os, "preadv", noting)
     for length, expected in ((300, 4 / 100), (3_000_000, 4 / 100 * 1000)):  # at most one shard
         monkeypatch.setattr(loader_turns.time, "process_time", iter((10.0, 10.1, 12.0, 14.0)).__next__)
-        with loader_turns.bare_reads(tmp_path, manifest, length, most_open=2) as bare:
+        with loader_turns.bare_reads(tmp_path, manifest, length, max_open=2) as bare:
             assert len(os.listdir("/proc/self/fd")) == before + 2
             assert bare(1.0) == pytest.approx(expected)
     assert read == {(shard.bytes // 10, True), (shard.bytes, True)}
@@ -125,7 +125,7 @@ def test_stores_and_reads_alone_share_the_files_that_a_process_may_have(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_random_data(tmp_path, 8, 3000, seed=3)
-    monkeypatch.setattr(loader_turns, "open_shards", lambda: 4)  # with 32 files
+    monkeypatch.setattr(loader_turns, "max_open_shards", lambda: 4)  # with 32 files
     before = len(os.listdir("/proc/self/fd"))
     reading = run.Reading(tmp_path, 100, 2, 0, 1, 1.0)
     for folders, files in ((2, 4 * 2 + 2), (3, 4 * 2 + 1), (4, 3 * 2 + 1)):

@@ -68,7 +68,7 @@ def test_documents_of_packed_samples(store, documents, cp_size):
         batch = training_batch(samples, indices, rank, cp_size, Packing(boundaries=True, reset_positions=True))
         positions, begins = [], []
         for row, index in enumerate(indices):
-            start = samples.place(index)
+            start = samples.token_offset(index)
             for place in range(rank * t, (rank + 1) * t):
                 positions.append(min(place, in_document[start + place]))
                 if place == rank * t or in_document[start + place] == 0:
@@ -91,7 +91,7 @@ def test_lengths_of_documents_in_samples(store, documents):
     numbers = np.repeat(np.arange(len(documents["train"])), [len(document) for document in documents["train"]])
     expected = Counter()
     for index in indices:
-        place = samples.place(index)
+        place = samples.token_offset(index)
         expected.update(np.unique(numbers[place : place + length], return_counts=True)[1].tolist())
     assert document_lengths(samples, indices) == expected
     assert sum(n * count for n, count in expected.items()) == 3 * length
@@ -106,7 +106,7 @@ def test_labels_that_begin_a_document_do_not_count(store, documents, kind, cp_si
     begins = {0, *np.cumsum([len(document) for document in documents["train"]]).tolist()}
     indices = list(range(12))
     read = training_batch if kind is TrainingSamples else evaluation_batch
-    place = samples.place if kind is TrainingSamples else lambda index: index * length
+    place = samples.token_offset if kind is TrainingSamples else lambda index: index * length
     expected = [[float(place(index) + t + 1 not in begins) for t in range(length)] for index in indices]
     parts = [read(samples, indices, rank, cp_size, Packing(within_documents=True)) for rank in range(cp_size)]
     mask = torch.cat([part.loss_mask for part in parts], dim=1)

@@ -34,7 +34,7 @@ def test_shares(weights, expected):
 def test_counts_are_within_one_of_the_weights_at_any_point(weights):
     blend, count = Blend(weights), Counter()
     for index in range(2 * sum(weights) + 5):
-        domain, number = blend.place(index)
+        domain, number = blend.locate(index)
         assert number == count[domain]  # the samples of a domain come in order, none twice
         count[domain] += 1
         for other, weight in enumerate(weights):
@@ -44,7 +44,7 @@ def test_counts_are_within_one_of_the_weights_at_any_point(weights):
 def test_weights_that_are_rounded():
     weights = [0.7123456789, 0.2, 0.087654321]
     blend, total = Blend(weights), sum(weights)
-    domains = np.array([blend.place(index)[0] for index in range(100_000)])
+    domains = np.array([blend.locate(index)[0] for index in range(100_000)])
     for domain, weight in enumerate(weights):
         counts = np.cumsum(domains == domain)
         assert np.abs(counts - np.arange(1, len(domains) + 1) * weight / total).max() < 2
@@ -56,13 +56,13 @@ def test_far_away_is_as_near():
     The domain equals that of the sample a whole number of cycles earlier.
     """
     blend = Blend([0.6, 0.4])
-    domain, number = blend.place(10**15 + 3)
-    assert (domain, number) == (blend.place(3)[0], 2 * 10**14 * blend.shares[domain] + blend.place(3)[1])
+    domain, number = blend.locate(10**15 + 3)
+    assert (domain, number) == (blend.locate(3)[0], 2 * 10**14 * blend.shares[domain] + blend.locate(3)[1])
 
 
 def test_the_blend_is_frozen():
     """Golden values: the data position in a checkpoint depends on them."""
-    assert [Blend([0.6, 0.4]).place(index)[0] for index in range(12)] == GOLDEN
+    assert [Blend([0.6, 0.4]).locate(index)[0] for index in range(12)] == GOLDEN
 
 
 @pytest.mark.parametrize("weights", [[0, 0], [-1, 2], [float("nan"), 1], [float("inf"), 1], [1, 1e-7]])

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from data_prep.manifest import Manifest, ShardEntry
-from megatron_ext.data.cache import BLOCK, ShardCache
+from megatron_ext.data.cache import BLOCK_BYTES, ShardCache
 from megatron_ext.data.failed import DamagedShard
 from megatron_ext.data.shards import TokenStore
 from megatron_ext.data.verify import find_damage
@@ -45,7 +45,7 @@ def copies(cache: ShardCache) -> set[str]:
 def test_shards_come_when_they_are_read(cache, prepared, manifest, documents):
     assert cache.manifest == manifest
     assert (cache.root / "tokenizer.json").read_bytes() == (prepared / "tokenizer.json").read_bytes()
-    store = TokenStore(cache.root, cache.manifest, "train", holding=cache.holding)
+    store = TokenStore(cache.root, cache.manifest, "train", pin_shard=cache.pin_shard)
     stream = np.concatenate(documents["train"])
     first, *others = train_shards(manifest)
     assert copies(cache) == set()
@@ -53,7 +53,7 @@ def test_shards_come_when_they_are_read(cache, prepared, manifest, documents):
     assert copies(cache) == {first.file}
     assert np.array_equal(store.read(0, store.num_tokens), stream)
     assert copies(cache) == {shard.file for shard in (first, *others)}
-    assert cache.copied == 1 + 2 * (1 + len(others))  # the tokenizer, and each tar and index once
+    assert cache.num_copied == 1 + 2 * (1 + len(others))  # the tokenizer, and each tar and index once
     assert not list(cache.root.rglob("*.partial"))
 
 
@@ -70,7 +70,7 @@ def test_an_address_without_a_disk_behind_it(memory, prepared, manifest, tmp_pat
     cache = ShardCache("memory://prepared", tmp_path / "cache")
     shard = train_shards(manifest)[0]
     cache.check(shard)
-    with cache.holding(shard):
+    with cache.pin_shard(shard):
         assert (cache.root / shard.file).read_bytes() == (prepared / shard.file).read_bytes()
 
 
@@ -105,7 +105,7 @@ def test_an_address_that_gives_no_list_is_asked_for_each_file(cache, remote, man
             return {path: listed for path in (f"{remote}/{shard.file}" for shard in train_shards(manifest))}
         raise listed
 
-    monkeypatch.setattr(cache._files, "find", find)
+    monkeypatch.setattr(cache._file_system, "find", find)
     whole, gone = train_shards(manifest)[:2]
     (remote / gone.file).unlink()
     cache.check(whole)
@@ -117,9 +117,9 @@ def take(url: str, folder: Path, start: object, found: object) -> None:
     cache = ShardCache(url, folder)
     start.wait()
     for shard in train_shards(cache.manifest)[:3]:
-        with cache.holding(shard):
+        with cache.pin_shard(shard):
             pass
-    found.put(cache.copied)
+    found.put(cache.num_copied)
 
 
 def test_two_processes_copy_a_shard_once(remote, cache, tmp_path):
@@ -137,13 +137,13 @@ def test_two_processes_copy_a_shard_once(remote, cache, tmp_path):
 
 def test_a_later_process_copies_nothing_again(cache, remote, tmp_path, manifest):
     shard = train_shards(manifest)[0]
-    cache.keep(shard)
+    cache.fetch(shard)
     again = ShardCache(f"file://{remote}", tmp_path / "cache")
-    again.keep(shard)
-    assert again.copied == 0
+    again.fetch(shard)
+    assert again.num_copied == 0
     (again.root / shard.file).write_bytes(b"cut short")
-    again.keep(shard)
-    assert again.copied == 1
+    again.fetch(shard)
+    assert again.num_copied == 1
 
 
 def test_damage_at_the_address_is_named_and_nothing_is_left(cache, remote, manifest):
@@ -160,16 +160,16 @@ def test_damage_at_the_address_is_named_and_nothing_is_left(cache, remote, manif
         (cut, rf"remote/{cut.index}: sha256 differs"),
         (gone, rf"remote/{gone.file}: cannot be read \(No such file or directory\); copy it there again"),
     ):
-        with pytest.raises(UserError, match=said), cache.holding(shard):
+        with pytest.raises(UserError, match=said), cache.pin_shard(shard):
             pass
         assert not (cache.root / shard.file).exists()
     with pytest.raises(DamagedShard) as caught:  # the run records the shard, and the next start verifies it in full
-        cache.keep(flipped)
+        cache.fetch(flipped)
     assert caught.value.shard == flipped.file
     assert {
-        one.shard for one in find_damage(cache.root, manifest, "train", ["C4", "CommonCrawl"], check=cache.renew)
+        one.shard for one in find_damage(cache.root, manifest, "train", ["C4", "CommonCrawl"], check=cache.refetch)
     } == {flipped.file, cut.file, gone.file}
-    cache.keep(whole)
+    cache.fetch(whole)
     assert not list(cache.root.rglob("*.partial"))
 
 
@@ -177,8 +177,8 @@ def test_a_network_that_fails_is_no_damage(cache, manifest, monkeypatch):
     def fails(_: str, **options: object) -> int:
         raise TimeoutError
 
-    monkeypatch.setattr(cache._files, "size", fails)
-    monkeypatch.setattr(cache._files, "find", fails)
+    monkeypatch.setattr(cache._file_system, "size", fails)
+    monkeypatch.setattr(cache._file_system, "find", fails)
     with pytest.raises(UserError, match=r"train/C4/000000\.index\.npy: cannot be read \(TimeoutError\); "):
         find_damage(cache.root, manifest, "train", ["C4"], check=cache.check)
 
@@ -186,20 +186,20 @@ def test_a_network_that_fails_is_no_damage(cache, manifest, monkeypatch):
 def test_the_shard_not_opened_for_longest_goes_first(remote, tmp_path, manifest):
     shards = train_shards(manifest)[:5]
     room = 100 + sum(shards[number].bytes + shards[number].index_bytes for number in (0, 3, 4))
-    cache = ShardCache(f"file://{remote}", tmp_path / "cache", gib=room / 2**30)
+    cache = ShardCache(f"file://{remote}", tmp_path / "cache", max_gib=room / 2**30)
     kept = manifest.select("test")[0].shards[0]
-    cache.keep(kept)
+    cache.fetch(kept)
     for number, shard in enumerate((shards[0], shards[1], shards[2], shards[0], shards[3])):
-        cache.keep(shard)
+        cache.fetch(shard)
         os.utime(cache.root / shard.file, ns=(number, number))
-    cache.keep(shards[4])
+    cache.fetch(shards[4])
     assert copies(cache) == {kept.file} | {shards[number].file for number in (0, 3, 4)}
     assert {path.name for path in cache.root.rglob("*.npy")} == {
         Path(shard.index).name for shard in (kept, shards[0], shards[3], shards[4])
     }
-    tiny = ShardCache(f"file://{remote}", tmp_path / "cache", gib=2**-30)
-    with cache.holding(shards[0]):
-        tiny.keep(shards[1])  # the shard being opened and the newly copied one are never evicted
+    tiny = ShardCache(f"file://{remote}", tmp_path / "cache", max_gib=2**-30)
+    with cache.pin_shard(shards[0]):
+        tiny.fetch(shards[1])  # the shard being opened and the newly copied one are never evicted
         assert copies(cache) == {kept.file, shards[0].file, shards[1].file}
 
 
@@ -231,33 +231,33 @@ def test_a_full_disk_is_no_fault_of_the_data(cache, manifest, monkeypatch):
 
     monkeypatch.setattr("megatron_ext.data.cache.force_to_disk", full)
     with pytest.raises(UserError, match=r"^data.cache_dir: .* cannot be written \(No space left on device\); "):
-        cache.keep(train_shards(manifest)[0])
+        cache.fetch(train_shards(manifest)[0])
     with pytest.raises(UserError, match=r"^data.cache_dir: "):
-        find_damage(cache.root, manifest, "train", ["C4"], check=cache.renew)
+        find_damage(cache.root, manifest, "train", ["C4"], check=cache.refetch)
     assert copies(cache) == set()
 
 
 def test_a_copy_that_failed_is_made_again(cache, remote, prepared, manifest):
     shard = train_shards(manifest)[0]
-    cache.keep(shard)
+    cache.fetch(shard)
     copy = cache.root / shard.file
-    copy.write_bytes(bytes(shard.bytes))  # the right size, so `keep` alone would not replace it
-    cache.keep(shard)
+    copy.write_bytes(bytes(shard.bytes))  # the right size, so `fetch` alone would not replace it
+    cache.fetch(shard)
     assert copy.read_bytes() == bytes(shard.bytes)
-    cache.renew(shard)
+    cache.refetch(shard)
     assert copy.read_bytes() == (prepared / shard.file).read_bytes()
     (remote / shard.file).write_bytes(bytes(shard.bytes))
     with pytest.raises(DamagedShard, match="sha256 differs"):
-        cache.renew(shard)
+        cache.refetch(shard)
     assert copy.read_bytes() == (prepared / shard.file).read_bytes()
 
 
 def test_a_limit_below_what_is_read_is_named(remote, tmp_path, manifest):
     shards = train_shards(manifest)
     size = sum(shard.bytes + shard.index_bytes for shard in shards)
-    for gib in (None, size / 2**30):
-        assert ShardCache(f"file://{remote}", tmp_path / "cache", gib=gib).is_small_for(shards) is None
-    said = ShardCache(f"file://{remote}", tmp_path / "cache", gib=size / 4 / 2**30).is_small_for(shards)
+    for max_gib in (None, size / 2**30):
+        assert ShardCache(f"file://{remote}", tmp_path / "cache", max_gib=max_gib).size_warning(shards) is None
+    said = ShardCache(f"file://{remote}", tmp_path / "cache", max_gib=size / 4 / 2**30).size_warning(shards)
     assert said == (
         f"data.cache_gib: {size / 4 / 2**30:.3g} GiB, but the training shards take {size / 2**30:.3g} GiB: about "
         "75 % of the samples wait until a whole shard is copied again; increase it, or remove the limit"
@@ -291,7 +291,7 @@ def test_a_link_in_the_cache_that_leads_out_is_neither_followed_nor_removed(cach
     shard = train_shards(manifest)[0]
     first = Path(shard.file).parts[0]
     (cache.root / first).symlink_to(outside)
-    with pytest.raises(UserError, match="where a link leads out of"), cache.holding(shard):
+    with pytest.raises(UserError, match="where a link leads out of"), cache.pin_shard(shard):
         pass
     assert not list(outside.iterdir())
 
@@ -321,7 +321,7 @@ def test_names_of_shards_meet_no_names_of_the_cache(memory, tmp_path, name, said
 
     def take() -> None:
         try:
-            with cache.holding(first):
+            with cache.pin_shard(first):
                 taken.append(None)
         except UserError as error:
             taken.append(error.problem)
@@ -343,16 +343,16 @@ def test_an_address_that_gives_bytes_without_end(memory, tmp_path, monkeypatch):
             asked.append(size)
             return bytes(size)
 
-    monkeypatch.setattr(cache._files, "open", lambda *_: Endless())
-    with pytest.raises(DamagedShard, match=rf"has more than {shard.index_bytes} bytes"), cache.holding(shard):
+    monkeypatch.setattr(cache._file_system, "open", lambda *_: Endless())
+    with pytest.raises(DamagedShard, match=rf"has more than {shard.index_bytes} bytes"), cache.pin_shard(shard):
         pass
-    assert asked == [BLOCK]
+    assert asked == [BLOCK_BYTES]
     assert copies(cache) == set()
     assert not list(cache.root.rglob("*.partial"))
 
 
 def test_a_manifest_of_no_sane_size(remote, tmp_path, monkeypatch):
-    monkeypatch.setattr("megatron_ext.data.cache.LONGEST_MANIFEST", 100)
+    monkeypatch.setattr("megatron_ext.data.cache.MAX_MANIFEST_BYTES", 100)
     with pytest.raises(UserError, match=r"manifest\.json: has more than 0 MiB, which is too large"):
         ShardCache(f"file://{remote}", tmp_path / "cache")
 

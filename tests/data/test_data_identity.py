@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_ext.data.identity import data_record, differences
+from megatron_ext.data.identity import data_record, describe_differences
 
 TRAIN, TEST = ["C4", "CommonCrawl"], ["ArXiv"]
 
@@ -50,8 +50,8 @@ def test_differences_are_named_by_domain(manifest, change, said):
 
     before = record(replace(manifest, domains=[with_two_documents(entry) for entry in manifest.domains]))
     after = record(replace(manifest, domains=[changed(with_two_documents(entry)) for entry in manifest.domains]))
-    (phrase,) = differences(before, after, "train")
+    (phrase,) = describe_differences(before, after, "train")
     assert phrase.startswith(f"C4 (train) {said}")
-    assert differences(before, before, "train", "validation", "test") == []
-    assert differences(before, record(manifest, train=["CommonCrawl"]), "train") == ["C4 (train) is missing"]
-    assert differences(before, after, "test") == []
+    assert describe_differences(before, before, "train", "validation", "test") == []
+    assert describe_differences(before, record(manifest, train=["CommonCrawl"]), "train") == ["C4 (train) is missing"]
+    assert describe_differences(before, after, "test") == []

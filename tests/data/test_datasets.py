@@ -43,10 +43,10 @@ def test_an_address_gives_what_the_folder_gives(folder: Path, tmp_path: Path) ->
 
 def test_what_a_start_has_read_the_next_one_does_not(folder: Path) -> None:
     first = opened(folder)
-    assert (first.unchanged, len(first.verified) % 2) == (0, 0)
+    assert (first.num_unchanged, len(first.verified) % 2) == (0, 0)
     config = DataConfig(path=str(folder), seq_length=32)
-    assert open_data(config, 3, first.verified).unchanged == len(first.verified) > 0
-    assert open_data(replace(config, verify="sha256_always"), 3, first.verified).unchanged == 0
+    assert open_data(config, 3, first.verified).num_unchanged == len(first.verified) > 0
+    assert open_data(replace(config, verify="sha256_always"), 3, first.verified).num_unchanged == 0
     assert open_data(replace(config, verify="size"), 3, first.verified).verified == {}
 
 

@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 
 from data_prep.manifest import Manifest
-from megatron_ext.data.failed import NOTES, DamagedShard, forget_failed, noting, read_failed
+from megatron_ext.data.failed import (
+    FAILED_FOLDER_NAME,
+    DamagedShard,
+    read_failed,
+    record_failures,
+    remove_failed_records,
+)
 from megatron_ext.utils.errors import UserError
 
 
@@ -24,7 +30,7 @@ AGAIN = "again with --resume=auto"
 
 
 @pytest.mark.parametrize(
-    ("split", "skips", "said"),
+    ("split", "skip_damaged", "message"),
     [
         ("train", False, f"then start {AGAIN}, or skip the shard with --resume=auto data.on_damaged=skip"),
         ("train", True, f"or just start {AGAIN}: a shard that is still damaged is skipped"),
@@ -32,30 +38,30 @@ AGAIN = "again with --resume=auto"
     ],
 )
 def test_what_the_next_start_does_is_said(
-    manifest: Manifest, tmp_path: Path, split: str, skips: bool, said: str
+    manifest: Manifest, tmp_path: Path, split: str, skip_damaged: bool, message: str
 ) -> None:
     shard = _shard(manifest, split)
-    with pytest.raises(UserError) as caught, noting(tmp_path, manifest, skips=skips):
+    with pytest.raises(UserError) as caught, record_failures(tmp_path, manifest, skip_damaged=skip_damaged):
         raise _error(shard)
-    assert str(caught.value).startswith(f"data/{shard}: is truncated: found 8 bytes; copy it again, {said}")
+    assert str(caught.value).startswith(f"data/{shard}: is truncated: found 8 bytes; copy it again, {message}")
     assert read_failed(tmp_path) == {shard}
-    (note,) = (tmp_path / NOTES).iterdir()
+    (note,) = (tmp_path / FAILED_FOLDER_NAME).iterdir()
     assert note.read_text() == f"data/{shard}: is truncated: found 8 bytes\n"
 
 
 def test_other_errors_are_nobodys_shard(manifest: Manifest, tmp_path: Path) -> None:
     with (
         pytest.raises(UserError, match=r"^data.cache_dir: is full; make room$"),
-        noting(tmp_path, manifest, skips=True),
+        record_failures(tmp_path, manifest, skip_damaged=True),
     ):
         raise UserError("data.cache_dir", "is full", "make room")
     assert read_failed(tmp_path) == set()
 
 
 def test_nothing_is_promised_where_nothing_can_be_noted(manifest: Manifest, tmp_path: Path) -> None:
-    (tmp_path / NOTES).write_text("in the way")
+    (tmp_path / FAILED_FOLDER_NAME).write_text("in the way")
     error = _error(_shard(manifest, "train"))
-    with pytest.raises(DamagedShard) as caught, noting(tmp_path, manifest, skips=True):
+    with pytest.raises(DamagedShard) as caught, record_failures(tmp_path, manifest, skip_damaged=True):
         raise error
     assert caught.value is error
     assert read_failed(tmp_path) == set()
@@ -63,11 +69,11 @@ def test_nothing_is_promised_where_nothing_can_be_noted(manifest: Manifest, tmp_
 
 def test_what_was_found_whole_is_forgotten(manifest: Manifest, tmp_path: Path) -> None:
     one, other = (shard.file for shard in manifest.select("train")[0].shards[:2])
-    forget_failed(tmp_path, ())
+    remove_failed_records(tmp_path, ())
     for shard in (one, other, one):
-        with pytest.raises(UserError), noting(tmp_path, manifest, skips=True):
+        with pytest.raises(UserError), record_failures(tmp_path, manifest, skip_damaged=True):
             raise _error(shard)
-    forget_failed(tmp_path, {other})
+    remove_failed_records(tmp_path, {other})
     assert read_failed(tmp_path) == {other}
 
 

@@ -42,7 +42,7 @@ def test_without_a_lost_shard_all_other_samples_are_as_they_were(prepared, manif
     assert length // T <= without.lost_windows <= length // T + 2
     changed = 0
     for index in range(2 * whole.num_windows):
-        sample, place = without[index], whole.place(index)  # the missing file is never read
+        sample, place = without[index], whole.token_offset(index)  # the missing file is never read
         if place < first + length and place + T >= first:
             changed += 1
         else:

@@ -14,7 +14,7 @@ from megatron_ext.utils.errors import UserError
 
 UINT16 = np.dtype("<u2")
 COUNTS = [3, 0, 1, 250, 0, 0, 7, 64, 1, 1, 0] * 20
-"""Token counts of documents. They span several landmarks, and some landmarks fall within runs of empty documents."""
+"""Token counts of documents. Some entries of the sparse index fall within runs of empty documents."""
 
 
 def made(root: Path, counts: list[int] = COUNTS, dtype: np.dtype = UINT16) -> tuple[ShardEntry, np.ndarray]:
@@ -35,11 +35,11 @@ def made(root: Path, counts: list[int] = COUNTS, dtype: np.dtype = UINT16) -> tu
 
 @pytest.mark.parametrize(("stride", "dtype"), [(1, "<u2"), (2, "<u2"), (64, "<u2"), (64, "<u4"), (1000, "<u2")])
 def test_any_range_is_read(tmp_path, monkeypatch, stride, dtype):
-    monkeypatch.setattr(shard_file, "STRIDE", stride)
+    monkeypatch.setattr(shard_file, "INDEX_STRIDE", stride)
     entry, tokens = made(tmp_path, dtype=np.dtype(dtype))
     owners = np.repeat(np.arange(len(COUNTS)), COUNTS)
     first = OpenShard(tmp_path, entry, np.dtype(dtype))
-    again = OpenShard(tmp_path, entry, np.dtype(dtype), first.landmarks)
+    again = OpenShard(tmp_path, entry, np.dtype(dtype), first.sparse_index)
     generator = np.random.default_rng(1)
     for number in range(300):
         start = int(generator.integers(0, len(tokens)))

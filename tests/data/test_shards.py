@@ -38,10 +38,10 @@ def test_domains_alone_and_in_any_order(prepared, manifest, store):
     assert both.domains == ["C4", "CommonCrawl"]
 
 
-@pytest.mark.parametrize(("fit", "most_open"), [(1, None), (9, 1)])
-def test_few_open_shards_change_nothing(prepared, manifest, documents, monkeypatch, fit, most_open):
-    monkeypatch.setattr(shards, "open_shards", lambda: fit)
-    store = TokenStore(prepared, manifest, "train", most_open=most_open)
+@pytest.mark.parametrize(("fit", "max_open"), [(1, None), (9, 1)])
+def test_few_open_shards_change_nothing(prepared, manifest, documents, monkeypatch, fit, max_open):
+    monkeypatch.setattr(shards, "max_open_shards", lambda: fit)
+    store = TokenStore(prepared, manifest, "train", max_open=max_open)
     stream = np.concatenate(documents["train"])
     for start in np.random.default_rng(1).integers(0, len(stream) - 50, 60).tolist():
         assert np.array_equal(store.read(start, 50), stream[start : start + 50])
@@ -63,7 +63,7 @@ def test_how_many_shards_are_open_follows_from_the_limit_of_files(monkeypatch, s
     limit = [soft, hard]
     monkeypatch.setattr(resource, "getrlimit", lambda _: tuple(limit))
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: limit.__setitem__(slice(2), limits))
-    assert shards.open_shards() == shards_open
+    assert shards.max_open_shards() == shards_open
     assert limit == [raised, hard]
 
 
@@ -73,7 +73,7 @@ def test_a_system_that_does_not_raise_its_limit(monkeypatch):
 
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 10240))
     monkeypatch.setattr(resource, "setrlimit", refuse)
-    assert shards.open_shards() == 32
+    assert shards.max_open_shards() == 32
 
 
 @pytest.mark.parametrize(("start", "length"), [(-1, 2), (0, -1), (0, 10**9)])

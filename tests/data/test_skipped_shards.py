@@ -33,9 +33,9 @@ def test_every_shard_is_named_and_the_whole_counted() -> None:
 
 
 def test_the_record_says_since_when(tmp_path: Path) -> None:
-    skipped_shards.keep(tmp_path, [], SAMPLES, 0)
+    skipped_shards.record_skipped(tmp_path, [], SAMPLES, 0)
     assert not (tmp_path / skipped_shards.SKIPPED).exists()
-    skipped_shards.keep(tmp_path, [ONE], SAMPLES, 5)
+    skipped_shards.record_skipped(tmp_path, [ONE], SAMPLES, 5)
     (line,) = (tmp_path / skipped_shards.SKIPPED).read_text().splitlines()
     assert json.loads(line) == {
         "step": 5,
@@ -44,16 +44,16 @@ def test_the_record_says_since_when(tmp_path: Path) -> None:
         "of_samples": 5000,
         "shards": [{"shard": ONE.shard, "tokens": 1200, "problem": ONE.problem}],
     }
-    skipped_shards.keep(tmp_path, [ONE], SAMPLES, 10)  # unchanged, so no new record
+    skipped_shards.record_skipped(tmp_path, [ONE], SAMPLES, 10)  # unchanged, so no new record
     assert kept(tmp_path) == [(5, [ONE.shard])]
-    skipped_shards.keep(tmp_path, [ONE, TWO], SAMPLES, 20)
-    skipped_shards.keep(tmp_path, [], SAMPLES, 30)  # both shards were replaced by good copies
+    skipped_shards.record_skipped(tmp_path, [ONE, TWO], SAMPLES, 20)
+    skipped_shards.record_skipped(tmp_path, [], SAMPLES, 30)  # both shards were replaced by good copies
     assert kept(tmp_path) == [(5, [ONE.shard]), (20, [ONE.shard, TWO.shard]), (30, [])]
 
 
 @pytest.mark.parametrize(("damages", "expected"), [([], [(5, [ONE.shard]), (8, [])]), ([ONE], [(5, [ONE.shard])])])
 def test_steps_that_are_done_again_are_forgotten(tmp_path: Path, damages: list[Damage], expected: Any) -> None:
-    skipped_shards.keep(tmp_path, [ONE], SAMPLES, 5)
-    skipped_shards.keep(tmp_path, [ONE, TWO], SAMPLES, 20)
-    skipped_shards.keep(tmp_path, damages, SAMPLES, 8)
+    skipped_shards.record_skipped(tmp_path, [ONE], SAMPLES, 5)
+    skipped_shards.record_skipped(tmp_path, [ONE, TWO], SAMPLES, 20)
+    skipped_shards.record_skipped(tmp_path, damages, SAMPLES, 8)
     assert kept(tmp_path) == expected

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from data_prep.manifest import Manifest
-from megatron_ext.data.verified import Verified, read_verified, write_verified
+from megatron_ext.data.verified import ShardVerifier, read_verified, write_verified
 from megatron_ext.data.verify import find_damage, verify_shards
 from megatron_ext.utils.errors import UserError
 
@@ -21,11 +21,11 @@ def copy(prepared: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(prepared, tmp_path / "copy"))
 
 
-def _checked(root: Path, manifest: Manifest, folder: Path) -> Verified:
+def _checked(root: Path, manifest: Manifest, folder: Path) -> ShardVerifier:
     """Verify the data as the start of a run in `folder` does."""
-    verified = Verified(root, read_verified(folder))
+    verified = ShardVerifier(root, read_verified(folder))
     verify_shards(root, manifest, check=verified.check)
-    write_verified(folder, verified.found)
+    write_verified(folder, verified.stamps)
     return verified
 
 
@@ -34,16 +34,16 @@ def test_a_second_start_reads_nothing_of_what_is_as_it_was(
 ) -> None:
     first = _checked(copy, manifest, tmp_path)
     files = 2 * sum(len(entry.shards) for entry in manifest.domains)
-    assert (len(first.found), first.unchanged) == (files, 0)
+    assert (len(first.stamps), first.num_unchanged) == (files, 0)
 
     def no_reading(path: Path) -> Any:
         raise AssertionError(f"{path} is read")
 
     monkeypatch.setattr("data_prep.manifest.sha256_of", no_reading)
     second = _checked(copy, manifest, tmp_path)
-    assert (second.found, second.unchanged) == (first.found, files)
+    assert (second.stamps, second.num_unchanged) == (first.stamps, files)
     with pytest.raises(AssertionError, match="is read"):
-        verify_shards(copy, manifest, check=Verified(copy, {}).check)
+        verify_shards(copy, manifest, check=ShardVerifier(copy, {}).check)
 
 
 def _flip(path: Path) -> None:
@@ -77,38 +77,38 @@ def test_what_was_changed_is_found(
     change(path)
     with pytest.raises(UserError, match=path.name):
         _checked(copy, manifest, tmp_path)
-    verified = Verified(copy, read_verified(tmp_path))
+    verified = ShardVerifier(copy, read_verified(tmp_path))
     damages = find_damage(copy, manifest, "train", [entry.domain], check=verified.check)
     assert [damage.shard for damage in damages] == [shard.file]
-    assert str(path) not in verified.found
+    assert str(path) not in verified.stamps
 
 
 def test_what_failed_since_is_read_though_it_looks_the_same(
     copy: Path, manifest: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known = _checked(copy, manifest, tmp_path).found
+    known = _checked(copy, manifest, tmp_path).stamps
     shard = manifest.select("train")[0].shards[0]
-    verified = Verified(copy, known, {shard.file})
+    verified = ShardVerifier(copy, known, {shard.file})
     verify_shards(copy, manifest, check=verified.check)
-    assert (verified.found, verified.unchanged) == (known, len(known) - 2)
+    assert (verified.stamps, verified.num_unchanged) == (known, len(known) - 2)
 
     def bad_disk(path: Path) -> str:
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr("data_prep.manifest.sha256_of", bad_disk)
-    verify_shards(copy, manifest, check=Verified(copy, known).check)  # nothing is read
+    verify_shards(copy, manifest, check=ShardVerifier(copy, known).check)  # nothing is read
     (damage,) = find_damage(
-        copy, manifest, "train", ["C4", "CommonCrawl"], check=Verified(copy, known, {shard.file}).check
+        copy, manifest, "train", ["C4", "CommonCrawl"], check=ShardVerifier(copy, known, {shard.file}).check
     )
     assert damage.problem == f"{copy / shard.file} or its index cannot be read (Input/output error)"
 
 
 def test_another_manifest_has_other_files(copy: Path, manifest: Manifest, tmp_path: Path) -> None:
-    known = _checked(copy, manifest, tmp_path).found
+    known = _checked(copy, manifest, tmp_path).stamps
     other = {path: ["0" * 64, *stamp[1:]] for path, stamp in known.items()}
-    verified = Verified(copy, other)
+    verified = ShardVerifier(copy, other)
     verify_shards(copy, manifest, check=verified.check)
-    assert verified.unchanged == 0
+    assert verified.num_unchanged == 0
 
 
 @pytest.mark.parametrize("content", [None, b"", b"[1]", b"{"])

@@ -12,8 +12,8 @@ from megatron_ext.data.windows import Windows, derived_seed
 T, START, TOKENS = 7, 100, 500
 
 
-def places(windows: Windows, epochs: int = 1) -> list[int]:
-    return [windows.place(index) for index in range(epochs * windows.total)]
+def offsets(windows: Windows, epochs: int = 1) -> list[int]:
+    return [windows.token_offset(index) for index in range(epochs * windows.total)]
 
 
 @settings(max_examples=150, deadline=None)
@@ -24,31 +24,31 @@ def test_a_window_is_lost_if_any_of_its_tokens_is(lost):
     starts = [START + number * T for number in range((TOKENS - 1) // T)]
     broken = {start for start in starts if any(token in gone for token in range(start, start + T + 1))}
     assert (windows.total, windows.lost) == (len(starts), len(broken))
-    assert windows.too_few == (len(broken) > len(starts) / 2)
-    if windows.too_few:
+    assert windows.has_lost_too_many == (len(broken) > len(starts) / 2)
+    if windows.has_lost_too_many:
         return
-    whole = places(Windows(START, TOKENS, T, 3), epochs=2)
-    for place, before in zip(places(windows, epochs=2), whole, strict=True):
-        assert place not in broken
-        assert place == before or before in broken  # only samples of lost windows change
+    whole = offsets(Windows(START, TOKENS, T, 3), epochs=2)
+    for offset, before in zip(offsets(windows, epochs=2), whole, strict=True):
+        assert offset not in broken
+        assert offset == before or before in broken  # only samples of lost windows change
 
 
 def test_each_once_an_epoch_and_in_the_order():
     windows = Windows(START, TOKENS, T, 3)
-    assert places(windows, 2) == [START + T * sample_position(3, index, 71) for index in range(2 * 71)]
-    assert set(Counter(places(windows, 2)).values()) == {2}
+    assert offsets(windows, 2) == [START + T * sample_position(3, index, 71) for index in range(2 * 71)]
+    assert set(Counter(offsets(windows, 2)).values()) == {2}
 
 
 def test_what_stands_in_for_lost_windows_is_spread():
     """A third of the windows is lost. Replacements come from the whole range and differ between epochs."""
     windows = Windows(0, 3001, 1, 3, [(1000, 999)])
     assert windows.lost == 1000
-    read = Counter(places(windows))
+    read = Counter(offsets(windows))
     assert sum(read.values()) == 3000
     assert max(read.values()) <= 8
     # Each attempt is a permutation, so two thirds of the 1,000 lost samples find distinct windows at the first attempt.
     assert sum(number > 1 for number in read.values()) > 600
-    again = Counter(windows.place(index) for index in range(3000, 6000))
+    again = Counter(windows.token_offset(index) for index in range(3000, 6000))
     assert again != read
 
 

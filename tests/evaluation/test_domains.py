@@ -11,7 +11,7 @@ from corpora import prepared
 
 from data_prep.manifest import DomainEntry, Manifest, load_manifest
 from megatron_ext.config.schema import DataConfig
-from megatron_ext.data.datasets import chosen_domains, open_data, open_tests
+from megatron_ext.data.datasets import open_data, open_evaluation_data, select_domains
 from megatron_ext.evaluation.domain_results import DomainOptions, domain_losses
 from megatron_ext.evaluation.domains import EvaluationDomain, evaluation_domains
 from megatron_ext.utils.errors import UserError
@@ -37,7 +37,7 @@ def _in_training(root: Path, **fields: object) -> list[EvaluationDomain]:
 
 
 def _afterwards(root: Path, **fields: object) -> list[EvaluationDomain]:
-    return evaluation_domains(*open_tests(DataConfig(path=str(root), **fields)), 32, 0)  # type: ignore[arg-type]
+    return evaluation_domains(*open_evaluation_data(DataConfig(path=str(root), **fields)), 32, 0)  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("one_process")
@@ -79,8 +79,8 @@ def _manifest(root: Path, *there: tuple[str, str]) -> Manifest:
 
 def test_a_trained_domain_without_test_text_is_refused_as_a_test_domain(root: Path) -> None:
     manifest = _manifest(root, ("train", "C4"), ("validation", "C4"), ("test", "ArXiv"))
-    assert chosen_domains(DataConfig(path="x"), manifest) == (["C4"], ["ArXiv"])
+    assert select_domains(DataConfig(path="x"), manifest) == (["C4"], ["ArXiv"])
     with pytest.raises(UserError, match=r"^data.test_domains: no domain C4 in the test split of the data; choose from"):
-        chosen_domains(DataConfig(path="x", test_domains=["ArXiv", "C4"]), manifest)
+        select_domains(DataConfig(path="x", test_domains=["ArXiv", "C4"]), manifest)
     with pytest.raises(UserError, match=r"^data.train_domains: no domain Law in the train split of the data; choose "):
-        chosen_domains(DataConfig(path="x", train_domains=["Law"]), manifest)
+        select_domains(DataConfig(path="x", train_domains=["Law"]), manifest)

@@ -21,8 +21,8 @@ from data_prep.manifest import Manifest, load_manifest
 from megatron_ext.config.derive import derive
 from megatron_ext.config.schema import DataConfig, ModelConfig, RunConfig, TrainingConfig
 from megatron_ext.data.batches import training_batch
-from megatron_ext.data.datasets import packing_of
-from megatron_ext.data.lengths import SAMPLES
+from megatron_ext.data.datasets import packing_from_config
+from megatron_ext.data.lengths import NUM_SAMPLES
 from megatron_ext.data.samples import EvaluationSamples, TrainingSamples
 from megatron_ext.data.shards import TokenStore
 from megatron_ext.evaluation.domain_results import DomainOptions, domain_losses
@@ -87,7 +87,7 @@ def test_losses_by_domain(trainer: Trainer, root: Path, manifest: Manifest) -> N
     store = TokenStore(root, manifest, "test", ["Other"])
     samples = EvaluationSamples(store, LENGTH)
     domain = EvaluationDomain("Other", "test", samples, store.num_documents)
-    (record,) = DomainEvaluator(trainer, [domain], 2, packing_of(DATA)).evaluate(1, 2)
+    (record,) = DomainEvaluator(trainer, [domain], 2, packing_from_config(DATA)).evaluate(1, 2)
     nats: dict[int, list[float]] = {}
     for start in range(0, store.num_tokens - 1, LENGTH):
         for document, tokens in _pieces(store, start, min(LENGTH + 1, store.num_tokens - start)):
@@ -99,7 +99,8 @@ def test_losses_by_domain(trainer: Trainer, root: Path, manifest: Manifest) -> N
     assert record["num_tokens"] == sum(map(len, nats.values())) == store.num_tokens - store.num_documents
     assert record["first_tokens"] == store.num_documents - 1
     assert record["loss"] == pytest.approx(sum(map(sum, nats.values())) / record["num_tokens"], abs=1e-5)
-    (without,) = DomainEvaluator(trainer, [domain], 2, replace(packing_of(DATA), within_documents=False)).evaluate(1, 2)
+    packing = replace(packing_from_config(DATA), within_documents=False)
+    (without,) = DomainEvaluator(trainer, [domain], 2, packing).evaluate(1, 2)
     assert (without["num_tokens"], without["first_tokens"]) == (store.num_tokens - 1, 0)
     assert without["loss"] != pytest.approx(record["loss"], abs=1e-3)
 
@@ -110,11 +111,11 @@ def test_training_steps(trainer: Trainer, root: Path, manifest: Manifest) -> Non
     pieces = [
         tokens
         for index in range(4)
-        for _, tokens in _pieces(store, samples.place(index), LENGTH + 1)
+        for _, tokens in _pieces(store, samples.token_offset(index), LENGTH + 1)
         if len(tokens) > 1
     ]
     expected = torch.cat([_losses(trainer, tokens) for tokens in pieces])
-    batches = [training_batch(samples, indices, packing=packing_of(DATA)) for indices in ([0, 1], [2, 3])]
+    batches = [training_batch(samples, indices, packing=packing_from_config(DATA)) for indices in ([0, 1], [2, 3])]
     result = trainer.train_step(batches)
     assert (result.tokens, result.predicted) == (4 * LENGTH, len(expected))
     assert len(expected) < 4 * LENGTH - 4
@@ -127,7 +128,7 @@ def test_utilisation_counts_pairs_within_documents(trainer: Trainer, root: Path,
     shape = model_shape(config, trainer.platform, manifest.tokenizer.vocab_size)
     found, _ = flops_and_peak(config, shape, trainer, samples)
     without, _ = flops_and_peak(replace(config, data=replace(DATA, reset_attention=False)), shape, trainer, samples)
-    bounds = [np.union1d(s[s < LENGTH], [0, LENGTH]) for s in map(samples.document_starts, range(SAMPLES))]
+    bounds = [np.union1d(s[s < LENGTH], [0, LENGTH]) for s in map(samples.document_starts, range(NUM_SAMPLES))]
     lengths = np.concatenate([np.diff(one) for one in bounds])
     pairs = (lengths * (lengths + 1) / 2).sum() / lengths.sum()
     # A query-key pair takes 4 operations per channel in the forward pass, three times that with the backward pass.

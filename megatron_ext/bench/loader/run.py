@@ -17,7 +17,7 @@ from megatron_ext.bench.loader.report import LoaderRow, Resume
 from megatron_ext.data.batches import micro_batch_indices, training_batch
 from megatron_ext.data.opening import open_samples, shard_files
 from megatron_ext.data.samples import TrainingSamples
-from megatron_ext.data.verified import Verified, read_verified, write_verified
+from megatron_ext.data.verified import ShardVerifier, read_verified, write_verified
 from megatron_ext.data.verify import verify_shards
 
 TOKEN_BYTES = 2 + 3 * 8 + 4
@@ -115,9 +115,9 @@ def measure(root: Path, shards: int, length: int, batch: int, ranks: int, second
 
 def verify_once(root: Path, folder: Path) -> None:
     """Compare the sha256 of all training text and write the record to a folder, as the first start of a run does."""
-    verified, (_, manifest) = Verified(root, {}), open_samples(root, 1, SEED)
+    verified, (_, manifest) = ShardVerifier(root, {}), open_samples(root, 1, SEED)
     verify_shards(root, manifest, ["train"], check=verified.check)
-    write_verified(folder, verified.found)
+    write_verified(folder, verified.stamps)
 
 
 def resume(root: Path, shards: int, length: int, sample: int, repeat: int, folder: Path) -> Resume:
@@ -139,10 +139,10 @@ def resume(root: Path, shards: int, length: int, sample: int, repeat: int, folde
         samples, manifest = open_samples(root, length, SEED)
         training_batch(samples, [sample])
         opening.append(time.perf_counter() - started)
-        verified = Verified(root, read_verified(folder))
+        verified = ShardVerifier(root, read_verified(folder))
         verify_shards(root, manifest, ["train"], check=verified.check)
         checked.append(time.perf_counter() - started)
-        assert verified.unchanged == len(verified.found), "files changed while they were read"
+        assert verified.num_unchanged == len(verified.stamps), "files changed while they were read"
     return Resume(shards, length, sample, median(opening), median(checked))
 
 

@@ -20,7 +20,7 @@ from megatron_ext.bench.loader.report import Turns
 from megatron_ext.bench.loader.run import SEED, Reading, at_once, timed
 from megatron_ext.data.opening import shard_files
 from megatron_ext.data.samples import TrainingSamples
-from megatron_ext.data.shards import TokenStore, open_shards
+from megatron_ext.data.shards import TokenStore, max_open_shards
 
 TURN = 0.1
 """Seconds of sample reading per turn, enough for hundreds of samples. Raw reads take another quarter of this time."""
@@ -74,9 +74,9 @@ def _folder(reading: Reading, of: int) -> Iterator[Callable[[], tuple[float, flo
     """Context manager that yields a function which reads one turn in a folder with open shards; see `take_turns`."""
     # In training a store may use a quarter of the process's file limit. Four such stores would leave no file for raw
     # reads.
-    most = open_shards()
+    most = max_open_shards()
     manifest = load_manifest(reading.root)
-    store = TokenStore(reading.root, manifest, "train", most_open=max(1, min(most, 3 * most // of)))
+    store = TokenStore(reading.root, manifest, "train", max_open=max(1, min(most, 3 * most // of)))
     samples, short, last = TrainingSamples(store, reading.length, SEED), replace(reading, seconds=TURN), 0
     shards = [shard.tokens for entry in manifest.select("train") for shard in entry.shards]
     for start in accumulate(shards[:-1], initial=0):
@@ -93,7 +93,7 @@ def _folder(reading: Reading, of: int) -> Iterator[Callable[[], tuple[float, flo
 
 
 @contextmanager
-def bare_reads(root: Path, manifest: Manifest, length: int, most_open: int) -> Iterator[Callable[[float], float]]:
+def bare_reads(root: Path, manifest: Manifest, length: int, max_open: int) -> Iterator[Callable[[float], float]]:
     """Context manager that yields a function for raw reads only.
 
     The function takes a duration in processor seconds and returns the processor seconds per sample. It reads as many
@@ -103,11 +103,11 @@ def bare_reads(root: Path, manifest: Manifest, length: int, most_open: int) -> I
         root: prepared folder.
         manifest: manifest of the folder.
         length: tokens per sample.
-        most_open: maximum number of open tars. If there are more tars, a random selection is read.
+        max_open: maximum number of open tars. If there are more tars, a random selection is read.
     """
     chance = random.Random(0)
     shards = [shard for entry in manifest.select("train") for shard in entry.shards]
-    chosen = chance.sample(shards, min(len(shards), most_open))
+    chosen = chance.sample(shards, min(len(shards), max_open))
     buffer = memoryview(bytearray(max(shard.bytes for shard in chosen)))
     with ExitStack() as stack:
         opened = []
