@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megatron_ext.checkpoint import metadata_index
-from megatron_ext.checkpoint.metadata_index import Kinds, names, read_index, types
+from megatron_ext.checkpoint.metadata_index import Kinds, allowed_names, read_index, types
 
 KINDS = Kinds(
     dtypes={name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
@@ -32,14 +32,14 @@ KINDS = Kinds(
     tensor=TensorStorageMetadata,
     object=BytesStorageMetadata,
     index=MetadataIndex,
-    place=_StorageInfo,
+    location=_StorageInfo,
     storage=StorageMeta,
     metadata=Metadata,
 )
 TYPES = types(KINDS)
 """torch's plain types, by their (module, name) in pickles."""
 
-_NAMES = names(KINDS)
+_NAMES = allowed_names(KINDS)
 
 
 def size_of(numbers: Any = ()) -> torch.Size:

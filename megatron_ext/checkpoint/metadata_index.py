@@ -13,7 +13,8 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from megatron_ext.checkpoint.extent import RefusedPickle
-from megatron_ext.checkpoint.restricted_pickle import Name, Names, load, ordered, unread
+from megatron_ext.checkpoint.pickle_names import AllowedName, AllowedNames, ignored_class, ordered_dict
+from megatron_ext.checkpoint.restricted_pickle import load
 from megatron_ext.utils.atomic_files import os_reason, read_regular
 from megatron_ext.utils.errors import UserError
 
@@ -27,11 +28,21 @@ MAX_BYTES = 1 << 30
 _MAX_DIMENSIONS = 64
 _MAX_SIZE = 1 << 62
 _MAX_PATH = 4096
-_READ_OVER = ("planner_data", "storage_meta", "version", "mcore_data", "all_local_plans")
+_IGNORED_FIELDS = ("planner_data", "storage_meta", "version", "mcore_data", "all_local_plans")
 """Ignored fields. The last two are Megatron's."""
 _METADATA = "torch.distributed.checkpoint.metadata"
 _PLANNER = "torch.distributed.checkpoint.planner"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
+_IGNORED_CLASSES = (
+    (_METADATA, "StorageMeta"),
+    (_FILESYSTEM, "_StoragePrefix"),
+    (_PLANNER, "SavePlan"),
+    (_PLANNER, "WriteItem"),
+    (_PLANNER, "WriteItemType"),
+    (_PLANNER, "TensorWriteData"),
+    (_PLANNER, "BytesIOWriteData"),
+)
+"""(module, name) of classes whose contents are not read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +60,7 @@ class Kinds:
         tensor: entry of a tensor.
         object: entry of an object that is no tensor.
         index: key of a storage location.
-        place: storage location: a file, and offset and length in it.
+        location: storage location: a file, and offset and length in it.
         storage: storage metadata, which is not used.
         metadata: the whole index.
     """
@@ -64,7 +75,7 @@ class Kinds:
     tensor: type[Any]
     object: type[Any]
     index: type[Any]
-    place: type[Any]
+    location: type[Any]
     storage: type[Any]
     metadata: type[Any]
 
@@ -76,9 +87,9 @@ def size_of(kind: type[Any], numbers: Any = ()) -> Any:
         RefusedPickle: the arguments are no valid size.
     """
     if type(numbers) not in (tuple, list, kind) or len(numbers) > _MAX_DIMENSIONS:
-        raise RefusedPickle("has a size that is none")
+        raise RefusedPickle("has an invalid size")
     if not all(type(number) is int and 0 <= number < _MAX_SIZE for number in numbers):
-        raise RefusedPickle("has a size that is none")
+        raise RefusedPickle("has an invalid size")
     return kind(numbers)
 
 
@@ -93,8 +104,8 @@ def types(kinds: Kinds) -> dict[tuple[str, str], Any]:
 
     return {
         **{("torch", name): value for name, value in kinds.dtypes.items()},
-        ("torch", "Size"): Name(lambda numbers=(): size_of(kinds.size, numbers)),
-        ("torch.serialization", "_get_layout"): Name(layout),
+        ("torch", "Size"): AllowedName(lambda numbers=(): size_of(kinds.size, numbers)),
+        ("torch.serialization", "_get_layout"): AllowedName(layout),
     }
 
 
@@ -110,7 +121,7 @@ def _anything(value: Any) -> bool:
     return True
 
 
-def _data_class(kind: type, fields: Mapping[str, Callable[[Any], bool]]) -> Name:
+def _data_class(kind: type, fields: Mapping[str, Callable[[Any], bool]]) -> AllowedName:
     def fill(instance: Any, state: Any) -> None:
         if type(state) is not dict or not all(type(key) is str and key in fields for key in state):
             raise RefusedPickle(f"has a {kind.__name__} with other fields than its own")
@@ -119,7 +130,7 @@ def _data_class(kind: type, fields: Mapping[str, Callable[[Any], bool]]) -> Name
                 raise RefusedPickle(f"has a {kind.__name__} whose {field} is a {type(value).__name__}")
             object.__setattr__(instance, field, value)
 
-    return Name(None, lambda: object.__new__(kind), kind, fill)
+    return AllowedName(None, lambda: object.__new__(kind), kind, fill)
 
 
 def _path(*parts: Any) -> PurePath:
@@ -129,24 +140,24 @@ def _path(*parts: Any) -> PurePath:
     return PurePath(*parts)
 
 
-def names(kinds: Kinds) -> Names:
-    """Return the classes that an index may name."""
-    of_properties = (
-        tuple({type(one) for one in kinds.dtypes.values()}),
-        tuple({type(one) for one in kinds.layouts.values()}),
-        (bool,),
-        (kinds.encoding,),
-        (bool,),
-    )
+def allowed_names(kinds: Kinds) -> AllowedNames:
+    """Return the classes that an index may name, by their (module, name) in pickles."""
+    return {
+        **types(kinds),
+        ("collections", "OrderedDict"): ordered_dict(),
+        **{
+            (module, name): AllowedName(_path)
+            for module in ("pathlib", "pathlib._local")
+            for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
+        },
+        **_tensor_classes(kinds),
+        **_index_classes(kinds),
+        **dict.fromkeys(_IGNORED_CLASSES, ignored_class()),
+    }
 
-    def fill_properties(instance: Any, state: Any) -> None:
-        if (
-            type(state) is not tuple
-            or len(state) != len(of_properties)
-            or not all(type(value) in allowed for value, allowed in zip(state, of_properties, strict=True))
-        ):
-            raise RefusedPickle("has TensorProperties with other fields than their own")
-        kinds.fill_properties(instance, state)
+
+def _tensor_classes(kinds: Kinds) -> dict[tuple[str, str], AllowedName]:
+    """Return the classes of entries of `state_dict_metadata`."""
 
     def encoding(value: Any) -> Any:
         if type(value) is not int:
@@ -154,17 +165,8 @@ def names(kinds: Kinds) -> Names:
         return kinds.encoding(value)
 
     return {
-        **types(kinds),
-        ("collections", "OrderedDict"): ordered(),
-        **{
-            (module, name): Name(_path)
-            for module in ("pathlib", "pathlib._local")
-            for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
-        },
-        (_METADATA, "_MEM_FORMAT_ENCODING"): Name(encoding),
-        (_METADATA, "TensorProperties"): Name(
-            None, lambda: object.__new__(kinds.properties), kinds.properties, fill_properties
-        ),
+        (_METADATA, "_MEM_FORMAT_ENCODING"): AllowedName(encoding),
+        (_METADATA, "TensorProperties"): _tensor_properties(kinds),
         (_METADATA, "ChunkStorageMetadata"): _data_class(
             kinds.chunk, {"offsets": _is(kinds.size), "sizes": _is(kinds.size)}
         ),
@@ -172,20 +174,47 @@ def names(kinds: Kinds) -> Names:
             kinds.tensor, {"properties": _is(kinds.properties), "size": _is(kinds.size), "chunks": _is(list)}
         ),
         (_METADATA, "BytesStorageMetadata"): _data_class(kinds.object, {}),
+    }
+
+
+def _tensor_properties(kinds: Kinds) -> AllowedName:
+    """Return the entry for `TensorProperties`, whose state is a tuple."""
+    types_by_field = (
+        tuple({type(dtype) for dtype in kinds.dtypes.values()}),
+        tuple({type(layout) for layout in kinds.layouts.values()}),
+        (bool,),
+        (kinds.encoding,),
+        (bool,),
+    )
+
+    def fill(instance: Any, state: Any) -> None:
+        if (
+            type(state) is not tuple
+            or len(state) != len(types_by_field)
+            or not all(type(value) in allowed for value, allowed in zip(state, types_by_field, strict=True))
+        ):
+            raise RefusedPickle("has TensorProperties with other fields than their own")
+        kinds.fill_properties(instance, state)
+
+    return AllowedName(None, lambda: object.__new__(kinds.properties), kinds.properties, fill)
+
+
+def _index_classes(kinds: Kinds) -> dict[tuple[str, str], AllowedName]:
+    """Return the classes of the whole index and of its storage locations."""
+    return {
         (_METADATA, "MetadataIndex"): _data_class(
             kinds.index, {"fqn": _is(str), "offset": _is(kinds.size, type(None)), "index": _is(int, type(None))}
         ),
-        (_METADATA, "StorageMeta"): unread(),
         (_METADATA, "Metadata"): _data_class(
             kinds.metadata,
             {
                 "state_dict_metadata": _is(dict, OrderedDict),
                 "storage_data": _is(dict, OrderedDict),
-                **dict.fromkeys(_READ_OVER, _anything),
+                **dict.fromkeys(_IGNORED_FIELDS, _anything),
             },
         ),
         (_FILESYSTEM, "_StorageInfo"): _data_class(
-            kinds.place,
+            kinds.location,
             {
                 "relative_path": _is(str),
                 "offset": _is_count,
@@ -193,28 +222,23 @@ def names(kinds: Kinds) -> Names:
                 "transform_descriptors": _is(list, type(None)),
             },
         ),
-        (_FILESYSTEM, "_StoragePrefix"): unread(),
-        **{
-            (_PLANNER, name): unread()
-            for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
-        },
     }
 
 
-def read_index(folder: Path, kinds: Kinds, named: Names) -> Any:
+def read_index(folder: Path, kinds: Kinds, names: AllowedNames) -> Any:
     """Read the index of a checkpoint folder.
 
     Args:
         folder: folder of the checkpoint.
         kinds: classes of its objects.
-        named: `names(kinds)`.
+        names: `allowed_names(kinds)`.
 
     Raises:
         UserError: the index is missing, damaged, or contains anything else.
     """
     path = folder / FILE_NAME
     try:
-        return _checked(load(read_regular(path, MAX_BYTES), named), kinds)
+        return _checked(load(read_regular(path, MAX_BYTES), names), kinds)
     except FileNotFoundError:
         raise UserError(str(path), "is missing, so the checkpoint is damaged", MEND) from None
     except OSError as error:
@@ -231,21 +255,24 @@ def _checked(found: Any, kinds: Kinds) -> Any:
     """
     if type(found) is not kinds.metadata:
         raise RefusedPickle("is no checkpoint's metadata")
-    said = vars(found)
-    entries, places = said.get("state_dict_metadata"), said.get("storage_data")
-    if not entries or not places:
+    entries, locations = vars(found).get("state_dict_metadata"), vars(found).get("storage_data")
+    if not entries or not locations:
         raise RefusedPickle("is no checkpoint's metadata")
-    stored = sum(place.length for place in places.values() if type(place) is kinds.place and "length" in vars(place))
+    stored = sum(
+        location.length
+        for location in locations.values()
+        if type(location) is kinds.location and "length" in vars(location)
+    )
     for key, entry in entries.items():
         if type(key) is not str or type(entry) not in (kinds.tensor, kinds.object):
             raise RefusedPickle("describes something that is neither a tensor nor an object")
         if type(entry) is kinds.tensor:
             _check_tensor(entry, stored, kinds)
-    for index, place in places.items():
-        if type(index) is not kinds.index or type(place) is not kinds.place:
-            raise RefusedPickle("has a place that is none")
-        _check_place(place)
-    return kinds.metadata(dict(entries), storage_data=dict(places), storage_meta=kinds.storage())
+    for index, location in locations.items():
+        if type(index) is not kinds.index or type(location) is not kinds.location:
+            raise RefusedPickle("has an invalid storage location")
+        _check_location(location)
+    return kinds.metadata(dict(entries), storage_data=dict(locations), storage_meta=kinds.storage())
 
 
 def _check_tensor(entry: Any, stored: int, kinds: Kinds) -> None:
@@ -263,11 +290,11 @@ def _check_tensor(entry: Any, stored: int, kinds: Kinds) -> None:
             raise RefusedPickle("describes a part that lies beyond its tensor")
 
 
-def _check_place(place: Any) -> None:
-    if not {"relative_path", "offset", "length"} <= vars(place).keys():
-        raise RefusedPickle("has a place that is none")
-    name = place.relative_path
+def _check_location(location: Any) -> None:
+    if not {"relative_path", "offset", "length"} <= vars(location).keys():
+        raise RefusedPickle("has an invalid storage location")
+    name = location.relative_path
     if not name or name.startswith(".") or "/" in name or "\\" in name or not name.isprintable():
         raise RefusedPickle("names a file that is not in the checkpoint's folder")
-    if place.transform_descriptors:
+    if location.transform_descriptors:
         raise RefusedPickle("states that its tensors are compressed, which is not supported")

@@ -12,7 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, cast
 
-from megatron_ext.checkpoint.metadata_index import Kinds, names, read_index
+from megatron_ext.checkpoint.metadata_index import Kinds, allowed_names, read_index
 
 
 @dataclass(frozen=True)
@@ -133,11 +133,11 @@ KINDS = Kinds(
     tensor=TensorStorageMetadata,
     object=BytesStorageMetadata,
     index=MetadataIndex,
-    place=_StorageInfo,
+    location=_StorageInfo,
     storage=_StorageMeta,
     metadata=Metadata,
 )
-_NAMES = names(KINDS)
+_NAMES = allowed_names(KINDS)
 
 
 def read_plain(folder: Path) -> Metadata:

@@ -38,7 +38,7 @@ from torch.futures import Future
 from megatron_ext.checkpoint.extent import RefusedPickle
 from megatron_ext.checkpoint.metadata_file import read_metadata
 from megatron_ext.checkpoint.metadata_index import FILE_NAME, MEND
-from megatron_ext.checkpoint.restricted_pickle import Names
+from megatron_ext.checkpoint.pickle_names import AllowedNames
 from megatron_ext.checkpoint.torch_file import NAMES, load_file, load_part
 from megatron_ext.parallel.agreement import raise_on_all_ranks
 from megatron_ext.utils.atomic_files import open_regular, os_reason
@@ -181,7 +181,7 @@ class _Common(TorchCommonLoadStrategy):
         raise AssertionError("objects lie with the tensors in torch_dist")
 
 
-def read_common(folder: Path, names: Names | None = None) -> Any:
+def read_common(folder: Path, names: AllowedNames | None = None) -> Any:
     """Read the state that Megatron stores beside the tensors, without running code from the file.
 
     Args:

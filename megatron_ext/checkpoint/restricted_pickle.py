@@ -8,74 +8,23 @@ they set attributes. The amount of data read is bounded by the size of the file.
 from __future__ import annotations
 
 import struct
-from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from megatron_ext.checkpoint.extent import RefusedPickle, check_extent
+from megatron_ext.checkpoint.pickle_names import AllowedName, AllowedNames
 
-_MAX_NAME = 200
-_MAX_KEY = 64
+_MAX_NAME_LENGTH = 200
+_MAX_KEY_LENGTH = 64
 """Most elements of a tuple used as a key, because its hash is recomputed at every use."""
-_MOST_COMPARISONS = 20_000_000
+_MAX_COMPARISONS = 20_000_000
 """Most comparisons of keys with hashes under an author's control. Each takes up to 30 ns."""
-_FEW_KEYS = 1024
+_MIN_KEY_RANGE = 1024
 _SCALARS = (str, int, float, bool, bytes, type(None))
 
 
-@dataclass(frozen=True, eq=False)
-class Name:
-    """Class that a pickle may name.
-
-    Attributes:
-        call: builds a value from the pickle's arguments. None: it may not be called.
-        new: builds an empty instance for `fill`. None: not allowed.
-        kind: type of the instances that `fill` accepts.
-        fill: validates a state and stores it in an instance.
-    """
-
-    call: Callable[..., Any] | None = None
-    new: Callable[[], Any] | None = None
-    kind: type | None = None
-    fill: Callable[[Any, Any], None] | None = None
-
-
-Names = Mapping[tuple[str, str], Any]
-"""Allowed names by (module, name): a `Name`, or a constant that is used as it is."""
-
-
-class Unread:
-    """Empty stand-in for an instance whose content is ignored."""
-
-
-def unread() -> Name:
-    """Return an entry for a class whose arguments and state are ignored."""
-    return Name(lambda *_: Unread(), Unread, Unread, lambda instance, state: None)
-
-
-def ordered() -> Name:
-    """Return an entry for `OrderedDict`. Items are set one by one: its constructor would hash unchecked keys."""
-
-    def empty() -> OrderedDict[Any, Any]:
-        return OrderedDict()
-
-    return Name(empty, None, OrderedDict, lambda instance, state: None)
-
-
-def namespace() -> Name:
-    """Return an entry for `argparse.Namespace` whose attribute names are identifiers."""
-
-    def fill(instance: Namespace, state: Any) -> None:
-        if type(state) is not dict or not all(type(key) is str and key.isidentifier() for key in state):
-            raise RefusedPickle("a Namespace has names that are none")
-        vars(instance).update(state)
-
-    return Name(Namespace, Namespace, Namespace, fill)
-
-
-def load(data: bytes, names: Names, persistent: Callable[[Any], Any] | None = None) -> Any:
+def load(data: bytes, names: AllowedNames, persistent: Callable[[Any], Any] | None = None) -> Any:
     """Read a pickle of protocol 2 to 5.
 
     Args:
@@ -88,73 +37,79 @@ def load(data: bytes, names: Names, persistent: Callable[[Any], Any] | None = No
             `check_extent`).
     """
     try:
-        value = _Machine(data, names, persistent).run()
-        check_extent(value, {name.kind for name in names.values() if isinstance(name, Name) and name.kind is not None})
+        value = _Interpreter(data, names, persistent).run()
+        check_extent(value, set(_fillers(names)))
         return value
     except RefusedPickle:
         raise
     except Exception as error:
-        text = "".join(c if c.isprintable() else "?" for c in str(error))[:_MAX_NAME]
+        text = "".join(c if c.isprintable() else "?" for c in str(error))[:_MAX_NAME_LENGTH]
         raise RefusedPickle(f"is not a readable pickle ({type(error).__name__}: {text})") from error
 
 
-class _Machine:
-    def __init__(self, data: bytes, names: Names, persistent: Callable[[Any], Any] | None) -> None:
+def _fillers(names: AllowedNames) -> dict[type, Callable[[Any, Any], None] | None]:
+    """Return the `fill` functions of the allowed classes that have instances, by type of instance."""
+    entries = [entry for entry in names.values() if isinstance(entry, AllowedName)]
+    return {entry.instance_type: entry.fill for entry in entries if entry.instance_type is not None}
+
+
+class _Interpreter:
+    def __init__(self, data: bytes, names: AllowedNames, persistent: Callable[[Any], Any] | None) -> None:
         self._data, self._names, self._persistent = data, names, persistent
-        self._fillers = {n.kind: n.fill for n in names.values() if isinstance(n, Name) and n.kind is not None}
-        self._at = 0
+        self._fillers = _fillers(names)
+        self._position = 0
         self._stack: list[Any] = []
-        self._outer: list[list[Any]] = []
+        self._metastack: list[list[Any]] = []
         self._memo: dict[int, Any] = {}
-        self._bytes_of_calls = 0
-        self._comparisons = 0
+        self._num_created_bytes = 0
+        self._num_comparisons = 0
         self._hashes: dict[int, set[int]] = {}  # by id of a dictionary: hashes of its keys that are instances
 
     def run(self) -> Any:
         data, stop = self._data, ord(".")
         operations = {code: getattr(self, name) for code, name in _OPERATIONS.items()}
         while True:
-            code = data[self._at]
-            self._at += 1
+            code = data[self._position]
+            self._position += 1
             if code == stop:
                 break
             operation = operations.get(code)
             if operation is None:
                 raise RefusedPickle(f"has the opcode {bytes([code])!r}, which no plain value needs")
             operation()
-        if self._outer or len(self._stack) != 1:
+        if self._metastack or len(self._stack) != 1:
             raise RefusedPickle("does not end with one value")
         return self._stack[0]
 
-    # --- what is read ------------------------------------------------------------------------------------------------
+    # --- reading -----------------------------------------------------------------------------------------------------
 
-    def _bytes(self, count: int) -> bytes:
-        end = self._at + count
+    def _read_bytes(self, count: int) -> bytes:
+        end = self._position + count
         if end > len(self._data):
             raise RefusedPickle(f"ends within a value of {count} bytes")
-        found = self._data[self._at : end]
-        self._at = end
+        found = self._data[self._position : end]
+        self._position = end
         return found
 
-    def _number(self, form: str) -> Any:
-        return struct.unpack(form, self._bytes(struct.calcsize(form)))[0]
+    def _read_number(self, form: str) -> Any:
+        return struct.unpack(form, self._read_bytes(struct.calcsize(form)))[0]
 
-    def _byte(self) -> int:
-        self._at += 1
-        return self._data[self._at - 1]
+    def _read_byte(self) -> int:
+        self._position += 1
+        return self._data[self._position - 1]
 
-    def _line(self) -> str:
-        end = self._data.index(b"\n", self._at, self._at + _MAX_NAME + 1)
-        line = self._data[self._at : end].decode()
-        self._at = end + 1
+    def _read_line(self) -> str:
+        end = self._data.index(b"\n", self._position, self._position + _MAX_NAME_LENGTH + 1)
+        line = self._data[self._position : end].decode()
+        self._position = end + 1
         return line
 
     def proto(self) -> None:
-        if not 2 <= self._byte() <= 5:
+        if not 2 <= self._read_byte() <= 5:
             raise RefusedPickle("has an unsupported protocol")
 
     def frame(self) -> None:
-        self._bytes(8)
+        self._read_bytes(8)
 
     # --- plain values ------------------------------------------------------------------------------------------------
 
@@ -168,46 +123,46 @@ class _Machine:
         self._stack.append(False)
 
     def int1(self) -> None:
-        self._stack.append(self._byte())
+        self._stack.append(self._read_byte())
 
     def int2(self) -> None:
-        self._stack.append(self._number("<H"))
+        self._stack.append(self._read_number("<H"))
 
     def int4(self) -> None:
-        self._stack.append(self._number("<i"))
+        self._stack.append(self._read_number("<i"))
 
     def long1(self) -> None:
-        self._stack.append(int.from_bytes(self._bytes(self._byte()), "little", signed=True))
+        self._stack.append(int.from_bytes(self._read_bytes(self._read_byte()), "little", signed=True))
 
     def float8(self) -> None:
-        self._stack.append(self._number(">d"))
+        self._stack.append(self._read_number(">d"))
 
     def text1(self) -> None:
-        self._stack.append(self._bytes(self._byte()).decode("utf-8", "surrogatepass"))
+        self._stack.append(self._read_bytes(self._read_byte()).decode("utf-8", "surrogatepass"))
 
     def text4(self) -> None:
-        self._stack.append(self._bytes(self._number("<I")).decode("utf-8", "surrogatepass"))
+        self._stack.append(self._read_bytes(self._read_number("<I")).decode("utf-8", "surrogatepass"))
 
     def text8(self) -> None:
-        self._stack.append(self._bytes(self._number("<Q")).decode("utf-8", "surrogatepass"))
+        self._stack.append(self._read_bytes(self._read_number("<Q")).decode("utf-8", "surrogatepass"))
 
     def bytes1(self) -> None:
-        self._stack.append(self._bytes(self._byte()))
+        self._stack.append(self._read_bytes(self._read_byte()))
 
     def bytes4(self) -> None:
-        self._stack.append(self._bytes(self._number("<I")))
+        self._stack.append(self._read_bytes(self._read_number("<I")))
 
     def bytes8(self) -> None:
-        self._stack.append(self._bytes(self._number("<Q")))
+        self._stack.append(self._read_bytes(self._read_number("<Q")))
 
     # --- containers --------------------------------------------------------------------------------------------------
 
     def mark(self) -> None:
-        self._outer.append(self._stack)
+        self._metastack.append(self._stack)
         self._stack = []
 
-    def _marked(self) -> list[Any]:
-        found, self._stack = self._stack, self._outer.pop()
+    def _pop_mark(self) -> list[Any]:
+        found, self._stack = self._stack, self._metastack.pop()
         return found
 
     def empty_tuple(self) -> None:
@@ -220,19 +175,19 @@ class _Machine:
         self._stack.append({})
 
     def tuple_(self) -> None:
-        found = tuple(self._marked())
+        found = tuple(self._pop_mark())
         self._stack.append(found)
 
     def tuple1(self) -> None:
-        self._last(1)
+        self._make_tuple(1)
 
     def tuple2(self) -> None:
-        self._last(2)
+        self._make_tuple(2)
 
     def tuple3(self) -> None:
-        self._last(3)
+        self._make_tuple(3)
 
-    def _last(self, count: int) -> None:
+    def _make_tuple(self, count: int) -> None:
         if len(self._stack) < count:
             raise RefusedPickle("pops more from its stack than it has pushed")
         self._stack[-count:] = [tuple(self._stack[-count:])]
@@ -242,7 +197,7 @@ class _Machine:
         self._extend([value])
 
     def appends(self) -> None:
-        self._extend(self._marked())
+        self._extend(self._pop_mark())
 
     def _extend(self, values: list[Any]) -> None:
         if type(self._stack[-1]) is not list:
@@ -251,28 +206,28 @@ class _Machine:
 
     def item(self) -> None:
         value, key = self._stack.pop(), self._stack.pop()
-        self._set([key, value])
+        self._set_items([key, value])
 
     def items(self) -> None:
-        self._set(self._marked())
+        self._set_items(self._pop_mark())
 
-    def _set(self, pairs: list[Any]) -> None:
-        into = self._stack[-1]
-        if type(into) not in (dict, OrderedDict):
+    def _set_items(self, pairs: list[Any]) -> None:
+        target = self._stack[-1]
+        if type(target) not in (dict, OrderedDict):
             raise RefusedPickle("sets items of something that is not a dictionary")
         if len(pairs) % 2:
             raise RefusedPickle("has a key without a value")
-        for number in range(0, len(pairs), 2):
-            key = pairs[number]
+        for index in range(0, len(pairs), 2):
+            key = pairs[index]
             # Hashing nested tuples recurses in C without a limit.
             if isinstance(key, tuple) and not (
-                len(key) <= _MAX_KEY and all(isinstance(part, _SCALARS) for part in key)
+                len(key) <= _MAX_KEY_LENGTH and all(isinstance(part, _SCALARS) for part in key)
             ):
                 raise RefusedPickle("has a key that is not a plain value")
-            self._count_comparisons(into, key)
-            into[key] = pairs[number + 1]
+            self._count_comparisons(target, key)
+            target[key] = pairs[index + 1]
 
-    def _count_comparisons(self, into: Mapping[Any, Any], key: Any) -> None:
+    def _count_comparisons(self, target: Mapping[Any, Any], key: Any) -> None:
         """Bound the comparisons of a new key with earlier keys of the same hash.
 
         Hashes of strings cannot be chosen, because they are salted per process. Integers that count from 0 do not
@@ -282,19 +237,19 @@ class _Machine:
         Raises:
             RefusedPickle: there are too many comparisons.
         """
-        kind = type(key)
-        if kind in (str, bytes, bool, type(None)):
+        key_type = type(key)
+        if key_type in (str, bytes, bool, type(None)):
             return
-        if kind is int and 0 <= key < 4 * len(into) + _FEW_KEYS:
+        if key_type is int and 0 <= key < 4 * len(target) + _MIN_KEY_RANGE:
             return
-        if kind not in (int, float, tuple):
-            known, found = self._hashes.setdefault(id(into), set()), hash(key)
-            if found not in known:
-                known.add(found)
+        if key_type not in (int, float, tuple):
+            known, key_hash = self._hashes.setdefault(id(target), set()), hash(key)
+            if key_hash not in known:
+                known.add(key_hash)
                 return
-            self._comparisons += 15 * len(into)  # instances are compared in Python, which is slower
-        self._comparisons += len(into)
-        if self._comparisons > _MOST_COMPARISONS:
+            self._num_comparisons += 15 * len(target)  # instances are compared in Python, which is slower
+        self._num_comparisons += len(target)
+        if self._num_comparisons > _MAX_COMPARISONS:
             raise RefusedPickle("has too many colliding numeric keys")
 
     # --- references --------------------------------------------------------------------------------------------------
@@ -303,18 +258,18 @@ class _Machine:
         self._memo[len(self._memo)] = self._stack[-1]
 
     def put1(self) -> None:
-        self._memo[self._byte()] = self._stack[-1]
+        self._memo[self._read_byte()] = self._stack[-1]
 
     def put4(self) -> None:
-        number = self._number("<I")
-        self._count_comparisons(self._memo, number)
-        self._memo[number] = self._stack[-1]
+        index = self._read_number("<I")
+        self._count_comparisons(self._memo, index)
+        self._memo[index] = self._stack[-1]
 
     def get1(self) -> None:
-        self._stack.append(self._memo[self._byte()])
+        self._stack.append(self._memo[self._read_byte()])
 
     def get4(self) -> None:
-        self._stack.append(self._memo[self._number("<I")])
+        self._stack.append(self._memo[self._read_number("<I")])
 
     def persistent_id(self) -> None:
         if self._persistent is None:
@@ -323,39 +278,39 @@ class _Machine:
 
     # --- named classes -----------------------------------------------------------------------------------------------
 
-    def name_of_lines(self) -> None:
-        module = self._line()
-        self._find(module, self._line())
+    def name_from_lines(self) -> None:
+        module = self._read_line()
+        self._push_name(module, self._read_line())
 
-    def name_of_stack(self) -> None:
+    def name_from_stack(self) -> None:
         name, module = self._stack.pop(), self._stack.pop()
-        self._find(module, name)
+        self._push_name(module, name)
 
-    def _find(self, module: Any, name: Any) -> None:
+    def _push_name(self, module: Any, name: Any) -> None:
         if type(module) is not str or type(name) is not str:
             raise RefusedPickle("has a name that is not text")
         if (module, name) not in self._names:
-            said = "".join(c if c.isprintable() else "?" for c in f"{module}.{name}"[:_MAX_NAME])
-            raise RefusedPickle(f"names {said}, which is not allowed in a checkpoint")
+            printable = "".join(c if c.isprintable() else "?" for c in f"{module}.{name}"[:_MAX_NAME_LENGTH])
+            raise RefusedPickle(f"names {printable}, which is not allowed in a checkpoint")
         self._stack.append(self._names[module, name])
 
     def reduce(self) -> None:
-        arguments, called = self._stack.pop(), self._stack.pop()
-        if type(called) is not Name or called.call is None or type(arguments) is not tuple:
+        arguments, entry = self._stack.pop(), self._stack.pop()
+        if type(entry) is not AllowedName or entry.call is None or type(arguments) is not tuple:
             raise RefusedPickle("calls something that may not be called")
-        value = called.call(*arguments)
+        value = entry.call(*arguments)
         if type(value) is bytes:
             # A shared string could be encoded repeatedly until memory is full.
-            self._bytes_of_calls += len(value)
-            if self._bytes_of_calls > len(self._data):
+            self._num_created_bytes += len(value)
+            if self._num_created_bytes > len(self._data):
                 raise RefusedPickle("creates more bytes than it contains")
         self._stack.append(value)
 
     def new(self) -> None:
-        arguments, made = self._stack.pop(), self._stack.pop()
-        if type(made) is not Name or made.new is None or type(arguments) is not tuple or arguments:
+        arguments, entry = self._stack.pop(), self._stack.pop()
+        if type(entry) is not AllowedName or entry.new is None or type(arguments) is not tuple or arguments:
             raise RefusedPickle("instantiates something that is not a class")
-        self._stack.append(made.new())
+        self._stack.append(entry.new())
 
     def build(self) -> None:
         state = self._stack.pop()
@@ -402,8 +357,8 @@ _OPERATIONS = {
         "h": "get1",
         "j": "get4",
         "Q": "persistent_id",
-        "c": "name_of_lines",
-        "\x93": "name_of_stack",
+        "c": "name_from_lines",
+        "\x93": "name_from_stack",
         "R": "reduce",
         "\x81": "new",
         "b": "build",

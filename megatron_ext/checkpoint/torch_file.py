@@ -23,7 +23,8 @@ from torch import Tensor
 
 from megatron_ext.checkpoint.extent import RefusedPickle
 from megatron_ext.checkpoint.metadata_file import TYPES, size_of
-from megatron_ext.checkpoint.restricted_pickle import Name, Names, load, ordered, unread
+from megatron_ext.checkpoint.pickle_names import AllowedName, AllowedNames, ignored_class, ordered_dict
+from megatron_ext.checkpoint.restricted_pickle import load
 from megatron_ext.utils.atomic_files import open_regular
 
 _PICKLE = "data.pkl"
@@ -100,18 +101,18 @@ _STORAGES = {
     "ComplexDoubleStorage": torch.complex128,
 }
 
-NAMES: Names = {
+NAMES: AllowedNames = {
     **TYPES,
     **{("torch", name): _StorageType(dtype) for name, dtype in _STORAGES.items()},
     ("torch.storage", "UntypedStorage"): _StorageType(torch.uint8),
-    ("torch", "device"): Name(_device),
-    ("torch._utils", "_rebuild_tensor_v2"): Name(_rebuild),
-    ("torch._utils", "_rebuild_tensor_v3"): Name(_rebuild_with_dtype),
-    ("torch._utils", "_rebuild_parameter"): Name(_rebuild_parameter),
-    ("collections", "OrderedDict"): ordered(),
-    ("_codecs", "encode"): Name(_text_to_bytes),
+    ("torch", "device"): AllowedName(_device),
+    ("torch._utils", "_rebuild_tensor_v2"): AllowedName(_rebuild),
+    ("torch._utils", "_rebuild_tensor_v3"): AllowedName(_rebuild_with_dtype),
+    ("torch._utils", "_rebuild_parameter"): AllowedName(_rebuild_parameter),
+    ("collections", "OrderedDict"): ordered_dict(),
+    ("_codecs", "encode"): AllowedName(_text_to_bytes),
     # DeepSpeed's description of how a tensor was split.
-    ("deepspeed.checkpoint.universal_checkpoint", "SubparamShape"): unread(),
+    ("deepspeed.checkpoint.universal_checkpoint", "SubparamShape"): ignored_class(),
 }
 
 
@@ -204,7 +205,7 @@ class _Records:
         return bytes(content)
 
 
-def load_part(descriptor: int, start: int, length: int, names: Names = NAMES) -> Any:
+def load_part(descriptor: int, start: int, length: int, names: AllowedNames = NAMES) -> Any:
     """Load an object written by torch.save into a byte range of a file. Tensors are on the CPU.
 
     Args:
@@ -227,7 +228,7 @@ def load_part(descriptor: int, start: int, length: int, names: Names = NAMES) ->
     return _load(part, names, copied)
 
 
-def load_file(path: Path, names: Names = NAMES, *, on_disk: bool = False) -> Any:
+def load_file(path: Path, names: AllowedNames = NAMES, *, on_disk: bool = False) -> Any:
     """Load an object written by torch.save into a file. Tensors are on the CPU.
 
     Args:
@@ -254,7 +255,7 @@ def load_file(path: Path, names: Names = NAMES, *, on_disk: bool = False) -> Any
         os.close(descriptor)
 
 
-def _load(part: _Part, names: Names, bytes_at: Callable[[int, int], Tensor]) -> Any:
+def _load(part: _Part, names: AllowedNames, bytes_at: Callable[[int, int], Tensor]) -> Any:
     storages: dict[str, _Storage] = {}
 
     def storage(identity: Any) -> _Storage:

@@ -29,8 +29,9 @@ from megatron_ext.checkpoint.metadata_index import FILE_NAME
 from megatron_ext.checkpoint.metadata_plain import _NAMES as PLAIN_NAMES
 from megatron_ext.checkpoint.metadata_plain import DTYPES as PLAIN_DTYPES
 from megatron_ext.checkpoint.metadata_plain import read_plain
+from megatron_ext.checkpoint.pickle_names import argparse_namespace
 from megatron_ext.checkpoint.reading import read_common
-from megatron_ext.checkpoint.restricted_pickle import load, namespace
+from megatron_ext.checkpoint.restricted_pickle import load
 from megatron_ext.checkpoint.torch_file import NAMES, load_file
 from megatron_ext.utils.errors import UserError
 
@@ -82,7 +83,7 @@ def test_burdens_are_refused(kind: str, tmp_path: Path) -> None:
     ],
 )
 def test_what_stands_for_more_than_it_is(kind: str, problem: str) -> None:
-    names = {**METADATA_NAMES, **NAMES, ("argparse", "Namespace"): namespace()}
+    names = {**METADATA_NAMES, **NAMES, ("argparse", "Namespace"): argparse_namespace()}
     with pytest.raises(RefusedPickle, match=problem):
         load(hostile.whole(hostile.BURDENSOME[kind]), names)
     names[("collections", "OrderedDict")] = METADATA_NAMES[("collections", "OrderedDict")]
@@ -170,7 +171,7 @@ def test_pickles_of_plain_values() -> None:
         3: Namespace(a=[1], b={"c": ()}),
     }
     value["again"] = value["numbers"]
-    names = {("argparse", "Namespace"): namespace()}
+    names = {("argparse", "Namespace"): argparse_namespace()}
     for protocol in range(2, 6):
         value["texts"] = value["texts"][:3] if protocol == 2 else value["texts"]  # protocol 2 writes bytes as calls
         found = load(pickle.dumps(value, protocol), names)
@@ -290,8 +291,8 @@ def written(keys: list[Any]) -> bytes:
 )
 def test_keys_of_one_hash_are_refused(kind: str, keys: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """A hundred thousand such keys would each be compared with all previous ones, for minutes."""
-    assert restricted_pickle._MOST_COMPARISONS <= 20_000_000
-    monkeypatch.setattr(restricted_pickle, "_MOST_COMPARISONS", 200_000)
+    assert restricted_pickle._MAX_COMPARISONS <= 20_000_000
+    monkeypatch.setattr(restricted_pickle, "_MAX_COMPARISONS", 200_000)
     assert len({hash(key) for key in keys}) == 1
     assert len(load(written(keys[: len(keys) // 2]), METADATA_NAMES)) == len(keys) // 2
     with pytest.raises(RefusedPickle, match="has too many colliding numeric keys"):
@@ -302,7 +303,7 @@ def test_keys_of_one_hash_are_refused(kind: str, keys: list[Any], monkeypatch: p
 
 
 def test_keys_that_checkpoints_have_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(restricted_pickle, "_MOST_COMPARISONS", 0)
+    monkeypatch.setattr(restricted_pickle, "_MAX_COMPARISONS", 0)
     texts = [f"decoder.layers.{number}.weight" for number in range(3_000)]
     ids = [number + number // 3 for number in range(3_000)]  # ids of parameters, with gaps for frozen ones
     places = [MetadataIndex("w", torch.Size([number, 0])) for number in range(3_000)]

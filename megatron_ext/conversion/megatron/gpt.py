@@ -11,8 +11,8 @@ from typing import Any
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 
 from megatron_ext.checkpoint.folder import Progress
+from megatron_ext.checkpoint.pickle_names import AllowedNames, argparse_namespace, ignored_class
 from megatron_ext.checkpoint.reading import read_common
-from megatron_ext.checkpoint.restricted_pickle import Names, namespace, unread
 from megatron_ext.config.schema import ModelConfig
 from megatron_ext.config.validate import validate
 from megatron_ext.conversion.core.converted_tensors import ConvertedTensors, Step
@@ -79,18 +79,18 @@ _OF_MEGATRON = {
     "rerun_state_machine": ("RerunDiagnostic", "RerunMode", "RerunState"),
 }
 
-_NAMES: Names = {
-    ("argparse", "Namespace"): namespace(),
-    ("types", "SimpleNamespace"): unread(),
-    ("signal", "Signals"): unread(),
+_NAMES: AllowedNames = {
+    ("argparse", "Namespace"): argparse_namespace(),
+    ("types", "SimpleNamespace"): ignored_class(),
+    ("signal", "Signals"): ignored_class(),
     **{
-        (f"numpy.{core}.multiarray", kind): unread()
+        (f"numpy.{core}.multiarray", kind): ignored_class()
         for core in ("core", "_core")
         for kind in ("_reconstruct", "scalar")
     },
-    **{("numpy", kind): unread() for kind in ("ndarray", "dtype")},
-    **{("pathlib", kind): unread() for kind in ("PosixPath", "WindowsPath")},
-    **{(f"megatron.core.{module}", kind): unread() for module, kinds in _OF_MEGATRON.items() for kind in kinds},
+    **{("numpy", kind): ignored_class() for kind in ("ndarray", "dtype")},
+    **{("pathlib", kind): ignored_class() for kind in ("PosixPath", "WindowsPath")},
+    **{(f"megatron.core.{module}", kind): ignored_class() for module, kinds in _OF_MEGATRON.items() for kind in kinds},
 }
 """Classes that Megatron-LM pickles in `common.pt`. The contents of most of them are not read."""
 
