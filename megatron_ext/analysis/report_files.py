@@ -15,8 +15,8 @@ from megatron_ext.analysis.matched_tables import answer_lines, render_table
 from megatron_ext.analysis.output import replace_files
 from megatron_ext.analysis.page import Contents, render_page
 from megatron_ext.analysis.runs import Run
-from megatron_ext.analysis.scaling import fitting
-from megatron_ext.analysis.scaling.fitting import Fitting, Options, fit_all, write
+from megatron_ext.analysis.scaling import fit_output
+from megatron_ext.analysis.scaling.fitting import Options, ScalingFit, fit_all
 from megatron_ext.analysis.scaling.run_points import by_mixer, points_of
 from megatron_ext.analysis.scaling.section import section
 from megatron_ext.analysis.selection import Selected, with_unevaluated
@@ -30,7 +30,7 @@ SCALING = "scaling"
 RECORD = "report.json"
 WRITTEN = re.compile(
     r"(training_loss|domain_loss|matched_loss|domains|retrieval|fewshot|suites)[A-Za-z0-9_.+-]*\.(png|csv|json)"
-    rf"|{SCALING}/({fitting.WRITTEN.pattern}|fit\.(json|md))"
+    rf"|{SCALING}/({fit_output.FILE_NAMES.pattern}|fit\.(json|md))"
 )
 """Pattern of the file names besides index.html and report.json, including those of a fit."""
 
@@ -76,7 +76,7 @@ def write_files(
     page = render_page(Contents(comparison, matched, curves, suites, scaling, run_decisions, beside, selected.left_out))
     try:
         if laws is not None:
-            write(laws, output / SCALING)
+            fit_output.write_fit(laws, output / SCALING)
         replace_files(output, files, RECORD, WRITTEN, others=fitted)
         write_whole(output / RECORD, (json.dumps({"files": beside}, indent=1) + "\n").encode())
         write_whole(output / "index.html", page.encode())
@@ -88,6 +88,6 @@ def write_files(
     return output / "index.html"
 
 
-def _fit(runs: Sequence[Run], given: Sequence[Path]) -> Fitting:
+def _fit(runs: Sequence[Run], given: Sequence[Path]) -> ScalingFit:
     points = points_of(runs)
     return fit_all(by_mixer(points), ", ".join(map(str, given)), Options(), points)

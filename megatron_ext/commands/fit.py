@@ -53,11 +53,12 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--drop-highest", f"{args.drop_highest} is below 0", "give 0 to keep all points")
     where, points, runs = _read(args.points, embeddings=not args.without_embeddings)
     # Imports matplotlib and SciPy, which takes a second: only after the points have been read.
-    from megatron_ext.analysis.scaling.fitting import Options, fit_all, numbers_of, text_of, write
+    from megatron_ext.analysis.scaling.fit_output import format_markdown, to_dict, write_fit
+    from megatron_ext.analysis.scaling.fitting import Options, fit_all
 
-    found = fit_all(points, where, Options(args.drop_highest), runs)
-    write(found, args.output, keep=args.points[0])
-    print(json.dumps(numbers_of(found), indent=1) if args.json else text_of(found))
+    result = fit_all(points, where, Options(args.drop_highest), runs)
+    write_fit(result, args.output, keep=args.points[0])
+    print(json.dumps(to_dict(result), indent=1) if args.json else format_markdown(result))
     return 0
 
 

@@ -6,18 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_ext.analysis.cells import NOTHING, Cell, Table, count, text
-from megatron_ext.analysis.scaling.fitting import (
-    Fitting,
-    Found,
-    Pair,
-    apart_cells,
-    budget_line,
-    files_of,
-    interval_words,
-    test_line,
-    transfer_line,
-    warnings_of,
+from megatron_ext.analysis.scaling.fit_output import (
+    describe_back_test,
+    describe_isoflop,
+    describe_test_loss,
+    format_difference,
+    format_interval,
+    render_files,
 )
+from megatron_ext.analysis.scaling.fitting import MixerFit, MixerPair, ScalingFit
 from megatron_ext.analysis.scaling.uncertainty import PARAMS_EXPONENT
 from megatron_ext.analysis.scaling.unidentifiable import CONSTANTS, names_of
 from megatron_ext.analysis.style import Picture
@@ -49,64 +46,64 @@ class Scaling:
     files: Sequence[str]
 
 
-def section(found: Fitting) -> Scaling:
+def section(result: ScalingFit) -> Scaling:
     """Build the section of a fit."""
-    remarks = [remark for mixer, one in found.mixers.items() for remark in _remarks(mixer, one)]
-    remarks += [("Left out", f"{one}.") for one in found.runs.left_out]
+    remarks = [remark for mixer, own in result.mixers.items() for remark in _remarks(mixer, own)]
+    remarks += [("Left out", f"{run}.") for run in result.runs.left_out]
     return Scaling(
-        answers=[_answer(pair) for pair in found.apart],
-        constants=_constants(found),
+        answers=[_answer(pair) for pair in result.differences],
+        constants=_constants(result),
         remarks=remarks,
-        transfer=_transfer(found),
-        pairs=_pairs(found.apart),
-        pictures=found.pictures,
-        files=["fit.json", "fit.md", *files_of(found)],
+        transfer=_transfer(result),
+        pairs=_pairs(result.differences),
+        pictures=result.pictures,
+        files=["fit.json", "fit.md", *render_files(result)],
     )
 
 
-def _answer(pair: Pair) -> str:
-    one, other, apart = pair
-    p = f"p = {apart.p_value:.2g}"
-    if apart.p_value >= SIGNIFICANCE:
-        return f"{other} and {one} do not differ significantly ({p})"
-    at, ratio = apart_cells(apart)
-    return f"{other} differs from {one} ({p}), by {ratio} at a training loss of {at} nats per token"
+def _answer(pair: MixerPair) -> str:
+    first, second, difference = pair
+    p = f"p = {difference.p_value:.2g}"
+    if difference.p_value >= SIGNIFICANCE:
+        return f"{second} and {first} do not differ significantly ({p})"
+    train_loss, ratio = format_difference(difference)
+    return f"{second} differs from {first} ({p}), by {ratio} at a training loss of {train_loss} nats per token"
 
 
-def _constants(found: Fitting) -> Table:
+def _constants(result: ScalingFit) -> Table:
     rows = []
-    for mixer, one in found.mixers.items():
+    for mixer, own in result.mixers.items():
         cells = []
         for name in CONSTANTS:
-            value = getattr(one.fitted.law, name)
-            interval = interval_words(one.sure.interval(name), ".3g") or "interval unknown"
+            value = getattr(own.fitted.law, name)
+            interval = format_interval(own.uncertainty.interval(name), ".3g") or "interval unknown"
             cells.append(Cell(f"{value:.5g}", value, interval))
-        rows.append([text(mixer), count(len(one.fitted.points)), *cells, _exponent(one)])
+        rows.append([text(mixer), count(len(own.fitted.points)), *cells, _exponent(own)])
     caption = "L(N, D) = E + A / N^alpha + B / D^beta in nats per token, with 95\u00a0% profile-likelihood intervals"
     return Table(caption, ["mixer", "runs", *CONSTANTS, "best size grows as compute^"], rows, below=True)
 
 
-def _exponent(one: Found) -> Cell:
+def _exponent(result: MixerFit) -> Cell:
     """Return the exponent of the optimal size by the law; that of the IsoFLOP parabolas is among the remarks."""
-    law, unidentifiable = one.fitted.law, names_of(one.sure.unidentifiable)
+    law, unidentifiable = result.fitted.law, names_of(result.uncertainty.unidentifiable)
     if not law.falls or "alpha" in unidentifiable or "beta" in unidentifiable:
         return NOTHING
-    interval = interval_words(one.sure.interval(PARAMS_EXPONENT), ".3f") or "interval unknown"
+    interval = format_interval(result.uncertainty.interval(PARAMS_EXPONENT), ".3f") or "interval unknown"
     return Cell(f"{law.params_exponent:.3f}", law.params_exponent, interval)
 
 
-def _remarks(mixer: str, one: Found) -> Sequence[tuple[str, str]]:
-    found = [("Warning", f"{line}.") for line in warnings_of(one)]
-    found += [("Back-test", test_line(one.tested)), ("IsoFLOP", budget_line(one))]
-    if one.transfer is not None:
-        found.append(("Test loss", transfer_line(one.transfer)))
-    return [(f"{mixer}: {what}", words) for what, words in found]
+def _remarks(mixer: str, result: MixerFit) -> Sequence[tuple[str, str]]:
+    remarks = [("Warning", f"{line}.") for line in result.warnings]
+    remarks += [("Back-test", describe_back_test(result.back_test)), ("IsoFLOP", describe_isoflop(result))]
+    if result.test_loss is not None:
+        remarks.append(("Test loss", describe_test_loss(result.test_loss)))
+    return [(f"{mixer}: {heading}", sentence) for heading, sentence in remarks]
 
 
-def _transfer(found: Fitting) -> Table | None:
+def _transfer(result: ScalingFit) -> Table | None:
     rows = []
-    for mixer, one in found.mixers.items():
-        if (line := one.transfer) is not None:
+    for mixer, own in result.mixers.items():
+        if (line := own.test_loss) is not None:
             low, high = line.exponent_interval
             exponent = Cell(f"{line.exponent:.4g}", line.exponent, f"{low:.3g} to {high:.3g}")
             deviation = Cell(f"{100 * line.deviation:.2f} %", line.deviation)
@@ -119,13 +116,13 @@ def _transfer(found: Fitting) -> Table | None:
     return Table(caption, ["mixer", "runs", "factor", "exponent", "deviation"], rows, below=True) if rows else None
 
 
-def _pairs(apart: Sequence[Pair]) -> Table | None:
+def _pairs(differences: Sequence[MixerPair]) -> Table | None:
     rows = []
-    for one, other, difference in apart:
-        at, ratio = apart_cells(difference)
+    for first, second, difference in differences:
+        train_loss, ratio = format_difference(difference)
         p_value = Cell(f"{difference.p_value:.2g}", difference.p_value)
         relative = Cell(ratio, difference.ratio) if difference.ratio is not None else NOTHING
-        rows.append([text(one), text(other), p_value, Cell(at, difference.train_loss), relative])
+        rows.append([text(first), text(second), p_value, Cell(train_loss, difference.train_loss), relative])
     caption = "Whether two mixers have the same curve of test over training loss (Wald test for each pair)"
     columns = ["mixer", "other", "p-value", "training loss", "relative test loss of other"]
     return Table(caption, columns, rows) if rows else None
