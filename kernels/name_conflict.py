@@ -36,7 +36,7 @@ def foreign_distributions(path: Iterable[str] | None = None) -> list[str]:
     return sorted(name for name in names if _normalised(name) != OUR_DISTRIBUTION)
 
 
-def complaint(path: Iterable[str] | None = None) -> str | None:
+def find_conflict(path: Iterable[str] | None = None) -> str | None:
     """Return one line that names the other owner of the import name `kernels` and the fix; None if there is none.
 
     Args:
@@ -44,36 +44,36 @@ def complaint(path: Iterable[str] | None = None) -> str | None:
     """
     foreign = foreign_distributions(path)
     if foreign:
-        what = f"the installed distribution{'s' if len(foreign) > 1 else ''} {', '.join(map(repr, foreign))}"
+        owner = f"the installed distribution{'s' if len(foreign) > 1 else ''} {', '.join(map(repr, foreign))}"
         hint = f"run `pip uninstall {' '.join(foreign)}`, then install selectron (again, if it was installed)"
-        return f"{what} also provides the Python package '{IMPORT_NAME}', which is selectron's: {hint}"
-    shadow = _shadow()
+        return f"{owner} also provides the Python package '{IMPORT_NAME}', which is selectron's: {hint}"
+    shadow = _find_shadow()
     if shadow is not None:
         hint = "remove that folder from PYTHONPATH, or rename it"
         return f"'import {IMPORT_NAME}' finds {shadow} before selectron's package of that name: {hint}"
     return None
 
 
-def require_ownership(path: Iterable[str] | None = None) -> None:
+def check_ownership(path: Iterable[str] | None = None) -> None:
     """Raise unless the import name `kernels` belongs to this project.
 
     Args:
         path: directories to look in for distributions; None means `sys.path`.
 
     Raises:
-        ForeignKernelsError: another package provides `kernels`; the message is that of `complaint`.
+        ForeignKernelsError: another package provides `kernels`; the message is that of `find_conflict`.
     """
-    line = complaint(path)
-    if line is not None:
-        raise ForeignKernelsError(line)
+    message = find_conflict(path)
+    if message is not None:
+        raise ForeignKernelsError(message)
 
 
 def main() -> int:
-    """Print the complaint, if any, to stderr. Return the exit code: 0, or 2 if another package owns the name."""
-    line = complaint()
-    if line is None:
+    """Print the conflict, if any, to stderr. Return the exit code: 0, or 2 if another package owns the name."""
+    message = find_conflict()
+    if message is None:
         return 0
-    print(f"error: {line}", file=sys.stderr)
+    print(f"error: {message}", file=sys.stderr)
     return 2
 
 
@@ -98,7 +98,7 @@ def _provides(dist: metadata.Distribution) -> bool:
     return re.search(rf'^"?{IMPORT_NAME}(/|\.py,|\.[^/,]*\.so,)', record, re.MULTILINE) is not None
 
 
-def _shadow() -> str | None:
+def _find_shadow() -> str | None:
     # Our package is recognised by this file: an installed copy elsewhere is ours, too.
     spec = importlib.util.find_spec(IMPORT_NAME)
     folders = list(spec.submodule_search_locations or []) if spec is not None else []

@@ -15,9 +15,9 @@ def based_triton(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     Returns:
         o: [b, t, h, e] in v's dtype.
     """
-    rows = Rows.of(v)
-    out: Tensor = _Based.apply(rows, *(rows.lay(x) for x in (q, k, v)))
-    return rows.turn(out)
+    rows = Rows.from_tensor(v)
+    out: Tensor = _Based.apply(rows, *(rows.to_rows(x) for x in (q, k, v)))
+    return rows.reorder(out)
 
 
 class _Based(torch.autograd.Function):

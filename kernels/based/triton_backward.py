@@ -23,16 +23,16 @@ from kernels.common.triton_math import load_rows, product, product_tf32, store_r
 
 
 @triton.jit
-def find_falls(dout, out, falls, numbers, E: tl.constexpr, BLOCK_E: tl.constexpr, T: tl.constexpr):
-    """Write -do.o for each token and head. Grid (tiles of numbers).
+def find_falls(dout, out, falls, num_rows, E: tl.constexpr, BLOCK_E: tl.constexpr, T: tl.constexpr):
+    """Write -do.o for each token and head. Grid (tiles of rows).
 
     Tensors:
-        dout: [numbers, E], gradient of the output.
-        out: [numbers, E], the output.
-        falls: fp32 [numbers], written.
+        dout: [num_rows, E], gradient of the output.
+        out: [num_rows, E], the output.
+        falls: fp32 [num_rows], written.
     """
     at = (tl.program_id(0) * T + tl.arange(0, T)).to(tl.int64)
-    valid = at < numbers
+    valid = at < num_rows
     dout_te = load_rows(dout, at, valid, E, E, BLOCK_E).to(tl.float32)
     out_te = load_rows(out, at, valid, E, E, BLOCK_E).to(tl.float32)
     tl.store(falls + at, -tl.sum(dout_te * out_te, 1), mask=valid)
@@ -60,17 +60,17 @@ def write_query_gradients(
     state = states + (place.to(tl.int64) * chunks + chunk) * F * (E + 1)
     for left in range(0, tl.where(chunk > 0, W + 1, 0)):
         rows_we, weights_w = load_state_rows(state, left, W, E, F, BLOCK_W, BLOCK_E)
-        of_features = product_tf32(dout_te.to(tl.float32), tl.trans(rows_we)) + fall[:, None] * weights_w[None, :]
-        dq_tw += load_left(q, at, valid, left, root, W)[:, None] * of_features
+        dfeatures = product_tf32(dout_te.to(tl.float32), tl.trans(rows_we)) + fall[:, None] * weights_w[None, :]
+        dq_tw += load_left(q, at, valid, left, root, W)[:, None] * dfeatures
     for first in range(chunk * C, tl.program_id(0) * T + 1, T):
         j = first + tl.arange(0, T)
         at_j, valid_j = place_tokens(j, place, length, sample_stride, time_stride, H)
         k_jw = load_rows(k, at_j, valid_j, W, W, BLOCK_W)
         v_je = load_rows(v, at_j, valid_j, E, E, BLOCK_E)
         score = 1.0 + product(q_tw, tl.trans(k_jw)) * (root * root)
-        of_weight = product(dout_te, tl.trans(v_je)) + fall[:, None]
-        of_score = tl.where(i[:, None] >= j[None, :], of_weight * score, 0.0)
-        dq_tw += product_tf32(of_score, k_jw.to(tl.float32)) * root
+        dweight = product(dout_te, tl.trans(v_je)) + fall[:, None]
+        dscore = tl.where(i[:, None] >= j[None, :], dweight * score, 0.0)
+        dq_tw += product_tf32(dscore, k_jw.to(tl.float32)) * root
     store_rows(dq, at, valid, W, dq_tw * (root * inverse)[:, None], W, BLOCK_W)
 
 
@@ -108,7 +108,7 @@ def write_key_value_gradients(
         score = 1.0 + product(k_tw, tl.trans(q_iw)) * (root * root)
         seen = tl.where(i[None, :] >= j[:, None], inverse[None, :], 0.0)
         dv_te += product_tf32(seen * (0.5 * score * score + 0.5), dout_ie.to(tl.float32))
-        of_weight = product(v_te, tl.trans(dout_ie)) + fall[None, :]
-        dk_tw += product_tf32(seen * of_weight * score, q_iw.to(tl.float32)) * root
+        dweight = product(v_te, tl.trans(dout_ie)) + fall[None, :]
+        dk_tw += product_tf32(seen * dweight * score, q_iw.to(tl.float32)) * root
     store_rows(dk, at, valid, W, dk_tw * root, W, BLOCK_W)
     store_rows(dv, at, valid, E, dv_te, E, BLOCK_E)

@@ -50,7 +50,7 @@ class Problem(NamedTuple):
     value: int
 
     @property
-    def places(self) -> int:
+    def num_sequences(self) -> int:
         """Number of (sample, head) pairs."""
         return self.rows.samples * self.heads
 
@@ -66,10 +66,10 @@ class Problem(NamedTuple):
 
     def tiles(self, tuning: Tuning) -> tuple[int, int]:
         """Return the grid of a kernel that writes one tile of tokens per program."""
-        return -(-self.rows.length // tuning.tile), self.places
+        return -(-self.rows.length // tuning.tile), self.num_sequences
 
     @property
-    def numbers(self) -> tuple[int, int, float, int, int]:
+    def scalar_arguments(self) -> tuple[int, int, float, int, int]:
         """Scalar arguments of the kernels. The third is the factor on q and on k, so that their product is s."""
         return self.rows.length, self.chunks, self.width**-0.25, self.rows.sample_stride, self.rows.time_stride
 
@@ -98,7 +98,7 @@ def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, 
     with on_device(q):
         states = _states(problem, k, v, None)
         triton_forward.read_chunks[problem.tiles(READ)](
-            q, k, v, states, out, sums, *problem.numbers, **problem.launch(READ)
+            q, k, v, states, out, sums, *problem.scalar_arguments, **problem.launch(READ)
         )
     return out, sums
 
@@ -114,12 +114,12 @@ def backward(
         )
         states = _states(problem, k, v, None)
         triton_backward.write_query_gradients[problem.tiles(WRITE_QUERIES)](
-            dout, q, k, v, sums, falls, states, dq, *problem.numbers, **problem.launch(WRITE_QUERIES)
+            dout, q, k, v, sums, falls, states, dq, *problem.scalar_arguments, **problem.launch(WRITE_QUERIES)
         )
         del states  # free them before the reverse states, which are as large, are allocated
         states = _states(problem, q, dout, (sums, falls))
         triton_backward.write_key_value_gradients[problem.tiles(WRITE_KEYS)](
-            dout, q, k, v, sums, falls, states, dk, dv, *problem.numbers, **problem.launch(WRITE_KEYS)
+            dout, q, k, v, sums, falls, states, dk, dv, *problem.scalar_arguments, **problem.launch(WRITE_KEYS)
         )
     return dq, dk, dv
 
@@ -127,14 +127,14 @@ def backward(
 def _states(problem: Problem, x: Tensor, y: Tensor, weights: tuple[Tensor, Tensor] | None) -> Tensor:
     """Return the state before each chunk; with `weights` (sums, falls), the reverse state of the chunks after it."""
     size = problem.features * (problem.value + 1)
-    states = torch.empty(problem.places, problem.chunks, size, dtype=torch.float32, device=x.device)
+    states = torch.empty(problem.num_sequences, problem.chunks, size, dtype=torch.float32, device=x.device)
     sums, falls = (states, states) if weights is None else weights
     lefts = max(1, (SUM_ROWS if problem.value > NARROW else SUM_ROWS_OF_NARROW) // tile(problem.width))
-    triton_forward.sum_chunks[-(-(problem.width + 2) // lefts), problem.chunks, problem.places](
-        x, y, sums, falls, states, *problem.numbers,
+    triton_forward.sum_chunks[-(-(problem.width + 2) // lefts), problem.chunks, problem.num_sequences](
+        x, y, sums, falls, states, *problem.scalar_arguments,
         **problem.launch(SUM, LEFTS=lefts, GRADIENT=weights is not None),
     )  # fmt: skip
-    triton_forward.accumulate_chunks[-(-size // ACCUMULATE_BLOCK), problem.places](
+    triton_forward.accumulate_chunks[-(-size // ACCUMULATE_BLOCK), problem.num_sequences](
         states, problem.chunks, SIZE=size, BLOCK=ACCUMULATE_BLOCK, REVERSE=weights is not None
     )
     return states

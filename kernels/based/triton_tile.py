@@ -33,8 +33,8 @@ def place_tokens(t, place, length, sample_stride, time_stride, H: tl.constexpr):
 @triton.jit
 def load_left(x, at, valid, left, root, W: tl.constexpr):
     """Load element `left` of each token times `root`, in fp32; 1 for `left` >= W."""
-    numbers = tl.load(x + at * W + left, mask=valid & (left < W), other=0.0).to(tl.float32) * root
-    return tl.where(left < W, numbers, 1.0)
+    features = tl.load(x + at * W + left, mask=valid & (left < W), other=0.0).to(tl.float32) * root
+    return tl.where(left < W, features, 1.0)
 
 
 @triton.jit

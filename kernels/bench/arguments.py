@@ -9,7 +9,7 @@ from pathlib import Path
 from kernels.bench.cases import OptionError
 
 LARGEST_SEED = 2**32 - 1
-"""Maximum seed. It leaves room below torch's limit for the consecutive seeds of further inputs."""
+"""Maximum seed. Further inputs use consecutive seeds, which must stay below torch's limit of 2**64 - 1."""
 
 
 def add_run_arguments(parser: argparse.ArgumentParser, output: str) -> None:
@@ -21,12 +21,12 @@ def add_run_arguments(parser: argparse.ArgumentParser, output: str) -> None:
     """
     add = parser.add_argument
     add("--repeat", type=int, default=30, metavar="N", help="timed runs of each case (%(default)s)")
-    add("--seed", type=int, metavar="N", help="of the inputs (a fresh one, told in the report)")
+    add("--seed", type=int, metavar="N", help="seed of the inputs (a random one, recorded in the report)")
     add("--output", type=Path, default=Path(output), metavar="DIR", help="folder of the report (%(default)s)")
     add("--device", default="cuda", help="cuda or cuda:N (%(default)s)")
 
 
-def seed_of(args: argparse.Namespace) -> int:
+def resolve_seed(args: argparse.Namespace) -> int:
     """Return the requested seed, or a random one.
 
     Raises:
@@ -49,11 +49,13 @@ def at_least_one(option: str, value: int) -> int:
     return value
 
 
-def names(option: str, text: str, known: Collection[str], aliases: Mapping[str, str] | None = None) -> tuple[str, ...]:
+def parse_names(
+    option: str, text: str, known: Collection[str], aliases: Mapping[str, str] | None = None
+) -> tuple[str, ...]:
     """Parse a comma-separated list of names and remove repetitions.
 
     Args:
-        option: the option, for messages.
+        option: name of the option, for messages.
         text: comma-separated names.
         known: allowed names.
         aliases: alternative words for some names.
@@ -62,18 +64,18 @@ def names(option: str, text: str, known: Collection[str], aliases: Mapping[str, 
         OptionError: a name is not known.
     """
     by_name = {name: name for name in known} | dict(aliases or {})
-    for part in split(text):
+    for part in split_list(text):
         if part not in by_name:
             raise OptionError(option, f"{part!r} is not known", f"choose from {', '.join(by_name)}")
-    return tuple(dict.fromkeys(by_name[part] for part in split(text)))
+    return tuple(dict.fromkeys(by_name[part] for part in split_list(text)))
 
 
-def split(text: str) -> list[str]:
+def split_list(text: str) -> list[str]:
     """Split a comma-separated list and drop empty parts."""
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def tell(line: str) -> None:
+def print_progress(line: str) -> None:
     """Print a progress line to standard error."""
     print(line, file=sys.stderr, flush=True)
 
@@ -89,4 +91,4 @@ def save_into(folder: Path, write: Callable[[Path], None]) -> None:
         write(folder)
     except OSError as error:
         problem = f"{folder} cannot be written ({error.strerror})"
-        raise OptionError("--output", problem, "give a folder that can") from None
+        raise OptionError("--output", problem, "give a writable folder") from None

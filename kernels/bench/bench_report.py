@@ -35,8 +35,8 @@ class BenchRow(Generic[M]):
 
     Attributes:
         measured: measurements, if the result was correct.
-        failed: error of ours.
-        not_run: why it did not run.
+        failed: error of one of this package's implementations.
+        not_run: reason why it did not run.
     """
 
     measured: M | None = None

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Literal
 
 Pass = Literal["forward", "forward_backward"]
-Preference = Literal["even", "same", "zipf"]
+ChoiceDistribution = Literal["even", "same", "zipf"]
 
 PASSES: tuple[Pass, ...] = ("forward", "forward_backward")
-PREFERENCES: tuple[Preference, ...] = ("even", "same", "zipf")
+CHOICE_DISTRIBUTIONS: tuple[ChoiceDistribution, ...] = ("even", "same", "zipf")
 OPS = (
     "top1_chunk:approx",
     "top1_chunk:exact",
@@ -85,7 +85,7 @@ class KernelPlan:
     ops: tuple[str, ...]
     peers: tuple[str, ...]
     passes: tuple[Pass, ...]
-    choices: Preference
+    choices: ChoiceDistribution
     repeat: int
     chunk_size: int
     top_k: int

@@ -11,23 +11,23 @@ from torch import Tensor
 from kernels.bench.cases import Shape
 from kernels.bench.contestant import GRADIENT_LIMIT, Builder, TimedPart
 
-SHORT = 4096
+MAX_GRADIENT_LENGTH = 4096
 """Longest sequence for which all gradients are checked against a float64 reference."""
 
-BLOCK = 16
+SAMPLE_SIZE = 16
 """Number of consecutive queries in a sample."""
 
 ERROR_ROWS = 256
 """Number of consecutive positions over which a relative error is computed: few enough to reveal one wrong position."""
 
-PIECE_BYTES = 2**29
-"""Bytes of one float64 array [heads, queries, keys]; a reference needs about eight of them."""
+MAX_SCORE_BYTES = 2**29
+"""Maximum bytes of a float64 array [heads, queries, keys]. A reference needs about eight such arrays."""
 
 Draw = Callable[[Shape], tuple[Tensor, Tensor, Tensor]]
-"""Draws fresh q, k, v of a shape."""
+"""Function that draws new random q, k, v of a shape."""
 
 
-class Piece(NamedTuple):
+class QueryBlock(NamedTuple):
     """Queries start .. end - 1 of one batch row, for some of the `num_heads` query heads and their key heads."""
 
     row: int
@@ -37,14 +37,18 @@ class Piece(NamedTuple):
     heads: slice
     groups: slice
 
-    def cut(self, x_bthd: Tensor, *, start: int) -> Tensor:
-        """Return the positions from `start` to the piece's end, of the query heads or the key heads x has."""
+    def select(self, x_bthd: Tensor, *, start: int) -> Tensor:
+        """Return the positions from `start` to the block's end, for the heads of this block."""
         heads = self.heads if x_bthd.shape[2] == self.num_heads else self.groups
         return x_bthd.detach()[self.row : self.row + 1, start : self.end, heads]
 
-    def exact(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the piece's queries and their whole context in float64."""
-        return self.cut(q, start=self.start).double(), self.cut(k, start=0).double(), self.cut(v, start=0).double()
+    def inputs_float64(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the block's queries, and the keys and values from position 0 to its end, in float64."""
+        return (
+            self.select(q, start=self.start).double(),
+            self.select(k, start=0).double(),
+            self.select(v, start=0).double(),
+        )
 
 
 class Result(NamedTuple):
@@ -56,9 +60,9 @@ class Result(NamedTuple):
     out: Tensor
     chosen: Tensor | None
 
-    def choices(self, piece: Piece) -> Tensor | None:
-        """Return the piece's choices."""
-        return None if self.chosen is None else piece.cut(self.chosen, start=piece.start)
+    def choices(self, block: QueryBlock) -> Tensor | None:
+        """Return the choices of the block's queries."""
+        return None if self.chosen is None else block.select(self.chosen, start=block.start)
 
 
 @dataclass
@@ -83,29 +87,29 @@ class Verdict:
     worst: float = 0.0
     largest_share: float | None = None
 
-    def note_error(self, name: str, error: float) -> None:
+    def record_error(self, name: str, error: float) -> None:
         """Record an error if it is the largest so far, or NaN."""
-        known = self.errors.get(name, 0.0)
-        self.errors[name] = error if math.isnan(error) or error > known else known
+        largest = self.errors.get(name, 0.0)
+        self.errors[name] = error if math.isnan(error) or error > largest else largest
 
 
 def check(build: Builder, shape: Shape, draw: Draw, *, gradients: bool) -> Verdict:
-    """Check each part of a contestant on fresh inputs.
+    """Check each part of a contestant on new random inputs.
 
     Outputs and choices are checked for sampled rows with their whole context, in every batch row and head. Gradients
     are checked completely, for at most 4,096 tokens and two batch rows.
 
     Args:
-        build: makes the contestant for a shape.
+        build: builder of the contestant.
         shape: the shape that will be timed.
-        draw: draws inputs.
+        draw: function that draws inputs.
         gradients: True to check the gradients.
     """
     verdict = Verdict()
     for part in build(shape).parts:
         _check_sample(part, shape, draw, verdict)
     if gradients and verdict.failure is None:
-        short = replace(shape, length=min(shape.length, SHORT), batch=min(shape.batch, 2))
+        short = replace(shape, length=min(shape.length, MAX_GRADIENT_LENGTH), batch=min(shape.batch, 2))
         for part in build(short).parts:
             _check_gradients(part, short, draw, verdict)
     return verdict
@@ -118,8 +122,8 @@ def _check_sample(part: TimedPart, shape: Shape, draw: Draw, verdict: Verdict) -
         if result.chosen is not None and part.compare is not None:
             verdict.largest_share = largest_share(result.chosen // part.keys_per_choice)
         for start, end in sample_blocks(shape.length):
-            for piece in pieces(shape, start, end):
-                _check_piece(part, result, piece, verdict)
+            for block in query_blocks(shape, start, end):
+                _check_block(part, result, block, verdict)
                 if verdict.failure is not None:
                     return
 
@@ -130,72 +134,75 @@ def _check_gradients(part: TimedPart, shape: Shape, draw: Draw, verdict: Verdict
         x.requires_grad_()
     result = Result(q, k, v, *part.run(q, k, v))
     grad = torch.randn_like(result.out)
-    found = torch.autograd.grad(result.out, inputs, grad)
-    for piece in pieces(shape, 0, shape.length):
+    grads = torch.autograd.grad(result.out, inputs, grad)
+    for block in query_blocks(shape, 0, shape.length):
         with torch.no_grad():
-            _check_piece(part, result, piece, verdict)
+            _check_block(part, result, block, verdict)
         if verdict.failure is not None:
             return
-        exact = piece.exact(*inputs)
-        for x in exact:
+        wide_inputs = block.inputs_float64(*inputs)
+        for x in wide_inputs:
             x.requires_grad_()
-        out = part.reference(*exact, result.choices(piece), 0)
-        expected = torch.autograd.grad(out, exact, piece.cut(grad, start=0).double())
-        for name, mine, theirs in zip(("dq", "dk", "dv"), found, expected, strict=True):
-            _judge_gradient(part, name, relative_error(piece.cut(mine, start=0), theirs), verdict)
+        out = part.reference(*wide_inputs, result.choices(block), 0)
+        expected = torch.autograd.grad(out, wide_inputs, block.select(grad, start=0).double())
+        for name, actual, exact in zip(("dq", "dk", "dv"), grads, expected, strict=True):
+            _record_gradient_error(part, name, relative_error(block.select(actual, start=0), exact), verdict)
 
 
-def _check_piece(part: TimedPart, result: Result, piece: Piece, verdict: Verdict) -> None:
-    exact, choices = piece.exact(result.q, result.k, result.v), result.choices(piece)
+def _check_block(part: TimedPart, result: Result, block: QueryBlock, verdict: Verdict) -> None:
+    q, k, v = block.inputs_float64(result.q, result.k, result.v)
+    choices = result.choices(block)
     if choices is not None and part.compare is not None:
-        found = part.compare(exact[0], exact[1], choices, piece.start)
-        verdict.choices += found.compared
-        verdict.different += found.different
-        verdict.worst = max(verdict.worst, found.worst)
-        if found.wrong:  # an impossible choice may have no reference
+        comparison = part.compare(q, k, choices, block.start)
+        verdict.choices += comparison.compared
+        verdict.different += comparison.different
+        verdict.worst = max(verdict.worst, comparison.worst)
+        if comparison.wrong:  # an impossible choice may have no reference
             verdict.failure = (
-                f"{found.wrong} of {found.compared} choices at {piece.start}..{piece.end - 1} are wrong: "
-                f"{found.impossible} cannot be, others are off by up to {found.worst:.1e} times what rounding allows"
+                f"{comparison.wrong} of {comparison.compared} choices at {block.start}..{block.end - 1} are wrong: "
+                f"{comparison.impossible} are impossible, others differ by up to {comparison.worst:.1e} times the "
+                "rounding bound"
             )
             return
-    error = relative_error(piece.cut(result.out, start=piece.start), part.reference(*exact, choices, piece.start))
-    verdict.note_error("output", error)
+    expected = part.reference(q, k, v, choices, block.start)
+    error = relative_error(block.select(result.out, start=block.start), expected)
+    verdict.record_error("output", error)
     if not error <= part.limit:
         verdict.failure = f"{part.name} off by {error:.1e}, limit {part.limit:.0e}"
 
 
-def _judge_gradient(part: TimedPart, name: str, error: float, verdict: Verdict) -> None:
-    verdict.note_error(name, error)
+def _record_gradient_error(part: TimedPart, name: str, error: float, verdict: Verdict) -> None:
+    verdict.record_error(name, error)
     if not error <= GRADIENT_LIMIT:
-        what = name if part.name == "output" else f"{name} of {part.name}"
-        verdict.gradient_failure = f"{what} off by {error:.1e}, limit {GRADIENT_LIMIT:.0e}"
+        label = name if part.name == "output" else f"{name} of {part.name}"
+        verdict.gradient_failure = f"{label} off by {error:.1e}, limit {GRADIENT_LIMIT:.0e}"
 
 
 def sample_blocks(length: int) -> list[tuple[int, int]]:
     """Return the ranges of samples: first and last rows, around the ends of chunks of 128 and 256, and random ones."""
-    if length <= 6 * BLOCK:
+    if length <= 6 * SAMPLE_SIZE:
         return [(0, length)]
-    at_random = torch.randint(0, length - BLOCK, (2,)).tolist()
-    starts = [0, 128 - BLOCK // 2, 256 - BLOCK // 2, *at_random, length - BLOCK]
-    return [(start, start + BLOCK) for start in sorted({min(start, length - BLOCK) for start in starts})]
+    at_random = torch.randint(0, length - SAMPLE_SIZE, (2,)).tolist()
+    starts = [0, 128 - SAMPLE_SIZE // 2, 256 - SAMPLE_SIZE // 2, *at_random, length - SAMPLE_SIZE]
+    return [(start, start + SAMPLE_SIZE) for start in sorted({min(start, length - SAMPLE_SIZE) for start in starts})]
 
 
-def pieces(shape: Shape, start: int, end: int) -> Iterator[Piece]:
-    """Divide batch rows and heads into pieces so that float64 scores of queries start .. end - 1 fit in memory."""
+def query_blocks(shape: Shape, start: int, end: int) -> Iterator[QueryBlock]:
+    """Divide batch rows and heads into blocks so that float64 scores of queries start .. end - 1 fit in memory."""
     ratio = shape.heads // shape.groups
-    step = max(1, PIECE_BYTES // (8 * ratio * (end - start) * end))
+    step = max(1, MAX_SCORE_BYTES // (8 * ratio * (end - start) * end))
     for row in range(shape.batch):
         for first in range(0, shape.groups, step):
             last = min(first + step, shape.groups)
-            yield Piece(row, start, end, shape.heads, slice(first * ratio, last * ratio), slice(first, last))
+            yield QueryBlock(row, start, end, shape.heads, slice(first * ratio, last * ratio), slice(first, last))
 
 
-def relative_error(found_bthd: Tensor, expected_bthd: Tensor) -> float:
+def relative_error(actual_bthd: Tensor, expected_bthd: Tensor) -> float:
     """Return the largest ||found - expected|| / ||expected|| over 256 positions of a head; NaN if any is NaN."""
-    squares = [x.double().pow(2).sum(dim=(0, 3)) for x in (found_bthd.double() - expected_bthd, expected_bthd)]
-    over, under = (torch.stack([part.sum(0) for part in x_th.split(ERROR_ROWS)]).sqrt() for x_th in squares)
+    squares = [x.double().pow(2).sum(dim=(0, 3)) for x in (actual_bthd.double() - expected_bthd, expected_bthd)]
+    error_norm, norm = (torch.stack([part.sum(0) for part in x_th.split(ERROR_ROWS)]).sqrt() for x_th in squares)
     # If the expected result is zero, there is no relative error, and the result must match exactly.
-    error_nh = torch.where(over == 0, 0.0, over / under)
+    error_nh = torch.where(error_norm == 0, 0.0, error_norm / norm)
     return math.nan if bool(error_nh.isnan().any()) else float(error_nh.max())
 
 

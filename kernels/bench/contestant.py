@@ -26,7 +26,7 @@ def one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {first_line}".rstrip(": ")
 
 
-class Choices(NamedTuple):
+class ChoiceComparison(NamedTuple):
     """Comparison of an op's choices with those by float64 scores.
 
     Attributes:
@@ -49,7 +49,7 @@ class TimedPart:
     """A computation with a float64 reference: the whole contestant, or one of its modes.
 
     Attributes:
-        run: (q, k, v) -> output [b, t, hq, d], and the choices [b, t, heads, m] made or given, or None.
+        run: (q, k, v) -> output [b, t, hq, d], and its choices [b, t, heads, m] or None.
         reference: (q, k, v, choices, query_offset) -> output, in float64 for float64 inputs, with those choices.
         compare: (q, k, choices, query_offset) -> comparison with float64 scores; None without choices.
         limit: largest relative error of the output; 0 for bitwise equality.
@@ -59,7 +59,7 @@ class TimedPart:
 
     run: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
     reference: Callable[[Tensor, Tensor, Tensor, Tensor | None, int], Tensor]
-    compare: Callable[[Tensor, Tensor, Tensor, int], Choices] | None = None
+    compare: Callable[[Tensor, Tensor, Tensor, int], ChoiceComparison] | None = None
     limit: float = LIMIT
     name: str = "output"
     keys_per_choice: int = 1

@@ -24,9 +24,9 @@ class Operations(NamedTuple):
     forward: float
     forward_backward: float
 
-    def of(self, which: Pass) -> float:
+    def for_pass(self, pass_name: Pass) -> float:
         """Return the operations of a pass."""
-        return self.forward if which == "forward" else self.forward_backward
+        return self.forward if pass_name == "forward" else self.forward_backward
 
 
 def causal_pairs(length: int) -> int:
@@ -45,20 +45,25 @@ def own_chunk_pairs(length: int, chunk_size: int) -> int:
     return length // chunk_size * causal_pairs(chunk_size) + causal_pairs(length % chunk_size)
 
 
-def earlier_chunks(length: int, chunk_size: int, most: int | None = None) -> int:
-    """Count the pairs of queries and complete earlier chunks, at most `most` each: about length^2 / chunk_size / 2."""
-    whole, rest = divmod(length, chunk_size)
-    if most is None:
-        most = whole
-    # The first min(whole, most) chunks have 0, 1, ... earlier chunks. Each query of the others counts `most`.
-    few = min(whole, most)
-    return chunk_size * (few * (few - 1) // 2 + (whole - few) * most) + rest * min(whole, most)
+def earlier_chunks(length: int, chunk_size: int, max_chunks: int | None = None) -> int:
+    """Count the pairs of queries and complete earlier chunks, with at most `max_chunks` chunks per query.
+
+    Without that limit: about length^2 / chunk_size / 2.
+    """
+    whole, remainder = divmod(length, chunk_size)
+    if max_chunks is None:
+        max_chunks = whole
+    # The first min(whole, max_chunks) chunks have 0, 1, ... earlier chunks, the later ones at least `max_chunks`.
+    num_short = min(whole, max_chunks)
+    return chunk_size * (num_short * (num_short - 1) // 2 + (whole - num_short) * max_chunks) + remainder * min(
+        whole, max_chunks
+    )
 
 
 def complete_block_pairs(length: int, block_size: int) -> int:
     """Count the pairs of queries and blocks that end at or before them."""
-    whole, rest = divmod(length, block_size)
-    return block_size * (whole * (whole - 1) // 2) + whole * (rest + 1)
+    whole, remainder = divmod(length, block_size)
+    return block_size * (whole * (whole - 1) // 2) + whole * (remainder + 1)
 
 
 def products(shape: Shape, pairs: int, count: int) -> float:
@@ -125,22 +130,22 @@ def key_bytes(shape: Shape) -> int:
     return BYTES * shape.tokens * shape.groups * shape.head_dim
 
 
-def moved_bytes(shape: Shape, which: Pass) -> int:
+def traffic_bytes(shape: Shape, pass_name: Pass) -> int:
     """Return the memory traffic in bytes if each input of a pass is read once and each output is written once.
 
     Forward: q, k, v; o. Backward: q, k, v, o, do; dq, dk, dv. Both: their sum, because do exists only after o.
     """
     forward = 2 * query_bytes(shape) + 2 * key_bytes(shape)
     backward = 4 * query_bytes(shape) + 4 * key_bytes(shape)
-    return forward if which == "forward" else forward + backward
+    return forward if pass_name == "forward" else forward + backward
 
 
-def held_bytes(shape: Shape, which: Pass) -> int:
+def baseline_bytes(shape: Shape, pass_name: Pass) -> int:
     """Return the bytes of q, k, v and o, with their gradients for a backward pass: the baseline for memory."""
-    return (2 * query_bytes(shape) + 2 * key_bytes(shape)) * (1 if which == "forward" else 2)
+    return (2 * query_bytes(shape) + 2 * key_bytes(shape)) * (1 if pass_name == "forward" else 2)
 
 
-def result_bytes(shape: Shape, which: Pass) -> int:
+def result_bytes(shape: Shape, pass_name: Pass) -> int:
     """Return the bytes of a pass's results: o, and dq, dk, dv for a backward pass."""
     gradients = query_bytes(shape) + 2 * key_bytes(shape)
-    return query_bytes(shape) + (0 if which == "forward" else gradients)
+    return query_bytes(shape) + (0 if pass_name == "forward" else gradients)

@@ -3,8 +3,16 @@
 import argparse
 import re
 
-from kernels.bench.arguments import add_run_arguments, at_least_one, names, save_into, seed_of, split, tell
-from kernels.bench.cases import ALIASES, OPS, PASSES, PEERS, PREFERENCES, KernelPlan, OptionError, Shape
+from kernels.bench.arguments import (
+    add_run_arguments,
+    at_least_one,
+    parse_names,
+    print_progress,
+    resolve_seed,
+    save_into,
+    split_list,
+)
+from kernels.bench.cases import ALIASES, CHOICE_DISTRIBUTIONS, OPS, PASSES, PEERS, KernelPlan, OptionError, Shape
 
 DEFAULT_OPS = "top1_chunk:approx,top1_chunk:exact,top1_element"
 
@@ -15,12 +23,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--lengths", default="2048x50,8192x12,102400x1", metavar="LIST", help="LENGTHxBATCH, ... (%(default)s)")
     add("--heads", default="16x128,32x64", metavar="LIST", help="HEADSxDIM, ... (%(default)s)")
     add("--groups", type=int, metavar="N", help="key/value heads (as many as query heads)")
-    add("--ops", default=DEFAULT_OPS, metavar="LIST", help=f"ours, of {', '.join(OPS)} (%(default)s)")
-    add("--peers", default=",".join(PEERS), metavar="LIST", help='to compare with; "" for none (%(default)s)')
-    add("--choices", choices=PREFERENCES, default="even", help="how queries spread over chunks (%(default)s)")
-    add("--passes", default=",".join(PASSES), metavar="LIST", help="what is timed (%(default)s)")
-    add("--chunk-size", type=int, default=128, metavar="N", help="keys a chunk (%(default)s)")
-    add("--top-k", type=int, default=1, metavar="N", help="chunks a query takes (%(default)s)")
+    add("--ops", default=DEFAULT_OPS, metavar="LIST", help=f"our ops, from {', '.join(OPS)} (%(default)s)")
+    add("--peers", default=",".join(PEERS), metavar="LIST", help='other implementations; "" for none (%(default)s)')
+    add(
+        "--choices",
+        choices=CHOICE_DISTRIBUTIONS,
+        default="even",
+        help="distribution of the queries over chunks (%(default)s)",
+    )
+    add("--passes", default=",".join(PASSES), metavar="LIST", help="passes to time (%(default)s)")
+    add("--chunk-size", type=int, default=128, metavar="N", help="keys per chunk (%(default)s)")
+    add("--top-k", type=int, default=1, metavar="N", help="chunks per query (%(default)s)")
     add_run_arguments(parser, output="bench/kernels")
 
 
@@ -30,11 +43,11 @@ def make_plan(args: argparse.Namespace) -> KernelPlan:
     Raises:
         OptionError: an option has an invalid value.
     """
-    ops = names("--ops", args.ops, OPS, ALIASES)
-    peers = names("--peers", args.peers, PEERS)
+    ops = parse_names("--ops", args.ops, OPS, ALIASES)
+    peers = parse_names("--peers", args.peers, PEERS)
     if not ops and not peers:
         raise OptionError("--ops", "is empty, and so is --peers", "name at least one op or peer")
-    passes = names("--passes", args.passes, PASSES)
+    passes = parse_names("--passes", args.passes, PASSES)
     if not passes:
         raise OptionError("--passes", "is empty", f"give one of {', '.join(PASSES)}, or both")
     shapes = make_shapes(args.lengths, args.heads, args.groups)
@@ -49,7 +62,7 @@ def make_plan(args: argparse.Namespace) -> KernelPlan:
         repeat=at_least_one("--repeat", args.repeat),
         chunk_size=at_least_one("--chunk-size", args.chunk_size),
         top_k=at_least_one("--top-k", args.top_k),
-        seed=seed_of(args),
+        seed=resolve_seed(args),
         output=args.output,
     )
 
@@ -100,23 +113,23 @@ def run(args: argparse.Namespace) -> int:
 
     device = timing.find_device(args.device)
 
-    def save(so_far: KernelReport) -> None:
-        save_into(plan.output, so_far.write)
+    def save(partial_report: KernelReport) -> None:
+        save_into(plan.output, partial_report.write)
 
     meter = timing.CudaMeter(device, plan.repeat)
-    done = bench(plan, meter, device, tell=tell, save=save)
-    print(done.markdown())
+    report = bench(plan, meter, device, progress=print_progress, save=save)
+    print(report.markdown())
     print(f"written: {plan.output}")
-    return 1 if done.failures else 0
+    return 1 if report.failures else 0
 
 
 def _pairs(option: str, text: str, form: str) -> list[tuple[int, int]]:
-    found = []
-    for part in split(text):
+    pairs = []
+    for part in split_list(text):
         match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", part)
         if match is None:
-            raise OptionError(option, f"{part!r} is no such pair of numbers", f"write {form}")
-        found.append((int(match[1]), int(match[2])))
-    if not found:
+            raise OptionError(option, f"{part!r} is not a pair of positive integers", f"write {form}")
+        pairs.append((int(match[1]), int(match[2])))
+    if not pairs:
         raise OptionError(option, "is empty", f"write {form}")
-    return found
+    return pairs

@@ -53,13 +53,13 @@ class KernelRow(BenchRow[Measured]):
     Attributes:
         name: name of the contestant.
         shape: the problem.
-        which: the pass.
+        pass_name: the pass.
         verdict: result of the check.
     """
 
     name: str
     shape: Shape
-    which: Pass
+    pass_name: Pass
     verdict: Verdict | None = None
 
 
@@ -80,7 +80,7 @@ class KernelReport(ContestReport[KernelRow]):
     def speed(self, row: KernelRow) -> float | None:
         """Return a row's speed relative to the baseline at the same shape and pass; None if one was not timed."""
         for other in self.rows:
-            if (other.name, other.shape, other.which) == (BASELINE, row.shape, row.which):
+            if (other.name, other.shape, other.pass_name) == (BASELINE, row.shape, row.pass_name):
                 if other.measured is None or row.measured is None:
                     return None
                 return other.measured.times.median / row.measured.times.median
@@ -113,15 +113,15 @@ class KernelReport(ContestReport[KernelRow]):
 
 
 def _row_dict(report: KernelReport, row: KernelRow) -> dict[str, Any]:
-    found: dict[str, Any] = {"op": row.name, **asdict(row.shape), "pass": row.which}
+    fields: dict[str, Any] = {"op": row.name, **asdict(row.shape), "pass": row.pass_name}
     if row.failed is not None:
-        found["failed"] = row.failed
+        fields["failed"] = row.failed
     if row.not_run is not None:
-        found["not_run"] = row.not_run
+        fields["not_run"] = row.not_run
     if row.measured is not None:
         measured, seconds = row.measured, row.measured.times.median * 1e-3
         floor = measured.floor(report.ceilings)
-        found |= {
+        fields |= {
             "ms": measured.times.median,
             "ms_20": measured.times.q20,
             "ms_80": measured.times.q80,
@@ -134,24 +134,24 @@ def _row_dict(report: KernelReport, row: KernelRow) -> dict[str, Any]:
             "extra_memory_percent": 100 * measured.extra_memory,
             f"speed_over_{BASELINE}": report.speed(row),
         }
-    return found if row.verdict is None else found | {"check": finite(asdict(row.verdict))}
+    return fields if row.verdict is None else fields | {"check": finite(asdict(row.verdict))}
 
 
 def _cells(report: KernelReport, row: KernelRow) -> list[str]:
-    names = [row.shape.heads_name, row.shape.length_name, row.name, row.which.replace("_", " + ")]
+    cells = [row.shape.heads_name, row.shape.length_name, row.name, row.pass_name.replace("_", " + ")]
     if row.measured is None:
-        return [*names, row.summary, *[""] * (len(COLUMNS) - len(names) - 1)]
-    numbers = _row_dict(report, row)
+        return [*cells, row.summary, *[""] * (len(COLUMNS) - len(cells) - 1)]
+    fields = _row_dict(report, row)
     speed = report.speed(row)
     return [
-        *names,
-        digits(numbers["ms"]),
-        f"{digits(numbers['ms_20'])} to {digits(numbers['ms_80'])}",
-        digits(numbers["tflops"]),
-        digits(numbers["gb_per_s"]),
-        digits(numbers["floor_ms"]),
-        f"{100 * numbers['of_floor']:.0f} %",
-        f"{numbers['extra_memory_percent']:.1f} %",
+        *cells,
+        digits(fields["ms"]),
+        f"{digits(fields['ms_20'])} to {digits(fields['ms_80'])}",
+        digits(fields["tflops"]),
+        digits(fields["gb_per_s"]),
+        digits(fields["floor_ms"]),
+        f"{100 * fields['of_floor']:.0f} %",
+        f"{fields['extra_memory_percent']:.1f} %",
         "" if speed is None else f"{digits(speed)}x",
     ]
 
@@ -163,9 +163,11 @@ def _choice_lines(report: KernelReport) -> list[str]:
         if row.verdict is None or not row.verdict.choices:
             continue
         share = row.verdict.largest_share
-        told = "" if share is None else f"; a head's most popular chunk has at most {100 * share:.1f} % of its queries"
+        share_text = (
+            "" if share is None else f"; a head's most popular chunk has at most {100 * share:.1f} % of its queries"
+        )
         lines[row.name, row.shape] = (
             f"* {row.name}, {row.shape.heads_name}, {row.shape.length_name}: {row.verdict.different} of "
-            f"{row.verdict.choices} choices differ from those by float64{told}"
+            f"{row.verdict.choices} choices differ from those by float64{share_text}"
         )
     return ["", *lines.values()] if lines else []

@@ -46,7 +46,7 @@ def bench(
     meter: Meter,
     device: torch.device,
     *,
-    tell: Callable[[str], None] = print,
+    progress: Callable[[str], None] = print,
     save: Callable[[KernelReport], None] | None = None,
     builders: Mapping[str, Builder] | None = None,
 ) -> KernelReport:
@@ -54,9 +54,9 @@ def bench(
 
     Args:
         plan: settings of the run.
-        meter: measures on `device`.
+        meter: measures times and memory on `device`.
         device: device of the tensors.
-        tell: receives a line after each case.
+        progress: receives a line after each case.
         save: receives the partial report after each contestant, so that an interrupted run keeps its results.
         builders: contestants by name; None for those of the plan.
     """
@@ -73,7 +73,7 @@ def bench(
     for shape, (name, build) in itertools.product(plan.shapes, contestants.items()):
         for row in measure(name, build, shape, plan.passes, meter, draw):
             report.rows.append(row)
-            tell(f"{shape.heads_name} {shape.length_name} {name} {row.which}: {row.summary}")
+            progress(f"{shape.heads_name} {shape.length_name} {name} {row.which}: {row.summary}")
         if device.type == "cuda":
             torch.cuda.empty_cache()
         if save is not None:
@@ -84,13 +84,13 @@ def bench(
 def measure(
     name: str, build: Builder, shape: Shape, passes: tuple[Pass, ...], meter: Meter, draw: Callable[[Shape], Inputs]
 ) -> list[KernelRow]:
-    """Check one contestant at one shape, and time the passes whose results were right."""
-    rows = [KernelRow(name=name, shape=shape, which=which) for which in passes]
+    """Check one contestant at one shape, and time the passes with correct results."""
+    rows = [KernelRow(name=name, shape=shape, pass_name=pass_name) for pass_name in passes]
     try:
         verdict = check(build, shape, draw, gradients="forward_backward" in passes)
         contestant = build(shape)
     except Exception as error:  # any kernel failure is reported in its row, and the others still run
-        return [_excused(row, error) for row in rows]
+        return [_error_row(row, error) for row in rows]
     return [_timed(replace(row, verdict=verdict), contestant, verdict, meter, draw) for row in rows]
 
 
@@ -98,28 +98,28 @@ def _timed(
     row: KernelRow, contestant: Contestant, verdict: Verdict, meter: Meter, draw: Callable[[Shape], Inputs]
 ) -> KernelRow:
     """Complete a row with its failure or its measurements."""
-    failure = verdict.failure or (verdict.gradient_failure if row.which == "forward_backward" else None)
+    failure = verdict.failure or (verdict.gradient_failure if row.pass_name == "forward_backward" else None)
     if failure is not None:
         return replace(row, failed=failure)
     try:
-        run = make_pass(contestant, row.which, draw(row.shape))
+        run = make_pass(contestant, row.pass_name, draw(row.shape))
         times, new_bytes = meter.time(run), meter.new_bytes(run)
     except Exception as error:
-        return _excused(row, error)
-    extra = (new_bytes - costs.result_bytes(row.shape, row.which)) / costs.held_bytes(row.shape, row.which)
+        return _error_row(row, error)
+    extra = (new_bytes - costs.result_bytes(row.shape, row.pass_name)) / costs.baseline_bytes(row.shape, row.pass_name)
     measured = Measured(
         times=times,
-        operations=contestant.operations.of(row.which),
-        bytes=costs.moved_bytes(row.shape, row.which),
+        operations=contestant.operations.for_pass(row.pass_name),
+        bytes=costs.traffic_bytes(row.shape, row.pass_name),
         extra_memory=extra,
     )
     return replace(row, measured=measured)
 
 
-def make_pass(contestant: Contestant, which: Pass, inputs: Inputs) -> Callable[[], object]:
+def make_pass(contestant: Contestant, pass_name: Pass, inputs: Inputs) -> Callable[[], object]:
     """Return a function that runs the forward pass without gradients, or the forward and backward pass."""
     q, k, v = (x.requires_grad_() for x in inputs)
-    if which == "forward":
+    if pass_name == "forward":
 
         def forward() -> object:
             with torch.no_grad():
@@ -136,9 +136,9 @@ def make_pass(contestant: Contestant, which: Pass, inputs: Inputs) -> Callable[[
     return forward_backward
 
 
-def _excused(row: KernelRow, error: Exception) -> KernelRow:
+def _error_row(row: KernelRow, error: Exception) -> KernelRow:
     """Classify an exception: a peer may fail to run, but one of our ops may not."""
     if isinstance(error, NotRun):
         return replace(row, not_run=str(error))
-    said = one_line(error)
-    return replace(row, not_run=said) if row.name in PEERS else replace(row, failed=said)
+    message = one_line(error)
+    return replace(row, not_run=message) if row.name in PEERS else replace(row, failed=message)

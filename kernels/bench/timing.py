@@ -51,11 +51,11 @@ def find_device(name: str) -> torch.device:
         OptionError: there is no such GPU.
     """
     if not torch.cuda.is_available():
-        raise OptionError("device", "torch sees no GPU", "run this where it sees one (`selectron doctor` tells)")
+        raise OptionError("device", "torch sees no GPU", "run on a machine with a GPU (check with `selectron doctor`)")
     kind, _, number = name.partition(":")
     count = torch.cuda.device_count()
     if kind != "cuda" or (number and not (number.isdecimal() and int(number) < count)):
-        raise OptionError("device", f"{name!r} is not there", f"give cuda or cuda:0 to cuda:{count - 1}")
+        raise OptionError("device", f"{name!r} does not exist", f"give cuda or cuda:0 to cuda:{count - 1}")
     device = torch.device("cuda", int(number or 0))
     torch.cuda.set_device(device)
     return device
@@ -109,8 +109,8 @@ class CudaMeter:
         """Run a few times to compile, autotune and raise the clocks."""
         run()
         torch.cuda.synchronize(self.device)
-        begun, runs = time.monotonic(), 1
-        while runs < WARM_UP_RUNS or time.monotonic() - begun < WARM_UP_SECONDS:
+        start, runs = time.monotonic(), 1
+        while runs < WARM_UP_RUNS or time.monotonic() - start < WARM_UP_SECONDS:
             run()
             torch.cuda.synchronize(self.device)
             runs += 1

@@ -2,6 +2,7 @@
 
 The functions materialise a [tq, tk] array per head. They define the ops on any device and are too slow for long
 sequences.
+
 Shape suffixes: b batch, t query, s key, h query head, g key/value head, r query heads per key/value head, d and e head
 dims. Matrix products are in full fp32; on CUDA this is torch's default (no TF32).
 """

@@ -125,9 +125,9 @@ def check_any_floating(**tensors: Tensor) -> None:
 
 def check_floating(**tensors: Tensor) -> None:
     """Raise ValueError unless all tensors share the first one's device and floating-point dtype."""
-    (first_name, first), *rest = tensors.items()
+    (first_name, first), *others = tensors.items()
     check_any_floating(**{first_name: first})
-    for name, x in rest:
+    for name, x in others:
         if x.dtype != first.dtype:
             raise ValueError(f"{name} has dtype {x.dtype} but {first_name} has {first.dtype}: convert one of them")
         if x.device != first.device:

@@ -18,7 +18,7 @@ FLA = Choice("fla", "flash-linear-attention's kernels")
 DTYPES = (torch.bfloat16, torch.float16)
 MAX_KEY_DIM = 256
 HOPPER = 9
-WRONG_SINCE, RIGHT_SINCE = Version("3.4.0"), Version("3.7.1")
+BROKEN_SINCE, FIXED_SINCE = Version("3.4.0"), Version("3.7.1")
 """Triton versions in [WRONG_SINCE, RIGHT_SINCE) miscompile the gradient of a per-head decay on Hopper; fla refuses them
 (issue 640)."""
 
@@ -31,7 +31,7 @@ def choose_fla_or_plain(
     Args:
         op: name of the op, for messages.
         requested: `implementation` of the caller.
-        unsupported_reason: result of `fla_unsupported_reason`.
+        unsupported_reason: output of `fla_unsupported_reason`.
         q_bthd: queries, for their device.
         plain: names of the plain implementations, "chunked" among them.
 
@@ -42,13 +42,15 @@ def choose_fla_or_plain(
     return choose_fast_or_plain(op, requested, q_bthd, unsupported_reason, FLA, others).name
 
 
-def fla_unsupported_reason(q_bthd: Tensor, refused: Callable[[], str | None] = lambda: None) -> str | None:
+def fla_unsupported_reason(
+    q_bthd: Tensor, op_unsupported_reason: Callable[[], str | None] = lambda: None
+) -> str | None:
     """Return the reason why fla does not support an op's inputs, and the fix; None if it does.
 
     Args:
         q_bthd: queries [b, t, h, dk].
-        refused: function that returns a further, op-specific reason or None, such as `refused_on_hopper`. It is called
-            only for tensors of this machine's GPU.
+        op_unsupported_reason: function that returns a further reason, specific to the op, or None. It is called only
+            for tensors of this machine's GPU. Example: `hopper_unsupported_reason`.
     """
     if find_spec("fla") is None:
         return "flash-linear-attention is not installed: pip install flash-linear-attention"
@@ -58,21 +60,21 @@ def fla_unsupported_reason(q_bthd: Tensor, refused: Callable[[], str | None] = l
         return f"the inputs have dtype {q_bthd.dtype}: convert them to one of {[str(dtype) for dtype in DTYPES]}"
     if q_bthd.shape[3] > MAX_KEY_DIM:
         return f"the key dim is {q_bthd.shape[3]}: give at most {MAX_KEY_DIM}"
-    return refused() if on_this_gpu(q_bthd) else None
+    return op_unsupported_reason() if on_this_gpu(q_bthd) else None
 
 
 @cache
-def refused_on_hopper() -> str | None:
+def hopper_unsupported_reason() -> str | None:
     """Return the reason why fla refuses per-head decays on this GPU, and the fix; None if it accepts them.
 
     Other ops of fla can use the tilelang package instead of Triton, but linear attention cannot.
     """
     triton = _version("triton")
-    if torch.cuda.get_device_capability()[0] != HOPPER or triton is None or not WRONG_SINCE <= triton < RIGHT_SINCE:
+    if torch.cuda.get_device_capability()[0] != HOPPER or triton is None or not BROKEN_SINCE <= triton < FIXED_SINCE:
         return None
     return (
         f"flash-linear-attention refuses per-head decays on a Hopper GPU under Triton {triton}, "
-        f"which computes wrong gradients for them: pip install 'triton>={RIGHT_SINCE}'"
+        f"which computes wrong gradients for them: pip install 'triton>={FIXED_SINCE}'"
     )
 
 

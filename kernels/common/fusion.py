@@ -13,10 +13,10 @@ from kernels.meta.fused_call import as_one_kernel
 P = ParamSpec("P")
 R = TypeVar("R")
 
-MOST_FORMS = 64
+MAX_VARIANTS = 64
 """Maximum compiled variants of a function (`recompile_limit`). For more, torch falls back to eager mode."""
 
-OWN_SHAPES = 16
+NUM_STATIC_SHAPES = 16
 """Number of shapes of the first argument that are compiled statically. Later shapes may share dynamic code."""
 
 _varying: ContextVar[bool] = ContextVar("shapes vary", default=False)
@@ -26,9 +26,9 @@ _varying: ContextVar[bool] = ContextVar("shapes vary", default=False)
 def shapes_vary(vary: bool = True) -> Iterator[None]:
     """Context manager for inputs whose shapes keep changing: compile dynamically from the second shape on.
 
-    Outside this context, a function is compiled statically for each of its first `OWN_SHAPES` shapes. Static code is
-    faster, and a run with few shapes compiles quickly. With packed documents, however, every batch has other shapes,
-    and static compilation would take minutes.
+    Outside this context, a function is compiled statically for each of its first `NUM_STATIC_SHAPES` shapes. Static
+    code is faster, and a run with few shapes compiles quickly. With packed documents, however, every batch has other
+    shapes, and static compilation would take minutes.
 
     Args:
         vary: False to compile statically even inside an outer `shapes_vary()`.
@@ -51,28 +51,29 @@ def fused(function: Callable[P, R]) -> Callable[P, R]:
     """
     plain: Callable[..., R] = function
 
-    def laid(orders: tuple[tuple[int, ...] | None, ...], *args: Any, **more: Any) -> R:
+    def with_gradient_layouts(orders: tuple[tuple[int, ...] | None, ...], *args: Any, **kwargs: Any) -> R:
         # Compiled code chooses the layout of a gradient. If that differs from the layout of x, the op or linear layer
         # that produced x would copy the gradient.
         return plain(
-            *(x if o is None else _LaidGradient.apply(x, o) for x, o in zip(args, orders, strict=True)), **more
+            *(x if order is None else _GradientLayout.apply(x, order) for x, order in zip(args, orders, strict=True)),
+            **kwargs,
         )
 
     # torch limits recompilations per code object. Without this copy, all functions would share one limit.
-    laid.__code__ = laid.__code__.replace(co_name=function.__name__)
+    with_gradient_layouts.__code__ = with_gradient_layouts.__code__.replace(co_name=function.__name__)
 
     @wraps(function)
-    def call(*args: P.args, **more: P.kwargs) -> R:
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
         x = args[0]
         assert isinstance(x, torch.Tensor)
         if x.is_meta:
-            kept: R = as_one_kernel(function, *args, **more)
-            return kept
+            meta_result: R = as_one_kernel(function, *args, **kwargs)
+            return meta_result
         if not _runs_compiled(x):
-            return function(*args, **more)
+            return function(*args, **kwargs)
         # Computed outside the compiled code, which cannot compare strides with dynamic shapes.
         orders = tuple(_outermost_first(x) if isinstance(x, torch.Tensor) and x.requires_grad else None for x in args)
-        result: R = compiled(laid, x, later=True)(orders, *args, **more)
+        result: R = compiled(with_gradient_layouts, x, later_dynamic=True)(orders, *args, **kwargs)
         return result
 
     return call
@@ -87,7 +88,7 @@ def _outermost_first(x: torch.Tensor) -> tuple[int, ...]:
     return tuple(sorted(range(x.dim()), key=x.stride, reverse=True))
 
 
-class _LaidGradient(torch.autograd.Function):
+class _GradientLayout(torch.autograd.Function):
     """Identity whose gradient is made contiguous in a given order of dimensions, outermost first."""
 
     @staticmethod
@@ -127,15 +128,15 @@ class _Cut(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         with shapes_vary(ctx.shapes_vary):
-            return _joined(*grads, padding=ctx.padding), None
+            return _concatenate(*grads, padding=ctx.padding), None
 
 
 @fused
-def _joined(*parts: torch.Tensor, padding: int) -> torch.Tensor:
+def _concatenate(*parts: torch.Tensor, padding: int) -> torch.Tensor:
     return torch.cat([*parts, parts[0].new_zeros(*parts[0].shape[:-1], padding)], -1)
 
 
-def compiled(function: Any, x: torch.Tensor, *, later: bool | None, fullgraph: bool = False) -> Any:
+def compiled(function: Any, x: torch.Tensor, *, later_dynamic: bool | None, fullgraph: bool = False) -> Any:
     """Compile a function that a process may call with many shapes, dtypes and settings.
 
     By default, torch compiles with dynamic shapes from the second shape on. Dynamic code for an arbitrary head width is
@@ -144,9 +145,10 @@ def compiled(function: Any, x: torch.Tensor, *, later: bool | None, fullgraph: b
     Args:
         function: function to compile at its first call.
         x: first argument of the function. Its shape selects static or dynamic code. On a CPU, and inside another
-            compilation, the function is returned unchanged. On the meta device, it is planned as one kernel.
-        later: `dynamic` argument of `torch.compile` for shapes after the first `OWN_SHAPES`. True compiles one code for
-            all shapes, None makes dimensions dynamic as they vary. Within `shapes_vary`, None is always used.
+            compilation, the function is returned unchanged. On the meta device, the call counts as one kernel.
+        later_dynamic: `dynamic` argument of `torch.compile` for shapes after the first `NUM_STATIC_SHAPES`. True
+            compiles one code for all shapes, None makes dimensions dynamic as they vary. Within `shapes_vary`, None is
+            always used.
         fullgraph: True to raise an error if the function does not compile to a single graph.
     """
     if x.is_meta:
@@ -156,9 +158,9 @@ def compiled(function: Any, x: torch.Tensor, *, later: bool | None, fullgraph: b
     if _varying.get():
         return _compiled(function, fullgraph, None)
     shapes = _shapes_of(function)
-    if len(shapes) < OWN_SHAPES:
+    if len(shapes) < NUM_STATIC_SHAPES:
         shapes.add(x.shape)
-    return _compiled(function, fullgraph, False if x.shape in shapes else later)
+    return _compiled(function, fullgraph, False if x.shape in shapes else later_dynamic)
 
 
 @cache
@@ -171,5 +173,5 @@ def _compiled(function: Any, fullgraph: bool, dynamic: bool | None) -> Any:
     from torch._dynamo import config  # importing torch.compile takes seconds, so only at the first call
 
     # One function serves every mixer, and flex_attention every window. After 8 variants torch would fall back to eager.
-    config.recompile_limit = max(config.recompile_limit, MOST_FORMS)
+    config.recompile_limit = max(config.recompile_limit, MAX_VARIANTS)
     return torch.compile(function, fullgraph=fullgraph, dynamic=dynamic)

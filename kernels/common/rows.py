@@ -14,16 +14,16 @@ class Rows(NamedTuple):
     time_stride: int
 
     @classmethod
-    def of(cls, x: Tensor) -> Self:
+    def from_tensor(cls, x: Tensor) -> Self:
         """Return the layout of x [b, t, ...]: batch first or sequence first, by its strides."""
         samples, length = x.shape[:2]
         strides = (1, samples) if x.stride(0) < x.stride(1) else (length, 1)
         return cls(samples, length, *strides)
 
-    def lay(self, x: Tensor) -> Tensor:
-        """Return x [b, t, ...] as contiguous rows: [b, t, ...] or [t, b, ...]."""
-        return self.turn(x).contiguous()
+    def to_rows(self, x: Tensor) -> Tensor:
+        """Return x [b, t, ...] as contiguous rows in memory order: [b, t, ...] or [t, b, ...]."""
+        return self.reorder(x).contiguous()
 
-    def turn(self, x: Tensor) -> Tensor:
+    def reorder(self, x: Tensor) -> Tensor:
         """Return a view of x in the other order: from [b, t, ...] to the memory order of the rows, or back."""
         return x if self.time_stride == 1 else x.transpose(0, 1)

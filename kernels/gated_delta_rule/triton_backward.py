@@ -54,9 +54,9 @@ def scan_chunks_back(
         rows, valid = rows_of_chunk(sample, chunk, length, C)
         q_id = load_rows(q + head * D, rows, valid, H * D, D, BLOCK_D)
         k_id = load_rows(k + head * D, rows, valid, H * D, D, BLOCK_D)
-        there, of_token = place_columns_as_rows(rows, valid, e, head, H, E)
-        do = tl.load(dout + of_token, mask=there, other=0.0)
-        u = tl.load(updates + of_token, mask=there, other=0.0)
+        there, token_offsets = place_columns_as_rows(rows, valid, e, head, H, E)
+        do = tl.load(dout + token_offsets, mask=there, other=0.0)
+        u = tl.load(updates + token_offsets, mask=there, other=0.0)
         below = load_rows(solved + (place * chunks + chunk) * C * C, i, i >= 0, C, C, C)
         pairs_ij = load_rows(pairs + (place * chunks + chunk) * C * C, i, i >= 0, C, C, C)
         strength = load_numbers(beta, rows, valid, head, H)
@@ -71,7 +71,7 @@ def scan_chunks_back(
         dbeta_i = tl.sum(y * u, 0) / tl.where(strength == 0, 1.0, strength)
         tl.store(dbeta + rows * H + head, dbeta_i, mask=valid)
         dv_ei = strength[None, :] * y
-        tl.store(dv + of_token, dv_ei.to(dv.dtype.element_ty), mask=there)
+        tl.store(dv + token_offsets, dv_ei.to(dv.dtype.element_ty), mask=there)
         if DECAYS:
             left = tl.exp2(total)[None, :]
             do, dv_ei = (do * left).to(do.dtype), dv_ei * left
@@ -105,10 +105,10 @@ def write_gradients(
     kept = 0.0
     for first_e in range(0, E, BLOCK_E):
         e = first_e + tl.arange(0, BLOCK_E)
-        there, of_token = place_columns(rows, valid, e, head, H, E)
-        do = tl.load(dout + of_token, mask=there, other=0.0)
-        u = tl.load(updates + of_token, mask=there, other=0.0)
-        dv_ie = tl.load(dv + of_token, mask=there, other=0.0)
+        there, token_offsets = place_columns(rows, valid, e, head, H, E)
+        do = tl.load(dout + token_offsets, mask=there, other=0.0)
+        u = tl.load(updates + token_offsets, mask=there, other=0.0)
+        dv_ie = tl.load(dv + token_offsets, mask=there, other=0.0)
         exists, within = (d < D)[:, None] & (e < E)[None, :], here + d[:, None] * E + e[None, :]
         state = tl.load(states + within, mask=exists, other=0.0)
         dstate = tl.load(dstates + within, mask=exists, other=0.0)
@@ -117,8 +117,8 @@ def write_gradients(
         earlier_id += product(u, tl.trans(dstate))
         if DECAYS:
             kept += tl.sum(state.to(tl.float32) * dstate.to(tl.float32))
-    there, of_token = place_columns(rows, valid, d, head, H, D)
-    q_id, k_id = tl.load(q + of_token, mask=there, other=0.0), tl.load(k + of_token, mask=there, other=0.0)
+    there, token_offsets = place_columns(rows, valid, d, head, H, D)
+    q_id, k_id = tl.load(q + token_offsets, mask=there, other=0.0), tl.load(k + token_offsets, mask=there, other=0.0)
     total, end = load_totals(totals, sample, chunk, length, head, H, C, DECAYS)
     if DECAYS:
         left = tl.exp2(total)[:, None]
@@ -130,8 +130,8 @@ def write_gradients(
     dq_id = scale * dq_id + product(ds_ij, k_id)
     later_id = -later_id - product(dm_ij, k_id)
     earlier_id += product(tl.trans(ds_ij), q_id) - product(tl.trans(dm_ij), k_id)
-    tl.store(dq + of_token, dq_id.to(dq.dtype.element_ty), mask=there)
-    tl.store(dk + of_token, (later_id + earlier_id).to(dk.dtype.element_ty), mask=there)
+    tl.store(dq + token_offsets, dq_id.to(dq.dtype.element_ty), mask=there)
+    tl.store(dk + token_offsets, (later_id + earlier_id).to(dk.dtype.element_ty), mask=there)
     if DECAYS:
         exponent = tl.sum(q_id * dq_id + k_id * (later_id - earlier_id), 1)
         exponent += tl.where(i == C - 1, kept, 0.0)

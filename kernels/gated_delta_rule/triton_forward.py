@@ -85,8 +85,9 @@ def multiply_pairs(
     pairs = tl.zeros([C, C], tl.float32)
     for first_d in range(0, D, BLOCK_D):
         d = first_d + tl.arange(0, BLOCK_D)
-        there, of_token = place_columns(rows, valid, d, head, H, D)
-        x_id, y_id = tl.load(x + of_token, mask=there, other=0.0), tl.load(y + of_token, mask=there, other=0.0)
+        there, token_offsets = place_columns(rows, valid, d, head, H, D)
+        x_id = tl.load(x + token_offsets, mask=there, other=0.0)
+        y_id = tl.load(y + token_offsets, mask=there, other=0.0)
         pairs += product(x_id, tl.trans(y_id))
     total, _ = load_totals(totals, sample, chunk, length, head, H, C, DECAYS)
     pairs = between(pairs * scale, total, STRICT, DECAYS, C)
@@ -115,8 +116,8 @@ def scan_chunks(
     for chunk in range(chunks):
         rows, valid = rows_of_chunk(sample, chunk, length, C)
         k_id = load_rows(k + head * D, rows, valid, H * D, D, BLOCK_D)
-        there, of_token = place_columns_as_rows(rows, valid, e, head, H, E)
-        v_ei = tl.load(v + of_token, mask=there, other=0.0)
+        there, token_offsets = place_columns_as_rows(rows, valid, e, head, H, E)
+        v_ei = tl.load(v + token_offsets, mask=there, other=0.0)
         below = load_rows(solved + (place * chunks + chunk) * C * C, i, i >= 0, C, C, C)
         strength = load_numbers(beta, rows, valid, head, H)
         total, end = load_totals(totals, sample, chunk, length, head, H, C, DECAYS)
@@ -127,7 +128,7 @@ def scan_chunks(
             found *= tl.exp2(total)[None, :]
         missing = strength[None, :] * (v_ei - found)
         u = missing + product(missing.to(k_id.dtype), tl.trans(below))
-        tl.store(updates + of_token, u.to(k_id.dtype), mask=there)
+        tl.store(updates + token_offsets, u.to(k_id.dtype), mask=there)
         if DECAYS:
             u *= tl.exp2(end - total)[None, :]
             state *= tl.exp2(end)
@@ -158,7 +159,7 @@ def read_states(
     o = product(q_id, tl.load(states + here * D * E + within, mask=exists, other=0.0))
     if DECAYS:
         o *= tl.exp2(total)[:, None]
-    there, of_token = place_columns(rows, valid, e, head, H, E)
-    u = tl.load(updates + of_token, mask=there, other=0.0)
+    there, token_offsets = place_columns(rows, valid, e, head, H, E)
+    u = tl.load(updates + token_offsets, mask=there, other=0.0)
     o += product(load_rows(pairs + here * C * C, i, i >= 0, C, C, C), u)
-    tl.store(out + of_token, (o * scale).to(out.dtype.element_ty), mask=there)
+    tl.store(out + token_offsets, (o * scale).to(out.dtype.element_ty), mask=there)

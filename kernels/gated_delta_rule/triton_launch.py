@@ -58,7 +58,7 @@ class Problem(NamedTuple):
         return -(-self.length // CHUNK)
 
     @property
-    def places(self) -> int:
+    def num_sequences(self) -> int:
         """Number of (sample, head) pairs."""
         return self.samples * self.heads
 
@@ -69,18 +69,18 @@ class Problem(NamedTuple):
             "num_warps": tuning.num_warps, "num_stages": tuning.num_stages, **tiles,
         }  # fmt: skip
 
-    def of_values(self, tuning: Tuning) -> dict[str, Any]:
+    def value_block_constants(self, tuning: Tuning) -> dict[str, Any]:
         """Return the constants of a kernel with all key columns and a block of value columns per program."""
         blocks = {"BLOCK_D": tile(self.key), "BLOCK_E": tile(self.value, tuning.block)}
         return self.launch(tuning, D=self.key, E=self.value, **blocks)
 
-    def of_scan(self, x: Tensor) -> dict[str, Any]:
+    def scan_constants(self, x: Tensor) -> dict[str, Any]:
         """Return the constants of the scans, in which a program iterates over all chunks of a sample."""
-        wide = self.of_values(WALK)
-        programs = self.places * -(-self.value // wide["BLOCK_E"])
-        return wide if programs >= multiprocessors(x) else self.of_values(WALK_ALONE)
+        wide = self.value_block_constants(WALK)
+        programs = self.num_sequences * -(-self.value // wide["BLOCK_E"])
+        return wide if programs >= multiprocessors(x) else self.value_block_constants(WALK_ALONE)
 
-    def of_keys(self, tuning: Tuning) -> dict[str, Any]:
+    def key_block_constants(self, tuning: Tuning) -> dict[str, Any]:
         """Return the constants of a kernel with a block of key columns that iterates over all value columns."""
         blocks = {"BLOCK_D": tile(self.key, tuning.block), "BLOCK_E": tile(self.value, tuning.inner)}
         return self.launch(tuning, D=self.key, E=self.value, **blocks)
@@ -109,10 +109,10 @@ def solve(problem: Problem, k: Tensor, beta: Tensor, g: Tensor | None) -> Solved
         beta: contiguous fp32 [b, t, h].
         g: contiguous fp32 [b, t, h]; None without decays.
     """
-    below = k.new_empty(problem.places, problem.chunks, CHUNK, CHUNK)
+    below = k.new_empty(problem.num_sequences, problem.chunks, CHUNK, CHUNK)
     totals = beta if g is None else torch.empty_like(beta)
     with on_device(k):
-        triton_forward.solve_chunks[problem.places * problem.chunks,](
+        triton_forward.solve_chunks[problem.num_sequences * problem.chunks,](
             k, beta, beta if g is None else g, below, totals, problem.length, problem.chunks,
             **problem.launch(SOLVE, D=problem.key, BLOCK_D=tile(problem.key)),
         )  # fmt: skip
@@ -135,7 +135,7 @@ def multiply(
     width = x.shape[3]
     constants = problem.launch(MULTIPLY, D=width, BLOCK_D=tile(width, MULTIPLY.block), STRICT=strict)
     with on_device(x):
-        triton_forward.multiply_pairs[problem.places * problem.chunks,](
+        triton_forward.multiply_pairs[problem.num_sequences * problem.chunks,](
             x, y, out, solved.totals, problem.length, problem.chunks, scale, **with_few_warps(constants)
         )
     return out
@@ -160,11 +160,11 @@ def scan(problem: Problem, k: Tensor, v: Tensor, beta: Tensor, solved: Solved, f
         solved: output of `solve`.
         first: contiguous fp32 [b, h, dk, dv], the state before the first token.
     """
-    states = k.new_empty(problem.places, problem.chunks, problem.key, problem.value)
+    states = k.new_empty(problem.num_sequences, problem.chunks, problem.key, problem.value)
     scanned = Scanned(states, torch.empty_like(v), torch.empty_like(first))
-    constants = problem.of_scan(k)
+    constants = problem.scan_constants(k)
     with on_device(k):
-        triton_forward.scan_chunks[-(-problem.value // constants["BLOCK_E"]), problem.places](
+        triton_forward.scan_chunks[-(-problem.value // constants["BLOCK_E"]), problem.num_sequences](
             k, v, beta, solved.totals, solved.below, first, *scanned, problem.length, problem.chunks, **constants
         )
     return scanned
@@ -173,9 +173,9 @@ def scan(problem: Problem, k: Tensor, v: Tensor, beta: Tensor, solved: Solved, f
 def read(problem: Problem, q: Tensor, k: Tensor, solved: Solved, scanned: Scanned) -> Tensor:
     """Return the output [b, t, h, dv]."""
     out, pairs = torch.empty_like(scanned.updates), multiply(problem, q, k, solved)
-    constants = with_few_warps(problem.of_values(READ))
+    constants = with_few_warps(problem.value_block_constants(READ))
     with on_device(k):
-        triton_forward.read_states[problem.places * problem.chunks, -(-problem.value // constants["BLOCK_E"])](
+        triton_forward.read_states[problem.num_sequences * problem.chunks, -(-problem.value // constants["BLOCK_E"])](
             q, solved.totals, pairs, scanned.states, scanned.updates, out,
             problem.length, problem.chunks, problem.scale, **constants,
         )  # fmt: skip
@@ -205,18 +205,18 @@ def backward(
     pairs = multiply(problem, q, k, solved)
     dstates, dv, dfirst = torch.empty_like(states), torch.empty_like(v), torch.empty_like(first)
     dq, dk = torch.empty_like(q), torch.empty_like(k)
-    values, keys = problem.of_scan(k), with_few_warps(problem.of_keys(WRITE_GRADIENTS))
+    values, keys = problem.scan_constants(k), with_few_warps(problem.key_block_constants(WRITE_GRADIENTS))
     blocks, key_blocks = -(-problem.value // values["BLOCK_E"]), -(-problem.key // keys["BLOCK_D"])
     dbeta = beta.new_empty(blocks, *beta.shape)
     dg = beta.new_empty(key_blocks, *beta.shape) if problem.decays else dbeta
     with on_device(k):
-        triton_backward.scan_chunks_back[blocks, problem.places](
+        triton_backward.scan_chunks_back[blocks, problem.num_sequences](
             dout, dlast, q, k, beta, solved.totals, solved.below, pairs, updates, dstates, dv, dbeta, dfirst,
             problem.length, problem.chunks, problem.scale, **values,
         )  # fmt: skip
         ds = multiply(problem, dout, updates, solved, scale=problem.scale)
         dm = multiply(problem, dv, updates, solved, strict=True)
-        triton_backward.write_gradients[problem.places * problem.chunks, key_blocks](
+        triton_backward.write_gradients[problem.num_sequences * problem.chunks, key_blocks](
             dout, q, k, solved.totals, ds, dm, states, dstates, updates, dv, dq, dk, dg,
             problem.length, problem.chunks, problem.scale, **keys,
         )  # fmt: skip

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels.common.dispatch import check_shapes, resolve_scale
-from kernels.common.fla import choose_fla_or_plain, fla_unsupported_reason, refused_on_hopper, run_fla
+from kernels.common.fla import choose_fla_or_plain, fla_unsupported_reason, hopper_unsupported_reason, run_fla
 from kernels.common.stateful import check_log_decay, check_state_op, run_plain
 from kernels.gated_linear_attention.reference import chunked, recurrent
 
@@ -57,7 +57,7 @@ def gated_linear_attention(
     scale = resolve_scale(scale, q.shape[-1] ** -0.5)
     if g is not None and g.dim() == 1 and g.requires_grad:
         g = g.expand(q.shape[:3])  # fla has no gradient for a decay that is constant over tokens
-    unsupported_reason = fla_unsupported_reason(q, lambda: refused_on_hopper() if _decays_by_head(g) else None)
+    unsupported_reason = fla_unsupported_reason(q, lambda: hopper_unsupported_reason() if _decays_by_head(g) else None)
     chosen = choose_fla_or_plain("gated_linear_attention", implementation, unsupported_reason, q, _IMPLEMENTATIONS)
     if chosen == "fla":
         decays = {} if g is None else {"g_gamma" if g.dim() == 1 else "g": g}

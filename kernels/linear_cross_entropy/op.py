@@ -65,7 +65,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for begin in range(0, len(hidden_nh), chunk_size):
             chunk = slice(begin, begin + chunk_size)
             logits_cv = hidden_nh[chunk] @ weight_vh.T
-            lse_c, own_c = _over_ranks(rows.statistics(logits_cv, label_n[chunk], first_label, num_columns), group)
+            statistics_3c = rows.statistics(logits_cv, label_n[chunk], first_label, num_columns)
+            lse_c, own_c = _reduce_over_ranks(statistics_3c, group)
             torch.sub(lse_c, own_c, out=losses_n[chunk])
             if with_gradients:
                 rows.differentiate(logits_cv, lse_c, label_n[chunk], counted_n[chunk], first_label, num_columns)
@@ -84,24 +85,24 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return dhidden_nh * factor.to(dhidden_nh.dtype), dweight_vh * factor.to(dweight_vh.dtype), None, None, None
 
 
-def _over_ranks(found_3n: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+def _reduce_over_ranks(statistics_3n: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
     """Return the log-sum-exp and the label's logit over the columns of all ranks."""
     if group is not None and group.size() > 1:
-        of_ranks = found_3n.new_empty(group.size(), *found_3n.shape)
-        dist.all_gather_into_tensor(of_ranks.flatten(0, 1), found_3n, group=group)
-        return joined(of_ranks)
-    highest_n, sum_n, own_n = found_3n
+        statistics_r3n = statistics_3n.new_empty(group.size(), *statistics_3n.shape)
+        dist.all_gather_into_tensor(statistics_r3n.flatten(0, 1), statistics_3n, group=group)
+        return merge_ranks(statistics_r3n)
+    highest_n, sum_n, own_n = statistics_3n
     return highest_n + sum_n.log(), own_n
 
 
-def joined(found_r3n: Tensor) -> tuple[Tensor, Tensor]:
+def merge_ranks(statistics_r3n: Tensor) -> tuple[Tensor, Tensor]:
     """Merge the outputs of `Rows.statistics` of r ranks to the log-sum-exp [n] and the label's logit [n].
 
     A rank without columns has a highest logit of -inf and contributes nothing.
     """
-    highest_n = found_r3n[:, 0].amax(0)
-    sum_n = (found_r3n[:, 1] * (found_r3n[:, 0] - highest_n).exp()).sum(0)
-    return highest_n + sum_n.log(), found_r3n[:, 2].sum(0)
+    highest_n = statistics_r3n[:, 0].amax(0)
+    sum_n = (statistics_r3n[:, 1] * (statistics_r3n[:, 0] - highest_n).exp()).sum(0)
+    return highest_n + sum_n.log(), statistics_r3n[:, 2].sum(0)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

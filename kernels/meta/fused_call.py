@@ -38,8 +38,8 @@ def one_kernel() -> Iterator[None]:
 def as_one_kernel(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a function, compiled on a GPU, on meta tensors; its intermediate tensors count no memory."""
     arguments, tensors = _TreeTemplate.of((args, kwargs)), _tensors_of((args, kwargs))
-    kind = _MemoizedCall if _is_cacheable(function, arguments, tensors) else _Call
-    call = kind(function, arguments, tensors)
+    call_type = _MemoizedCall if _is_cacheable(function, arguments, tensors) else _Call
+    call = call_type(function, arguments, tensors)
     outputs = _OneKernel.apply(call, *tensors)
     return call.result.fill(outputs)
 
@@ -118,8 +118,8 @@ class _Call:
             pairs = [(x, grad) for x, grad in zip(self._outputs(inputs), grads, strict=True) if x.requires_grad]
             differentiated = [x for x in inputs if x.requires_grad]
             outputs, grads_of_outputs = [x for x, _ in pairs], [grad for _, grad in pairs]
-            found = iter(torch.autograd.grad(outputs, differentiated, grads_of_outputs, allow_unused=True))
-        return [next(found) if x.requires_grad else None for x in inputs]
+            input_grads = iter(torch.autograd.grad(outputs, differentiated, grads_of_outputs, allow_unused=True))
+        return [next(input_grads) if x.requires_grad else None for x in inputs]
 
     def _outputs(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         args, kwargs = self._arguments.fill(tensors)
@@ -189,7 +189,7 @@ class _StorageView(NamedTuple):
     """Description of a tensor as a view of a storage.
 
     Attributes:
-        storage: number of the storage: those of given tensors come first, then new ones.
+        storage: index of the storage; storages of existing tensors come first, then new ones.
         nbytes: bytes of the storage.
         size: shape of the tensor; the other attributes describe the tensor, too.
     """
@@ -229,8 +229,8 @@ class _MemoizedCall:
     def backward(self, grads: Sequence[Tensor]) -> list[Tensor | None]:
         """Return the gradients of all inputs, None for those that need none."""
         cached = _cached_backward(*self._key, _views_of(grads))
-        found = iter(_create([view for view in cached if view is not None], grads))
-        return [None if view is None else next(found) for view in cached]
+        input_grads = iter(_create([view for view in cached if view is not None], grads))
+        return [None if view is None else next(input_grads) for view in cached]
 
 
 @lru_cache(maxsize=1024)
@@ -251,17 +251,17 @@ def _cached_backward(
     grads_of_outputs: tuple[_StorageView, ...],
 ) -> tuple[_StorageView | None, ...]:
     grads = _create(grads_of_outputs)
-    found = _Call(function, arguments, _create(inputs)).backward(grads)
-    views = iter(_views_of([x for x in found if x is not None], grads))
-    return tuple(None if x is None else next(views) for x in found)
+    input_grads = _Call(function, arguments, _create(inputs)).backward(grads)
+    views = iter(_views_of([x for x in input_grads if x is not None], grads))
+    return tuple(None if x is None else next(views) for x in input_grads)
 
 
-def _views_of(tensors: Sequence[Tensor], given: Sequence[Tensor] = ()) -> tuple[_StorageView, ...]:
-    """Describe tensors, which may share storages with the given tensors."""
-    numbers = {key: number for number, key in enumerate(_by_storage([*given, *tensors]))}
+def _views_of(tensors: Sequence[Tensor], existing: Sequence[Tensor] = ()) -> tuple[_StorageView, ...]:
+    """Describe tensors, which may share storages with the existing tensors."""
+    storage_indices = {key: index for index, key in enumerate(_by_storage([*existing, *tensors]))}
     return tuple(
         _StorageView(
-            numbers[x.untyped_storage()._cdata],
+            storage_indices[x.untyped_storage()._cdata],
             x.untyped_storage().nbytes(),
             x.shape,
             x.stride(),
@@ -273,9 +273,9 @@ def _views_of(tensors: Sequence[Tensor], given: Sequence[Tensor] = ()) -> tuple[
     )
 
 
-def _create(views: Sequence[_StorageView], given: Sequence[Tensor] = ()) -> list[Tensor]:
-    """Create the described meta tensors, in the given tensors' storages or in new ones."""
-    storages = [x.untyped_storage() for x in _by_storage(given).values()]
+def _create(views: Sequence[_StorageView], existing: Sequence[Tensor] = ()) -> list[Tensor]:
+    """Create the described meta tensors, in the existing tensors' storages or in new ones."""
+    storages = [x.untyped_storage() for x in _by_storage(existing).values()]
     tensors = []
     for view in views:
         while view.storage >= len(storages):  # storages are numbered in order of first use

@@ -31,7 +31,7 @@ def unlaunched() -> Iterator[None]:
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", "flex_attention called without torch.compile")  # nothing is computed
         stack.enter_context(patch.object(flex_attention, "_validate_device", _do_nothing))
-        stack.enter_context(patch.object(flex_attention, "flex_attention_hop", _attention_of_any_mask))
+        stack.enter_context(patch.object(flex_attention, "flex_attention_hop", _attention_output_shapes))
         if HAS_TRITON:
             from triton.runtime.jit import KernelInterface
 
@@ -43,7 +43,7 @@ def _do_nothing(*_: Any, **__: Any) -> None:
     """Stand-in for a kernel launch."""
 
 
-def _attention_of_any_mask(q_bhtd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
+def _attention_output_shapes(q_bhtd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
     """Stand-in for FlexAttention's operator: outputs and log-sum-exps with the layout of flash attention."""
     out_bhtd, lse_bht, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q_bhtd, k_bhsd, v_bhsd)
     return out_bhtd, lse_bht, lse_bht

@@ -51,7 +51,7 @@ def attend_compressed(
     if num_blocks == 0:  # FlexAttention does not accept empty keys
         lse = q_bthd.new_full((batch, num_heads, num_queries), -torch.inf, dtype=torch.float32)
         return Compressed(torch.zeros_like(q_bthd), lse)
-    attend = compiled(_attend, q_bthd, later=None, fullgraph=True)
+    attend = compiled(_attend, q_bthd, later_dynamic=None, fullgraph=True)
     mask = ended_blocks(num_queries, num_blocks, block_size, query_offset, q_bthd.device)
     out_bhtd, aux = attend(*(x.transpose(1, 2) for x in (q_bthd, k_bnhd, v_bnhd)), mask=mask, scale=scale)
     return Compressed(out_bhtd.transpose(1, 2), aux.lse)

@@ -118,5 +118,5 @@ def native_sparse_attention_reference(
     compressed = mix_values(probabilities_bhtn, block_means(v_bshe, block_size))
     selected = attend(q_bthd, k_bshd, v_full_bshe, selected_bhts, scale)
     recent = attend(q_bthd, k_bshd, v_full_bshe, window_ts, scale)
-    of_compressed, of_selected, of_recent = gates_bthx.to(v_full_bshe).split(1, dim=-1)
-    return (of_compressed * compressed + of_selected * selected + of_recent * recent).to(v_bshe.dtype)
+    compressed_gates, selected_gates, recent_gates = gates_bthx.to(v_full_bshe).split(1, dim=-1)
+    return (compressed_gates * compressed + selected_gates * selected + recent_gates * recent).to(v_bshe.dtype)

@@ -81,7 +81,7 @@ def attend_masked(
     def selected(b: Tensor, h: Tensor, t: Tensor, s: Tensor) -> Tensor:
         return (s <= t + query_offset) & (((bits_bgt[b, h // group, t] >> (s // block_size)) & 1) == 1)
 
-    attend = compiled(_attend, q_bthd, later=None, fullgraph=True)
+    attend = compiled(_attend, q_bthd, later_dynamic=None, fullgraph=True)
     mask = copy(_causal_tiles(q_bthd.shape[1], k_bshd.shape[1], query_offset, q_bthd.device))
     mask.mask_mod = selected
     out_bhtd: Tensor = attend(*(x.transpose(1, 2) for x in (q_bthd, k_bshd, v_bshd)), mask=mask, scale=scale)

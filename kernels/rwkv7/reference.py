@@ -108,8 +108,8 @@ def _products(a: Tensor, r: Tensor, b: Tensor, k: Tensor, total: Tensor) -> Tens
     # a is shifted up by one row, so that the rows of a and r decay to G_i. The products of a are shifted back down.
     left = torch.stack([pad(a[..., 1:, :], (0, 0, 0, 1)), r])
     faded = left.mT[..., None] * pair_decay(total.mT[..., None])
-    of_a, of_r = torch.einsum("xbhndij,ybhnjd->xybhnij", faded, torch.stack([b, k]))
-    return torch.stack([_down(of_a), of_r])
+    products_a, products_r = torch.einsum("xbhndij,ybhnjd->xybhnij", faded, torch.stack([b, k]))
+    return torch.stack([_down(products_a), products_r])
 
 
 def _solve_chunks(ab: Tensor, own: Tensor, reads: Tensor) -> tuple[Tensor, Tensor]:

@@ -23,11 +23,11 @@ def selective_scan_triton(
     D = A.new_zeros(x.shape[2]) if D is None else D.float().contiguous()
     if initial_state is None:
         initial_state = A.new_zeros(x.shape[0], *A.shape)
-    rows = Rows.of(x)
+    rows = Rows.from_tensor(x)
     training = torch.is_grad_enabled()
-    x, dt, B, C = (rows.lay(y) for y in (x, dt, B, C))
+    x, dt, B, C = (rows.to_rows(y) for y in (x, dt, B, C))
     y, state = _Scan.apply(rows, training, x, dt, A.contiguous(), B, C, D, initial_state.float().contiguous())
-    return rows.turn(y), state
+    return rows.reorder(y), state
 
 
 class _Scan(torch.autograd.Function):

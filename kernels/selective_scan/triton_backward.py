@@ -6,8 +6,7 @@ The adjoint of the state runs backwards. With dh the adjoint after token t, incl
 
 Chunks are combined as in the forward pass: `find_chunk_starts` computes the adjoint before each chunk from a zero
 adjoint after it. `join_chunks` and `scan_backward` follow. States are recomputed from the saved ones, STEP at a time in
-registers. With h' the state before the
-token, w = dt x, and sums over n:
+registers. With h' the state before the token, w = dt x, and sums over n:
 
     dB = dh w;  dC = dy h;  dw = sum dh B;  dx = dw dt + D dy;  ddt = dw x + sum carry h' A;  dA = carry h' dt
 
@@ -34,8 +33,8 @@ from kernels.selective_scan.triton_tile import (
 
 @triton.jit(do_not_specialize=["unit"])
 def find_chunk_starts(
-    dy, dt, A, C, starts, spent, length, chunk_length, chunks, group_blocks, group_channels, sample_stride, time_stride,
-    unit,
+    dy, dt, A, C, starts, dt_sums, length, chunk_length, chunks, group_blocks, group_channels, sample_stride,
+    time_stride, unit,
     G: tl.constexpr, N: tl.constexpr, NR: tl.constexpr, ER: tl.constexpr, NL: tl.constexpr, EL: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
@@ -66,7 +65,7 @@ def find_chunk_starts(
         total += dt_t
     place = (sample.to(tl.int64) * chunks + chunk) * channels + channel + e
     tl.store(starts + place * N + n, carry, mask=exists)
-    tl.store(spent + place, total, mask=exists & e_writer)
+    tl.store(dt_sums + place, total, mask=exists & e_writer)
 
 
 @triton.jit

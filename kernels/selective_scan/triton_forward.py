@@ -37,7 +37,7 @@ def place_in_grid(program, chunks, group_blocks, group_channels, G: tl.constexpr
 
 @triton.jit(do_not_specialize=["unit"])
 def find_chunk_ends(
-    x, dt, A, B, ends, spent, length, chunk_length, chunks, group_blocks, group_channels, sample_stride, time_stride,
+    x, dt, A, B, ends, dt_sums, length, chunk_length, chunks, group_blocks, group_channels, sample_stride, time_stride,
     unit,
     G: tl.constexpr, N: tl.constexpr, NR: tl.constexpr, ER: tl.constexpr, NL: tl.constexpr, EL: tl.constexpr,
     WHOLE: tl.constexpr,
@@ -49,7 +49,7 @@ def find_chunk_ends(
         A: fp32 [channels, N].
         B: [rows, G, N].
         ends: fp32 [samples, chunks, channels, N], written.
-        spent: fp32 [samples, chunks, channels], written: the chunk's sum of dt.
+        dt_sums: fp32 [samples, chunks, channels], written: the chunk's sum of dt.
 
     Numbers:
         length: tokens per sample.
@@ -80,12 +80,12 @@ def find_chunk_ends(
         total += dt_t
     place = (sample.to(tl.int64) * chunks + chunk) * channels + channel + e
     tl.store(ends + place * N + n, state, mask=exists)
-    tl.store(spent + place, total, mask=exists & e_writer)
+    tl.store(dt_sums + place, total, mask=exists & e_writer)
 
 
 @triton.jit
 def join_chunks(
-    ends, spent, A, first, chunks, channels,
+    ends, dt_sums, A, first, chunks, channels,
     N: tl.constexpr, REVERSED: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Replace each chunk's final state by the state at its start. Grid (samples, blocks of elements).
@@ -95,7 +95,7 @@ def join_chunks(
 
     Tensors:
         ends: fp32 [samples, chunks, channels, N], final state of each chunk for a zero initial state; replaced.
-        spent: fp32 [samples, chunks, channels].
+        dt_sums: fp32 [samples, chunks, channels].
         A: fp32 [channels, N].
         first: fp32 [samples, channels, N], initial state of the chunk that is processed first.
     """
@@ -110,7 +110,7 @@ def join_chunks(
             chunk = sample * chunks + (chunks - 1 - start - j if REVERSED else start + j)
             valid = exists & (start + j < chunks)
             end = load_float(ends + chunk * channels * N + i, valid)
-            dt = load_float(spent + chunk * channels + i // N, valid)
+            dt = load_float(dt_sums + chunk * channels + i // N, valid)
             parts += ((chunk, valid, dt, end),)
         for j in tl.static_range(AHEAD):
             chunk, valid, dt, end = parts[j]

@@ -20,7 +20,7 @@ class Tuning(NamedTuple):
         span: number of tokens from one state that is saved for the backward pass to the next.
         step: number of tokens whose states the backward pass keeps in registers at a time, less for large tiles. It
             must divide `span`.
-        forward_numbers, backward_numbers: approximate number of state elements per thread, a power of two.
+        forward_elements, backward_elements: approximate number of state elements per thread, a power of two.
         forward_registers, backward_registers: maximum registers per thread; None to let the compiler choose.
         least_chunk: minimum tokens per chunk, a multiple of `span`.
         alone: number of programs per multiprocessor from which sequences are not split into chunks, because splitting
@@ -31,8 +31,8 @@ class Tuning(NamedTuple):
 
     span: int = 16
     step: int = 4
-    forward_numbers: int = 16
-    backward_numbers: int = 8
+    forward_elements: int = 16
+    backward_elements: int = 8
     forward_registers: int | None = 96
     backward_registers: int | None = 128
     least_chunk: int = 128
@@ -79,12 +79,12 @@ class Blocks(NamedTuple):
         return {"G": self.groups, "N": self.NR * self.NL, **tile, "num_warps": 1, "maxnreg": registers}
 
 
-def cut_channels(A: Tensor, groups: int, numbers: int) -> Blocks:
-    """Choose a tile of about `numbers` state elements per thread, with at most a group's channels."""
+def cut_channels(A: Tensor, groups: int, elements: int) -> Blocks:
+    """Choose a tile of about `elements` state elements per thread, with at most a group's channels."""
     channels, size = A.shape
     n_lanes = min(size, 4)
     e_lanes, n_rows = WARP // n_lanes, size // n_lanes
-    e_rows = min(max(1, numbers // n_rows), next_power_of_two(-(-channels // (groups * e_lanes))))
+    e_rows = min(max(1, elements // n_rows), next_power_of_two(-(-channels // (groups * e_lanes))))
     return Blocks(n_rows, e_rows, n_lanes, e_lanes, groups, channels // groups)
 
 
@@ -119,7 +119,7 @@ def forward(
         last: the state after the last token, fp32 [samples, c, n].
         kept: states between spans, fp32 [samples, spans, c, n]; empty unless training.
     """
-    blocks = cut_channels(A, B.shape[-2], TUNING.forward_numbers)
+    blocks = cut_channels(A, B.shape[-2], TUNING.forward_elements)
     chunks = cut_tokens(x, rows, blocks.groups * blocks.group_blocks)
     before = first
     if chunks.chunks > 1:
@@ -128,7 +128,7 @@ def forward(
     y, last, kept = torch.empty_like(x), torch.empty_like(first), A.new_empty(rows.samples, spans, *A.shape)
     with on_device(x):
         triton_forward.scan_forward[_programs(rows, chunks, blocks),](
-            x, dt, A, B, C, D, before, y, kept, last, *_numbers(rows, chunks, blocks),
+            x, dt, A, B, C, D, before, y, kept, last, *_scalar_arguments(rows, chunks, blocks),
             WHOLE=blocks.whole, SPAN=TUNING.span, KEEP=training, **blocks.constants(TUNING.forward_registers),
         )  # fmt: skip
     return y, last, kept
@@ -138,7 +138,7 @@ def _programs(rows: Rows, chunks: Chunks, blocks: Blocks) -> int:
     return rows.samples * chunks.chunks * blocks.groups * blocks.group_blocks
 
 
-def _numbers(rows: Rows, chunks: Chunks, blocks: Blocks) -> tuple[int, ...]:
+def _scalar_arguments(rows: Rows, chunks: Chunks, blocks: Blocks) -> tuple[int, ...]:
     """Return the scalar arguments of the kernels with one block per program, from `length` to `unit`."""
     cuts = (*chunks, blocks.group_blocks, blocks.group_channels)
     return (rows.length, *cuts, rows.sample_stride, rows.time_stride, 1)
@@ -151,16 +151,16 @@ def _joined_chunks(
 
     `find` is the kernel that computes a chunk's final state from zeros. x and B are its first and fourth tensor.
     """
-    blocks = cut_channels(A, B.shape[-2], TUNING.forward_numbers)
+    blocks = cut_channels(A, B.shape[-2], TUNING.forward_elements)
     ends = A.new_empty(rows.samples, chunks.chunks, *A.shape)
-    spent = A.new_empty(ends.shape[:3])
+    dt_sums = A.new_empty(ends.shape[:3])
     with on_device(x):
         find[_programs(rows, chunks, blocks),](
-            x, dt, A, B, ends, spent, *_numbers(rows, chunks, blocks),
+            x, dt, A, B, ends, dt_sums, *_scalar_arguments(rows, chunks, blocks),
             WHOLE=blocks.whole, **blocks.constants(TUNING.forward_registers),
         )  # fmt: skip
         triton_forward.join_chunks[rows.samples, -(-A.numel() // JOIN_BLOCK)](
-            ends, spent, A, first, chunks.chunks, A.shape[0],
+            ends, dt_sums, A, first, chunks.chunks, A.shape[0],
             N=A.shape[1], REVERSED=reverse, BLOCK=JOIN_BLOCK, AHEAD=JOIN_AHEAD, num_warps=1,
         )  # fmt: skip
     return ends
@@ -174,8 +174,8 @@ def backward(
 
     dx has x's dtype, all others are fp32. Arguments as in `forward`, all contiguous.
     """
-    blocks = cut_channels(A, B.shape[-2], TUNING.backward_numbers)
-    step = max(1, TUNING.step // -(-blocks.NR * blocks.ER // TUNING.backward_numbers))
+    blocks = cut_channels(A, B.shape[-2], TUNING.backward_elements)
+    step = max(1, TUNING.step // -(-blocks.NR * blocks.ER // TUNING.backward_elements))
     part_blocks = -(-blocks.group_blocks // max(1, TUNING.parts // blocks.groups))
     parts = -(-blocks.group_blocks // part_blocks)
     chunks = cut_tokens(x, rows, blocks.groups * parts)

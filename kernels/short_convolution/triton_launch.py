@@ -71,14 +71,14 @@ class LaunchPlan(NamedTuple):
 
 
 def cut_row(
-    widths: Sequence[int], unit_length: Sequence[bool], num_head_groups: int, numbers: int
+    widths: Sequence[int], unit_length: Sequence[bool], num_head_groups: int, elements: int
 ) -> tuple[Segment, ...]:
-    """Divide a row into tiles of about `numbers` elements."""
+    """Divide a row into tiles of about `elements` elements."""
     segments: list[Segment] = []
     start = first = 0
     for width, unit in zip(widths, unit_length, strict=True):
-        block = next_power_of_two(width) if unit else min(next_power_of_two(width), numbers)
-        units = min(max(1, numbers // block), next_power_of_two(num_head_groups))
+        block = next_power_of_two(width) if unit else min(next_power_of_two(width), elements)
+        units = min(max(1, elements // block), next_power_of_two(num_head_groups))
         end = first + -(-num_head_groups // units) * -(-width // block)
         segments.append(Segment(start, width, unit, units, block, first, end))
         start, first = start + width, end

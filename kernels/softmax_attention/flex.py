@@ -43,7 +43,7 @@ def softmax_attention_flex(
     scores and has no gradient.
     """
     # Require a full graph: in eager mode FlexAttention materialises the scores of all pairs.
-    attention = compiled(flex_attention, q_bthd, later=None, fullgraph=True)
+    attention = compiled(flex_attention, q_bthd, later_dynamic=None, fullgraph=True)
     mask = visible_blocks(q_bthd.shape[1], k_bshd.shape[1], window, query_offset, q_bthd.device)
     slopes = None if alibi_slopes is None else alibi_slopes.float()
 

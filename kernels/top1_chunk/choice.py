@@ -129,8 +129,8 @@ def best_by_keys(
         best = Best(by_query(scores, problem.layout), chunks_of_slots(chosen, problem.table, problem.layout))
     else:
         with full_precision(q):
-            of_all = reference.chunk_scores(q, k, chunk_size=chunk_size, score=score, scale=scale)
-        best = Best(*reference.best_chunks(of_all, query_positions(q, offset) // chunk_size, top_k))
+            scores_bhtn = reference.chunk_scores(q, k, chunk_size=chunk_size, score=score, scale=scale)
+        best = Best(*reference.best_chunks(scores_bhtn, query_positions(q, offset) // chunk_size, top_k))
     return best._replace(chunks=torch.where(best.chunks >= 0, best.chunks + first_chunk, -1))
 
 

@@ -59,9 +59,8 @@ def top1_chunk_attention(
         local: True if a query also attends to its own chunk, up to its own position.
         scale: positive factor on q.k; None means d**-0.5.
         cu_seqlens: bounds of documents packed into one row (b = 1), int [documents + 1], see
-            `kernels.common.documents`.
-            Chunks start at a document's start, and attention stays within the document. On a GPU, `cu_seqlens` forces a
-            device synchronisation; keep it on the CPU.
+            `kernels.common.documents`. Chunks start at a document's start, and attention stays within the document. On
+            a GPU, `cu_seqlens` forces a device synchronisation; keep it on the CPU.
         query_offset: position of the first query in the row; keys are at 0 .. tk-1.
         selection: chunks to attend to instead of those with the best scores, int64 [b, tq, hq, top_k], in the format of
             `return_selection`: distinct, complete and earlier than the query's own, padded with -1 at the end. Not

@@ -124,24 +124,24 @@ def select_screened(problem: Problem, q: Tensor, k: Tensor, chosen: Tensor, scra
     centre_gd = k[::CENTRE_STRIDE].mean(0, dtype=torch.float32)
     ratio = problem.heads_per_group
     flat = scratch.view(-1)
-    places = flat[: flat.numel() // 2 * 2].view(torch.int32)
-    if len(places) < problem.rows * CANDIDATES:
-        places = scratch.new_empty(problem.rows * CANDIDATES, dtype=torch.int32)
-    count = heads_at_once(problem, len(places))
+    candidates = flat[: flat.numel() // 2 * 2].view(torch.int32)
+    if len(candidates) < problem.rows * CANDIDATES:
+        candidates = scratch.new_empty(problem.rows * CANDIDATES, dtype=torch.int32)
+    count = heads_at_once(problem, len(candidates))
     for start in range(0, problem.num_groups, count):
-        part = problem.of_heads(min(count, problem.num_groups - start))
+        part = problem.with_heads(min(count, problem.num_groups - start))
         own = slice(start, start + part.num_groups)
         heads = Heads(part, problem.num_groups, q[:, start * ratio :], k[:, start:], centre_gd[own])
-        score_candidates(heads, places, collect_candidates(heads, places), chosen[0, own])
+        score_candidates(heads, candidates, collect_candidates(heads, candidates), chosen[0, own])
 
 
-def heads_at_once(problem: Problem, places: int) -> int:
-    """Return the number of key heads to screen together; `places` is the size of the buffer for candidates."""
+def heads_at_once(problem: Problem, buffer_size: int) -> int:
+    """Return the number of key heads to screen together, given the number of int32 elements for candidates."""
     width = int8_width(problem)
     held = (2 * problem.heads_per_group + 2) * problem.head_dim * problem.dtype.itemsize * problem.num_groups
     # Bytes per row: q8 or later the order, bounds, scales, counts and the best score. Bytes per key: k8.
     new = (max(width, 4 * SURVIVORS) + 40) * problem.heads_per_group + width
-    most = min(places, 2**31 - 1) // (problem.rows * CANDIDATES)
+    most = min(buffer_size, 2**31 - 1) // (problem.rows * CANDIDATES)
     least = LEAST_HELD * problem.heads_per_group // (new * problem.rows)
     fits = max(1, min(max(int(HELD_SHARE * held / new), least), most))
     return -(-problem.num_groups // -(-problem.num_groups // fits))

@@ -71,7 +71,7 @@ class Problem(NamedTuple):
         block_n = min(tiles.block_n, self.layout.chunk_size)
         return {"BLOCK_M": tiles.block_m, "BLOCK_N": block_n, **tiles.launch()}
 
-    def of_heads(self, count: int) -> "Problem":
+    def with_heads(self, count: int) -> "Problem":
         """Return the problem restricted to `count` key heads."""
         return self._replace(num_heads=count * self.heads_per_group, num_groups=count)
 

@@ -48,9 +48,8 @@ def top1_element_attention(
         estimator: gradient estimator, see above.
         scale: positive factor on q.k; None means d**-0.5. j* does not depend on it.
         cu_seqlens: bounds of documents packed into one row (b = 1), int [documents + 1], see
-            `kernels.common.documents`.
-            Attention stays within a document. On a GPU, `cu_seqlens` forces a device synchronisation; keep it on the
-            CPU.
+            `kernels.common.documents`. Attention stays within a document. On a GPU, `cu_seqlens` forces a device
+            synchronisation; keep it on the CPU.
         query_offset: position of the first query in the row; keys are at 0 .. tk-1.
         return_selection: True to return j*.
         implementation: "reference"; "triton", which never materialises [tq, tk] and needs d = dv up to 256; or "auto"

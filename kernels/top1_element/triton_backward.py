@@ -56,10 +56,10 @@ def differentiate_queries(
     queries = load_rows(q + h * HEAD_DIM, token, valid, G * R * HEAD_DIM, HEAD_DIM, BLOCK_D)
     grads = load_rows(grad + h * HEAD_DIM, token, valid, G * R * HEAD_DIM, HEAD_DIM, BLOCK_D)
     mixed_md = load_rows(mixed + h * HEAD_DIM, token, valid, G * R * HEAD_DIM, HEAD_DIM, BLOCK_D)
-    place = h.to(tl.int64) * num_tokens + token
+    offset = h.to(tl.int64) * num_tokens + token
     delta_m = tl.sum(grads.to(tl.float32) * mixed_md.to(tl.float32), 1)
-    tl.store(delta + place, delta_m, mask=valid)
-    lse_m = tl.load(lse + place, mask=valid, other=0.0)
+    tl.store(delta + offset, delta_m, mask=valid)
+    lse_m = tl.load(lse + offset, mask=valid, other=0.0)
 
     dq_md = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     scale_log2 = scale * LOG2E
@@ -76,14 +76,14 @@ def differentiate_queries(
                 queries, grads, keys, values, visible, lse_m, delta_m, dq_md, scale_log2, MASKED, SELECTED
             )
     if SELECTED:
-        best = load_rows(k_g, tl.load(chosen + place, mask=valid, other=0), valid, G * HEAD_DIM, HEAD_DIM, BLOCK_D)
+        best = load_rows(k_g, tl.load(chosen + offset, mask=valid, other=0), valid, G * HEAD_DIM, HEAD_DIM, BLOCK_D)
         dq_md = delta_m[:, None] * (best - dq_md)
     store_rows(dq + h * HEAD_DIM, token, valid, G * R * HEAD_DIM, dq_md * scale, HEAD_DIM, BLOCK_D)
 
 
 @triton.jit
 def _add_to_keys(
-    q, grad, lse, delta, chosen, keys, values, key_token, visible, token, valid, place, dk, dv, scale_log2,
+    q, grad, lse, delta, chosen, keys, values, key_token, visible, token, valid, offset, dk, dv, scale_log2,
     G: tl.constexpr, R: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     MASKED: tl.constexpr, SELECTED: tl.constexpr,
 ):  # fmt: skip
@@ -91,9 +91,9 @@ def _add_to_keys(
     queries = load_rows(q, token, valid, G * R * HEAD_DIM, HEAD_DIM, BLOCK_D)
     grads = load_rows(grad, token, valid, G * R * HEAD_DIM, HEAD_DIM, BLOCK_D)
     # Rows beyond the end are zero, including delta, and add nothing.
-    lse_m = tl.load(lse + place, mask=valid, other=0.0)
-    delta_m = tl.load(delta + place, mask=valid, other=0.0)
-    chosen_m = tl.load(chosen + place, mask=valid, other=-1)
+    lse_m = tl.load(lse + offset, mask=valid, other=0.0)
+    delta_m = tl.load(delta + offset, mask=valid, other=0.0)
+    chosen_m = tl.load(chosen + offset, mask=valid, other=-1)
     onehot = key_token[:, None] == chosen_m[None, :]
     dv += product(tl.where(onehot, 1.0, 0.0).to(grads.dtype), grads)
     p = tl.exp2(product(keys, queries.T) * scale_log2 - lse_m[None, :])

@@ -43,16 +43,16 @@ def query_block(
 
 
 @triton.jit
-def _take_keys(
-    queries, keys, values, start, visible, best, at, total, mixed, scale_log2,
+def _update_best_key(
+    queries, keys, values, start, visible, best, best_key, total, mixed, scale_log2,
     MASKED: tl.constexpr, SUM: tl.constexpr, SOFT: tl.constexpr,
 ):  # fmt: skip
     """Update each row's best key and running softmax with the tile of keys that begins at `start`.
 
     Tensors:
         visible: bool [M, N], used if MASKED.
-        best, at: [M], highest product so far and its key. Products are unscaled, because scaling could round two to
-            the same value.
+        best, best_key: [M], highest product so far and its key. Products are unscaled, because scaling could round
+            two to the same value.
         total: [M], sum of the softmax weights relative to that of the best key, if SUM.
         mixed: [M, D], sum of the values times these weights, if SOFT.
     """
@@ -62,10 +62,10 @@ def _take_keys(
     highest = tl.max(products, 1)
     n = tl.arange(0, products.shape[1])[None, :]
     first = tl.min(tl.where(products == highest[:, None], n, MAX_INT32), 1)
-    # A strict comparison keeps the earlier of equal keys. It is false for NaN, so `at` remains a visible key.
+    # A strict comparison keeps the earlier of equal keys. It is false for NaN, so `best_key` remains a visible key.
     better = highest > best
     top = tl.where(better, highest, best)
-    at = tl.where(better, start + first, at)
+    best_key = tl.where(better, start + first, best_key)
     if SUM:
         # A row without a visible key so far is at -inf, and arithmetic with -inf would give NaN.
         level = tl.where(top == -float("inf"), 0.0, top) * scale_log2
@@ -76,7 +76,7 @@ def _take_keys(
         total = total * decay + tl.sum(weights, 1)
         if SOFT:
             mixed = mixed * decay[:, None] + product(weights.to(values.dtype), values)
-    return top, at, total, mixed
+    return top, best_key, total, mixed
 
 
 @triton.jit
@@ -106,7 +106,7 @@ def attend(
     valid, token, first, own, begin, common, end = query_block(first_key, own_key, length, blocks, BLOCK_M, BLOCK_N)
     queries = load_rows(q + h * HEAD_DIM, token, valid, G * R * HEAD_DIM, HEAD_DIM, BLOCK_D)
     best = tl.full([BLOCK_M], -float("inf"), tl.float32)
-    at = first
+    best_key = first
     total = tl.zeros([BLOCK_M], tl.float32)
     mixed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     k_g, v_g = k + h // R * HEAD_DIM, v + h // R * HEAD_DIM
@@ -118,15 +118,15 @@ def attend(
             if SOFT:
                 values = load_rows(v_g, n, n < end, G * HEAD_DIM, HEAD_DIM, BLOCK_D)
             visible = (n[None, :] >= first[:, None]) & (n[None, :] <= own[:, None])
-            best, at, total, mixed = _take_keys(
-                queries, keys, values, start, visible, best, at, total, mixed, scale_log2, MASKED, SUM, SOFT
+            best, best_key, total, mixed = _update_best_key(
+                queries, keys, values, start, visible, best, best_key, total, mixed, scale_log2, MASKED, SUM, SOFT
             )
-    taken = load_rows(v_g, at, valid, G * HEAD_DIM, HEAD_DIM, BLOCK_D)
-    store_rows(out + h * HEAD_DIM, token, valid, G * R * HEAD_DIM, taken, HEAD_DIM, BLOCK_D)
-    place = h.to(tl.int64) * num_tokens + token
-    tl.store(chosen + place, at, mask=valid)
+    best_value = load_rows(v_g, best_key, valid, G * HEAD_DIM, HEAD_DIM, BLOCK_D)
+    store_rows(out + h * HEAD_DIM, token, valid, G * R * HEAD_DIM, best_value, HEAD_DIM, BLOCK_D)
+    offset = h.to(tl.int64) * num_tokens + token
+    tl.store(chosen + offset, best_key, mask=valid)
     if SUM:
-        tl.store(lse + place, best * scale_log2 + tl.log2(total), mask=valid)
+        tl.store(lse + offset, best * scale_log2 + tl.log2(total), mask=valid)
     if SOFT:
         mixed = mixed / tl.where(valid, total, 1.0)[:, None]
         store_rows(soft + h * HEAD_DIM, token, valid, G * R * HEAD_DIM, mixed, HEAD_DIM, BLOCK_D)

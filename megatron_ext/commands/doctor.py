@@ -30,9 +30,9 @@ def run(args: argparse.Namespace) -> int:
     platform = select_platform()
     print(f"{'device':<24}{platform.device} ({platform.communication})")
     print(f"{'back-end':<24}{choose_backend('auto', platform)}")
-    complaint = _kernels_complaint()
-    print(f"{'import kernels':<24}{complaint or 'ours'}")
-    if complaint:  # the rest needs our `kernels`
+    conflict = _kernels_conflict()
+    print(f"{'import kernels':<24}{conflict or 'ours'}")
+    if conflict:  # the rest needs our `kernels`
         return 0
     from megatron_ext.commands.op_choices import implementations
 
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _kernels_complaint() -> str | None:
+def _kernels_conflict() -> str | None:
     """Return the problem with the import name `kernels`, or None.
 
     The check is loaded by path, because a foreign package of that name shadows ours.
@@ -53,5 +53,5 @@ def _kernels_complaint() -> str | None:
     import runpy
 
     path = Path(__file__).resolve().parents[2] / "kernels" / "name_conflict.py"
-    complaint: str | None = runpy.run_path(str(path))["complaint"]()
-    return complaint
+    conflict: str | None = runpy.run_path(str(path))["find_conflict"]()
+    return conflict

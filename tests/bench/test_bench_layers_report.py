@@ -172,7 +172,7 @@ MISTAKES = [
     (["layers", "--repeat", "x"], "argument --repeat: invalid int value: 'x'; see `selectron bench layers --help`"),
     (["rows"], "argument SUBJECT: invalid choice: 'rows' (choose from"),
     ([], "the following arguments are required: SUBJECT; see `selectron bench --help`"),
-    (["layers"], "device: torch sees no GPU; run this where it sees one (`selectron doctor` tells)"),
+    (["layers"], "device: torch sees no GPU; run on a machine with a GPU (check with `selectron doctor`)"),
 ]
 
 

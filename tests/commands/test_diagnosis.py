@@ -55,11 +55,11 @@ def test_a_gpu_needs_no_launch(monkeypatch: pytest.MonkeyPatch, triton: str) -> 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(fla, "find_spec", lambda name: "there")
     monkeypatch.setattr(fla, "version", {"triton": triton}.__getitem__)
-    fla.refused_on_hopper.cache_clear()
+    fla.hopper_unsupported_reason.cache_clear()
     try:
         found = {name: [(op, choice.name) for op, choice in of] for name, of in implementations(PRETENDED_GPU)}
     finally:
-        fla.refused_on_hopper.cache_clear()
+        fla.hopper_unsupported_reason.cache_clear()
     assert list(found) == sorted(load_all())
     assert found["top1_chunk"] == [("top1_chunk_attention", "triton")]
     assert found["nsa"] == [("native_sparse_attention", "triton"), ("softmax_attention", "flex")]

@@ -143,17 +143,17 @@ def future_key(out, chosen):
         ("sdpa", off_in_one_row, "output off by "),
         ("exact", not_a_number, "output off by nan"),
         ("straight_through", not_a_number, "output off by nan"),
-        ("exact", second_best, "are wrong: 0 cannot be, others are off by up to "),
-        ("approx", second_best, "are wrong: 0 cannot be, others are off by up to "),
+        ("exact", second_best, "are wrong: 0 are impossible, others differ by up to "),
+        ("approx", second_best, "are wrong: 0 are impossible, others differ by up to "),
         ("exact", own_chunk, "choices at "),
-        ("exact", none_at_all, " cannot be, others are off by up to 0.0e+00 times what rounding allows"),
+        ("exact", none_at_all, " are impossible, others differ by up to 0.0e+00 times the rounding bound"),
         ("straight_through", future_key, "choices at "),
         ("straight_through", lambda out, chosen: (out * 1.01, chosen), "output off by "),
     ],
 )
 def test_wrong_results_are_not_timed(name, change, complaint):
     meter = FakeMeter()
-    report = bench(plan(), meter, CPU, tell=lambda _: None, builders={"ours": changed(RIGHT[name], change)})
+    report = bench(plan(), meter, CPU, progress=lambda _: None, builders={"ours": changed(RIGHT[name], change)})
     assert meter.timed == 0
     assert [complaint in row.failed for row in report.rows] == [True, True]
     assert report.failures == report.rows
@@ -183,7 +183,7 @@ class WrongGradient(torch.autograd.Function):
 def test_a_wrong_gradient_stops_the_backward_only():
     meter = FakeMeter()
     wrong = changed(RIGHT["exact"], lambda out, chosen: (WrongGradient.apply(out), chosen))
-    report = bench(plan(), meter, CPU, tell=lambda _: None, builders={"ours": wrong})
+    report = bench(plan(), meter, CPU, progress=lambda _: None, builders={"ours": wrong})
     forward, both = report.rows
     assert forward.measured is not None
     assert "off by" in both.failed
@@ -218,7 +218,7 @@ def test_exceptions_a_peer_did_not_run_and_ours_failed():
 
     lines = []
     report = bench(
-        plan(passes=("forward",)), FakeMeter(), CPU, tell=lines.append,
+        plan(passes=("forward",)), FakeMeter(), CPU, progress=lines.append,
         builders={"nsa": refuse, "sdpa_flash": build, "top1_chunk:exact": build},
     )  # fmt: skip
     assert [row.summary for row in report.rows] == [
@@ -233,7 +233,7 @@ def test_exceptions_a_peer_did_not_run_and_ours_failed():
 def test_memory_beyond_inputs_and_results():
     saved = []
     report = bench(
-        plan(), FakeMeter(), CPU, tell=lambda _: None, save=lambda report: saved.append(len(report.rows)),
+        plan(), FakeMeter(), CPU, progress=lambda _: None, save=lambda report: saved.append(len(report.rows)),
         builders={"top1_chunk:exact": RIGHT["exact"]},
     )  # fmt: skip
     q, k = 2 * 2 * 150 * 4 * 16, 2 * 2 * 150 * 2 * 16
@@ -247,7 +247,7 @@ def test_plan_names_make_contestants():
     """Names in a plan resolve to our public ops, here in their plain form."""
     report = bench(
         plan(ops=("top1_chunk:approx", "top1_element:selected"), peers=("nsa",), passes=("forward",)),
-        FakeMeter(), CPU, tell=lambda _: None,
+        FakeMeter(), CPU, progress=lambda _: None,
     )  # fmt: skip
     assert [row.name for row in report.rows] == ["nsa", "top1_chunk:approx", "top1_element:selected"]
     assert report.rows[0].not_run is not None

@@ -56,15 +56,15 @@ def test_the_usual_formulas_are_the_limit():
     approx, exact = (costs.top1_chunk(long, score, c, 1) for score in ("approx", "exact"))
     assert approx.forward == pytest.approx(t * (t / c) / 2 * 2 * d * h + attention, rel=1e-2)
     assert exact.forward == pytest.approx(2 * d * h * t**2 / 2 + attention, rel=1e-2)
-    assert approx.of("forward_backward") - approx.of("forward") == pytest.approx(2.5 * attention, rel=1e-2)
+    assert approx.for_pass("forward_backward") - approx.for_pass("forward") == pytest.approx(2.5 * attention, rel=1e-2)
 
 
 def test_bytes():
     small = shape(10, groups=2)
     q, k = 2 * 3 * 10 * 4 * 8, 2 * 3 * 10 * 2 * 8
-    assert costs.moved_bytes(small, "forward") == q + k + k + q
-    assert costs.moved_bytes(small, "forward_backward") == (q + k + k + q) + (q + k + k + q + q) + (q + k + k)
-    assert costs.held_bytes(small, "forward") == q + k + k + q
-    assert costs.held_bytes(small, "forward_backward") == 2 * (q + k + k + q)
+    assert costs.traffic_bytes(small, "forward") == q + k + k + q
+    assert costs.traffic_bytes(small, "forward_backward") == (q + k + k + q) + (q + k + k + q + q) + (q + k + k)
+    assert costs.baseline_bytes(small, "forward") == q + k + k + q
+    assert costs.baseline_bytes(small, "forward_backward") == 2 * (q + k + k + q)
     assert costs.result_bytes(small, "forward") == q
     assert costs.result_bytes(small, "forward_backward") == q + (q + k + k)

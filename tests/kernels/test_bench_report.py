@@ -22,11 +22,11 @@ SHAPE = Shape(batch=50, length=2048, heads=16, groups=16, head_dim=128)
 FEW_KEYS = Shape(batch=1, length=102_400, heads=32, groups=2, head_dim=64)
 
 
-def row(name, median=None, which="forward", shape=SHAPE, **fields):
+def row(name, median=None, pass_name="forward", shape=SHAPE, **fields):
     if median is not None:
         times = Times(median, 0.9 * median, 1.25 * median)
         fields["measured"] = Measured(times=times, operations=8e11, bytes=2e9, extra_memory=0.0345)
-    return KernelRow(name=name, shape=shape, which=which, **fields)
+    return KernelRow(name=name, shape=shape, pass_name=pass_name, **fields)
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def canned():
         row("sdpa_cudnn", 2.0),
         row("top1_chunk:exact", 0.5, verdict=verdict),
         row("nsa", not_run="fla is not installed"),
-        row("top1_chunk:exact", 5.0, which="forward_backward", verdict=verdict),
+        row("top1_chunk:exact", 5.0, pass_name="forward_backward", verdict=verdict),
         row("top1_chunk:exact", shape=FEW_KEYS, failed="output off by 3.2e-01, limit 1e-02", verdict=verdict),
     ]
     return KernelReport(plan=plan, machine={"gpu": "A GPU", "fla": None}, ceilings=Ceilings(8e14, 4e12), rows=rows)
@@ -149,10 +149,10 @@ def test_options_are_taken():
 
 
 MISTAKES = [
-    (["--lengths", "2048"], "--lengths: '2048' is no such pair of numbers; write LENGTHxBATCH, as 2048x50"),
-    (["--lengths", "2048x0"], "--lengths: '2048x0' is no such pair of numbers; write LENGTHxBATCH, as 2048x50"),
+    (["--lengths", "2048"], "--lengths: '2048' is not a pair of positive integers; write LENGTHxBATCH, as 2048x50"),
+    (["--lengths", "2048x0"], "--lengths: '2048x0' is not a pair of positive integers; write LENGTHxBATCH, as 2048x50"),
     (["--lengths", ","], "--lengths: is empty; write LENGTHxBATCH, as 2048x50"),
-    (["--heads", "16x128x2"], "--heads: '16x128x2' is no such pair of numbers; write HEADSxDIM, as 16x128"),
+    (["--heads", "16x128x2"], "--heads: '16x128x2' is not a pair of positive integers; write HEADSxDIM, as 16x128"),
     (["--heads", "16x512"], "--heads: head dim 512 is too large; give at most 256"),
     (["--groups", "3"], "--groups: 3 does not divide 16 heads; give a divisor"),
     (["--groups", "0"], "--groups: 0 is less than 1; give 1 or more"),
@@ -168,7 +168,7 @@ MISTAKES = [
     (["--seed", "-1"], "--seed: -1 is not in 0 .. 4294967295; give a number in that range"),
     (["--repeat", "many"], "argument --repeat: invalid int value: 'many'; see `selectron bench kernels --help`"),
     (["--choices", "odd"], "argument --choices: invalid choice: 'odd' (choose from"),
-    ([], "device: torch sees no GPU; run this where it sees one (`selectron doctor` tells)"),
+    ([], "device: torch sees no GPU; run on a machine with a GPU (check with `selectron doctor`)"),
 ]
 
 
@@ -182,17 +182,17 @@ def test_a_mistake_is_one_line(arguments, line, capsys, monkeypatch, tmp_path):
         code = stop.code
     assert code == 2
     shown = capsys.readouterr()
-    (said,) = shown.err.splitlines()
-    assert said.startswith(f"selectron: error: {line}")
+    (message,) = shown.err.splitlines()
+    assert message.startswith(f"selectron: error: {line}")
     assert shown.out == ""
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("name", ["cpu", "cuda:2", "cuda:x", "gpu"])
-def test_devices_that_are_not_there(name, monkeypatch):
+def test_devices_that_do_not_exist(name, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(OptionError, match=f"device: '{name}' is not there; give cuda or cuda:0 to cuda:1"):
+    with pytest.raises(OptionError, match=f"device: '{name}' does not exist; give cuda or cuda:0 to cuda:1"):
         timing.find_device(name)
 
 
@@ -241,7 +241,10 @@ def test_the_tool_alone():
         cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "selectron: error: --heads: '16' is no such pair of numbers; write HEADSxDIM, as 16x128\n"
+    assert (
+        done.stderr
+        == "selectron: error: --heads: '16' is not a pair of positive integers; write HEADSxDIM, as 16x128\n"
+    )
 
 
 def test_the_machine_is_described():

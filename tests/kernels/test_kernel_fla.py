@@ -41,7 +41,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def pretend(triton: str) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
         monkeypatch.setattr(fla, "_version", lambda _: Version(triton))
-        fla.refused_on_hopper.cache_clear()
+        fla.hopper_unsupported_reason.cache_clear()
 
     return pretend
 
@@ -49,15 +49,15 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 @pytest.mark.parametrize(("triton", "refused"), [("3.3.1", False), ("3.6.0", True), ("3.7.1", False)])
 def test_fla_is_left_alone_where_it_refuses(hopper: Any, triton: str, refused: bool) -> None:
     hopper(triton)
-    assert (fla.refused_on_hopper() is not None) == refused
+    assert (fla.hopper_unsupported_reason() is not None) == refused
 
 
 def test_a_refusal_says_what_is_missing(hopper: Any) -> None:
     hopper("3.6.0")
-    said = fla.refused_on_hopper()
-    assert said is not None
-    assert said.startswith("flash-linear-attention refuses per-head decays on a Hopper GPU")
-    assert said.endswith("under Triton 3.6.0, which computes wrong gradients for them: pip install 'triton>=3.7.1'")
+    message = fla.hopper_unsupported_reason()
+    assert message is not None
+    assert message.startswith("flash-linear-attention refuses per-head decays on a Hopper GPU")
+    assert message.endswith("under Triton 3.6.0, which computes wrong gradients for them: pip install 'triton>=3.7.1'")
 
 
 def test_obstacles_name_the_mend(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +93,7 @@ def _inputs(length: int, key: int, value: int, dtype: torch.dtype) -> dict[str, 
 def test_on_a_gpu_it_is_the_plain_form(name: str, key: int, value: int, length: int) -> None:
     op, arguments = OPS[name]
     if "g" in arguments.split():
-        refused = fla.refused_on_hopper()
+        refused = fla.hopper_unsupported_reason()
         if refused is not None:
             pytest.skip(refused)
     drawn = _inputs(length, key, value, torch.bfloat16)

@@ -117,7 +117,7 @@ def test_ranks_of_tokens_of_both_and_of_padding_alone(form: str) -> None:
     parts = [(first, (hidden @ weight[first : first + 40].T).contiguous()) for first in (0, 40, 80, 120)]
     valid = [40, 40, 20, 0]
     of_ranks = [rows.statistics(logits, labels, first, n) for (first, logits), n in zip(parts, valid, strict=True)]
-    lse, own = op.joined(torch.stack(of_ranks))
+    lse, own = op.merge_ranks(torch.stack(of_ranks))
     expected = expected_of(tensors, 1.0)
     torch.testing.assert_close((lse - own).double(), expected[0], rtol=1e-5, atol=1e-6)
     for (first, logits), n in zip(parts, valid, strict=True):

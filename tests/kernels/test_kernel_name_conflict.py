@@ -47,13 +47,13 @@ def run(arguments, *, pythonpath, cwd=ROOT):
 def test_a_foreign_distribution_is_named_with_its_mend(tmp_path, name, files):
     path = [str(install(tmp_path, name, **files))]
     assert name_conflict.foreign_distributions(path) == [name]
-    line = name_conflict.complaint(path)
+    line = name_conflict.find_conflict(path)
     assert line is not None
     assert f"'{name}'" in line
     assert f"pip uninstall {name}" in line
     assert "\n" not in line
     with pytest.raises(name_conflict.ForeignKernelsError, match=f"pip uninstall {name}"):
-        name_conflict.require_ownership(path)
+        name_conflict.check_ownership(path)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_a_foreign_distribution_is_named_with_its_mend(tmp_path, name, files):
 def test_ours_and_unrelated_ones_are_left_alone(tmp_path, name, files):
     path = [str(install(tmp_path, name, **files))]
     assert name_conflict.foreign_distributions(path) == []
-    name_conflict.require_ownership(path)
+    name_conflict.check_ownership(path)
 
 
 def test_a_distribution_without_a_name_is_told_by_its_place(tmp_path):

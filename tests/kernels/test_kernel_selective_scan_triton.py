@@ -24,7 +24,7 @@ NAMES = ["x", "dt", "A", "B", "C", "D", "initial_state"]
 def short_chunks(monkeypatch):
     """Reduce sizes in the interpreter, so that short sequences have several chunks, spans and partial sums of dB."""
     if not ON_GPU:
-        small = {"span": 4, "step": 2, "least_chunk": 8, "backward_numbers": 4, "parts": 2}
+        small = {"span": 4, "step": 2, "least_chunk": 8, "backward_elements": 4, "parts": 2}
         monkeypatch.setattr(triton_launch, "TUNING", triton_launch.TUNING._replace(**small))
         monkeypatch.setattr(triton_launch, "JOIN_AHEAD", 2)
 

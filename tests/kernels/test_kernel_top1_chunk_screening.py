@@ -132,7 +132,7 @@ def test_long_sequences_are_screened():
     # Only shapes matter here. 15 heads of 128 channels with 32,768 tokens are 2.06e12 operations.
     problem = problem._replace(num_heads=15, num_groups=15, head_dim=128)
     assert triton_launch_screening.screening_pays(problem, 1)
-    assert not triton_launch_screening.screening_pays(problem.of_heads(14), 1)
+    assert not triton_launch_screening.screening_pays(problem.with_heads(14), 1)
     assert not triton_launch_screening.screening_pays(problem, 2)
     assert not triton_launch_screening.screening_pays(problem._replace(longest=128 * 255), 1)
     assert not triton_launch_screening.screening_pays(problem._replace(dtype=torch.float32), 1)

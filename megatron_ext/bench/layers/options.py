@@ -5,7 +5,15 @@ from __future__ import annotations
 import argparse
 import re
 
-from kernels.bench.arguments import add_run_arguments, at_least_one, names, save_into, seed_of, split, tell
+from kernels.bench.arguments import (
+    add_run_arguments,
+    at_least_one,
+    parse_names,
+    print_progress,
+    resolve_seed,
+    save_into,
+    split_list,
+)
 from kernels.bench.cases import OptionError
 from megatron_ext.bench.layers.cases import PEERS, SIZES, LayerPlan, LayerShape
 
@@ -32,9 +40,9 @@ def make_plan(args: argparse.Namespace) -> LayerPlan:
     """
     return LayerPlan(
         shapes=make_shapes(args.shapes),
-        peers=names("--peers", args.peers, PEERS),
+        peers=parse_names("--peers", args.peers, PEERS),
         repeat=at_least_one("--repeat", args.repeat),
-        seed=seed_of(args),
+        seed=resolve_seed(args),
         configurations=None if args.configurations is None else at_least_one("--configurations", args.configurations),
         output=args.output,
         mixers=_mixers(args.mixers),  # last, as it imports torch
@@ -45,7 +53,7 @@ def _mixers(text: str | None) -> tuple[str, ...]:
     from megatron_ext.mixers.core.registry import load_all
 
     known = sorted(load_all())
-    found = names("--mixers", ",".join(known) if text is None else text, known)
+    found = parse_names("--mixers", ",".join(known) if text is None else text, known)
     if not found:
         raise OptionError("--mixers", "is empty", f"name some of {', '.join(known)}, or leave it out for all")
     return found
@@ -57,7 +65,7 @@ def make_shapes(text: str) -> tuple[LayerShape, ...]:
     Raises:
         OptionError: a shape is malformed or its size unknown.
     """
-    shapes = [_shape(part) for part in split(text)]
+    shapes = [_shape(part) for part in split_list(text)]
     if not shapes:
         raise OptionError("--shapes", "is empty", FORM)
     return tuple(dict.fromkeys(shapes))
@@ -96,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
     def save(so_far: LayerReport) -> None:
         save_into(plan.output, so_far.write)
 
-    done = bench(plan, timing.CudaMeter(device, plan.repeat), platform, tell=tell, save=save)
+    done = bench(plan, timing.CudaMeter(device, plan.repeat), platform, tell=print_progress, save=save)
     print(done.markdown())
     print(f"written: {plan.output}")
     return 1 if done.failures else 0

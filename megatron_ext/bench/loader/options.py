@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from kernels.bench.arguments import at_least_one, save_into, split, tell
+from kernels.bench.arguments import at_least_one, print_progress, save_into, split_list
 from kernels.bench.cases import OptionError
 from megatron_ext.utils.atomic_files import os_reason
 from megatron_ext.utils.temp_dirs import scratch_folder
@@ -68,13 +68,13 @@ def run(args: argparse.Namespace) -> int:
             record = folders.enter_context(scratch_folder("loader"))
             loader.verify_once(root, record)
             for length, batch in sizes:
-                tell(f"{shards} shards, {length} tokens a sample")
+                print_progress(f"{shards} shards, {length} tokens a sample")
                 resumes += [loader.resume(root, shards, length, start, 3, record) for start in starts]
                 # Cold reading comes last, as it evicts the files that the others need in the page cache.
                 for number, cold in [*((number, False) for number in ranks), (ranks[-1], True)]:
                     rows.append(loader.measure(root, shards, length, batch, number, args.seconds, cold=cold))
         for length, batch in sizes if len(roots) > 1 else ():
-            tell(f"in turns, {length} tokens a sample")
+            print_progress(f"in turns, {length} tokens a sample")
             for number in ranks:
                 turns += measure_turns(roots, length, batch, number, args.seconds)
     data = (
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _numbers(option: str, text: str, least: int) -> list[int]:
     """Parse comma-separated integers."""
-    parts = split(text)
+    parts = split_list(text)
     if not parts or not all(part.isdecimal() and int(part) >= least for part in parts):
         raise OptionError(option, f"{text!r} is no list of whole numbers from {least} on", "write it like 10,100")
     return [int(part) for part in parts]

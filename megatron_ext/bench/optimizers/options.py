@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from kernels.bench.arguments import at_least_one, split
+from kernels.bench.arguments import at_least_one, split_list
 from megatron_ext.bench.processes import add_run, config_of_run, process_groups, which_run
 from megatron_ext.utils.errors import UserError
 
@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
         OptionError: an option or the output folder is invalid.
     """
     rounds, steps = at_least_one("--rounds", args.rounds), at_least_one("--steps", args.steps)
-    vocabulary, names = at_least_one("--vocabulary", args.vocabulary), split(args.optimizers)
+    vocabulary, names = at_least_one("--vocabulary", args.vocabulary), split_list(args.optimizers)
     if not names:
         raise UserError("--optimizers", "names none", f"give e.g. {DEFAULT}")
     configs = {name: config_of_run(args, [f"optimizer.sharding={name}"]) for name in names}

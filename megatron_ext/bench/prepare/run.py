@@ -17,7 +17,7 @@ import numpy as np
 from data_prep.manifest import load_manifest
 from data_prep.tokenization.tokenizer import JsonTokenizer, load_tokenizer
 from data_prep.tokenization.vocabularies import end_of_document, token_dtype
-from kernels.bench.arguments import tell
+from kernels.bench.arguments import print_progress
 from megatron_ext.bench.prepare.input import DOMAIN, TEST_DOMAIN, TEST_EVERY, Input, given_texts, write_input
 from megatron_ext.bench.prepare.report import PrepareRow
 from megatron_ext.bench.supervise import cost_of
@@ -104,7 +104,7 @@ def compare(
         runs: dict[str, list[tuple[Run, Run]]] = {contestant: [] for contestant in contestants}
         for _ in range(rounds):
             for contestant, run in contestants.items():
-                tell(contestant)
+                print_progress(contestant)
                 first, second = (
                     _once(run, Task(given, folder, end, workers, root / "out", megatron)) for given in (few, whole)
                 )

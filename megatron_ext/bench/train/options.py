@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kernels.bench.arguments import at_least_one, save_into, tell
+from kernels.bench.arguments import at_least_one, print_progress, save_into
 from kernels.bench.cases import OptionError
 from megatron_ext.bench.processes import VOCABULARY, add_config, which_run
 from megatron_ext.utils import gc_control
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
         save_into(args.output, partial(type(report).write, report))
 
     about = which_run(args) | {"processes": plan.processes}
-    report, code = train.bench(variants, plan, about, tell=tell, save=save)
+    report, code = train.bench(variants, plan, about, tell=print_progress, save=save)
     print(report.markdown())
     print(f"written: {args.output}")
     return code
