@@ -73,7 +73,7 @@ def bench(
     for shape, (name, build) in itertools.product(plan.shapes, contestants.items()):
         for row in measure(name, build, shape, plan.passes, meter, draw):
             report.rows.append(row)
-            progress(f"{shape.heads_name} {shape.length_name} {name} {row.which}: {row.summary}")
+            progress(f"{shape.heads_name} {shape.length_name} {name} {row.pass_name}: {row.summary}")
         if device.type == "cuda":
             torch.cuda.empty_cache()
         if save is not None:

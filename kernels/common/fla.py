@@ -19,8 +19,8 @@ DTYPES = (torch.bfloat16, torch.float16)
 MAX_KEY_DIM = 256
 HOPPER = 9
 BROKEN_SINCE, FIXED_SINCE = Version("3.4.0"), Version("3.7.1")
-"""Triton versions in [WRONG_SINCE, RIGHT_SINCE) miscompile the gradient of a per-head decay on Hopper; fla refuses them
-(issue 640)."""
+"""Triton versions in [BROKEN_SINCE, FIXED_SINCE) miscompile the gradient of a per-head decay on Hopper. fla refuses
+them (issue 640)."""
 
 
 def choose_fla_or_plain(

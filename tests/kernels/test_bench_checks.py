@@ -291,10 +291,10 @@ def test_nsa_is_checked_in_its_two_parts(monkeypatch):
     monkeypatch.setattr(peers, "find_spec", lambda name: object())
     sys.modules["fla.ops.nsa"].parallel_nsa = plain_nsa
     shape = Shape(batch=1, length=140, heads=16, groups=1, head_dim=8)
-    monkeypatch.setattr(peers, "NSA_COUNT", 2)
+    monkeypatch.setattr(peers, "NSA_NUM_SELECTED", 2)
     verdict = checks.check(peers.nsa, shape, draw, gradients=False)
     assert verdict.failure is None
-    with pytest.raises(NotRun, match="here are 4"):
+    with pytest.raises(NotRun, match="per key head, not 4"):
         peers.nsa(Shape(batch=1, length=64, heads=16, groups=4, head_dim=8))
     sys.modules["fla.ops.nsa"].parallel_nsa = lambda *tensors, **options: 1.1 * plain_nsa(*tensors, **options)
     assert checks.check(peers.nsa, shape, draw, gradients=False).failure.startswith("attention to given blocks off")
@@ -331,10 +331,12 @@ def test_shares_errors_and_quantiles_by_value():
     assert quantiles([float(i) for i in range(11)]) == Times(5.0, 2.0, 8.0)
 
 
-def test_pieces_cover_each_head_once(monkeypatch):
-    monkeypatch.setattr(checks, "PIECE_BYTES", 8 * 2 * 10 * 20 * 3)
+def test_query_blocks_cover_each_head_once(monkeypatch):
+    monkeypatch.setattr(checks, "MAX_SCORE_BYTES", 8 * 2 * 10 * 20 * 3)
     shape = Shape(batch=2, length=20, heads=10, groups=5, head_dim=4)
-    found = [(p.row, p.groups.start, p.groups.stop, p.heads.start, p.heads.stop) for p in checks.pieces(shape, 10, 20)]
+    found = [
+        (b.row, b.groups.start, b.groups.stop, b.heads.start, b.heads.stop) for b in checks.query_blocks(shape, 10, 20)
+    ]
     assert found == [(0, 0, 3, 0, 6), (0, 3, 5, 6, 10), (1, 0, 3, 0, 6), (1, 3, 5, 6, 10)]
     blocks = checks.sample_blocks(1000)
     assert blocks[0] == (0, 16)

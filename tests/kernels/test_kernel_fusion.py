@@ -33,7 +33,7 @@ def test_on_a_gpu_it_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
         return lambda orders, x, times: "compiled"
 
     monkeypatch.setattr(fusion, "_compiled", compiled)
-    monkeypatch.setattr(fusion, "OWN_SHAPES", 2)
+    monkeypatch.setattr(fusion, "NUM_STATIC_SHAPES", 2)
     with FakeTensorMode():
         tensors = [torch.empty(n, device="cuda") for n in (3, 4, 5, 3, 6)]
     assert [half(x, times=2) for x in tensors] == ["compiled"] * 5
