@@ -88,7 +88,7 @@ def test_a_file_of_another_size_is_not_summed(tmp_path: Path) -> None:
 
 def test_a_newest_that_cannot_be_read_is_replaced(tmp_path: Path) -> None:
     (tmp_path / LATEST).symlink_to("/dev/zero")
-    CheckpointFolder(tmp_path).go_back(4)
+    CheckpointFolder(tmp_path).set_latest(4)
     assert (tmp_path / LATEST).read_bytes() == b"step_4\n"
 
 

@@ -29,7 +29,7 @@ class FileDigest:
     xxh3_128: str
 
 
-def content_of(path: Path) -> FileDigest:
+def compute_digest(path: Path) -> FileDigest:
     """Read a file and return its size and checksum."""
     checksum, size = xxhash.xxh3_128(), 0
     with path.open("rb", buffering=0) as file:
@@ -40,7 +40,7 @@ def content_of(path: Path) -> FileDigest:
 
 
 class CheckedFile(io.RawIOBase):
-    """New file that tracks its size and checksum, and is synced to disk when it is closed.
+    """New file that computes its size and checksum while it is written, and is synced to disk when it is closed.
 
     Args:
         path: path of the file.
@@ -70,6 +70,6 @@ class CheckedFile(io.RawIOBase):
                 super().close()
 
     @property
-    def content(self) -> FileDigest:
+    def digest(self) -> FileDigest:
         """Size and checksum of the bytes written so far."""
         return FileDigest(self._size, self._checksum.hexdigest())

@@ -13,9 +13,9 @@ from megatron_ext.utils.errors import UserError
 
 _STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EACCES, errno.EFBIG}
 _TORCH_STORAGE_ERRORS = ("iostream error", "file write failed", "inline_container")
-"""Texts in errors of torch.save's own streams, whatever the cause."""
+"""Texts in errors of torch.save's own streams. They do not name the cause."""
 
-_NEXT_TO_NOTHING = 1 << 16
+_MIN_FREE_BYTES = 1 << 16
 """A disk with fewer free bytes counts as full."""
 
 
@@ -38,7 +38,7 @@ class Failure:
     hint: str | None = None
 
     @classmethod
-    def of(cls, error: BaseException, folder: Path) -> Failure:
+    def from_error(cls, error: BaseException, folder: Path) -> Failure:
         """Classify an error raised while writing to a folder. Call it before anything is removed there."""
         if isinstance(error, UserError):
             return cls(f"{error.where} {error.problem}", "".join(traceback.format_exception(error)), error.hint)
@@ -47,9 +47,9 @@ class Failure:
 
 
 def is_full(folder: Path) -> bool:
-    """Return whether the disk of a folder is nearly full. Library errors on a full disk often do not report it."""
+    """Return whether the disk of a folder is nearly full. Errors of libraries on a full disk often do not say so."""
     try:
-        return shutil.disk_usage(folder).free < _NEXT_TO_NOTHING
+        return shutil.disk_usage(folder).free < _MIN_FREE_BYTES
     except OSError:
         return False
 
@@ -60,7 +60,7 @@ def storage_problem(error: BaseException | None) -> str | None:
     while error is not None:
         if isinstance(error, NotAsWritten):
             return str(error)
-        for code in _STORAGE_ERRORS:  # errors of libraries may only quote the message
+        for code in _STORAGE_ERRORS:  # libraries may raise an error that only quotes the message
             if getattr(error, "errno", None) == code or os.strerror(code) in str(error):
                 return os.strerror(code)
         if any(text in str(error) for text in _TORCH_STORAGE_ERRORS):

@@ -1,4 +1,4 @@
-"""Bounds on values read from untrusted files: nesting, cycles, and exponential expansion by shared parts."""
+"""Limits for values from untrusted files: nesting, cycles, and exponential expansion by shared references."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ MAX_DEPTH = 100
 """Deepest nesting of containers. Python code that traverses them is recursive."""
 
 MAX_ITEMS = 10_000_000
-"""Most items of a value with shared items counted each time, if the file itself has few."""
+"""Limit of the items of a value. An item that is referenced several times is counted each time."""
 
 MAX_SHARING = 10
-"""Largest ratio of items counted with sharing to items in a larger file. Checkpoint indexes share almost none."""
+"""Limit of the items counted at each reference, relative to the items counted once. It applies above `MAX_ITEMS`.
+
+Checkpoint indexes share almost no items.
+"""
 
 
 _CONTAINERS = {list, tuple, dict, OrderedDict, Namespace}
@@ -28,45 +31,45 @@ class RefusedPickle(ValueError):
 def check_extent(value: Any, kinds: Collection[type] = ()) -> None:
     """Refuse a value that is too deep or too large for code that follows every reference.
 
-    Sixty lists that each contain the previous one twice take some hundred bytes of a file but expand to 2^60 items.
+    Sixty nested lists that each contain the next one twice take some hundred bytes of a file but expand to 2^60 items.
     Copying, comparing or printing them would not terminate. This check visits each container once.
 
     Args:
-        value: value made of lists, tuples, dictionaries, namespaces and instances. Anything else is one item.
+        value: value made of lists, tuples, dictionaries, namespaces and instances. Any other value counts as one item.
         kinds: classes whose instances' attributes are visited.
 
     Raises:
         RefusedPickle: containers are nested deeper than `MAX_DEPTH`, are cyclic, or expand to more than `MAX_ITEMS`
-            items and to more than `MAX_SHARING` times the items they hold.
+            items and to more than `MAX_SHARING` times their items counted once.
     """
-    root = _Open([value], kinds)
-    known: dict[int, tuple[int, int]] = {}  # by id of a counted container: items, depth
-    path, on_path, held = [root], {id(root.container)}, 1
+    root = _Container([value], kinds)
+    counted: dict[int, tuple[int, int]] = {}  # by id of a counted container: items, depth
+    path, path_ids, num_items = [root], {id(root.container)}, 1
     while path:
         top = path[-1]
-        if not top.inner:
+        if not top.pending:
             path.pop()
-            on_path.remove(id(top.container))
-            known[id(top.container)] = (top.items, top.depth)
+            path_ids.remove(id(top.container))
+            counted[id(top.container)] = (top.items, top.depth)
             if path:
                 path[-1].add(top.items, top.depth)
             continue
-        container = top.inner.pop()
-        if id(container) in on_path:
+        container = top.pending.pop()
+        if id(container) in path_ids:
             raise RefusedPickle("has a container that contains itself")
-        if id(container) not in known:
-            within = _Open(container, kinds)
-            held += within.items
-            if within.inner:
+        if id(container) not in counted:
+            inner_container = _Container(container, kinds)
+            num_items += inner_container.items
+            if inner_container.pending:
                 _check_depth(len(path))
-                path.append(within)
-                on_path.add(id(container))
+                path.append(inner_container)
+                path_ids.add(id(container))
                 continue
-            known[id(container)] = (within.items, within.depth)
-        top.add(*known[id(container)])
+            counted[id(container)] = (inner_container.items, inner_container.depth)
+        top.add(*counted[id(container)])
     _check_depth(root.depth - 1)
-    if root.items > max(MAX_ITEMS, MAX_SHARING * held):
-        raise RefusedPickle(f"shares its parts so often that it stands for more than {MAX_ITEMS} items")
+    if root.items > max(MAX_ITEMS, MAX_SHARING * num_items):
+        raise RefusedPickle(f"shares its parts so often that it expands to more than {MAX_ITEMS} items")
 
 
 def _check_depth(depth: int) -> None:
@@ -74,19 +77,19 @@ def _check_depth(depth: int) -> None:
         raise RefusedPickle(f"nests containers deeper than {MAX_DEPTH}")
 
 
-class _Open:
-    """Container whose items are not all counted yet.
+class _Container:
+    """Container that is being counted.
 
     Attributes:
-        items: items counted so far, with shared ones counted each time.
+        items: items counted so far, shared ones at each reference.
         depth: depth of the containers counted so far, including this one.
-        inner: inner containers that are still to be counted.
+        pending: inner containers that are still to be counted.
     """
 
     def __init__(self, container: Any, kinds: Collection[type]) -> None:
         parts = _parts(container)
         self.container, self.items, self.depth = container, len(parts), 1
-        self.inner = [part for part in parts if type(part) in _CONTAINERS or type(part) in kinds]
+        self.pending = [part for part in parts if type(part) in _CONTAINERS or type(part) in kinds]
 
     def add(self, items: int, depth: int) -> None:
         """Add the counts of an inner container."""

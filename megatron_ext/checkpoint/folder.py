@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.checkpoint.contents import FileDigest, content_of
+from megatron_ext.checkpoint.contents import FileDigest, compute_digest
 from megatron_ext.checkpoint.disk import NotAsWritten
 from megatron_ext.run_folder.layout import step_name, step_of
 from megatron_ext.utils.atomic_files import LARGEST_POINTER, os_reason, read_regular, write_whole
@@ -24,12 +24,12 @@ from megatron_ext.utils.untrusted_paths import relative_name
 RECORD = "checkpoint.json"
 LATEST = "latest"
 
-_MOST = 1 << 62
+_MAX_COUNT = 1 << 62
 """Upper bound of the steps, samples and tokens in a record. It leaves room in int64."""
 
 
-TO_TRAIN = "choose another step with --from-step"
-"""Advice to users of `selectron train` if a checkpoint is unusable."""
+TRAIN_HINT = "choose another step with --from-step"
+"""Hint for users of `selectron train` if a checkpoint is unusable."""
 
 
 class DamagedCheckpoint(UserError):
@@ -83,7 +83,7 @@ class Retention:
     newest: int = 0
     every: int = 0
 
-    def dropped(self, steps: list[int], step: int) -> list[int]:
+    def steps_to_remove(self, steps: list[int], step: int) -> list[int]:
         """Return the steps of the checkpoints to remove after a save.
 
         Args:
@@ -91,8 +91,8 @@ class Retention:
             step: step that was saved. Later checkpoints exist if the run was resumed from an earlier step. They do not
                 count as newest and are not removed. They are replaced when their step is saved again.
         """
-        until = [other for other in steps if other <= step]
-        old = until[: -self.newest] if self.newest else []
+        candidates = [other for other in steps if other <= step]
+        old = candidates[: -self.newest] if self.newest else []
         return [other for other in old if not self.every or other % self.every]
 
 
@@ -101,11 +101,11 @@ class CheckpointFolder:
 
     Args:
         root: the folder. It is created with the first checkpoint.
-        another: advice in errors on how to choose another checkpoint with the current command.
+        choose_hint: hint in errors. It says how the current command selects another checkpoint.
     """
 
-    def __init__(self, root: Path, another: str = TO_TRAIN) -> None:
-        self.root, self._another = root, another
+    def __init__(self, root: Path, choose_hint: str = TRAIN_HINT) -> None:
+        self.root, self._choose_hint = root, choose_hint
 
     def path(self, step: int) -> Path:
         """Return the path of a complete checkpoint."""
@@ -136,16 +136,16 @@ class CheckpointFolder:
             raise UserError(str(pointer), f"cannot be read ({os_reason(error)})", "restore or remove it") from error
         step = step_of(name)
         if step is None:
-            there = ", ".join(step_name(step) for step in self.steps())
-            hint = f"write one of them into it: {there}" if there else "there is no checkpoint: remove the file"
+            names = ", ".join(step_name(step) for step in self.steps())
+            hint = f"write one of these names into it: {names}" if names else "remove it: the folder has no checkpoint"
             raise UserError(str(pointer), f"{name!r} is not a checkpoint", hint)
         return step
 
-    def go_back(self, step: int) -> None:
-        """Set `latest` to an earlier checkpoint, from which the run is trained again.
+    def set_latest(self, step: int) -> None:
+        """Set `latest` to an earlier checkpoint from which the run continues.
 
-        The run then drops its records of later steps. If the run is killed before its next checkpoint, it must not
-        resume from a later checkpoint, because that would leave a gap in the records.
+        The run removes its records of later steps. If it is killed before its next checkpoint, it must not resume from
+        a later checkpoint, because its records would have a gap.
 
         Args:
             step: step of a complete checkpoint.
@@ -159,22 +159,22 @@ class CheckpointFolder:
                 return
         write_whole(pointer, content)
 
-    def begin(self, step: int) -> Path:
+    def create_partial(self, step: int) -> Path:
         """Create an empty folder for the checkpoint of a step, and remove leftovers of killed runs."""
-        for left in self.root.glob(".step_*"):
-            shutil.rmtree(left, ignore_errors=True)
+        for leftover in self.root.glob(".step_*"):
+            shutil.rmtree(leftover, ignore_errors=True)
         partial = self.partial(step)
         partial.mkdir(parents=True)
         return partial
 
-    def finish(
-        self, step: int, record_parts: dict[str, Any], written: dict[str, FileDigest], retention: Retention
+    def complete(
+        self, step: int, record_fields: dict[str, Any], written: dict[str, FileDigest], retention: Retention
     ) -> None:
         """Complete a written checkpoint: write its record, rename the folder, update `latest`, remove old checkpoints.
 
         Args:
             step: step of the checkpoint, whose state is in the folder `partial(step)`.
-            record_parts: progress, identity and generators of its `Record`.
+            record_fields: progress, identity and generators of its `Record`.
             written: size and checksum of the data written into each file.
             retention: rule for which checkpoints are kept.
 
@@ -183,28 +183,28 @@ class CheckpointFolder:
         """
         partial = self.partial(step)
         self._check_sizes(partial, written)
-        record = Record(**record_parts, files=dict(sorted(written.items())))
+        record = Record(**record_fields, files=dict(sorted(written.items())))
         write_whole(partial / RECORD, json.dumps(asdict(record), indent=1).encode())
         # An existing folder of this step is damaged or partly deleted, or belongs to steps that were trained again.
         shutil.rmtree(self.path(step), ignore_errors=True)
         partial.rename(self.path(step))
         write_whole(self.root / LATEST, f"{step_name(step)}\n".encode())
-        for old in retention.dropped(self.steps(), step):
-            self._drop(old)
+        for old in retention.steps_to_remove(self.steps(), step):
+            self._remove(old)
 
     @staticmethod
     def _check_sizes(partial: Path, written: dict[str, FileDigest]) -> None:
-        there = {str(p.relative_to(partial)): p.stat().st_size for p in partial.rglob("*") if p.is_file()}
-        for name in sorted(there.keys() | written.keys()):
+        sizes = {str(p.relative_to(partial)): p.stat().st_size for p in partial.rglob("*") if p.is_file()}
+        for name in sorted(sizes.keys() | written.keys()):
             size = written[name].size if name in written else None
-            if there.get(name) != size:
-                raise NotAsWritten(f"{name} has {there.get(name, 'no')} bytes on the disk, and {size} were written")
+            if sizes.get(name) != size:
+                raise NotAsWritten(f"{name} has {sizes.get(name, 'no')} bytes on the disk, and {size} were written")
 
-    def _drop(self, step: int) -> None:
-        """Remove a checkpoint. The folder is renamed first, so that a partly removed one does not look complete."""
-        going = self.root / f".{step_name(step)}.dropped"
-        self.path(step).rename(going)
-        shutil.rmtree(going)
+    def _remove(self, step: int) -> None:
+        """Remove a checkpoint. Rename the folder first, so that a partly removed checkpoint does not look complete."""
+        renamed = self.root / f".{step_name(step)}.dropped"
+        self.path(step).rename(renamed)
+        shutil.rmtree(renamed)
 
     def abandon(self, step: int) -> None:
         """Remove an incomplete checkpoint."""
@@ -218,17 +218,17 @@ class CheckpointFolder:
         """
         path = self.path(step) / RECORD
         if not self.path(step).is_dir():
-            raise DamagedCheckpoint(str(self.path(step)), "is not there", self._mend(step))
+            raise DamagedCheckpoint(str(self.path(step)), "does not exist", self._hint(step))
         if not path.is_file():
-            raise self.damage(step, RECORD, "is missing, so the checkpoint is incomplete")
+            raise self.damage_error(step, RECORD, "is missing, so the checkpoint is incomplete")
         try:
             raw = parse_json(read_regular(path))
-            files = {relative_name(name, str(path)): FileDigest(**content) for name, content in raw["files"].items()}
+            files = {relative_name(name, str(path)): FileDigest(**digest) for name, digest in raw["files"].items()}
             record = Record(**{**raw, "progress": Progress(**raw["progress"]), "files": files})
             _check_types(record)
             return record
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            raise self.damage(step, RECORD, "cannot be read as a checkpoint's record") from error
+            raise self.damage_error(step, RECORD, "cannot be read as a checkpoint's record") from error
 
     def is_model_only(self, step: int) -> bool:
         """Return whether a checkpoint's record declares it as model-only. The checkpoint may be damaged."""
@@ -245,26 +245,27 @@ class CheckpointFolder:
         """
         path = self.path(step) / name
         if not path.is_file():
-            raise self.damage(step, name, "is missing, so the checkpoint is damaged")
+            raise self.damage_error(step, name, "is missing, so the checkpoint is damaged")
         if (size := path.stat().st_size) != expected.size:
-            raise self.damage(step, name, f"has {size} bytes instead of {expected.size}, so the checkpoint is damaged")
+            problem = f"has {size} bytes instead of {expected.size}, so the checkpoint is damaged"
+            raise self.damage_error(step, name, problem)
         try:
-            found = content_of(path)
+            found = compute_digest(path)
         except OSError as error:
-            raise self.damage(step, name, f"cannot be read ({os_reason(error)})") from error
+            raise self.damage_error(step, name, f"cannot be read ({os_reason(error)})") from error
         if found != expected:
             problem = f"has checksum {found.xxh3_128} instead of {expected.xxh3_128}, so the checkpoint is damaged"
-            raise self.damage(step, name, problem)
+            raise self.damage_error(step, name, problem)
 
-    def damage(self, step: int, name: str, problem: str) -> DamagedCheckpoint:
+    def damage_error(self, step: int, name: str, problem: str) -> DamagedCheckpoint:
         """Return an error that names a damaged file of a checkpoint, and the other checkpoints."""
-        return DamagedCheckpoint(str(self.path(step) / name), problem, self._mend(step))
+        return DamagedCheckpoint(str(self.path(step) / name), problem, self._hint(step))
 
-    def _mend(self, step: int) -> str:
+    def _hint(self, step: int) -> str:
         others = [str(other) for other in self.steps() if other != step]
         if not others:
-            return "there is no other: restore it from a backup, or train the run until it writes one"
-        return f"{self._another} (there are: {', '.join(others)})"
+            return "restore it from a backup, or train the run until it writes a checkpoint"
+        return f"{self._choose_hint} (available: {', '.join(others)})"
 
 
 def _check_types(record: Record) -> None:
@@ -273,9 +274,9 @@ def _check_types(record: Record) -> None:
     Raises:
         TypeError: a field has another type, or a count is out of range.
     """
-    if not all(type(number) is int and 0 <= number < _MOST for number in vars(record.progress).values()):
+    if not all(type(number) is int and 0 <= number < _MAX_COUNT for number in vars(record.progress).values()):
         raise TypeError("progress")
     if type(record.identity) is not dict or type(record.generators) is not list:
         raise TypeError("identity or generators")
-    if not all(type(one.size) is int and type(one.xxh3_128) is str for one in record.files.values()):
+    if not all(type(digest.size) is int and type(digest.xxh3_128) is str for digest in record.files.values()):
         raise TypeError("files")

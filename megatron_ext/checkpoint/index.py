@@ -1,4 +1,4 @@
-"""Checkpoint index, torch's `.metadata`: the tensors, and file and offset of each part."""
+"""Writer of a checkpoint's index, torch's `.metadata`: tensors, and file, offset and length of every shard."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ class _Writer(FileSystemWriter):
 
 
 class Index:
-    """Writer of the indexes of one run's checkpoints. It reuses the previous index if nothing moved.
+    """Writer of the indexes of one run's checkpoints. It reuses the previous index if no location changed.
 
-    Parsing the ranks' results and building the index are single calls of some milliseconds. They hold the GIL and so
-    delay training.
+    Building an index takes some milliseconds, during which the GIL is held and training is delayed.
     """
 
     def __init__(self) -> None:
@@ -34,33 +33,37 @@ class Index:
         self._content = b""
 
     def write(self, folder: Path, metadata: Metadata, results: Sequence[str]) -> None:
-        """Write the index into a checkpoint's folder and sync it to disk.
+        """Write the index to a checkpoint's folder and sync it to disk.
 
         Args:
             folder: folder of the checkpoint.
             metadata: metadata of the plan, the same at every save of a run.
-            results: each rank's list of `WriteResult`, as returned by `encoded`.
+            results: write results of each rank, as returned by `encode_results`.
         """
         if self._results == list(results):
             write_whole(folder / FILE_NAME, self._content)
             return
-        _Writer(folder).finish(metadata, [_decoded(result) for result in results])
+        _Writer(folder).finish(metadata, [_decode_results(result) for result in results])
         self._content, self._results = (folder / FILE_NAME).read_bytes(), list(results)
 
 
-def encoded(results: Sequence[WriteResult]) -> str:
-    """Encode the locations of items as JSON, the form in which ranks exchange them."""
+def encode_results(results: Sequence[WriteResult]) -> str:
+    """Encode write results as JSON, which the ranks exchange.
+
+    Args:
+        results: key, file, offset and length of each item that a rank wrote.
+    """
     rows = []
     for result in results:
-        index, place = result.index, result.storage_data
-        assert place.transform_descriptors is None, "nothing is compressed here"
+        index, location = result.index, result.storage_data
+        assert location.transform_descriptors is None, "checkpoints are not compressed"
         offset = None if index.offset is None else list(index.offset)
         item = [index.fqn, offset, index.index, result.size_in_bytes]
-        rows.append([*item, place.relative_path, place.offset, place.length])
+        rows.append([*item, location.relative_path, location.offset, location.length])
     return json.dumps(rows)
 
 
-def _decoded(results: str) -> list[WriteResult]:
+def _decode_results(results: str) -> list[WriteResult]:
     return [
         WriteResult(
             MetadataIndex(fqn, None if offset is None else torch.Size(offset), index),

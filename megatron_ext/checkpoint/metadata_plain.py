@@ -1,6 +1,6 @@
-"""Stand-ins for the classes of a checkpoint index, for reading names, shapes and dtypes without importing torch.
+"""Replacements for torch's classes of a checkpoint index, to read names, shapes and dtypes without importing torch.
 
-They have the same names as torch's, so that error messages are the same.
+They have the same names as torch's classes, so that error messages are the same.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ class MemoryFormat(Enum):
 
 
 class TensorProperties:
-    """Properties of a tensor besides its size. Only the dtype is kept."""
+    """Properties of a tensor besides its size. Only the dtype is stored."""
 
     dtype: Dtype
 
 
 class ChunkStorageMetadata:
-    """Offsets and sizes of a part of a tensor."""
+    """Offsets and sizes of a chunk of a tensor."""
 
     offsets: Size
     sizes: Size
@@ -78,7 +78,7 @@ class TensorStorageMetadata:
 
 
 class BytesStorageMetadata:
-    """Entry of an object that is no tensor."""
+    """Entry of an object that is not a tensor."""
 
 
 @dataclass(frozen=True)
@@ -114,11 +114,11 @@ def _fill_properties(instance: TensorProperties, state: tuple[Any, ...]) -> None
     instance.dtype = state[0]
 
 
-_FLOATING = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
-_WHOLE = {"int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}
+_FLOATS = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
+_INTEGERS = {"int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}
 DTYPES: Mapping[str, Dtype] = {
-    **{name: Dtype(name, size, True) for name, size in _FLOATING.items()},
-    **{name: Dtype(name, size, False) for name, size in _WHOLE.items()},
+    **{name: Dtype(name, size, True) for name, size in _FLOATS.items()},
+    **{name: Dtype(name, size, False) for name, size in _INTEGERS.items()},
 }
 """Dtypes of parameters and training state. An index with other dtypes must be read with torch."""
 

@@ -44,19 +44,19 @@ class RankPlan:
 
 
 @dataclass(frozen=True)
-class _Cut:
-    """Location of a planned tensor: index among the held tensors, element offset, and number of elements."""
+class _ViewSpec:
+    """Location of a saved tensor: index of its backing tensor, element offset, and number of elements."""
 
-    held: int
+    backing_index: int
     offset: int
     numel: int
 
-    def of(self, held: Sequence[Tensor]) -> Tensor:
-        """Return the elements as a 1-D view, with few torch calls, because training waits for hundreds of calls."""
-        whole = held[self.held]
-        if whole.dim() == 1 and whole.numel() == self.numel:
-            return whole
-        return whole.as_strided((self.numel,), (1,), whole.storage_offset() + self.offset)
+    def view_in(self, backing: Sequence[Tensor]) -> Tensor:
+        """Return the elements as a 1-D view. It makes few torch calls, because training waits for hundreds of views."""
+        base = backing[self.backing_index]
+        if base.dim() == 1 and base.numel() == self.numel:
+            return base
+        return base.as_strided((self.numel,), (1,), base.storage_offset() + self.offset)
 
 
 class _Writer(FileSystemWriterAsync):
@@ -65,102 +65,102 @@ class _Writer(FileSystemWriterAsync):
     files: dict[str, list[tuple[WriteItem, Tensor | io.BytesIO]]]
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
-        shares = _split_by_size_and_type(self.thread_count, plan.items)
+        buckets = _split_by_size_and_type(self.thread_count, plan.items)
         self.files = {
             f"{plan.storage_data.prefix}{number}{DEFAULT_SUFFIX}": [
                 (item, planner.resolve_data(item)) for item in items
             ]
-            for number, items in enumerate(share for share in shares if share)
+            for number, items in enumerate(filter(None, buckets))
         }
 
 
 class Planner:
     """Planner of the saves of one run, whose state always has the same structure.
 
-    In the first two saves the ranks exchange their plans, and the first save also checks that the plans form a complete
-    state. Once Megatron finds two consecutive plans equal, the plan is settled. Later saves exchange nothing. They
-    take the saved tensors as views of the held tensors, at the same offsets as before. Only objects that are not
-    tensors are collected again.
+    In the first two saves the ranks exchange their plans. The first save also checks that the plans form a complete
+    state. Once Megatron finds two consecutive plans equal, the plan is settled. Later saves exchange nothing. Their
+    tensors are views of the backing tensors at the same offsets as before. Only objects that are not tensors are
+    collected again.
     """
 
     def __init__(self) -> None:
-        self._known: tuple[SavePlan | None, SavePlan | None, bool] = (None, None, False)
+        self._cached_structure: tuple[SavePlan | None, SavePlan | None, bool] = (None, None, False)
         self._metadata: Metadata | None = None
         self._files: dict[str, list[WriteItem]] = {}
-        self._cuts: list[_Cut] = []
-        self._held: list[tuple[Any, ...]] = []
+        self._view_specs: list[_ViewSpec] = []
+        self._backing_layout: list[tuple[Any, ...]] = []
 
     @property
     def is_settled(self) -> bool:
-        """True on all ranks once `again` must be called instead of `plan`."""
-        return self._known[2]
+        """True on all ranks once `reuse` must be called instead of `plan`."""
+        return self._cached_structure[2]
 
-    def plan(self, state: dict[str, Any], held: Sequence[Tensor], folder: Path) -> tuple[RankPlan, list[Tensor]]:
+    def plan(self, state: dict[str, Any], backing: Sequence[Tensor], folder: Path) -> tuple[RankPlan, list[Tensor]]:
         """Plan a save. A collective call.
 
         Args:
             state: sharded state dictionary. It is modified.
-            held: tensors of the model and the optimizer. Every tensor of the state is a view of one of these tensors.
+            backing: tensors of the model and the optimizer, of which the tensors of the state are views.
             folder: folder of the files.
 
         Returns:
             The plan, and the live tensors, 1-D, in the order in which the plan's files list them.
         """
-        sharded, common = save_preprocess(state, validate_access_integrity=self._known[0] is None)
-        (writer, metadata, _), central, local, alike, _ = save_state_dict_async_plan(
-            _by_key(sharded),
+        sharded, common = save_preprocess(state, validate_access_integrity=self._cached_structure[0] is None)
+        (writer, metadata, _), central, local, is_unchanged, _ = save_state_dict_async_plan(
+            _items_by_key(sharded),
             _Writer(folder, thread_count=FILES_PER_RANK),
             planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-            cached_ckpt_structure=self._known,
+            cached_ckpt_structure=self._cached_structure,
         )
-        self._known = (central, local, alike)
+        self._cached_structure = (central, local, is_unchanged)
         self._metadata = metadata if metadata is not None else self._metadata
-        live = writer.files
-        tensors = [data for items in live.values() for _, data in items if isinstance(data, Tensor)]
-        if alike:
-            self._files = {name: [item for item, _ in items] for name, items in live.items()}
-            self._cuts, self._held = _cuts(tensors, held), _structure(held)
+        items_by_file = writer.files
+        tensors = [data for items in items_by_file.values() for _, data in items if isinstance(data, Tensor)]
+        if is_unchanged:
+            self._files = {name: [item for item, _ in items] for name, items in items_by_file.items()}
+            self._view_specs, self._backing_layout = _view_specs(tensors, backing), _shapes_and_dtypes(backing)
         files = {
             name: [(item, None if isinstance(data, Tensor) else data) for item, data in items]
-            for name, items in live.items()
+            for name, items in items_by_file.items()
         }
         return RankPlan(files, common, self._metadata), [t.view(-1) for t in tensors]
 
-    def again(self, held: Sequence[Tensor], plain: dict[str, Any]) -> tuple[RankPlan, list[Tensor]]:
-        """Return the settled plan, in the same form as `plan`.
+    def reuse(self, backing: Sequence[Tensor], plain: dict[str, Any]) -> tuple[RankPlan, list[Tensor]]:
+        """Return the settled plan and the current tensors, as `plan` does. Not a collective call.
 
         Args:
-            held: the same tensors as for `plan`, possibly at new addresses.
+            backing: the same tensors as for `plan`, possibly at new addresses.
             plain: objects of the state that are not tensors.
         """
-        assert _structure(held) == self._held, "a run's state always has the same structure"
+        assert _shapes_and_dtypes(backing) == self._backing_layout, "a run's state always has the same structure"
         sharded, common = save_preprocess(plain, validate_access_integrity=False)
-        objects = _by_key(sharded)
+        objects = _items_by_key(sharded)
         files = {name: [(item, objects.get(item.index.fqn)) for item in items] for name, items in self._files.items()}
-        return RankPlan(files, common, self._metadata), [cut.of(held) for cut in self._cuts]
+        return RankPlan(files, common, self._metadata), [spec.view_in(backing) for spec in self._view_specs]
 
 
-def _by_key(sharded: dict[str, Any]) -> dict[str, Any]:
+def _items_by_key(sharded: dict[str, Any]) -> dict[str, Any]:
     """Return the objects and tensors that this rank writes, in the format of torch's planner."""
     by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
     return mcore_to_pyt_state_dict(by_key)
 
 
-def _structure(tensors: Sequence[Tensor]) -> list[tuple[Any, ...]]:
+def _shapes_and_dtypes(tensors: Sequence[Tensor]) -> list[tuple[Any, ...]]:
     return [(t.shape, t.dtype) for t in tensors]
 
 
-def _cuts(tensors: Sequence[Tensor], held: Sequence[Tensor]) -> list[_Cut]:
-    """Locate each tensor in the held tensors."""
+def _view_specs(tensors: Sequence[Tensor], backing: Sequence[Tensor]) -> list[_ViewSpec]:
+    """Locate each tensor in the backing tensors."""
     by_storage: dict[int, list[tuple[int, Tensor]]] = {}
-    for number, whole in enumerate(held):
-        by_storage.setdefault(whole.untyped_storage().data_ptr(), []).append((number, whole))
-    return [_cut(t, by_storage.get(t.untyped_storage().data_ptr(), [])) for t in tensors]
+    for number, base in enumerate(backing):
+        by_storage.setdefault(base.untyped_storage().data_ptr(), []).append((number, base))
+    return [_view_spec(t, by_storage.get(t.untyped_storage().data_ptr(), [])) for t in tensors]
 
 
-def _cut(tensor: Tensor, candidates: Sequence[tuple[int, Tensor]]) -> _Cut:
-    for number, whole in candidates:
-        offset = tensor.storage_offset() - whole.storage_offset()
-        if tensor.dtype == whole.dtype and 0 <= offset <= whole.numel() - tensor.numel():
-            return _Cut(number, int(offset), tensor.numel())
-    raise AssertionError(f"what is saved is a view of the model or its optimizer, and one of {tensor.shape} is not")
+def _view_spec(tensor: Tensor, candidates: Sequence[tuple[int, Tensor]]) -> _ViewSpec:
+    for number, base in candidates:
+        offset = tensor.storage_offset() - base.storage_offset()
+        if tensor.dtype == base.dtype and 0 <= offset <= base.numel() - tensor.numel():
+            return _ViewSpec(number, int(offset), tensor.numel())
+    raise AssertionError(f"a saved tensor of shape {tensor.shape} is no view of the model or its optimizer")

@@ -1,7 +1,7 @@
-"""Safe loading of torch_dist checkpoints, for torch's and Megatron's loaders.
+"""Restricted readers of torch_dist checkpoints, for torch's and Megatron's loaders.
 
-Their own readers unpickle `.metadata` and all objects without restriction, so an untrusted checkpoint could run code.
-The classes here replace them when a checkpoint is loaded.
+The readers of torch and Megatron unpickle `.metadata` and all objects without restriction, so an untrusted checkpoint
+could run code. The classes here replace them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from megatron_ext.checkpoint.extent import RefusedPickle
 from megatron_ext.checkpoint.metadata_file import read_metadata
 from megatron_ext.checkpoint.metadata_index import FILE_NAME, MEND
 from megatron_ext.checkpoint.pickle_names import AllowedNames
-from megatron_ext.checkpoint.torch_file import NAMES, load_file, load_part
+from megatron_ext.checkpoint.torch_file import NAMES, load_file, load_range
 from megatron_ext.parallel.agreement import raise_on_all_ranks
 from megatron_ext.utils.atomic_files import open_regular, os_reason
 from megatron_ext.utils.errors import UserError
@@ -95,38 +95,38 @@ class RestrictedReader(FileSystemReader):
         try:
             size = os.fstat(descriptor).st_size
             for item in items:
-                place = self.storage_data[item.storage_index]
-                if place.offset + place.length > size:
+                location = self.storage_data[item.storage_index]
+                if location.offset + location.length > size:
                     raise RefusedPickle("is truncated")
-                value = load_part(descriptor, place.offset, place.length)
+                value = load_range(descriptor, location.offset, location.length)
                 if item.type == LoadItemType.BYTE_IO:
-                    cast(_Planner, planner).take_object(item, value)
+                    cast(_Planner, planner).set_object(item, value)
                     continue
                 if not isinstance(value, Tensor):
                     raise RefusedPickle("contains no tensor where one is expected")
-                _hand_over(item, value, planner)
+                _copy_into_target(item, value, planner)
         finally:
             os.close(descriptor)
 
 
-def _hand_over(item: ReadItem, tensor: Tensor, planner: LoadPlanner) -> None:
+def _copy_into_target(item: ReadItem, tensor: Tensor, planner: LoadPlanner) -> None:
     """Copy a tensor into the planner's target, as torch's reader does."""
     if tensor.dim() != len(item.lengths) or any(
         offset + length > size
         for offset, length, size in zip(item.storage_offsets, item.lengths, tensor.shape, strict=True)
     ):
         raise RefusedPickle("contains a tensor whose shape differs from the index")
-    part = narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths)
+    source = narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths)
     target = planner.resolve_tensor(item).detach()
-    assert target.size() == part.size(), f"{item.storage_index}: {target.size()} and {part.size()}"
-    target.copy_(part)
+    assert target.size() == source.size(), f"{item.storage_index}: {target.size()} and {source.size()}"
+    target.copy_(source)
     planner.commit_tensor(item, target)
 
 
 class _Planner(MCoreLoadPlanner):
     """Megatron's load planner, which accepts decoded objects instead of bytes to unpickle."""
 
-    def take_object(self, item: ReadItem, value: Any) -> None:
+    def set_object(self, item: ReadItem, value: Any) -> None:
         if self.flatten_state_dict:
             set_element(self.original_state_dict, self.mappings[item.dest_index.fqn], value)
         else:
@@ -134,10 +134,10 @@ class _Planner(MCoreLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: Any) -> None:
         """Fail, because torch's implementation would unpickle the bytes."""
-        raise AssertionError("the restricted reader gives no bytes")
+        raise AssertionError("the restricted reader decodes objects itself")
 
 
-class _Tensors(TorchDistLoadShardedStrategy):
+class _ShardedStrategy(TorchDistLoadShardedStrategy):
     """Megatron's strategy for sharded state, on top of a `RestrictedReader`."""
 
     def __init__(self, reader: RestrictedReader) -> None:
@@ -145,12 +145,12 @@ class _Tensors(TorchDistLoadShardedStrategy):
         self._reader = reader
 
     def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
-        tensors = [one for one in nested_values(sharded_state_dict) if isinstance(one, ShardedTensor)]
+        tensors = [value for value in nested_values(sharded_state_dict) if isinstance(value, ShardedTensor)]
         keys, flat_mapping, rename_mapping = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
         state = mcore_to_pyt_state_dict(keys, True)
         planner = _Planner(
-            shapes_validation_sharded_tensors=[one for one in tensors if not one.allow_shape_mismatch],
-            allow_shape_mismatch_sharded_tensors={one.key: one for one in tensors if one.allow_shape_mismatch},
+            shapes_validation_sharded_tensors=[t for t in tensors if not t.allow_shape_mismatch],
+            allow_shape_mismatch_sharded_tensors={t.key: t for t in tensors if t.allow_shape_mismatch},
         )
         load_state_dict(state, self._reader, planner=planner)
         loaded = {key: _unwrap_pyt_sharded_tensor(value) for key, value in state.items()}
@@ -162,13 +162,13 @@ class _Tensors(TorchDistLoadShardedStrategy):
         return super().load_tensors_metadata(checkpoint_dir, metadata or self._reader.read_metadata())
 
     def load_sharded_metadata(self, checkpoint_dir: Any) -> Any:
-        raise AssertionError("nobody asks for it, and Megatron's would unpickle the index")
+        raise AssertionError("not used, because Megatron's method would unpickle the index")
 
     def remove_sharded_tensors(self, checkpoint_dir: Any, key_prefix: str) -> None:
-        raise AssertionError("nobody asks for it, and Megatron's would unpickle the index")
+        raise AssertionError("not used, because Megatron's method would unpickle the index")
 
 
-class _Common(TorchCommonLoadStrategy):
+class _CommonStrategy(TorchCommonLoadStrategy):
     """Megatron's strategy for the state that is the same on all ranks. The state has already been read."""
 
     def __init__(self, common: Any) -> None:
@@ -178,11 +178,11 @@ class _Common(TorchCommonLoadStrategy):
         return self._common
 
     def load_sharded_objects(self, sharded_objects_state_dict: Any, checkpoint_dir: Any) -> Any:
-        raise AssertionError("objects lie with the tensors in torch_dist")
+        raise AssertionError("torch_dist checkpoints store objects with the tensors")
 
 
 def read_common(folder: Path, names: AllowedNames | None = None) -> Any:
-    """Read the state that Megatron stores beside the tensors, without running code from the file.
+    """Read the state that is the same on all ranks, `common.pt`, without running code from the file.
 
     Args:
         folder: folder of the checkpoint.
@@ -221,7 +221,8 @@ def load_state(state: dict[str, Any], folder: Path) -> dict[str, Any]:
 
     raise_on_all_ranks(read)
     try:
-        return cast(dict[str, Any], dist_checkpointing.load(state, str(folder), _Tensors(reader), _Common(common[0])))
+        strategies = _ShardedStrategy(reader), _CommonStrategy(common[0])
+        return cast(dict[str, Any], dist_checkpointing.load(state, str(folder), *strategies))
     except CheckpointException as error:
         for failure, _ in error.failures.values():
             if isinstance(failure, UserError):
@@ -230,12 +231,12 @@ def load_state(state: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _check_tensors(state: dict[str, Any], metadata: Metadata, folder: Path) -> None:
-    for one in nested_values(state):
-        if isinstance(one, ShardedTensor):
-            entry = metadata.state_dict_metadata.get(one.key)
-            wanted = torch.Size(one.global_shape)
+    for sharded in nested_values(state):
+        if isinstance(sharded, ShardedTensor):
+            entry = metadata.state_dict_metadata.get(sharded.key)
+            expected = torch.Size(sharded.global_shape)
             if not isinstance(entry, TensorStorageMetadata):
-                raise UserError(str(folder / FILE_NAME), f"has no tensor {one.key}", MEND)
-            if entry.size != wanted and not one.allow_shape_mismatch:
-                problem = f"has {one.key} with the shape {list(entry.size)} instead of {list(wanted)}"
+                raise UserError(str(folder / FILE_NAME), f"has no tensor {sharded.key}", MEND)
+            if entry.size != expected and not sharded.allow_shape_mismatch:
+                problem = f"has {sharded.key} with the shape {list(entry.size)} instead of {list(expected)}"
                 raise UserError(str(folder / FILE_NAME), problem, MEND)

@@ -31,19 +31,19 @@ from torch.distributed.checkpoint.filesystem import (
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megatron_ext.checkpoint.contents import CheckedFile, FileDigest, content_of
+from megatron_ext.checkpoint.contents import CheckedFile, FileDigest, compute_digest
 from megatron_ext.checkpoint.disk import Failure, NotAsWritten
 from megatron_ext.checkpoint.folder import CheckpointFolder, Retention
-from megatron_ext.checkpoint.index import Index, encoded
+from megatron_ext.checkpoint.index import Index, encode_results
 from megatron_ext.checkpoint.metadata_index import FILE_NAME as INDEX
 from megatron_ext.checkpoint.plan import RankPlan
-from megatron_ext.checkpoint.staging import OnHost
+from megatron_ext.checkpoint.staging import FetchToHost
 from megatron_ext.parallel.agreement import from_first_rank, gather_on_first
 from megatron_ext.utils.atomic_files import force_to_disk
 
 FORMAT = CheckpointingConfig("torch_dist", 1)
 
-HEAD_START = 0.03
+START_DELAY = 0.03
 """Seconds by which background work is delayed after a save, unless a rank waits for its completion.
 
 At the start of a step, the training thread must launch GPU work, and the background thread would compete with it for
@@ -52,11 +52,11 @@ the GIL. Later in the step, the GPU has work queued.
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenFiles:
     """Files that a rank has written.
 
     Attributes:
-        results: location of each item in the files, as returned by `index.encoded`.
+        results: location of each item in the files, as returned by `index.encode_results`.
         files: size and checksum of each file, by name.
     """
 
@@ -75,9 +75,9 @@ class AsyncSave:
         folder: checkpoint folder of the run.
         step: step to save.
         plan: items that this rank writes.
-        on_host: function that returns the plan's tensors as they were when the save began.
+        fetch_to_host: function that returns the plan's tensors as they were when the save began.
         index: index writer of the run.
-        record_parts: see `CheckpointFolder.finish`.
+        record_fields: see `CheckpointFolder.complete`.
         retention: rule for which checkpoints are kept once this one is complete.
         executor: executor for background work, with one worker.
         guard: see `CheckpointStore`.
@@ -88,17 +88,17 @@ class AsyncSave:
         folder: CheckpointFolder,
         step: int,
         plan: RankPlan,
-        on_host: OnHost,
+        fetch_to_host: FetchToHost,
         index: Index,
-        record_parts: dict[str, Any],
+        record_fields: dict[str, Any],
         retention: Retention,
         executor: Executor,
         guard: Callable[[], object] | None = None,
     ) -> None:
         self.step, self._guard = step, guard
-        self._folder, self._plan, self._on_host, self._executor = folder, plan, on_host, executor
-        self._index, self._record_parts, self._retention = index, record_parts, retention
-        self._abandoned, self._hurried = Event(), Event()
+        self._folder, self._plan, self._fetch_to_host, self._executor = folder, plan, fetch_to_host, executor
+        self._index, self._record_fields, self._retention = index, record_fields, retention
+        self._abandoned, self._skip_delay = Event(), Event()
         self._common = deepcopy(plan.common)  # training may modify its contents
         self._writing: Future[bytes] = executor.submit(self._write)
         self._finishing: Future[Failure | None] | None = None
@@ -120,61 +120,61 @@ class AsyncSave:
         """
         if not self._all_written:
             self._all_written = True
-            parts = gather_on_first(self._writing.result())
-            if parts is not None:
-                self._finishing = self._executor.submit(self._finish, parts)
+            results = gather_on_first(self._writing.result())
+            if results is not None:
+                self._finishing = self._executor.submit(self._finish, results)
             return False
         failure = self._finishing.result() if self._finishing else None
-        said = from_first_rank(None if failure is None else asdict(failure))
-        if said is not None:
-            raise SaveFailed(Failure(**said))
+        failure_fields = from_first_rank(None if failure is None else asdict(failure))
+        if failure_fields is not None:
+            raise SaveFailed(Failure(**failure_fields))
         return True
 
     def wait(self) -> None:
         """Block until the checkpoint is complete. A collective call, with the errors of `advance`."""
-        self._hurried.set()
+        self._skip_delay.set()
         while not self.advance():
             pass  # each call waits for this rank's work, and its collective for the other ranks
 
     def abandon(self) -> None:
         """Cancel the save and remove its files. Not a collective call."""
         self._abandoned.set()
-        self._hurried.set()
+        self._skip_delay.set()
         for work in (self._writing, self._finishing):
             if work is not None:
                 work.exception()  # waits, and ignores the error
         self._folder.abandon(self.step)
 
-    # --- in the background -------------------------------------------------------------------------------------------
+    # --- background thread -------------------------------------------------------------------------------------------
 
     def _write(self) -> bytes:
-        """Write this rank's files. Return a `Written` or a `Failure` as JSON.
+        """Write this rank's files. Return a `WrittenFiles` or a `Failure` as JSON.
 
         The result is encoded in this background thread, so that training does not have to wait for the encoding.
         """
-        self._hurried.wait(HEAD_START)
+        self._skip_delay.wait(START_DELAY)
         try:
-            written: Written | Failure = self._write_files(self._folder.partial(self.step))
+            written: WrittenFiles | Failure = self._write_files(self._folder.partial(self.step))
         except Exception as error:
-            written = Failure.of(error, self._folder.root)
+            written = Failure.from_error(error, self._folder.root)
         return json.dumps(asdict(written)).encode()
 
-    def _write_files(self, partial: Path) -> Written:
+    def _write_files(self, partial: Path) -> WrittenFiles:
         partial.mkdir(parents=True, exist_ok=True)
-        copies = iter(self._on_host())
+        copies = iter(self._fetch_to_host())
         files = {
-            name: [(item, _shaped(item, next(copies)) if data is None else data) for item, data in items]
+            name: [(item, _reshape(item, next(copies)) if data is None else data) for item, data in items]
             for name, items in self._plan.files.items()
         }
         with ThreadPoolExecutor(max(len(files), 1)) as threads:
             written = list(threads.map(lambda name: self._write_file(partial / name, files[name]), files))
-        contents = {name: content for name, (content, _) in zip(files, written, strict=True)}
+        digests = {name: digest for name, (digest, _) in zip(files, written, strict=True)}
         if dist.get_rank() == 0:
-            contents[COMMON_STATE_FNAME] = _write_whole_file(partial / COMMON_STATE_FNAME, self._common)
-        for name, content in contents.items():
+            digests[COMMON_STATE_FNAME] = _save_common(partial / COMMON_STATE_FNAME, self._common)
+        for name, digest in digests.items():
             self._stop_if_abandoned()
-            _check(partial / name, content)
-        return Written(encoded([result for _, results in written for result in results]), contents)
+            _verify_file(partial / name, digest)
+        return WrittenFiles(encode_results([result for _, results in written for result in results]), digests)
 
     def _write_file(self, path: Path, items: Sequence[tuple[WriteItem, Any]]) -> tuple[FileDigest, list[WriteResult]]:
         """Write one file of tensors and objects, each in the format of torch.save, which torch's reader expects."""
@@ -183,50 +183,50 @@ class AsyncSave:
             for item, data in items:
                 self._stop_if_abandoned()
                 results.append(_write_item(transforms, file, data, item, path.name, SerializationFormat.TORCH_SAVE))
-        return file.content, results
+        return file.digest, results
 
     def _stop_if_abandoned(self) -> None:
         if self._abandoned.is_set():
             raise _Abandoned
 
-    def _finish(self, said: Sequence[bytes]) -> Failure | None:
+    def _finish(self, encoded: Sequence[bytes]) -> Failure | None:
         """Write index and record, rename the folder and update `latest`. Runs on the first rank only.
 
         Args:
-            said: encoded results of all ranks, as returned by `_write`.
+            encoded: encoded results of all ranks, as returned by `_write`.
         """
-        self._hurried.wait(HEAD_START)
-        parts = [_report(part) for part in said]
-        failure = next((part for part in parts if isinstance(part, Failure)), None)
+        self._skip_delay.wait(START_DELAY)
+        results = [_decode_result(result) for result in encoded]
+        failure = next((result for result in results if isinstance(result, Failure)), None)
         if failure is None:
             try:
-                self._make_whole([part for part in parts if isinstance(part, Written)])
+                self._complete([result for result in results if isinstance(result, WrittenFiles)])
             except Exception as error:
-                failure = Failure.of(error, self._folder.root)
+                failure = Failure.from_error(error, self._folder.root)
         if failure is not None:
             self._folder.abandon(self.step)
         return failure
 
-    def _make_whole(self, parts: Sequence[Written]) -> None:
+    def _complete(self, results: Sequence[WrittenFiles]) -> None:
         self._stop_if_abandoned()
         partial = self._folder.partial(self.step)
         assert self._plan.metadata is not None
-        self._index.write(partial, self._plan.metadata, [part.results for part in parts])
+        self._index.write(partial, self._plan.metadata, [result.results for result in results])
         save_config(FORMAT, str(partial))
         force_to_disk(partial / CONFIG_FNAME)
-        files = {name: content for part in parts for name, content in part.files.items()}
-        files |= {name: content_of(partial / name) for name in (INDEX, CONFIG_FNAME)}
+        files = {name: digest for result in results for name, digest in result.files.items()}
+        files |= {name: compute_digest(partial / name) for name in (INDEX, CONFIG_FNAME)}
         if self._guard is not None:
             self._guard()
-        self._folder.finish(self.step, self._record_parts, files, self._retention)
+        self._folder.complete(self.step, self._record_fields, files, self._retention)
 
 
-def _report(said: bytes) -> Written | Failure:
-    """Decode a rank's `Written` or `Failure`."""
-    raw = json.loads(said)
+def _decode_result(encoded: bytes) -> WrittenFiles | Failure:
+    """Decode a rank's `WrittenFiles` or `Failure`."""
+    raw = json.loads(encoded)
     if "trace" in raw:
         return Failure(**raw)
-    return Written(raw["results"], {name: FileDigest(**content) for name, content in raw["files"].items()})
+    return WrittenFiles(raw["results"], {name: FileDigest(**digest) for name, digest in raw["files"].items()})
 
 
 class SaveFailed(Exception):
@@ -241,21 +241,21 @@ class SaveFailed(Exception):
         self.failure = failure
 
 
-def _shaped(item: WriteItem, flat: Tensor) -> Tensor:
+def _reshape(item: WriteItem, flat: Tensor) -> Tensor:
     assert item.tensor_data is not None
     return flat.view(item.tensor_data.chunk.sizes)
 
 
-def _write_whole_file(path: Path, saved: dict[str, Any]) -> FileDigest:
-    content = io.BytesIO()
-    torch.save(saved, content)
+def _save_common(path: Path, common: dict[str, Any]) -> FileDigest:
+    buffer = io.BytesIO()
+    torch.save(common, buffer)
     with CheckedFile(path) as file:
-        file.write(content.getbuffer())
-    return file.content
+        file.write(buffer.getbuffer())
+    return file.digest
 
 
-def _check(path: Path, written: FileDigest) -> None:
+def _verify_file(path: Path, written: FileDigest) -> None:
     """Read a file back and compare its size and checksum with those of the data that was written."""
-    found = content_of(path)
+    found = compute_digest(path)
     if found != written:
         raise NotAsWritten(f"{path.name} does not contain what was written to it ({found} instead of {written})")

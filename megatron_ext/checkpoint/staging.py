@@ -9,14 +9,14 @@ from torch import Tensor
 
 from megatron_ext.platform.device import Platform
 
-OnHost = Callable[[], list[Tensor]]
+FetchToHost = Callable[[], list[Tensor]]
 """Function that returns the copies in host memory. It may block, so a background thread calls it."""
 
-_AT_ONCE = 16 << 20
-"""Number of bytes of queued transfers to the host after which `_fetch` waits for their completion."""
+_MAX_QUEUED_BYTES = 16 << 20
+"""Bytes of queued transfers to the host at which `_fetch` waits for their completion."""
 
-_FILLED = 0.95
-"""Maximum fraction of GPU memory that training and the copies may use together."""
+_MAX_MEMORY_FRACTION = 0.95
+"""Maximum fraction of GPU memory that training and a snapshot may use together."""
 
 
 class Staging:
@@ -34,9 +34,9 @@ class Staging:
     def __init__(self, platform: Platform) -> None:
         self._platform = platform
         self._host: list[Tensor] = []
-        self._on_device: bool | None = None
+        self._is_on_device: bool | None = None
 
-    def copy(self, tensors: Sequence[Tensor]) -> OnHost:
+    def copy(self, tensors: Sequence[Tensor]) -> FetchToHost:
         """Snapshot 1-D tensors. The tensors may be changed after this returns.
 
         Earlier snapshots are overwritten and must no longer be in use.
@@ -44,40 +44,40 @@ class Staging:
         if not tensors:  # other data-parallel ranks write all of this rank's state
             return lambda: []
         if not self._platform.is_cuda:
-            self._make_room(tensors)
+            self._allocate_host(tensors)
             torch._foreach_copy_(self._host, list(tensors))
             return lambda: self._host
-        if self._has_room_on_device(tensors):
+        if self._fits_on_device(tensors):
             return self._copy_on_device(tensors)
-        self._make_room(tensors)
+        self._allocate_host(tensors)
         torch._foreach_copy_(self._host, list(tensors), non_blocking=True)
         self._platform.synchronize()
         return lambda: self._host
 
-    def _make_room(self, tensors: Sequence[Tensor]) -> None:
+    def _allocate_host(self, tensors: Sequence[Tensor]) -> None:
         if [(t.numel(), t.dtype) for t in self._host] != [(t.numel(), t.dtype) for t in tensors]:
             self._host = []
             # Each tensor has its own storage, because torch.save writes whole storages.
             self._host = [torch.empty(t.numel(), dtype=t.dtype, pin_memory=self._platform.is_cuda) for t in tensors]
 
-    def _has_room_on_device(self, tensors: Sequence[Tensor]) -> bool:
-        """Return whether the device has room for a snapshot, as decided at the first save.
+    def _fits_on_device(self, tensors: Sequence[Tensor]) -> bool:
+        """Return whether a snapshot fits into device memory. Decided at the first save.
 
-        Later, the peak memory of training includes that of the copies.
+        At later saves, the peak memory of training includes the snapshots.
         """
-        if self._on_device is None:
+        if self._is_on_device is None:
             device = self._platform.device
-            taken = torch.cuda.max_memory_reserved(device) + sum(t.nbytes for t in tensors)
-            self._on_device = taken < _FILLED * torch.cuda.mem_get_info(device)[1]
-        return self._on_device
+            peak = torch.cuda.max_memory_reserved(device) + sum(t.nbytes for t in tensors)
+            self._is_on_device = peak < _MAX_MEMORY_FRACTION * torch.cuda.mem_get_info(device)[1]
+        return self._is_on_device
 
-    def _copy_on_device(self, tensors: Sequence[Tensor]) -> OnHost:
-        copies = _copies(tensors)
+    def _copy_on_device(self, tensors: Sequence[Tensor]) -> FetchToHost:
+        copies = _copy_on_device_grouped(tensors)
         copied = torch.cuda.Event()
         copied.record()
 
-        def on_host() -> list[Tensor]:
-            self._make_room(copies)
+        def fetch_to_host() -> list[Tensor]:
+            self._allocate_host(copies)
             stream = torch.cuda.Stream(self._platform.device)
             with torch.cuda.stream(stream):
                 stream.wait_event(copied)
@@ -85,32 +85,32 @@ class Staging:
             copies.clear()
             return self._host
 
-        return on_host
+        return fetch_to_host
 
     def _fetch(self, copies: Sequence[Tensor], stream: torch.cuda.Stream) -> None:
-        """Copy snapshots to the host, a few at a time.
+        """Copy snapshots to the host, at most about `_MAX_QUEUED_BYTES` at a time.
 
         The device has one transfer queue. More queued transfers would delay the kernels of a training step.
         """
-        waiting = 0
+        queued_bytes = 0
         for host, copy in zip(self._host, copies, strict=True):
             host.copy_(copy, non_blocking=True)
-            waiting += copy.nbytes
-            if waiting >= _AT_ONCE:
+            queued_bytes += copy.nbytes
+            if queued_bytes >= _MAX_QUEUED_BYTES:
                 stream.synchronize()
-                waiting = 0
+                queued_bytes = 0
         stream.synchronize()
 
 
-def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+def _copy_on_device_grouped(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copy the tensors on their device. Tensors of equal dtype share an allocation and are copied by few kernels."""
-    found: dict[int, Tensor] = {}
-    alike: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    for number, t in enumerate(tensors):
-        alike.setdefault((t.dtype, t.device), []).append(number)
-    for (dtype, device), numbers in alike.items():
-        sizes = [tensors[number].numel() for number in numbers]  # faster than len(), and training waits for it
+    copy_by_index: dict[int, Tensor] = {}
+    indices_by_type: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for index, t in enumerate(tensors):
+        indices_by_type.setdefault((t.dtype, t.device), []).append(index)
+    for (dtype, device), indices in indices_by_type.items():
+        sizes = [tensors[index].numel() for index in indices]  # faster than len(), and training waits for it
         copies = torch.empty(sum(sizes), dtype=dtype, device=device).split(sizes)
-        torch._foreach_copy_(copies, [tensors[number] for number in numbers])
-        found.update(zip(numbers, copies, strict=True))
-    return [found[number] for number in range(len(tensors))]
+        torch._foreach_copy_(copies, [tensors[index] for index in indices])
+        copy_by_index.update(zip(indices, copies, strict=True))
+    return [copy_by_index[index] for index in range(len(tensors))]

@@ -29,7 +29,7 @@ def run_state(
     groups: ProcessGroupCollection,
     platform: Platform,
     *,
-    with_generators: bool = True,
+    include_generators: bool = True,
 ) -> dict[str, Any]:
     """Return the sharded state dictionary to save, or to load into.
 
@@ -38,12 +38,12 @@ def run_state(
         slices: slices of the optimizer's state, from `optimizer.slices()`.
         groups: process groups.
         platform: platform of this process.
-        with_generators: include the states of the random generators, which depend on the layout.
+        include_generators: include the states of the random generators, which depend on the layout.
     """
     model = model_state(optimizer.chunks, groups)
     placed = placed_state(model, slices, sharded=optimizer.shards_state)
     state: dict[str, Any] = {"model": model, "optimizer": {"state": placed, **optimizer.plain_state()}}
-    if with_generators:
+    if include_generators:
         state["generators"] = _generators(groups, platform)
     return state
 
@@ -53,9 +53,9 @@ def plain_state(optimizer: RunOptimizer, groups: ProcessGroupCollection, platfor
     return {"optimizer": optimizer.plain_state(), "generators": _generators(groups, platform)}
 
 
-def held_tensors(optimizer: RunOptimizer, slices: Sequence[FlatSlice]) -> list[Tensor]:
-    """Return the tensors in memory of which the tensors in `run_state` are views, in a fixed order."""
-    return [*optimizer.held_by_model(), *(t for flat_slice in slices for t in flat_slice.tensors.values())]
+def backing_tensors(optimizer: RunOptimizer, slices: Sequence[FlatSlice]) -> list[Tensor]:
+    """Return the tensors of which the tensors in `run_state` are views, in a fixed order."""
+    return [*optimizer.model_tensors(), *(t for flat_slice in slices for t in flat_slice.tensors.values())]
 
 
 def model_state(chunks: Sequence[torch.nn.Module], groups: ProcessGroupCollection) -> dict[str, Any]:
@@ -80,13 +80,13 @@ def restore(state: dict[str, Any], optimizer: RunOptimizer, slices: Sequence[Fla
 def restore_model(model: dict[str, Any], chunks: Sequence[torch.nn.Module]) -> None:
     """Copy the loaded state of a model into its chunks."""
     for number, chunk in enumerate(chunks):
-        _load_model(unwrap(chunk), model[f"chunk{number}"])
+        _load_chunk(unwrap(chunk), model[f"chunk{number}"])
 
 
-def _load_model(model: torch.nn.Module, state: dict[str, Any]) -> None:
+def _load_chunk(model: torch.nn.Module, state: dict[str, Any]) -> None:
     missing, unexpected = model.load_state_dict(state, strict=False)
-    different = unexpected + [name for name in missing if not name.endswith("_extra_state")]
-    assert not different, f"only in the checkpoint or only in the model: {different}"
+    mismatched = unexpected + [name for name in missing if not name.endswith("_extra_state")]
+    assert not mismatched, f"only in the checkpoint or only in the model: {mismatched}"
 
 
 def _generators(groups: ProcessGroupCollection, platform: Platform) -> ShardedObject:
@@ -107,6 +107,6 @@ def _set_generators(states: dict[str, Any], platform: Platform) -> None:
     get_cuda_rng_tracker().set_states(states["megatron"])
 
 
-def layout_of_generators(groups: ProcessGroupCollection) -> list[int]:
+def generator_layout(groups: ProcessGroupCollection) -> list[int]:
     """Return the parallel sizes on which the states of the random generators depend: [PP, TP]."""
     return [groups.pp.size(), groups.tp.size()]

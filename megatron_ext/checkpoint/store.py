@@ -14,15 +14,15 @@ from megatron.core.dist_checkpointing.strategies.async_utils import _disable_gc
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_ext.checkpoint.disk import Failure
-from megatron_ext.checkpoint.folder import TO_TRAIN, CheckpointFolder, DamagedCheckpoint, Progress, Record, Retention
+from megatron_ext.checkpoint.folder import TRAIN_HINT, CheckpointFolder, DamagedCheckpoint, Progress, Record, Retention
 from megatron_ext.checkpoint.index import Index
 from megatron_ext.checkpoint.plan import Planner, RankPlan
 from megatron_ext.checkpoint.reading import load_state
 from megatron_ext.checkpoint.saving import AsyncSave, SaveFailed
-from megatron_ext.checkpoint.staging import OnHost, Staging
+from megatron_ext.checkpoint.staging import FetchToHost, Staging
 from megatron_ext.checkpoint.state import (
-    held_tensors,
-    layout_of_generators,
+    backing_tensors,
+    generator_layout,
     model_state,
     plain_state,
     restore,
@@ -45,9 +45,9 @@ class CheckpointStore:
         platform: platform of this process.
         retention: rule for which checkpoints are kept.
         asynchronous: True if `save` returns once the state is copied. `advance` and `wait` then complete the save.
-        another: see `CheckpointFolder`.
+        choose_hint: see `CheckpointFolder`.
         guard: function called on the first rank before a written checkpoint is renamed. If it raises, the save fails.
-        judge: function called with a checkpoint's record and folder before the checkpoint is loaded. It raises a
+        check_record: function called with a checkpoint's record and folder before the checkpoint is loaded. It raises a
             UserError if the run may not continue from the checkpoint.
 
     Attributes:
@@ -64,12 +64,12 @@ class CheckpointStore:
         retention: Retention | None = None,
         *,
         asynchronous: bool = False,
-        another: str = TO_TRAIN,
+        choose_hint: str = TRAIN_HINT,
         guard: Callable[[], object] | None = None,
-        judge: Callable[[Record, Path], object] | None = None,
+        check_record: Callable[[Record, Path], object] | None = None,
     ) -> None:
-        self.folder = CheckpointFolder(root, another)
-        self.identity, self._judge = identity, judge
+        self.folder = CheckpointFolder(root, choose_hint)
+        self.identity, self._check_record = identity, check_record
         self._groups, self._platform = groups, platform
         self._retention, self._asynchronous = retention or Retention(), asynchronous
         self._planner, self._staging, self._index = Planner(), Staging(platform), Index()
@@ -87,24 +87,24 @@ class CheckpointStore:
         """
         self.wait()
         if not self._planner.is_settled:
-            self._begin(progress.step)
+            self._create_partial(progress.step)
         try:
-            plan, on_host = self._copied_state(optimizer, self.folder.partial(progress.step))
+            plan, fetch_to_host = self._snapshot_state(optimizer, self.folder.partial(progress.step))
         except BaseException:
             self.folder.abandon(progress.step)
             raise
-        parts = {
+        record_fields = {
             "progress": progress,
             "identity": self.identity,
-            "generators": layout_of_generators(self._groups),
+            "generators": generator_layout(self._groups),
         }
         self._saving = AsyncSave(
             self.folder,
             progress.step,
             plan,
-            on_host,
+            fetch_to_host,
             self._index,
-            parts,
+            record_fields,
             self._retention,
             self._executor,
             self._guard,
@@ -133,13 +133,13 @@ class CheckpointStore:
 
     def advance(self) -> None:
         """Continue a save. A collective call, to be made once no rank `is_busy`, with the errors of `save`."""
-        if self._saving is not None and self._guarded(self._saving.advance):
+        if self._saving is not None and self._run_phase(self._saving.advance):
             self._saving = None
 
     def wait(self) -> None:
         """Complete a save in progress. A collective call, with the errors of `save`."""
         if self._saving is not None:
-            self._guarded(self._saving.wait)
+            self._run_phase(self._saving.wait)
             self._saving = None
 
     def abandon(self) -> None:
@@ -151,7 +151,7 @@ class CheckpointStore:
             self._saving.abandon()
             self._saving = None
 
-    def _begin(self, step: int) -> None:
+    def _create_partial(self, step: int) -> None:
         """Create the partial folder and remove leftovers of killed runs. A collective call.
 
         Called only for a run's first saves. Later saves find no leftovers, and each rank creates the folder in the
@@ -160,42 +160,42 @@ class CheckpointStore:
         failure: Failure | None = None
         if dist.get_rank() == 0:
             try:
-                self.folder.begin(step)
+                self.folder.create_partial(step)
             except OSError as error:
-                failure = Failure.of(error, self.folder.root)
-        said = from_first_rank(None if failure is None else asdict(failure))
-        if said is not None:
-            raise self._error(step, Failure(**said))
+                failure = Failure.from_error(error, self.folder.root)
+        failure_fields = from_first_rank(None if failure is None else asdict(failure))
+        if failure_fields is not None:
+            raise self._save_error(step, Failure(**failure_fields))
 
-    def _copied_state(self, optimizer: RunOptimizer, partial: Path) -> tuple[RankPlan, OnHost]:
+    def _snapshot_state(self, optimizer: RunOptimizer, partial: Path) -> tuple[RankPlan, FetchToHost]:
         """Plan this rank's writes and copy its state, so that training may change it. A collective call."""
         # Planning creates thousands of short-lived objects, which would trigger full garbage collections.
         with optimizer.whole(), _disable_gc(), self._platform.optimizer_context():
             slices = list(optimizer.slices())
-            held = held_tensors(optimizer, slices)
+            backing = backing_tensors(optimizer, slices)
             if self._planner.is_settled:
-                plan, tensors = self._planner.again(held, plain_state(optimizer, self._groups, self._platform))
+                plan, tensors = self._planner.reuse(backing, plain_state(optimizer, self._groups, self._platform))
             else:
                 state = run_state(optimizer, slices, self._groups, self._platform)
-                plan, tensors = self._planner.plan(state, held, partial)
+                plan, tensors = self._planner.plan(state, backing, partial)
             return plan, self._staging.copy(tensors)
 
-    def _guarded(self, work: Callable[[], bool | None]) -> bool | None:
+    def _run_phase(self, phase: Callable[[], bool | None]) -> bool | None:
+        """Call a method of the save in progress and raise a failed save as the error for the user."""
         assert self._saving is not None
         try:
-            return work()
+            return phase()
         except SaveFailed as error:
             step, self._saving = self._saving.step, None
-            raise self._error(step, error.failure) from error
+            raise self._save_error(step, error.failure) from error
 
-    def _error(self, step: int, failure: Failure) -> Exception:
+    def _save_error(self, step: int, failure: Failure) -> Exception:
         if failure.problem is None:
             return RuntimeError(f"the checkpoint of step {step} could not be saved\n{failure.trace}")
-        kept = self.folder.steps()
-        room = "free disk space and start again with " + (
-            f"--resume (from step {kept[-1]})" if kept else "--resume=auto"
-        )
-        return UserError(str(self.folder.path(step)), f"cannot be saved: {failure.problem}", failure.hint or room)
+        steps = self.folder.steps()
+        option = f"--resume (from step {steps[-1]})" if steps else "--resume=auto"
+        hint = failure.hint or f"free disk space and start again with {option}"
+        return UserError(str(self.folder.path(step)), f"cannot be saved: {failure.problem}", hint)
 
     # --- loading -----------------------------------------------------------------------------------------------------
 
@@ -206,20 +206,20 @@ class CheckpointStore:
 
         Raises:
             DamagedCheckpoint: the checkpoint is missing or damaged.
-            UserError: `judge` refuses the checkpoint.
+            UserError: `check_record` refuses the checkpoint.
         """
-        found: list[Record] = []
-        raise_on_all_ranks(lambda: found.append(self.folder.read_record(step)))
-        (record,) = found
-        if self._judge is not None:
-            self._judge(record, self.folder.path(step))
+        records: list[Record] = []
+        raise_on_all_ranks(lambda: records.append(self.folder.read_record(step)))
+        (record,) = records
+        if self._check_record is not None:
+            self._check_record(record, self.folder.path(step))
         rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
-        def check_own_share() -> None:
-            for name, content in list(record.files.items())[rank::size]:
-                self.folder.check_file(step, name, content)
+        def check_own_files() -> None:
+            for name, digest in list(record.files.items())[rank::size]:
+                self.folder.check_file(step, name, digest)
 
-        raise_on_all_ranks(check_own_share)
+        raise_on_all_ranks(check_own_files)
         return record
 
     def check_newest(self) -> tuple[Record, list[DamagedCheckpoint]]:
@@ -229,7 +229,7 @@ class CheckpointStore:
             The record of that checkpoint, and the errors of the newer, damaged checkpoints.
 
         Raises:
-            UserError: all checkpoints are damaged, or `judge` refuses a checkpoint.
+            UserError: all checkpoints are damaged, or `check_record` refuses a checkpoint.
         """
         newest = self.folder.latest()
         damages: list[DamagedCheckpoint] = []
@@ -239,9 +239,10 @@ class CheckpointStore:
                 return self.check(step), damages
             except DamagedCheckpoint as damage:
                 damages.append(damage)
-        said = "; ".join(f"{damage.where} {damage.problem}" for damage in damages) or "there is none"
+        details = "; ".join(f"{damage.where} {damage.problem}" for damage in damages)
+        problem = "contains no complete checkpoint" + (f": {details}" if details else "")
         hint = "restore one from a backup, or choose another run.name to start a new run"
-        raise UserError(str(self.folder.root), f"contains no complete checkpoint: {said}", hint)
+        raise UserError(str(self.folder.root), problem, hint)
 
     def load(self, optimizer: RunOptimizer, record: Record) -> None:
         """Load model, optimizer, schedule and random generators from a checked checkpoint. A collective call.
@@ -249,11 +250,11 @@ class CheckpointStore:
         The states of the random generators are only valid for the layout under which they were saved. Under another
         layout they are not restored. This only affects runs with dropout, because other runs draw no random numbers.
         """
-        same_layout = record.generators == layout_of_generators(self._groups)
+        same_layout = record.generators == generator_layout(self._groups)
         with optimizer.whole(), self._platform.optimizer_context():
             optimizer.make_moments()
             slices = list(optimizer.slices())
-            state = run_state(optimizer, slices, self._groups, self._platform, with_generators=same_layout)
+            state = run_state(optimizer, slices, self._groups, self._platform, include_generators=same_layout)
             state = load_state(state, self.folder.path(record.progress.step))
             restore(state, optimizer, slices, self._platform)
 

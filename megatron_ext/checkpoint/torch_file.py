@@ -1,8 +1,8 @@
 """Safe reader of torch.save files. It executes no code from the file.
 
 The format is a zip of uncompressed records: a pickle, and the bytes of each storage that it references. `torch.load`
-also has a restricted mode, but other libraries extend its list of allowed classes. This reader only allows those of
-this module and its caller.
+also has a restricted mode, but other libraries extend its list of allowed classes. This reader only allows the classes
+that this module and its caller list.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from megatron_ext.checkpoint.restricted_pickle import load
 from megatron_ext.utils.atomic_files import open_regular
 
 _PICKLE = "data.pkl"
-_LOCAL_HEADER = 30
-_MAX_PICKLE = 1 << 30
+_LOCAL_HEADER_BYTES = 30
+_MAX_PICKLE_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class _StorageType:
 
 @dataclass(frozen=True)
 class _Storage:
-    bytes_x: Tensor
+    data: Tensor
     dtype: torch.dtype
 
 
@@ -67,22 +67,22 @@ def _tensor(storage: Any, dtype: Any, offset: Any, size: Any, stride: Any) -> Te
     sizes, strides, (start,) = size_of(size), size_of(stride), size_of((offset,))
     if len(sizes) != len(strides):
         raise RefusedPickle("has a tensor whose sizes and strides do not match")
-    held = storage.bytes_x.numel() // dtype.itemsize
-    last = start + sum((length - 1) * step for length, step in zip(sizes, strides, strict=True))
+    num_elements = storage.data.numel() // dtype.itemsize
+    last_offset = start + sum((length - 1) * step for length, step in zip(sizes, strides, strict=True))
     # A stride of 0 would expand one element into a large tensor at the first copy.
-    if sizes.numel() > held or (sizes.numel() and last >= held):
+    if sizes.numel() > num_elements or (sizes.numel() and last_offset >= num_elements):
         raise RefusedPickle("has a tensor that is larger than its storage")
-    whole = storage.bytes_x[: held * dtype.itemsize].view(dtype)
-    return whole.as_strided(sizes, strides, start if sizes.numel() else 0)
+    elements = storage.data[: num_elements * dtype.itemsize].view(dtype)
+    return elements.as_strided(sizes, strides, start if sizes.numel() else 0)
 
 
-def _text_to_bytes(text: Any, coding: Any) -> bytes:
-    if type(text) is not str or coding != "latin1":
+def _encode_text(text: Any, encoding: Any) -> bytes:
+    if type(text) is not str or encoding != "latin1":
         raise RefusedPickle("has bytes in an unsupported encoding")
     return text.encode("latin1")
 
 
-def _device(*_: Any) -> None:
+def _ignore_device(*_: Any) -> None:
     """Ignore the device of a tensor."""
 
 
@@ -105,23 +105,23 @@ NAMES: AllowedNames = {
     **TYPES,
     **{("torch", name): _StorageType(dtype) for name, dtype in _STORAGES.items()},
     ("torch.storage", "UntypedStorage"): _StorageType(torch.uint8),
-    ("torch", "device"): AllowedName(_device),
+    ("torch", "device"): AllowedName(_ignore_device),
     ("torch._utils", "_rebuild_tensor_v2"): AllowedName(_rebuild),
     ("torch._utils", "_rebuild_tensor_v3"): AllowedName(_rebuild_with_dtype),
     ("torch._utils", "_rebuild_parameter"): AllowedName(_rebuild_parameter),
     ("collections", "OrderedDict"): ordered_dict(),
-    ("_codecs", "encode"): AllowedName(_text_to_bytes),
+    ("_codecs", "encode"): AllowedName(_encode_text),
     # DeepSpeed's description of how a tensor was split.
     ("deepspeed.checkpoint.universal_checkpoint", "SubparamShape"): ignored_class(),
 }
 
 
-class _Part(io.RawIOBase):
+class _ByteRange(io.RawIOBase):
     """Byte range of a file as a file object, independent of the descriptor's position."""
 
     def __init__(self, descriptor: int, start: int, length: int) -> None:
         super().__init__()
-        self._descriptor, self._start, self.length, self._at = descriptor, start, length, 0
+        self._descriptor, self._start, self.length, self._position = descriptor, start, length, 0
 
     def readable(self) -> bool:
         return True
@@ -130,19 +130,19 @@ class _Part(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.length}[whence]
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self.length}[whence]
         if base + offset < 0:
-            raise OSError("a position before the file's beginning")
-        self._at = base + offset
-        return self._at
+            raise OSError("negative seek position")
+        self._position = base + offset
+        return self._position
 
     def tell(self) -> int:
-        return self._at
+        return self._position
 
     def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer)[: max(0, self.length - self._at)]
-        count = os.preadv(self._descriptor, [view], self._start + self._at) if view else 0
-        self._at += count
+        view = memoryview(buffer)[: max(0, self.length - self._position)]
+        count = os.preadv(self._descriptor, [view], self._start + self._position) if view else 0
+        self._position += count
         return count
 
     def fill(self, view: memoryview, offset: int) -> None:
@@ -155,17 +155,17 @@ class _Part(io.RawIOBase):
         while done < len(view):
             count = os.preadv(self._descriptor, [view[done:]], self._start + offset + done)
             if not count:
-                raise RefusedPickle("ends before its records do")
+                raise RefusedPickle("is truncated")
             done += count
 
 
 class _Records:
     """Locations of the records in a torch zip file."""
 
-    def __init__(self, part: _Part) -> None:
-        self._part = part
+    def __init__(self, byte_range: _ByteRange) -> None:
+        self._byte_range = byte_range
         try:
-            with zipfile.ZipFile(part) as archive:
+            with zipfile.ZipFile(byte_range) as archive:
                 found = {info.filename: info for info in archive.infolist()}
         except (zipfile.BadZipFile, OSError, ValueError, struct.error, NotImplementedError) as error:
             raise RefusedPickle("was not written by torch.save, or is truncated") from error
@@ -179,7 +179,7 @@ class _Records:
     def __contains__(self, name: str) -> bool:
         return self._prefix + name in self._infos
 
-    def place(self, name: str) -> tuple[int, int]:
+    def locate(self, name: str) -> tuple[int, int]:
         """Return offset and length of a record.
 
         Raises:
@@ -188,44 +188,44 @@ class _Records:
         info = self._infos.get(self._prefix + name)
         if info is None or info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
             raise RefusedPickle(f"has no plain record {name[:40] if name.isprintable() else '?'}")
-        header = bytearray(_LOCAL_HEADER)
-        self._part.fill(memoryview(header), info.header_offset)
-        start = info.header_offset + _LOCAL_HEADER + sum(struct.unpack_from("<HH", header, 26))
-        if header[:4] != b"PK\x03\x04" or start + info.file_size > self._part.length:
+        header = bytearray(_LOCAL_HEADER_BYTES)
+        self._byte_range.fill(memoryview(header), info.header_offset)
+        start = info.header_offset + _LOCAL_HEADER_BYTES + sum(struct.unpack_from("<HH", header, 26))
+        if header[:4] != b"PK\x03\x04" or start + info.file_size > self._byte_range.length:
             raise RefusedPickle("is truncated")
         return start, info.file_size
 
     def read(self, name: str) -> bytes:
         """Read a small record."""
-        start, length = self.place(name)
-        if length > _MAX_PICKLE:
+        start, length = self.locate(name)
+        if length > _MAX_PICKLE_BYTES:
             raise RefusedPickle(f"has a pickle of {length} bytes")
         content = bytearray(length)
-        self._part.fill(memoryview(content), start)
+        self._byte_range.fill(memoryview(content), start)
         return bytes(content)
 
 
-def load_part(descriptor: int, start: int, length: int, names: AllowedNames = NAMES) -> Any:
+def load_range(descriptor: int, start: int, length: int, names: AllowedNames = NAMES) -> Any:
     """Load an object written by torch.save into a byte range of a file. Tensors are on the CPU.
 
     Args:
         descriptor: descriptor of the open file.
         start: offset of the range in bytes.
         length: length of the range in bytes.
-        names: classes that its pickle may name.
+        names: classes that the pickle may contain.
 
     Raises:
         RefusedPickle: the data is damaged, or contains anything but tensors, plain values and `names`.
         OSError: the file cannot be read.
     """
-    part = _Part(descriptor, start, length)
+    byte_range = _ByteRange(descriptor, start, length)
 
-    def copied(offset: int, size: int) -> Tensor:
-        bytes_x = torch.empty(size, dtype=torch.uint8)
-        part.fill(bytes_x.numpy().data, offset)
-        return bytes_x
+    def read_bytes(offset: int, size: int) -> Tensor:
+        data = torch.empty(size, dtype=torch.uint8)
+        byte_range.fill(data.numpy().data, offset)
+        return data
 
-    return _load(part, names, copied)
+    return _load(byte_range, names, read_bytes)
 
 
 def load_file(path: Path, names: AllowedNames = NAMES, *, on_disk: bool = False) -> Any:
@@ -233,47 +233,47 @@ def load_file(path: Path, names: AllowedNames = NAMES, *, on_disk: bool = False)
 
     Args:
         path: path of the file.
-        names: classes that its pickle may name.
+        names: classes that the pickle may contain.
         on_disk: memory-map tensors, so that they stay on disk until they are read.
 
     Raises:
-        RefusedPickle: see `load_part`.
+        RefusedPickle: see `load_range`.
         OSError: the file cannot be read.
     """
     descriptor = open_regular(path)
     try:
         length = os.fstat(descriptor).st_size
         if not on_disk or not length:
-            return load_part(descriptor, 0, length, names)
+            return load_range(descriptor, 0, length, names)
         mapped = mmap.mmap(descriptor, length, access=mmap.ACCESS_COPY)
 
-        def lying(offset: int, size: int) -> Tensor:
+        def map_bytes(offset: int, size: int) -> Tensor:
             return torch.frombuffer(mapped, dtype=torch.uint8, count=size, offset=offset)
 
-        return _load(_Part(descriptor, 0, length), names, lying)
+        return _load(_ByteRange(descriptor, 0, length), names, map_bytes)
     finally:
         os.close(descriptor)
 
 
-def _load(part: _Part, names: AllowedNames, bytes_at: Callable[[int, int], Tensor]) -> Any:
+def _load(byte_range: _ByteRange, names: AllowedNames, get_bytes: Callable[[int, int], Tensor]) -> Any:
     storages: dict[str, _Storage] = {}
 
     def storage(identity: Any) -> _Storage:
         if type(identity) is not tuple or len(identity) != 5 or identity[0] != "storage":
-            raise RefusedPickle("has a persistent id of no storage")
-        _, kind, key, _, count = identity
-        if type(kind) is not _StorageType or type(key) is not str or type(count) is not int:
-            raise RefusedPickle("has a persistent id of no storage")
+            raise RefusedPickle("has a persistent id that is not of a storage")
+        _, storage_type, key, _, count = identity
+        if type(storage_type) is not _StorageType or type(key) is not str or type(count) is not int:
+            raise RefusedPickle("has a persistent id that is not of a storage")
         if key not in storages:
-            start, length = records.place(f"data/{key}")
-            if length != count * kind.dtype.itemsize:
-                raise RefusedPickle("has a storage whose size differs from the stated one")
-            bytes_x = bytes_at(start, length) if length else torch.empty(0, dtype=torch.uint8)
-            storages[key] = _Storage(bytes_x, kind.dtype)
-        if storages[key].dtype != kind.dtype:
+            start, length = records.locate(f"data/{key}")
+            if length != count * storage_type.dtype.itemsize:
+                raise RefusedPickle("has a storage whose size differs from its pickle")
+            data = get_bytes(start, length) if length else torch.empty(0, dtype=torch.uint8)
+            storages[key] = _Storage(data, storage_type.dtype)
+        if storages[key].dtype != storage_type.dtype:
             raise RefusedPickle("has a storage of two types")
         return storages[key]
 
-    with closing(part):
-        records = _Records(part)
+    with closing(byte_range):
+        records = _Records(byte_range)
         return load(records.read(_PICKLE), names, storage)

@@ -108,7 +108,7 @@ class RunOptimizer(ABC):
         """
         return nullcontext()
 
-    def held_by_model(self) -> list[Tensor]:
+    def model_tensors(self) -> list[Tensor]:
         """Return the `stored` tensors of parameters and buffers, as they are in memory, in a fixed order.
 
         A shared tensor appears more than once.

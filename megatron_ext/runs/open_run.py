@@ -126,7 +126,7 @@ def trained_chunks(run: TrainedRun, groups: ProcessGroupCollection) -> list[Mega
     Raises:
         UserError: the checkpoint is damaged, or the configured model is larger than the checkpoint.
     """
-    store = CheckpointStore(run.folder / CHECKPOINTS, {}, groups, run.platform, another=_hint(run.folder))
+    store = CheckpointStore(run.folder / CHECKPOINTS, {}, groups, run.platform, choose_hint=_hint(run.folder))
     record = store.check(run.record.progress.step)
     where = str(run.folder / CONFIG)
 

@@ -102,7 +102,7 @@ class RunBuilder:
         store.identity = {**own, CHANGED: [*changes.recorded]}
         return RunStart(store, source, record, changes)
 
-    def _store(self, own: dict[str, Any], judge: Callable[[Record, Path], object]) -> CheckpointStore:
+    def _store(self, own: dict[str, Any], check_record: Callable[[Record, Path], object]) -> CheckpointStore:
         """Return the checkpoint store of the run itself."""
         context, training = self.context, self.context.config.training
         return CheckpointStore(
@@ -113,13 +113,15 @@ class RunBuilder:
             Retention(training.keep_checkpoints, training.keep_every),
             asynchronous=training.async_checkpoints,
             guard=context.lock.check if context.lock is not None else None,
-            judge=judge,
+            check_record=check_record,
         )
 
-    def _trunk_store(self, branch: Branch, judge: Callable[[Record, Path], object]) -> CheckpointStore:
+    def _trunk_store(self, branch: Branch, check_record: Callable[[Record, Path], object]) -> CheckpointStore:
         """Return the checkpoint store of the run that this run branches from."""
         hint, platform = f"give another {FIELD}", self.context.platform
-        return CheckpointStore(branch.checkpoints.root, {}, self.groups, platform, another=hint, judge=judge)
+        return CheckpointStore(
+            branch.checkpoints.root, {}, self.groups, platform, choose_hint=hint, check_record=check_record
+        )
 
     def _checkpoint_record(self, store: CheckpointStore) -> Record | None:
         """Check the run's own checkpoint to continue from and return its record; None to start without one."""

@@ -82,4 +82,4 @@ def _write_files(context: RunContext, data: RunData, step: int, description: dic
     keep_coder(data.tokenizer_file, data.manifest.tokenizer, folder)
     forget(folder)
     if step and branch is None:
-        CheckpointFolder(folder / CHECKPOINTS).go_back(step)  # before later records are dropped
+        CheckpointFolder(folder / CHECKPOINTS).set_latest(step)  # before later records are dropped

@@ -8,7 +8,7 @@ from unittest.mock import patch
 import parity
 import resharded
 import torch
-from resharded import Run, begun, loaded
+from resharded import Run, build, build_and_load
 from torch import Tensor
 
 from megatron_ext.checkpoint.folder import Progress
@@ -25,32 +25,32 @@ Values = dict[str, dict[str, Tensor]]
 
 def _values(chunks: Any, trainer: Trainer) -> dict[str, Tensor]:
     """Return the fp32 values of those of the whole model's parameters that have them, on rank 0."""
-    nothing = torch.full((2, 2), torch.inf)
-    held = {id(p): nothing if fp32_values(p) is None else fp32_values(p) for c in chunks for p in c.parameters()}
-    found = parity.whole_parameters(chunks, trainer.groups.tp.rank(), held)  # type: ignore[arg-type]
+    no_values = torch.full((2, 2), torch.inf)
+    values = {id(p): no_values if fp32_values(p) is None else fp32_values(p) for c in chunks for p in c.parameters()}
+    found = parity.whole_parameters(chunks, trainer.groups.tp.rank(), values)  # type: ignore[arg-type]
     return {name: tensor for name, tensor in found.items() if not tensor.isinf().any()}
 
 
 def _state(trainer: Trainer) -> Values:
     """Return the values used in the forward pass, the optimizer's copy, and the parameters, on rank 0."""
     trainer.optimizer.make_moments()
-    found = resharded.whole(trainer)
+    found = resharded.full_state(trainer)
     values = _values(trainer.optimizer.chunks, trainer)
     return {
-        "taken": values,
-        "held": {name: found["param"][name] for name in values},
+        "used": values,
+        "optimizer": {name: found["param"][name] for name in values},
         "rounded": {name: found["parameters"][name] for name in values},
     }
 
 
-def train(rank: int, world_size: int, run: Run, as_before: bool) -> tuple[Values, Values]:
-    """Train and save, with `as_before` rounded as older versions did. Return the state before training and after."""
-    config, trainer, store = begun(run, seed=1)
+def train(rank: int, world_size: int, run: Run, rounded: bool) -> tuple[Values, Values]:
+    """Train and save, with `rounded` rounded as older versions did. Return the state before training and after."""
+    config, trainer, store = build(run, seed=1)
     first = _state(trainer)
     for step in range(resharded.STEPS):
         trainer.train_step(parity.step_batches(config, trainer.groups, step))
     progress = Progress(step=resharded.STEPS, samples=8 * resharded.STEPS, tokens=1)
-    if as_before:
+    if rounded:
         with patch.object(base, "stored", lambda x: x), patch.object(state, "stored", lambda x: x):
             store.save(trainer.optimizer, progress)
     else:
@@ -60,7 +60,7 @@ def train(rank: int, world_size: int, run: Run, as_before: bool) -> tuple[Values
 
 def load(rank: int, world_size: int, run: Run) -> tuple[Values, dict[str, Tensor]]:
     """Return the state of a run resumed from the checkpoint, and the values of a model loaded without optimizer."""
-    config, trainer = loaded(run)
+    config, trainer = build_and_load(run)
     store = CheckpointStore(run.root, {}, trainer.groups, trainer.platform)
     shape = model_shape(config, trainer.platform, parity.VOCABULARY)
     chunks = build_model(shape, trainer.platform, trainer.groups, seed=4)

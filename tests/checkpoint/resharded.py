@@ -48,7 +48,7 @@ class Run:
         return replace(config, training=replace(config.training, seed=seed))
 
 
-def begun(run: Run, seed: int) -> tuple[RunConfig, Trainer, CheckpointStore]:
+def build(run: Run, seed: int) -> tuple[RunConfig, Trainer, CheckpointStore]:
     """Build the run before its first step, with initial weights of a seed."""
     config, platform = run.config(seed), select_platform("cpu")
     parity.count_anew()
@@ -57,54 +57,54 @@ def begun(run: Run, seed: int) -> tuple[RunConfig, Trainer, CheckpointStore]:
     return config, trainer, CheckpointStore(run.root, {}, groups, platform)
 
 
-def loaded(run: Run) -> tuple[RunConfig, Trainer]:
+def build_and_load(run: Run) -> tuple[RunConfig, Trainer]:
     """Build the run with other initial weights, and load its checkpoint."""
-    config, trainer, store = begun(run, seed=2)
+    config, trainer, store = build(run, seed=2)
     store.load(trainer.optimizer, store.check(STEPS))
     return config, trainer
 
 
-def whole(trainer: Trainer) -> dict[str, dict[str, Tensor]]:
+def full_state(trainer: Trainer) -> dict[str, dict[str, Tensor]]:
     """Return parameters and optimizer state of the whole model on rank 0."""
     optimizer, groups = trainer.optimizer, trainer.groups
     with optimizer.whole():
-        found = {"parameters": parity.whole_parameters(optimizer.chunks, groups.tp.rank())}
-    held = list(optimizer.slices())  # type: ignore[attr-defined]
+        state = {"parameters": parity.whole_parameters(optimizer.chunks, groups.tp.rank())}
+    slices = list(optimizer.slices())  # type: ignore[attr-defined]
     for kind in ("param", "exp_avg", "exp_avg_sq"):
         values = {}
         for chunk in optimizer.chunks:
             for parameter in chunk.parameters():
                 shape = getattr(parameter, "ds_shape", parameter.shape)  # under ZeRO-3 the parameter itself is empty
                 filled = torch.full([shape.numel()], -torch.inf)
-                for flat_slice in held:
+                for flat_slice in slices:
                     if flat_slice.parameter is parameter:
                         tensor = flat_slice.tensors[kind]
                         filled[flat_slice.start : flat_slice.start + len(tensor)] = tensor
                 dist.all_reduce(filled, dist.ReduceOp.MAX, group=groups.dp_cp)
-                assert torch.isfinite(filled).all(), f"nobody holds {kind} of all elements"
+                assert torch.isfinite(filled).all(), f"some elements have no {kind}"
                 values[id(parameter)] = filled.view(shape)
-        found[kind] = parity.whole_parameters(optimizer.chunks, groups.tp.rank(), values)
-    return found
+        state[kind] = parity.whole_parameters(optimizer.chunks, groups.tp.rank(), values)
+    return state
 
 
 def save(rank: int, world_size: int, run: Run) -> dict[str, dict[str, Tensor]]:
     """Train briefly, save, and return the whole state."""
-    config, trainer, store = begun(run, seed=1)
+    config, trainer, store = build(run, seed=1)
     for step in range(STEPS):
         trainer.train_step(parity.step_batches(config, trainer.groups, step))
     store.save(trainer.optimizer, Progress(step=STEPS, samples=8 * STEPS, tokens=256 * STEPS))
-    return whole(trainer)
+    return full_state(trainer)
 
 
 def load(rank: int, world_size: int, run: Run) -> tuple[dict[str, dict[str, Tensor]], int]:
     """Load. Return the whole state and the step count of the schedule."""
-    _, trainer = loaded(run)
-    counted = trainer.optimizer._scheduler.num_steps  # type: ignore[attr-defined]
-    return whole(trainer), counted
+    _, trainer = build_and_load(run)
+    num_steps = trainer.optimizer._scheduler.num_steps  # type: ignore[attr-defined]
+    return full_state(trainer), num_steps
 
 
-def go_on(rank: int, world_size: int, run: Run) -> list[float]:
+def continue_training(rank: int, world_size: int, run: Run) -> list[float]:
     """Load. Return the losses of the steps after the checkpoint."""
-    config, trainer = loaded(run)
+    config, trainer = build_and_load(run)
     steps = range(STEPS, STEPS + 3)
     return [trainer.train_step(parity.step_batches(config, trainer.groups, step)).loss for step in steps]

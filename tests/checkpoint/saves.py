@@ -36,7 +36,7 @@ class Run:
         retention: Retention | None = None,
         sharding: str = "megatron",
     ) -> None:
-        self.config, self.trainer, plain = resharded.begun(
+        self.config, self.trainer, plain = resharded.build(
             resharded.Run(root, "attention", {}, fields={"sharding": sharding}), seed=1
         )
         groups, platform = self.trainer.groups, self.trainer.platform
@@ -56,56 +56,56 @@ class Run:
 
 
 @contextmanager
-def before_item(act: Callable[[], None]) -> Iterator[None]:
-    """Context manager in which the background writer calls `act` before it writes an item."""
+def call_before_item(callback: Callable[[], None]) -> Iterator[None]:
+    """Context manager in which the background writer calls `callback` before it writes an item."""
     write_item = saving._write_item
 
-    def acting(*args: Any) -> Any:
-        act()
+    def write_with_callback(*args: Any) -> Any:
+        callback()
         return write_item(*args)
 
-    with patch.object(saving, "_write_item", acting):
+    with patch.object(saving, "_write_item", write_with_callback):
         yield
 
 
-def train_on(rank: int, world_size: int, root: Path, sharding: str) -> tuple[State, State, list[Any]]:
+def train_during_save(rank: int, world_size: int, root: Path, sharding: str) -> tuple[State, State, list[Any]]:
     """Save after each of four steps, with writing blocked until the model has trained one more step.
 
     Returns:
         The whole state at the last save, the whole state after the next step, and for each save the exchanges used for
         planning and whether any part of the checkpoint was visible before writing was released.
     """
-    run, told = Run(root, sharding=sharding), []
+    run, observed = Run(root, sharding=sharding), []
     run.train()
     for _ in range(4):
-        at_save, let_go = resharded.whole(run.trainer), Event()
+        at_save, release = resharded.full_state(run.trainer), Event()
         run.store.wait()
-        with before_item(let_go.wait), counted_exchanges() as exchanges:
+        with call_before_item(release.wait), record_exchanges() as exchanges:
             run.save()
             planning = len(exchanges)
             step = run.step
             run.train()
-            told.append((planning, run.store.is_busy, run.store.folder.path(step).exists()))
-            let_go.set()
+            observed.append((planning, run.store.is_busy, run.store.folder.path(step).exists()))
+            release.set()
             run.store.wait()
-    return at_save, resharded.whole(run.trainer), told
+    return at_save, resharded.full_state(run.trainer), observed
 
 
 @contextmanager
-def counted_exchanges() -> Iterator[list[str]]:
+def record_exchanges() -> Iterator[list[str]]:
     """Context manager that records the exchanges of objects between ranks."""
     calls: list[str] = []
     names = ("all_gather_object", "gather_object", "scatter_object_list")
     originals = {name: getattr(dist, name) for name in names}
 
-    def counting(name: str) -> Any:
+    def recording(name: str) -> Any:
         return lambda *args, **more: (calls.append(name), originals[name](*args, **more))[1]
 
-    with patch.multiple(dist, **{name: counting(name) for name in names}):
+    with patch.multiple(dist, **{name: recording(name) for name in names}):
         yield calls
 
 
-def save_at_once(rank: int, world_size: int, root: Path, steps: int, sharding: str) -> None:
+def save_synchronously(rank: int, world_size: int, root: Path, steps: int, sharding: str) -> None:
     """Save the same run once, synchronously."""
     run = Run(root, asynchronous=False, sharding=sharding)
     for _ in range(steps):
@@ -114,12 +114,12 @@ def save_at_once(rank: int, world_size: int, root: Path, steps: int, sharding: s
     assert not run.store.is_busy
 
 
-def read(rank: int, world_size: int, root: Path, step: int) -> tuple[State, Progress]:
+def load(rank: int, world_size: int, root: Path, step: int) -> tuple[State, Progress]:
     """Load a checkpoint into a model with other weights. Return the state and the recorded progress."""
-    _, trainer, store = resharded.begun(resharded.Run(root, "attention", {}), seed=2)
+    _, trainer, store = resharded.build(resharded.Run(root, "attention", {}), seed=2)
     record = store.check(step)
     store.load(trainer.optimizer, record)
-    return resharded.whole(trainer), record.progress
+    return resharded.full_state(trainer), record.progress
 
 
 def poll(rank: int, world_size: int, root: Path) -> list[tuple[int, list[int]]]:
@@ -128,14 +128,14 @@ def poll(rank: int, world_size: int, root: Path) -> list[tuple[int, list[int]]]:
     Returns:
         After each poll, the newest checkpoint (0 if there is none) and all checkpoints.
     """
-    run, told = Run(root, retention=Retention(newest=1)), []
-    let_go = Event()
-    with before_item(let_go.wait if rank == 1 else lambda: None):
+    run, observed = Run(root, retention=Retention(newest=1)), []
+    release = Event()
+    with call_before_item(release.wait if rank == 1 else lambda: None):
         run.train()
         run.save()
         for number in range(4):
             if number == 2:
-                let_go.set()
+                release.set()
             if number >= 2 or rank == 0:
                 run.store._saving._writing.result()  # type: ignore[union-attr]
                 if run.store._saving._finishing is not None:  # type: ignore[union-attr]
@@ -144,9 +144,9 @@ def poll(rank: int, world_size: int, root: Path) -> list[tuple[int, list[int]]]:
             dist.all_reduce(busy, op=dist.ReduceOp.MAX)
             if not busy:
                 run.store.advance()
-            told.append((run.store.folder.latest() or 0, run.store.folder.steps(), run.store._saving is None))
+            observed.append((run.store.folder.latest() or 0, run.store.folder.steps(), run.store._saving is None))
             dist.barrier()
-    return told
+    return observed
 
 
 def fail(rank: int, world_size: int, root: Path, error: Exception) -> tuple[list[str], list[str], list[int]]:
@@ -155,80 +155,80 @@ def fail(rank: int, world_size: int, root: Path, error: Exception) -> tuple[list
     Returns:
         The error of the failing save, its remaining files, and the checkpoints at the end.
     """
-    run, said = Run(root), []
+    run, messages = Run(root), []
 
-    def failing() -> None:
+    def raise_on_rank_1() -> None:
         if rank == 1:
             raise error
 
-    for failing_now in (False, True, False):
+    for fails in (False, True, False):
         run.train()
         try:
-            with before_item(failing if failing_now else lambda: None):
+            with call_before_item(raise_on_rank_1 if fails else lambda: None):
                 run.save()
                 run.store.wait()
         except Exception as raised:
-            said.append(f"{type(raised).__name__}: {raised}")
-            left = sorted(path.name for path in root.iterdir())
-    return said, left, run.store.folder.steps()
+            messages.append(f"{type(raised).__name__}: {raised}")
+            files = sorted(path.name for path in root.iterdir())
+    return messages, files, run.store.folder.steps()
 
 
-def disk_that_forgets(rank: int, world_size: int, root: Path) -> str:
+def save_to_corrupting_disk(rank: int, world_size: int, root: Path) -> str:
     """Save to a disk that returns a flipped bit. Return the error."""
-    run, check = Run(root), saving._check
+    run, verify_file = Run(root), saving._verify_file
 
-    def forgetting(path: Path, written: Any) -> None:
+    def corrupt_and_check(path: Path, written: Any) -> None:
         if path.name == "__1_0.distcp":
             content = bytearray(path.read_bytes())
             content[len(content) // 2] ^= 1
             path.write_bytes(content)
-        check(path, written)
+        verify_file(path, written)
 
     run.train()
-    with patch.object(saving, "_check", forgetting):
+    with patch.object(saving, "_verify_file", corrupt_and_check):
         run.save()
         try:
             run.store.wait()
         except Exception as raised:
             return f"{type(raised).__name__}: {raised}"
-    return "nothing"
+    return "no error"
 
 
 def abandon(rank: int, world_size: int, root: Path) -> tuple[list[str], int | None]:
     """Save, start another save, and abandon it. Return the remaining files and the newest checkpoint."""
-    run, let_go = Run(root), Event()
+    run, release = Run(root), Event()
     run.train()
     run.save()
     run.store.wait()
-    with before_item(lambda: let_go.wait(5.0)):
+    with call_before_item(lambda: release.wait(5.0)):
         run.train()
         run.save()
         run.store._saving._abandoned.set()  # type: ignore[union-attr]
-        let_go.set()
+        release.set()
         run.store.abandon()
     dist.barrier()
     assert not run.store.is_busy
     return sorted(path.name for path in root.iterdir()), run.store.folder.latest()
 
 
-def take_its_time(rank: int, world_size: int, root: Path) -> tuple[list[int], list[str]]:
+def save_with_long_delay(rank: int, world_size: int, root: Path) -> tuple[list[int], list[str]]:
     """Start saves whose background thread would begin in an hour. Wait for two of the saves and abandon one.
 
     Returns:
         The number of checkpoints before each wait or abandonment, and the content of the folder at the end.
     """
-    run, there = Run(root), []
-    with patch.object(saving, "HEAD_START", 3600.0):
-        for end in (run.store.wait, run.store.wait, run.store.abandon):
+    run, counts = Run(root), []
+    with patch.object(saving, "START_DELAY", 3600.0):
+        for end_save in (run.store.wait, run.store.wait, run.store.abandon):
             run.train()
             run.save()
-            there.append(len(run.store.folder.steps()))
-            end()
+            counts.append(len(run.store.folder.steps()))
+            end_save()
     dist.barrier()
-    return there, sorted(path.name for path in root.iterdir())
+    return counts, sorted(path.name for path in root.iterdir())
 
 
-def be_killed(rank: int, world_size: int, root: Path) -> None:
+def kill_while_saving(rank: int, world_size: int, root: Path) -> None:
     """Save. Then kill rank 1 in the middle of a file of the next save."""
     run, items = Run(root), []
     run.train()
@@ -236,14 +236,14 @@ def be_killed(rank: int, world_size: int, root: Path) -> None:
     run.store.wait()
     run.train()
 
-    def die() -> None:
+    def kill_rank_1() -> None:
         items.append(1)
         if rank == 1 and len(items) > 3:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    with before_item(die):
+    with call_before_item(kill_rank_1):
         run.save()
         run.store.wait()
 
 
-FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+DISK_FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -52,13 +52,13 @@ def _stream() -> None:
         (_stream, "the write failed; the disk may be full"),
     ],
 )
-def test_a_failure_of_the_disk_is_recognised_wherever_it_hides(raise_it, problem: str) -> None:
+def test_a_storage_error_is_found_behind_other_errors(raise_it, problem: str) -> None:
     error = caught(raise_it)
     assert storage_problem(error) == problem
 
 
 @pytest.mark.parametrize("code", ["ENOSPC", "EDQUOT", "EIO", "EROFS", "EACCES", "EFBIG"])
-def test_every_refusal_of_the_disk_has_its_name(code: str) -> None:
+def test_storage_errors_are_named(code: str) -> None:
     number = getattr(errno, code)
     error = OSError(number, os.strerror(number), "/run/file")
     assert storage_problem(error) == os.strerror(number)
@@ -67,7 +67,7 @@ def test_every_refusal_of_the_disk_has_its_name(code: str) -> None:
 @pytest.mark.parametrize(
     "error", [ValueError("a bug"), OSError(errno.ECONNRESET, "Connection reset by peer"), KeyError("name"), None]
 )
-def test_our_own_failures_are_not_the_disks(error: BaseException | None) -> None:
+def test_other_errors_are_not_storage_errors(error: BaseException | None) -> None:
     assert storage_problem(error) is None
 
 
@@ -75,17 +75,17 @@ def _not_as_written() -> None:
     raise NotAsWritten("data.bin has 3 bytes on the disk, and 5 were written")
 
 
-def test_a_file_that_is_not_as_written_is_the_disks_doing() -> None:
+def test_a_file_that_differs_from_its_data_is_a_storage_error() -> None:
     assert storage_problem(caught(_not_as_written)) == "data.bin has 3 bytes on the disk, and 5 were written"
 
 
-def test_a_failure_travels_with_its_traceback(tmp_path: Path) -> None:
-    failure = pickle.loads(pickle.dumps(Failure.of(caught(_cause), tmp_path)))
+def test_a_failure_contains_its_traceback(tmp_path: Path) -> None:
+    failure = pickle.loads(pickle.dumps(Failure.from_error(caught(_cause), tmp_path)))
     assert failure.problem == "No space left on device"
     assert "RuntimeError: Worker failure" in failure.trace
-    assert Failure.of(ValueError("a bug"), tmp_path).problem is None
+    assert Failure.from_error(ValueError("a bug"), tmp_path).problem is None
 
 
-def test_a_full_disk_is_the_reason_whatever_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "_NEXT_TO_NOTHING", 1 << 62)  # simulates a full disk
-    assert Failure.of(ValueError("half a zip file"), tmp_path).problem == "No space left on device"
+def test_on_a_full_disk_any_error_is_a_storage_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "_MIN_FREE_BYTES", 1 << 62)  # simulates a full disk
+    assert Failure.from_error(ValueError("half a zip file"), tmp_path).problem == "No space left on device"

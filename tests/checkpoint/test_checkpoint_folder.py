@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.checkpoint.contents import FileDigest, content_of
+from megatron_ext.checkpoint.contents import FileDigest, compute_digest
 from megatron_ext.checkpoint.disk import NotAsWritten
 from megatron_ext.checkpoint.folder import (
     LATEST,
@@ -24,7 +24,7 @@ from megatron_ext.utils.errors import UserError
 KEEP_ALL = Retention()
 
 
-def parts(step: int) -> dict[str, Any]:
+def record_fields(step: int) -> dict[str, Any]:
     return {
         "progress": Progress(step=step, samples=4 * step, tokens=256 * step),
         "identity": {"model.hidden_size": 8},
@@ -32,18 +32,18 @@ def parts(step: int) -> dict[str, Any]:
     }
 
 
-def finish(folder: CheckpointFolder, step: int, retention: Retention = KEEP_ALL) -> None:
+def complete(folder: CheckpointFolder, step: int, retention: Retention = KEEP_ALL) -> None:
     partial = folder.partial(step)
-    written = {str(path.relative_to(partial)): content_of(path) for path in partial.rglob("*") if path.is_file()}
-    folder.finish(step, parts(step), written, retention)
+    written = {str(path.relative_to(partial)): compute_digest(path) for path in partial.rglob("*") if path.is_file()}
+    folder.complete(step, record_fields(step), written, retention)
 
 
 def save(folder: CheckpointFolder, step: int, retention: Retention = KEEP_ALL, content: bytes = b"state") -> Path:
-    partial = folder.begin(step)
+    partial = folder.create_partial(step)
     (partial / "data.bin").write_bytes(content)
     (partial / "nested").mkdir()
     (partial / "nested" / "more.bin").write_bytes(content * 2)
-    finish(folder, step, retention)
+    complete(folder, step, retention)
     return folder.path(step)
 
 
@@ -64,22 +64,24 @@ def names(folder: CheckpointFolder) -> list[str]:
     return sorted(path.name for path in folder.root.iterdir())
 
 
-def test_nothing_there(folder: CheckpointFolder) -> None:
+def test_an_empty_folder_has_no_checkpoints(folder: CheckpointFolder) -> None:
     assert folder.latest() is None
     assert folder.steps() == []
-    with pytest.raises(UserError, match=r"step_3: is not there; there is no other: .*train the run"):
+    with pytest.raises(UserError, match="step_3: does not exist; restore it from a backup, or train the run"):
         folder.read_record(3)
 
 
-def test_a_checkpoint_is_whole_once_finished(folder: CheckpointFolder) -> None:
-    partial = folder.begin(3)
+def test_a_checkpoint_exists_once_it_is_complete(folder: CheckpointFolder) -> None:
+    partial = folder.create_partial(3)
     (partial / "data.bin").write_bytes(b"state")
     assert folder.steps() == []
     assert folder.latest() is None
-    finish(folder, 3)
+    complete(folder, 3)
     assert names(folder) == [LATEST, "step_3"]
     assert folder.latest() == 3
-    assert read(folder, 3) == Record(**parts(3), files={"data.bin": FileDigest(5, "ccb356a16ce4d54a899465fe1ae32812")})
+    assert read(folder, 3) == Record(
+        **record_fields(3), files={"data.bin": FileDigest(5, "ccb356a16ce4d54a899465fe1ae32812")}
+    )
 
 
 def test_files_in_folders_are_recorded(folder: CheckpointFolder) -> None:
@@ -88,7 +90,7 @@ def test_files_in_folders_are_recorded(folder: CheckpointFolder) -> None:
     assert sizes == {"data.bin": 5, "nested/more.bin": 10}
 
 
-def test_steps_are_in_the_order_of_numbers(folder: CheckpointFolder) -> None:
+def test_steps_are_in_numerical_order(folder: CheckpointFolder) -> None:
     for step in (9, 10, 100, 2):
         save(folder, step)
     assert folder.steps() == [2, 9, 10, 100]
@@ -96,7 +98,7 @@ def test_steps_are_in_the_order_of_numbers(folder: CheckpointFolder) -> None:
 
 
 @pytest.mark.parametrize(
-    ("newest", "every", "kept"),
+    ("newest", "every", "steps"),
     [
         (0, 0, [1, 2, 3, 4, 5]),
         (1, 0, [5]),
@@ -108,16 +110,16 @@ def test_steps_are_in_the_order_of_numbers(folder: CheckpointFolder) -> None:
         (0, 2, [1, 2, 3, 4, 5]),
     ],
 )
-def test_the_newest_are_kept_and_each_so_many_steps(
-    folder: CheckpointFolder, newest: int, every: int, kept: list[int]
+def test_retention_keeps_the_newest_and_every_nth_step(
+    folder: CheckpointFolder, newest: int, every: int, steps: list[int]
 ) -> None:
     for step in (1, 2, 3, 4, 5):
         save(folder, step, Retention(newest, every))
-    assert folder.steps() == kept
-    assert names(folder) == [LATEST, *(f"step_{step}" for step in kept)]
+    assert folder.steps() == steps
+    assert names(folder) == [LATEST, *(f"step_{step}" for step in steps)]
 
 
-def test_what_was_just_saved_is_kept_whatever_later_steps_there_are(folder: CheckpointFolder) -> None:
+def test_a_new_checkpoint_is_kept_if_later_steps_exist(folder: CheckpointFolder) -> None:
     for step in (3, 6, 9):
         save(folder, step)
     save(folder, 4, Retention(newest=1))  # resumed from 3
@@ -128,45 +130,45 @@ def test_what_was_just_saved_is_kept_whatever_later_steps_there_are(folder: Chec
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda path: (path / "data.bin").write_bytes(b"sta"), "data.bin has 3 bytes on the disk, and 5 were written"),
         (lambda path: (path / "data.bin").unlink(), "data.bin has no bytes on the disk, and 5 were written"),
         (lambda path: (path / "else.bin").write_bytes(b"a"), "else.bin has 1 bytes on the disk, and None were written"),
     ],
 )
-def test_files_that_are_not_as_written_make_no_checkpoint(folder: CheckpointFolder, change, said: str) -> None:
+def test_a_checkpoint_with_wrong_files_is_not_completed(folder: CheckpointFolder, change, message: str) -> None:
     save(folder, 3)
-    partial = folder.begin(6)
+    partial = folder.create_partial(6)
     (partial / "data.bin").write_bytes(b"state")
-    written = {"data.bin": content_of(partial / "data.bin")}
+    written = {"data.bin": compute_digest(partial / "data.bin")}
     change(partial)
-    with pytest.raises(NotAsWritten, match=said):
-        folder.finish(6, parts(6), written, KEEP_ALL)
+    with pytest.raises(NotAsWritten, match=message):
+        folder.complete(6, record_fields(6), written, KEEP_ALL)
     assert folder.steps() == [3]
     assert folder.latest() == 3
 
 
 def test_an_abandoned_checkpoint_leaves_nothing(folder: CheckpointFolder) -> None:
     save(folder, 3)
-    (folder.begin(6) / "data.bin").write_bytes(b"half")
+    (folder.create_partial(6) / "data.bin").write_bytes(b"half")
     folder.abandon(6)
     folder.abandon(6)  # every rank calls this
     assert names(folder) == [LATEST, "step_3"]
     assert folder.latest() == 3
 
 
-def test_what_a_killed_run_left_is_replaced(folder: CheckpointFolder) -> None:
-    left = folder.begin(3)
-    (left / "stale.bin").write_bytes(b"from a run that was killed")
+def test_leftovers_of_a_killed_run_are_replaced(folder: CheckpointFolder) -> None:
+    partial = folder.create_partial(3)
+    (partial / "stale.bin").write_bytes(b"from a run that was killed")
     assert folder.steps() == []
     save(folder, 3)
     assert read(folder, 3).files.keys() == {"data.bin", "nested/more.bin"}
     assert names(folder) == [LATEST, "step_3"]
 
 
-def test_what_a_run_killed_at_another_step_left_is_removed(folder: CheckpointFolder) -> None:
-    (folder.begin(6) / "data.bin").write_bytes(b"half")
+def test_leftovers_of_other_steps_are_removed(folder: CheckpointFolder) -> None:
+    (folder.create_partial(6) / "data.bin").write_bytes(b"half")
     (folder.root / ".step_1.dropped").mkdir()
     save(folder, 3)
     assert names(folder) == [LATEST, "step_3"]
@@ -253,14 +255,14 @@ DAMAGES = [
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damage_is_named_with_the_way_on(folder: CheckpointFolder, damage) -> None:
+def test_an_error_names_the_damaged_file_and_the_other_checkpoints(folder: CheckpointFolder, damage) -> None:
     for step in (3, 6, 9):
         save(folder, step)
-    said = damage(folder.path(6))
+    message = damage(folder.path(6))
     with pytest.raises(DamagedCheckpoint) as raised:
         read(folder, 6)
-    assert f"{folder.path(6)}/{said}" in str(raised.value)
-    assert "choose another step with --from-step (there are: 3, 9)" in str(raised.value)
+    assert f"{folder.path(6)}/{message}" in str(raised.value)
+    assert "choose another step with --from-step (available: 3, 9)" in str(raised.value)
     assert "\n" not in str(raised.value)
     assert read(folder, 3).progress.step == 3
 
@@ -273,12 +275,12 @@ def test_a_pointer_to_no_step_is_an_error(folder: CheckpointFolder, text: str) -
         folder.latest()
 
 
-def test_a_pointer_to_a_folder_that_is_gone_is_an_error(folder: CheckpointFolder) -> None:
+def test_a_pointer_to_a_removed_folder_is_an_error(folder: CheckpointFolder) -> None:
     save(folder, 3)
     (folder.root / LATEST).write_text("step_6\n")
     step = folder.latest()
     assert step == 6
-    with pytest.raises(UserError, match=r"step_6: is not there; .*there are: 3"):
+    with pytest.raises(UserError, match=r"step_6: does not exist; .*available: 3"):
         folder.read_record(step)
 
 
@@ -310,7 +312,7 @@ def test_a_record_of_other_types_is_damaged(tmp_path: Path, change: dict[str, An
         folder.read_record(1)
 
 
-def test_a_pointer_without_end_is_named(tmp_path: Path) -> None:
+def test_an_endless_pointer_file_is_refused(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path)
     save(folder, 1)
     (tmp_path / LATEST).unlink()

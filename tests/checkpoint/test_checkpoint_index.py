@@ -12,16 +12,17 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_ext.checkpoint import index
-from megatron_ext.checkpoint.index import FILE_NAME, Index, encoded
+from megatron_ext.checkpoint.index import FILE_NAME, Index, encode_results
 
 
 def written(name: str, offset: int) -> list[WriteResult]:
-    place = _StorageInfo(relative_path=f"{name}.distcp", offset=offset, length=3)
-    return [WriteResult(MetadataIndex(name, torch.Size([0]), 4), 3, place), WriteResult(MetadataIndex("é"), 2, place)]
+    location = _StorageInfo(relative_path=f"{name}.distcp", offset=offset, length=3)
+    tensor, value = MetadataIndex(name, torch.Size([0]), 4), MetadataIndex("é")
+    return [WriteResult(tensor, 3, location), WriteResult(value, 2, location)]
 
 
 def results(name: str, offset: int) -> str:
-    return encoded(written(name, offset))
+    return encode_results(written(name, offset))
 
 
 @pytest.fixture
@@ -29,7 +30,7 @@ def metadata() -> Metadata:
     return Metadata({"a": BytesStorageMetadata(), "b": BytesStorageMetadata()})
 
 
-def test_it_is_torchs_own_but_for_the_folder(tmp_path: Path, metadata: Metadata) -> None:
+def test_the_index_equals_torchs_without_the_folder(tmp_path: Path, metadata: Metadata) -> None:
     ours, torchs = tmp_path / "ours", tmp_path / "torchs"
     ours.mkdir(), torchs.mkdir()
     Index().write(ours, metadata, [results("a", 0), results("b", 7)])
@@ -42,22 +43,22 @@ def test_it_is_torchs_own_but_for_the_folder(tmp_path: Path, metadata: Metadata)
     assert found.storage_data[MetadataIndex("b", torch.Size([0]))].offset == 7
 
 
-def test_it_is_made_anew_where_something_lies_elsewhere(
+def test_the_index_is_rebuilt_only_if_a_location_changes(
     tmp_path: Path, metadata: Metadata, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[Path] = []
+    built: list[Path] = []
     finish = FileSystemWriter.finish
 
-    def noting(self: FileSystemWriter, *args: object) -> None:
-        made.append(Path(self.path))
+    def recording_finish(self: FileSystemWriter, *args: object) -> None:
+        built.append(Path(self.path))
         finish(self, *args)
 
-    monkeypatch.setattr(index.FileSystemWriter, "finish", noting)
-    folders, of_run = [tmp_path / str(number) for number in range(4)], Index()
+    monkeypatch.setattr(index.FileSystemWriter, "finish", recording_finish)
+    folders, index_writer = [tmp_path / str(number) for number in range(4)], Index()
     for folder, offset in zip(folders, (0, 0, 4, 4), strict=True):
         folder.mkdir()
-        of_run.write(folder, metadata, [results("a", 0), results("b", offset)])
-    assert made == [folders[0], folders[2]]
+        index_writer.write(folder, metadata, [results("a", 0), results("b", offset)])
+    assert built == [folders[0], folders[2]]
     for folder, offset in zip(folders, (0, 0, 4, 4), strict=True):
         found = FileSystemReader(folder).read_metadata()
         assert found.storage_data[MetadataIndex("b", torch.Size([0]))].offset == offset

@@ -11,7 +11,7 @@ import torch
 
 from megatron_ext.bench.steps import TimedRun
 from megatron_ext.checkpoint.plan import Planner, RankPlan
-from megatron_ext.checkpoint.state import held_tensors, plain_state, run_state
+from megatron_ext.checkpoint.state import backing_tensors, plain_state, run_state
 from megatron_ext.mixers.core.registry import load_all
 from megatron_ext.platform.device import Platform
 
@@ -31,18 +31,18 @@ def trained(groups: Any, model: dict[str, Any], pattern: str, **optimizer: Any) 
 def planned(planner: Planner, run: TimedRun, groups: Any, folder: Path) -> tuple[RankPlan, list[torch.Tensor]]:
     optimizer = run.trainer.optimizer
     slices = list(optimizer.slices())
-    held = held_tensors(optimizer, slices)
+    tensors = backing_tensors(optimizer, slices)
     if planner.is_settled:
-        return planner.again(held, plain_state(optimizer, groups, CPU))
-    return planner.plan(run_state(optimizer, slices, groups, CPU), held, folder)
+        return planner.reuse(tensors, plain_state(optimizer, groups, CPU))
+    return planner.plan(run_state(optimizer, slices, groups, CPU), tensors, folder)
 
 
-def held(run: TimedRun) -> list[torch.Tensor]:
-    return held_tensors(run.trainer.optimizer, list(run.trainer.optimizer.slices()))
+def backing(run: TimedRun) -> list[torch.Tensor]:
+    return backing_tensors(run.trainer.optimizer, list(run.trainer.optimizer.slices()))
 
 
-def told(plan: RankPlan) -> Any:
-    """Content of a plan, with byte entries as bytes."""
+def content(plan: RankPlan) -> Any:
+    """Return the content of a plan, with byte entries as bytes."""
     files = {
         name: [(item, None if data is None else data.getvalue()) for item, data in items]
         for name, items in plan.files.items()
@@ -59,7 +59,7 @@ def told(plan: RankPlan) -> Any:
         ({"tie_embeddings": True}, "attention", {"sharding": "none"}),
     ],
 )
-def test_a_settled_plan_is_that_of_the_state(
+def test_a_settled_plan_equals_a_new_plan(
     one_process: Any, tmp_path: Path, model: dict[str, Any], pattern: str, optimizer: dict[str, Any]
 ) -> None:
     run = trained(one_process, model, pattern, **optimizer)
@@ -71,40 +71,40 @@ def test_a_settled_plan_is_that_of_the_state(
     assert settled == [False, False, True, True]
     plan, tensors = planned(planner, run, one_process, tmp_path)
     expected_plan, expected = planned(Planner(), run, one_process, tmp_path)
-    assert told(plan) == told(expected_plan)
+    assert content(plan) == content(expected_plan)
     assert plan.common["optimizer"]["schedule"]["num_steps"] == 5
-    # Same memory, not only equal numbers.
-    places = [(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors]
-    assert places == [(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in expected]
+    # Same memory, not only equal values.
+    views = [(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors]
+    assert views == [(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in expected]
     assert all(t.dim() == 1 for t in tensors)
-    assert len(places) > 10
+    assert len(views) > 10
 
 
-def test_the_plan_is_for_wherever_tensors_lie(one_process: Any, tmp_path: Path) -> None:
+def test_a_settled_plan_follows_moved_tensors(one_process: Any, tmp_path: Path) -> None:
     run, planner = trained(one_process, {}, "attention", sharding="none"), Planner()
     optimizer = run.trainer.optimizer
     for _ in range(2):
         planned(planner, run, one_process, tmp_path)
-    elsewhere = [t.clone() + 1 for t in held(run)]
-    _, tensors = planner.again(elsewhere, plain_state(optimizer, one_process, CPU))
-    _, here = planned(planner, run, one_process, tmp_path)
-    assert all(torch.equal(there, t + 1) for there, t in zip(tensors, here, strict=True))
+    moved = [t.clone() + 1 for t in backing(run)]
+    _, tensors = planner.reuse(moved, plain_state(optimizer, one_process, CPU))
+    _, original = planned(planner, run, one_process, tmp_path)
+    assert all(torch.equal(tensor, t + 1) for tensor, t in zip(tensors, original, strict=True))
 
 
-def test_another_structure_is_a_bug(one_process: Any, tmp_path: Path) -> None:
+def test_a_changed_structure_is_a_bug(one_process: Any, tmp_path: Path) -> None:
     run, planner = trained(one_process, {}, "attention", sharding="none"), Planner()
     for _ in range(2):
         planned(planner, run, one_process, tmp_path)
     optimizer = run.trainer.optimizer
     with pytest.raises(AssertionError, match="always has the same structure"):
-        planner.again(held(run)[:-1], plain_state(optimizer, one_process, CPU))
+        planner.reuse(backing(run)[:-1], plain_state(optimizer, one_process, CPU))
 
 
-def test_what_lies_elsewhere_cannot_be_planned(one_process: Any, tmp_path: Path) -> None:
+def test_a_tensor_outside_of_the_backing_tensors_is_a_bug(one_process: Any, tmp_path: Path) -> None:
     run, planner = trained(one_process, {}, "attention", sharding="none"), Planner()
     planned(planner, run, one_process, tmp_path)
     optimizer = run.trainer.optimizer
-    copies = [t.clone() for t in held(run)]
+    copies = [t.clone() for t in backing(run)]
     state = run_state(optimizer, list(optimizer.slices()), one_process, CPU)
-    with pytest.raises(AssertionError, match="is a view of the model or its optimizer, and one of"):
+    with pytest.raises(AssertionError, match="is no view of the model or its optimizer"):
         planner.plan(state, copies, tmp_path)

@@ -31,17 +31,17 @@ def _models_of_all_mixers() -> list[str]:
 @pytest.fixture(scope="module")
 def saved(pool: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Function that saves a model under a layout, once. Returns the run and the whole state of its ranks."""
-    known: dict[str, tuple[Run, State]] = {}
+    saved_runs: dict[str, tuple[Run, State]] = {}
 
     def save(
         pattern: str, world_size: int, parallel: dict[str, Any], *, model: dict[str, Any] | None = None, **fields: Any
     ) -> tuple[Run, State]:
         key = repr((pattern, world_size, parallel, model, fields))
-        if key not in known:
+        if key not in saved_runs:
             root = tmp_path_factory.mktemp("resharded") / "checkpoints"
             run = Run(root, pattern, parallel, model or {}, fields)
-            known[key] = run, pool.run(resharded.save, world_size, run)[0]
-        return known[key]
+            saved_runs[key] = run, pool.run(resharded.save, world_size, run)[0]
+        return saved_runs[key]
 
     return save
 
@@ -78,7 +78,7 @@ def test_parameters_and_moments_are_the_same_on_another_layout(
     [(1, {}), (2, {"context": 2}), (4, TP2_SP)],
     ids=["one process", "cp2", "tp2_sp_dp2"],
 )
-def test_pieces_of_data_parallel_ranks_are_the_whole_on_another_layout(
+def test_data_parallel_shards_are_the_same_on_another_layout(
     world_size: int, parallel: dict[str, Any], saved: Any, pool: Any
 ) -> None:
     run, expected = saved(PAIR, 4, {"context": 2})
@@ -88,7 +88,7 @@ def test_pieces_of_data_parallel_ranks_are_the_whole_on_another_layout(
 
 
 @pytest.mark.parametrize("pattern", _models_of_all_mixers())
-def test_every_mixer_moves_from_tp2_pp2(pattern: str, saved: Any, pool: Any) -> None:
+def test_every_mixer_reshards_from_tp2_pp2(pattern: str, saved: Any, pool: Any) -> None:
     run, expected = saved(pattern, 4, TP2_PP2)
     found, _ = pool.run(resharded.load, 1, replace(run, parallel={}))[0]
     assert found["parameters"]
@@ -110,7 +110,7 @@ BLOCKS = {
     [("rwkv7", 1, {}), ("rwkv7", 2, TP2_SP), ("mixer", 2, TP2_SP)],
     ids=["rwkv7-one process", "rwkv7-tp2_sp", "mixer-tp2_sp"],
 )
-def test_other_blocks_move_from_tp2_pp2(
+def test_other_blocks_reshard_from_tp2_pp2(
     block: str, world_size: int, parallel: dict[str, Any], saved: Any, pool: Any
 ) -> None:
     pattern, model, name = BLOCKS[block]
@@ -121,7 +121,7 @@ def test_other_blocks_move_from_tp2_pp2(
     _check(found, expected)
 
 
-# All ways to cut optimizer state: each optimizer with two data-parallel shards, in addition to model parallelism.
+# All ways to shard optimizer state: each optimizer with two data-parallel shards, in addition to model parallelism.
 OPTIMIZERS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "none tp2": (2, {"tensor": 2}, {"sharding": "none"}),
     "megatron pp2_dp2": (4, {"pipeline": 2}, {"sharding": "megatron"}),
@@ -139,7 +139,7 @@ PAIRS = [(NAMES[i], NAMES[(i + step) % len(NAMES)]) for step in (1, 3) for i in 
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)
-def test_any_optimizer_takes_over_from_any_other(source: str, target: str, saved: Any, pool: Any) -> None:
+def test_optimizers_load_each_others_checkpoints(source: str, target: str, saved: Any, pool: Any) -> None:
     size, parallel, fields = OPTIMIZERS[source]
     run, expected = saved(HYBRID, size, parallel, **fields)
     size, parallel, fields = OPTIMIZERS[target]
@@ -150,27 +150,25 @@ def test_any_optimizer_takes_over_from_any_other(source: str, target: str, saved
 
 
 @pytest.fixture(scope="module")
-def gone_on(saved: Any, pool: Any) -> tuple[Run, list[float]]:
+def source_run(saved: Any, pool: Any) -> tuple[Run, list[float]]:
     """Run with a checkpoint, and its losses after the checkpoint."""
     size, parallel, fields = OPTIMIZERS["zero1 tp2_sp_pp2"]
     run, _ = saved(HYBRID, size, parallel, **fields)
-    return run, pool.run(resharded.go_on, size, run)[0]
+    return run, pool.run(resharded.continue_training, size, run)[0]
 
 
 @pytest.mark.parametrize("target", [name for name in OPTIMIZERS if name != "zero1 tp2_sp_pp2"])
-def test_training_goes_on_as_under_the_first_optimizer(
-    target: str, gone_on: tuple[Run, list[float]], pool: Any
-) -> None:
+def test_losses_continue_under_another_optimizer(target: str, source_run: tuple[Run, list[float]], pool: Any) -> None:
     """Wrong moments, step counts or learning rates would change the losses of the following steps."""
-    run, expected = gone_on
+    run, expected = source_run
     size, parallel, fields = OPTIMIZERS[target]
-    found = pool.run(resharded.go_on, size, replace(run, parallel=parallel, fields=fields))[0]
+    found = pool.run(resharded.continue_training, size, replace(run, parallel=parallel, fields=fields))[0]
     assert found == pytest.approx(expected, abs=2e-6)
     assert max(expected) - min(expected) > 1e-3
 
 
 @pytest.mark.parametrize(("source", "target"), [("megatron", "zero1"), ("zero3", "none"), ("none", "zero2")])
-def test_in_bf16_precise_parameters_are_taken_over(source: str, target: str, saved: Any, pool: Any) -> None:
+def test_fp32_parameters_of_bf16_runs_are_restored(source: str, target: str, saved: Any, pool: Any) -> None:
     run, expected = saved(HYBRID, 2, {}, sharding=source, precision="bf16")
     found, _ = pool.run(resharded.load, 2, replace(run, fields={"sharding": target, "precision": "bf16"}))[0]
     _check(found, expected)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext.checkpoint.staging import Staging, _copies
+from megatron_ext.checkpoint.staging import Staging, _copy_on_device_grouped
 from megatron_ext.platform.device import Platform
 
 CPU = Platform(torch.device("cpu"), "gloo")
@@ -18,29 +18,29 @@ def tensors() -> list[Tensor]:
     return [whole[10:30], torch.randn(7).bfloat16(), whole[40:50], torch.tensor([3]), torch.empty(0), whole[5::10]]
 
 
-def test_copies_stay_when_the_tensors_change() -> None:
+def test_copies_do_not_change_with_the_tensors() -> None:
     live, staging = tensors(), Staging(CPU)
     before = [t.clone() for t in live]
-    on_host = staging.copy(live)
+    fetch_to_host = staging.copy(live)
     for t in live:
         t.zero_()
-    for copy, expected in zip(on_host(), before, strict=True):
+    for copy, expected in zip(fetch_to_host(), before, strict=True):
         assert torch.equal(copy, expected)
         assert copy.dtype == expected.dtype
         assert copy.untyped_storage().nbytes() == copy.nbytes  # torch.save writes no more than the tensor
 
 
-def test_memory_is_used_again_unless_the_tensors_are_others() -> None:
+def test_memory_is_reused_for_tensors_of_the_same_sizes() -> None:
     live, staging = tensors(), Staging(CPU)
-    places = [t.data_ptr() for t in staging.copy(live)()]
-    assert [t.data_ptr() for t in staging.copy(live)()] == places
+    addresses = [t.data_ptr() for t in staging.copy(live)()]
+    assert [t.data_ptr() for t in staging.copy(live)()] == addresses
     others = [torch.ones(9), *live[1:]]
     assert torch.equal(staging.copy(others)()[0], torch.ones(9))
 
 
-def test_copies_of_a_type_share_one_piece_of_memory() -> None:
+def test_copies_of_a_dtype_share_a_storage() -> None:
     live = tensors()
-    found = _copies(live)
+    found = _copy_on_device_grouped(live)
     assert all(torch.equal(copy, t) and copy.dtype == t.dtype for copy, t in zip(found, live, strict=True))
     storages = {t.dtype: t.untyped_storage().data_ptr() for t in found}
     assert all(t.untyped_storage().data_ptr() == storages[t.dtype] for t in found)
@@ -50,18 +50,18 @@ def test_copies_of_a_type_share_one_piece_of_memory() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("room", [True, False])
-def test_a_gpu_goes_on_while_its_copies_are_fetched(room: bool) -> None:
+@pytest.mark.parametrize("on_device", [True, False])
+def test_gpu_tensors_may_change_while_their_copies_are_fetched(on_device: bool) -> None:
     platform = Platform(torch.device("cuda", 0), "nccl")
     live, staging = [t.cuda() for t in tensors()] + [torch.randn(20 << 20, device="cuda")], Staging(platform)
-    staging._on_device = room
+    staging._is_on_device = on_device
     before = [t.cpu() for t in live]
     for _ in range(2):
-        on_host = staging.copy(live)
+        fetch_to_host = staging.copy(live)
         changed = [t.clone() for t in live]
         for t in live:
             t.zero_()
-        for copy, expected in zip(on_host(), before, strict=True):
+        for copy, expected in zip(fetch_to_host(), before, strict=True):
             assert torch.equal(copy, expected)
             assert copy.is_pinned() or not copy.numel()
         for t, value in zip(live, changed, strict=True):

@@ -25,17 +25,19 @@ from megatron_ext.utils.errors import UserError
 IDENTITY = {"model.hidden_size": 8, "data.train_domains": ["A", "B"], "training.seed": 1}
 
 
-def store(root: Path, identity: dict[str, Any], judge: Callable[[Record, Path], None] | None = None) -> CheckpointStore:
-    return CheckpointStore(root, identity, cast(Any, None), cast(Any, None), judge=judge)
+def store(
+    root: Path, identity: dict[str, Any], check_record: Callable[[Record, Path], None] | None = None
+) -> CheckpointStore:
+    return CheckpointStore(root, identity, cast(Any, None), cast(Any, None), check_record=check_record)
 
 
 def write(root: Path, step: int) -> Path:
     """Write a checkpoint of one file as the store does."""
     folder, content = CheckpointFolder(root), f"state of {step}".encode()
-    with CheckedFile(folder.begin(step) / "data.bin") as file:
+    with CheckedFile(folder.create_partial(step) / "data.bin") as file:
         file.write(content)
-    parts = {"progress": Progress(step, 4 * step, 256 * step), "identity": IDENTITY, "generators": [1, 1]}
-    folder.finish(step, parts, {"data.bin": file.content}, Retention())
+    fields = {"progress": Progress(step, 4 * step, 256 * step), "identity": IDENTITY, "generators": [1, 1]}
+    folder.complete(step, fields, {"data.bin": file.digest}, Retention())
     return folder.path(step)
 
 
@@ -50,23 +52,23 @@ def test_the_same_run_may_continue(saved: Path) -> None:
 
 
 def refusing(field: str) -> Callable[[Record, Path], None]:
-    """Return a judge that refuses checkpoints whose identity has this field."""
+    """Return a function that refuses checkpoints whose identity has this field."""
 
-    def judge(record: Record, path: Path) -> None:
+    def check_record(record: Record, path: Path) -> None:
         if field in record.identity:
-            raise UserError(field, f"{path} has it", "leave it out")
+            raise UserError(field, f"{path} has it", "remove it")
 
-    return judge
+    return check_record
 
 
-def test_a_run_that_its_judge_refuses_may_not(saved: Path) -> None:
+def test_a_refused_record_is_an_error(saved: Path) -> None:
     with pytest.raises(UserError, match=rf"^training.seed: {saved}/step_3 has it") as raised:
         store(saved, {}, refusing("training.seed")).check(3)
     assert not isinstance(raised.value, DamagedCheckpoint)
     assert store(saved, {}, refusing("training.steps")).check(3).identity == IDENTITY
 
 
-# --- which checkpoint to continue from ------------------------------------------------------------------------------
+# --- choice of the checkpoint to continue from ---------------------------------------------------------------------
 
 
 def flip_a_bit(path: Path) -> None:
@@ -82,12 +84,12 @@ def three(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_newest_is_taken(three: Path) -> None:
+def test_the_newest_checkpoint_is_found(three: Path) -> None:
     record, damages = store(three, IDENTITY).check_newest()
     assert (record.progress.step, damages) == (9, [])
 
 
-def test_the_newest_is_the_one_that_the_pointer_names(three: Path) -> None:
+def test_the_pointer_names_the_newest_checkpoint(three: Path) -> None:
     (three / LATEST).write_text("step_6\n")  # resumed from 3 with --from-step: 9 belongs to another history
     flip_a_bit(three / "step_6" / "data.bin")
     record, damages = store(three, IDENTITY).check_newest()
@@ -95,7 +97,7 @@ def test_the_newest_is_the_one_that_the_pointer_names(three: Path) -> None:
     assert [damage.where for damage in damages] == [str(three / "step_6" / "data.bin")]
 
 
-def test_damaged_ones_are_passed_over_and_named(three: Path) -> None:
+def test_damaged_checkpoints_are_skipped_and_reported(three: Path) -> None:
     flip_a_bit(three / "step_9" / "data.bin")
     (three / "step_6" / RECORD).write_text("{")
     record, damages = store(three, IDENTITY).check_newest()
@@ -105,7 +107,7 @@ def test_damaged_ones_are_passed_over_and_named(three: Path) -> None:
     assert "cannot be read" in damages[1].problem
 
 
-def test_a_pointer_to_a_checkpoint_that_is_gone_is_passed_over(three: Path) -> None:
+def test_a_removed_newest_checkpoint_is_skipped(three: Path) -> None:
     shutil.rmtree(three / "step_9")
     record, damages = store(three, IDENTITY).check_newest()
     assert record.progress.step == 6
@@ -123,14 +125,14 @@ def test_if_all_are_damaged_one_error_names_them(three: Path) -> None:
     assert "\n" not in str(raised.value)
 
 
-def test_another_run_is_no_damage(three: Path) -> None:
+def test_a_refused_record_is_not_damage(three: Path) -> None:
     flip_a_bit(three / "step_9" / "data.bin")
     with pytest.raises(UserError, match=r"training\.seed: .*step_9 has it") as raised:
         store(three, IDENTITY, refusing("training.seed")).check_newest()
     assert not isinstance(raised.value, DamagedCheckpoint)
 
 
-def test_a_step_that_is_named_has_no_other_in_its_place(three: Path) -> None:
+def test_a_damaged_chosen_step_is_not_replaced_by_another(three: Path) -> None:
     flip_a_bit(three / "step_6" / "data.bin")
-    with pytest.raises(DamagedCheckpoint, match=r"step_6/data\.bin: has checksum .*there are: 3, 9"):
+    with pytest.raises(DamagedCheckpoint, match=r"step_6/data\.bin: has checksum .*available: 3, 9"):
         store(three, IDENTITY).check(6)

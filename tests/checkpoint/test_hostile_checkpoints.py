@@ -19,7 +19,7 @@ from left_behind import release_models
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
-from megatron_ext.checkpoint.contents import content_of
+from megatron_ext.checkpoint.contents import compute_digest
 from megatron_ext.cli import main
 from megatron_ext.parallel.groups import destroy_process_groups
 
@@ -31,7 +31,7 @@ optimizer: {{lr: 1e-3, schedule: constant, warmup_steps: 0}}
 run: {{dir: {runs}, name: run, device: cpu}}
 """
 
-DOORS: dict[str, Callable[[Path, Path], list[str]]] = {
+COMMANDS: dict[str, Callable[[Path, Path], list[str]]] = {
     "inspect": lambda run, config: ["inspect", str(run)],
     "convert": lambda run, config: ["convert", str(run), str(run.parent / "out"), "--to", "hf"],
     "generate": lambda run, config: ["generate", str(run), "--prompt", "a", "--max-tokens", "1"],
@@ -65,31 +65,31 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folder / "run", config
 
 
-def _index(step: Path, program: bytes) -> Path:
+def _replace_index(step: Path, program: bytes) -> Path:
     (step / ".metadata").write_bytes(hostile.whole(program))
     return step / ".metadata"
 
 
-def _common(step: Path, program: bytes) -> Path:
+def _replace_common(step: Path, program: bytes) -> Path:
     (step / "common.pt").write_bytes(hostile.torch_file(program))
     return step / "common.pt"
 
 
-def _tensor(step: Path, program: bytes) -> Path:
+def _replace_tensor(step: Path, program: bytes) -> Path:
     """Replace a weight by an object, which torch unpickles without restriction."""
-    return _entry(step, program, "embedding.word_embeddings.weight", is_object=False)
+    return _replace_entry(step, program, "embedding.word_embeddings.weight", is_object=False)
 
 
-def _generators(step: Path, program: bytes) -> Path:
+def _replace_generators(step: Path, program: bytes) -> Path:
     """Replace the states of the random generators, which are not tensors."""
-    return _entry(step, program, "generators/", is_object=True)
+    return _replace_entry(step, program, "generators/", is_object=True)
 
 
-def _entry(step: Path, program: bytes, begins: str, *, is_object: bool) -> Path:
+def _replace_entry(step: Path, program: bytes, prefix: str, *, is_object: bool) -> Path:
     content = hostile.torch_file(program)
     (step / "hostile.distcp").write_bytes(content)
     metadata = pickle.loads((step / ".metadata").read_bytes())
-    (key,) = (key for key in metadata.state_dict_metadata if key.startswith(begins))
+    (key,) = (key for key in metadata.state_dict_metadata if key.startswith(prefix))
     assert isinstance(metadata.state_dict_metadata[key], BytesStorageMetadata) == is_object
     (index,) = (index for index in metadata.storage_data if index.fqn == key)
     assert isinstance(index, MetadataIndex)
@@ -98,42 +98,46 @@ def _entry(step: Path, program: bytes, begins: str, *, is_object: bool) -> Path:
     return step / "hostile.distcp"
 
 
-def _sealed(step: Path) -> None:
+def _update_record(step: Path) -> None:
     """Update the checksums in the record of a checkpoint, as an attacker could."""
     record = json.loads((step / "checkpoint.json").read_text())
     names = [path.name for path in step.iterdir() if path.name != "checkpoint.json"]
-    record["files"] = {name: asdict(content_of(step / name)) for name in sorted(names)}
+    record["files"] = {name: asdict(compute_digest(step / name)) for name in sorted(names)}
     (step / "checkpoint.json").write_text(json.dumps(record))
 
 
 READ_BY = {
-    _index: set(DOORS),
-    _common: set(DOORS) - {"inspect"},
-    _tensor: set(DOORS) - {"inspect"},
-    _generators: {"resume", "branch_from"},
+    _replace_index: set(COMMANDS),
+    _replace_common: set(COMMANDS) - {"inspect"},
+    _replace_tensor: set(COMMANDS) - {"inspect"},
+    _replace_generators: {"resume", "branch_from"},
 }
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_every_door(door: str, trained: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_refuses_code(
+    command: str, trained: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = shutil.copytree(trained[0], tmp_path / "run")
     step, mark = run / "checkpoints" / "step_1", tmp_path / "mark"
-    kept = shutil.copytree(step, tmp_path / "kept")
-    for place, doors in READ_BY.items():
-        if door not in doors:
+    backup = shutil.copytree(step, tmp_path / "backup")
+    for replace, commands in READ_BY.items():
+        if command not in commands:
             continue
-        for kind, program in hostile.HARMFUL.items() if place is _index else list(hostile.HARMFUL.items())[:2]:
+        for kind, program in (
+            hostile.HARMFUL.items() if replace is _replace_index else list(hostile.HARMFUL.items())[:2]
+        ):
             mark.write_text("precious")
-            file = place(step, program(mark))
-            _sealed(step)
+            file = replace(step, program(mark))
+            _update_record(step)
             capsys.readouterr()
-            assert _main(DOORS[door](run, trained[1])) == 2, kind
+            assert _main(COMMANDS[command](run, trained[1])) == 2, kind
             lines = [line for line in capsys.readouterr().err.splitlines() if "error: " in line]
             assert len(lines) == 1, (kind, lines)
             assert lines[0].startswith(f"selectron: error: {file}: cannot be read: it "), (kind, lines)
             assert mark.read_text() == "precious", kind
             shutil.rmtree(step)
-            shutil.copytree(kept, step)
+            shutil.copytree(backup, step)
 
 
 SIZES = [
@@ -146,23 +150,23 @@ SIZES = [
 
 
 @pytest.mark.parametrize(("field", "value"), SIZES)
-@pytest.mark.parametrize("door", ["convert", "generate", "evaluate"])
-def test_sizes_that_the_tensors_do_not_bear_out(
-    door: str, field: str, value: int, trained: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("command", ["convert", "generate", "evaluate"])
+def test_sizes_that_contradict_the_tensors_are_refused(
+    command: str, field: str, value: int, trained: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = shutil.copytree(trained[0], tmp_path / "run")
-    if door == "convert":
+    if command == "convert":
         file = run / "checkpoints" / "step_1" / "checkpoint.json"
         record = json.loads(file.read_text())
         record["identity"][f"model.{field}"] = value
         file.write_text(json.dumps(record))
     else:
         file = run / "config.yaml"
-        text, number = re.subn(rf"(?m)^  {field}: .*$", f"  {field}: {value}", file.read_text())
-        assert number == 1
+        text, num_replaced = re.subn(rf"(?m)^  {field}: .*$", f"  {field}: {value}", file.read_text())
+        assert num_replaced == 1
         file.write_text(text)
     capsys.readouterr()
-    found = _main(DOORS[door](run, trained[1]))
+    found = _main(COMMANDS[command](run, trained[1]))
     (line,) = (line for line in capsys.readouterr().err.splitlines() if "error: " in line)
     assert found == 2
     assert not (tmp_path / "out").exists()

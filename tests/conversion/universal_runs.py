@@ -36,7 +36,7 @@ def config_of(pattern: str, parallel: dict[str, Any], model: dict[str, Any], sha
 
 def save(rank: int, world_size: int, folder: Path, *case: Any) -> State:
     """Train briefly, save, and return the whole state that the ranks hold."""
-    return resharded.whole(saved_runs.train_and_save(folder, config_of(*case)))
+    return resharded.full_state(saved_runs.train_and_save(folder, config_of(*case)))
 
 
 def go_on(rank: int, world_size: int, folder: Path, *case: Any) -> tuple[State, list[float]]:
@@ -47,7 +47,7 @@ def go_on(rank: int, world_size: int, folder: Path, *case: Any) -> tuple[State, 
     assert not damages
     assert record.progress == saved_runs.PROGRESS
     store.load(trainer.optimizer, record)
-    state, steps = resharded.whole(trainer), range(saved_runs.STEPS, saved_runs.STEPS + 2)
+    state, steps = resharded.full_state(trainer), range(saved_runs.STEPS, saved_runs.STEPS + 2)
     return state, [trainer.train_step(parity.step_batches(config, trainer.groups, step)).loss for step in steps]
 
 

@@ -183,7 +183,7 @@ def test_a_damaged_checkpoint_that_is_asked_for_is_named_and_the_others_with_it(
     assert call(config, *SEVEN, "--from-step", "6") == 2
     line = only_line(capsys.readouterr().err)
     assert str(run_folder / "checkpoints" / "step_6" / name) in line
-    assert "choose another step with --from-step (there are: 3)" in line
+    assert "choose another step with --from-step (available: 3)" in line
     assert snapshot(tmp_path) == before
 
 

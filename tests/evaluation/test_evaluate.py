@@ -174,8 +174,8 @@ def _run_without_weights(folder: Path, data: Path) -> Path:
     run.mkdir()
     write_config(run, data, folder)
     checkpoints = CheckpointFolder(run / "checkpoints")
-    checkpoints.begin(2)
-    checkpoints.finish(2, {"progress": Progress(2), "identity": {}, "generators": []}, {}, Retention())
+    checkpoints.create_partial(2)
+    checkpoints.complete(2, {"progress": Progress(2), "identity": {}, "generators": []}, {}, Retention())
     return run
 
 
@@ -186,14 +186,14 @@ def test_a_step_without_a_checkpoint_is_answered_by_those_there_are(
     run.mkdir()
     write_config(run, tmp_path / "data", tmp_path)
     checkpoints = CheckpointFolder(run / "checkpoints")
-    missing = f"{run}/checkpoints/step_7: is not there; "
-    bring = "there is no other: restore it from a backup, or train the run until it writes one"
+    missing = f"{run}/checkpoints/step_7: does not exist; "
+    bring = "restore it from a backup, or train the run until it writes a checkpoint"
     assert _refused(capsys, f"{run}/checkpoints/step_7") == missing + bring
     for step in (2, 4):
-        checkpoints.begin(step)
+        checkpoints.create_partial(step)
         parts = {"progress": Progress(step), "identity": {}, "generators": []}
-        checkpoints.finish(step, parts, {}, Retention())
+        checkpoints.complete(step, parts, {}, Retention())
     for given in ([f"{run}/checkpoints/step_7"], [str(run), "--step", "7"]):
-        assert _refused(capsys, *given) == f"{missing}give {run} with another --step (there are: 2, 4)"
+        assert _refused(capsys, *given) == f"{missing}give {run} with another --step (available: 2, 4)"
     (run / "checkpoints" / "step_4" / "checkpoint.json").unlink()
-    assert _refused(capsys, f"{run}/checkpoints/step_4").endswith(f"; give {run} with another --step (there are: 2)")
+    assert _refused(capsys, f"{run}/checkpoints/step_4").endswith(f"; give {run} with another --step (available: 2)")

@@ -100,7 +100,7 @@ def test_a_seed_gives_the_same_text(capsys: pytest.CaptureFixture[str], run: Pat
         ),
         (
             ["--prompt", "a", "--max-tokens", "9", "--step", "7"],
-            "{run}/checkpoints/step_7: is not there; give {run} with another --step (there are: 2, 4)",
+            "{run}/checkpoints/step_7: does not exist; give {run} with another --step (available: 2, 4)",
         ),
     ],
 )

@@ -154,9 +154,9 @@ def test_what_is_to_be_resumed_is_looked_at_before_a_job_is_submitted(
 def save_checkpoint(run: Path, **model: int) -> None:
     """Write a checkpoint whose record has other model fields than the configuration."""
     folder = CheckpointFolder(run / "checkpoints")
-    folder.begin(2)
+    folder.create_partial(2)
     identity = {f"model.{field}": value for field, value in model.items()}
-    folder.finish(2, {"progress": Progress(2), "identity": identity, "generators": []}, {}, Retention())
+    folder.complete(2, {"progress": Progress(2), "identity": identity, "generators": []}, {}, Retention())
 
 
 def test_a_branch_of_the_sweep_itself(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

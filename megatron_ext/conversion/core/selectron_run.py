@@ -193,8 +193,8 @@ def _write_checkpoint(
     from megatron_ext.conversion.megatron.torch_dist import write_torch_dist
 
     checkpoints = CheckpointFolder(folder / CHECKPOINTS)
-    written = write_torch_dist(tensors, checkpoints.begin(progress.step), optimizer)
-    checkpoints.finish(progress.step, {"progress": progress, **parts}, written, Retention())
+    written = write_torch_dist(tensors, checkpoints.create_partial(progress.step), optimizer)
+    checkpoints.complete(progress.step, {"progress": progress, **parts}, written, Retention())
 
 
 def _place(runs: Path, name: str) -> dict[str, str]:

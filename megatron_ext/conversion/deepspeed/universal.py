@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ext.checkpoint.contents import FileDigest, content_of
+from megatron_ext.checkpoint.contents import FileDigest, compute_digest
 from megatron_ext.checkpoint.extent import RefusedPickle
 from megatron_ext.checkpoint.folder import Progress
 from megatron_ext.checkpoint.torch_file import load_file
@@ -167,7 +167,7 @@ def _check_files(path: Path, files: Mapping[str, FileDigest]) -> None:
         file = path_within(path, name, str(path / DESCRIPTION), follow_links=True)
         if not file.is_file():
             raise UserError(str(file), "is missing, so the checkpoint is damaged", _MEND)
-        if file.stat().st_size != expected.size or content_of(file) != expected:
+        if file.stat().st_size != expected.size or compute_digest(file) != expected:
             raise UserError(str(file), "differs from what was written, so the checkpoint is damaged", _MEND)
 
 

@@ -91,7 +91,7 @@ class _Files:
         path.parent.mkdir(exist_ok=True)
         with CheckedFile(path) as file:
             torch.save(content, cast(Any, file))
-        self.written[name] = file.content
+        self.written[name] = file.digest
 
 
 def _tensors(source: Source) -> Tensors:

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.futures import Future
 
-from megatron_ext.checkpoint.contents import CheckedFile, FileDigest, content_of
+from megatron_ext.checkpoint.contents import CheckedFile, FileDigest, compute_digest
 from megatron_ext.checkpoint.metadata_index import MEND
 from megatron_ext.checkpoint.reading import RestrictedReader, read_common
 from megatron_ext.conversion.core.tensors import Joined, Listed, TensorInfo, Tensors
@@ -185,7 +185,7 @@ def write_torch_dist(tensors: Tensors, folder: Path, optimizer: OptimizerState |
     torch.save({"optimizer": {"schedule": optimizer.schedule}} if optimizer else {}, folder / COMMON_STATE_FNAME)
     save_config(CheckpointingConfig("torch_dist"), str(folder))
     return writer.written | {
-        path.name: content_of(path) for path in folder.iterdir() if path.name not in writer.written
+        path.name: compute_digest(path) for path in folder.iterdir() if path.name not in writer.written
     }
 
 
@@ -218,7 +218,7 @@ class _OneAfterTheOther(filesystem.FileSystemWriter):
         with CheckedFile(Path(self.path) / name) as file:
             for item in plan.items:
                 results.append(self._write_item(file, planner.resolve_data(item), item, name))
-        self.written = {name: file.content}
+        self.written = {name: file.digest}
         done: Future[list[Any]] = Future()
         done.set_result(results)
         return done
