@@ -26,8 +26,8 @@ from megatron_ext.conversion.huggingface.safetensors_files import INDEX, Safeten
 from megatron_ext.conversion.megatron import gpt
 from megatron_ext.data.skipped_shards import SKIPPED, copy_skipped
 from megatron_ext.evaluation.fewshot.published import read_rows
-from megatron_ext.runs.tokenizer import keep_coder
-from megatron_ext.runs.tokenizer_files import COMPANIONS, TOKENIZER, kept_tokenizer, read_json
+from megatron_ext.runs.tokenizer import store_tokenizer
+from megatron_ext.runs.tokenizer_files import COMPANIONS, TOKENIZER, find_tokenizer, read_json
 from megatron_ext.training.loggers.jsonl import records_of
 from megatron_ext.utils.atomic_files import LARGEST_READ, read_regular
 from megatron_ext.utils.errors import UserError
@@ -40,7 +40,7 @@ READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "Megatron's newest": (gpt.NEWEST, lambda folder: gpt.open_folder(folder, SourceOptions())),
     "our newest": (LATEST, lambda folder: CheckpointFolder(folder).latest()),
     "index": (INDEX, SafetensorsTensors),
-    "tokenizer": (TOKENIZER, kept_tokenizer),
+    "tokenizer": (TOKENIZER, find_tokenizer),
     "tokenizer for prepare": (TOKENIZER, lambda folder: load_tokenizer(folder / TOKENIZER)),
     "beside a tokenizer": (COMPANIONS[0], lambda folder: read_json(folder / COMPANIONS[0])),
     "configuration of a tokenizer": ("tokenizer_config.json", open_folder),
@@ -51,7 +51,7 @@ READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "picture": ("a.png", lambda folder: _picture(folder / "a.png")),
     "records": ("metrics.jsonl", lambda folder: list(records_of(folder / "metrics.jsonl"))),
     "skipped": (SKIPPED, lambda folder: copy_skipped(folder, folder, 1)),
-    "kept tokenizer": ("vocab.txt", lambda folder: keep_coder(folder / "vocab.txt", RWKV, folder)),
+    "kept tokenizer": ("vocab.txt", lambda folder: store_tokenizer(folder / "vocab.txt", RWKV, folder)),
 }
 
 

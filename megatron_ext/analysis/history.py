@@ -13,7 +13,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 
 from megatron_ext.analysis.cells import NOTHING, Cell, count, text
 from megatron_ext.analysis.runs import Run
-from megatron_ext.run_folder.launch_events import launches, read_events
+from megatron_ext.run_folder.launch_events import launch_folders, read_events
 from megatron_ext.utils.atomic_files import read_regular
 from megatron_ext.utils.errors import UserError
 
@@ -70,14 +70,18 @@ def _memory(peak: int | None) -> Cell:
 def _job_cells(folder: Path) -> dict[str, Cell]:
     """Return the number of jobs of a launched run, their starts and the last event."""
     damaged: list[str] = []
-    jobs = [read_events(launch, damaged) for launch in launches(folder)]
+    jobs = [read_events(launch, damaged) for launch in launch_folders(folder)]
     events = [event for job in jobs for event in job]
     if not events:
         return {"jobs": NOTHING, "starts": NOTHING, "last event": NOTHING}
     note = f"; {len(damaged)} damaged lines in events.tsv" if damaged else ""
     starts = sum(event.is_start for event in events)
     last = events[-1]
-    return {"jobs": count(len(jobs)), "starts": count(starts), "last event": text(f"{last.what} ({last.time}){note}")}
+    return {
+        "jobs": count(len(jobs)),
+        "starts": count(starts),
+        "last event": text(f"{last.description} ({last.time}){note}"),
+    }
 
 
 def duration(seconds: float) -> Cell:

@@ -16,7 +16,7 @@ from megatron_ext.analysis.architecture import Architecture
 from megatron_ext.analysis.cells import NOTHING, Cell, Table, count, number, text
 from megatron_ext.analysis.run_files import SPLITS, Split, column_name
 from megatron_ext.analysis.style import as_csv
-from megatron_ext.run_folder.layout import EVALUATIONS, step_of
+from megatron_ext.run_folder.layout import EVALUATIONS, parse_step_name
 from megatron_ext.utils.atomic_files import os_reason, read_regular
 from megatron_ext.utils.errors import UserError
 from megatron_ext.utils.ratio_interval import FEW_DOCUMENTS
@@ -190,7 +190,7 @@ def _picture(path: Path | None) -> bytes | None:
 def _newest(folder: Path, name: str) -> Path | None:
     """Find the file of the last step in `evaluation/step_*`, where `selectron evaluate` and training write it."""
     paths = folder.glob(f"{EVALUATIONS}/*/{name}")
-    files = {step: path for path in paths if (step := step_of(path.parent.name)) is not None}
+    files = {step: path for path in paths if (step := parse_step_name(path.parent.name)) is not None}
     return files[max(files)] if files else None
 
 

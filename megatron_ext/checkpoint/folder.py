@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_ext.checkpoint.contents import FileDigest, compute_digest
 from megatron_ext.checkpoint.disk import NotAsWritten
-from megatron_ext.run_folder.layout import step_name, step_of
+from megatron_ext.run_folder.layout import parse_step_name, step_name
 from megatron_ext.utils.atomic_files import LARGEST_POINTER, os_reason, read_regular, write_whole
 from megatron_ext.utils.errors import UserError
 from megatron_ext.utils.json_text import parse_json
@@ -119,7 +119,7 @@ class CheckpointFolder:
         """Return the steps of the complete checkpoints, ascending."""
         found = (path.parent.name for path in self.root.glob(f"step_*/{RECORD}"))
         # A user may keep other folders beside the checkpoints, such as step_6.copy.
-        return sorted(step for name in found if (step := step_of(name)) is not None)
+        return sorted(step for name in found if (step := parse_step_name(name)) is not None)
 
     def latest(self) -> int | None:
         """Return the step named by `latest`, or None if the file does not exist.
@@ -134,7 +134,7 @@ class CheckpointFolder:
             name = read_regular(pointer, LARGEST_POINTER).decode(errors="replace").strip()
         except OSError as error:
             raise UserError(str(pointer), f"cannot be read ({os_reason(error)})", "restore or remove it") from error
-        step = step_of(name)
+        step = parse_step_name(name)
         if step is None:
             names = ", ".join(step_name(step) for step in self.steps())
             hint = f"write one of these names into it: {names}" if names else "remove it: the folder has no checkpoint"

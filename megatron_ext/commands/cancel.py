@@ -72,5 +72,5 @@ def _is_cancelled(job: Job, number: str) -> bool:
 
 def _has_ended_here(job: Job) -> bool:
     """Return True if a job was started on this machine without Slurm and no longer trains."""
-    begun = any(event.what.startswith("begun with") for event in read_events(job.folder, [])[:1])
+    begun = any(event.description.startswith("begun with") for event in read_events(job.folder, [])[:1])
     return job.number is None and begun and not is_claimed(job.run)

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_ext.commands.ranks import run_as_ranks, world_size
 from megatron_ext.evaluation.registry import SUITES, check_names, read_overrides
-from megatron_ext.run_folder.layout import CHECKPOINTS, step_of
+from megatron_ext.run_folder.layout import CHECKPOINTS, parse_step_name
 from megatron_ext.utils.errors import UserError
 
 OF_THE_MACHINE = re.compile(
@@ -74,9 +74,9 @@ def work(args: argparse.Namespace) -> Callable[[], None]:
 def _evaluate(
     folder: Path, suites: dict[str, Any], step: int | None, overrides: Sequence[str], output: Path | None
 ) -> None:
-    from megatron_ext.platform.device import before_megatron
+    from megatron_ext.platform.device import prepare_megatron_import
 
-    before_megatron()
+    prepare_megatron_import()
     from megatron_ext.evaluation.runner import evaluate
 
     evaluate(folder, suites, step=step, overrides=overrides, output=output)
@@ -84,7 +84,7 @@ def _evaluate(
 
 def _checkpoint(path: Path, step: int | None) -> tuple[Path, int | None]:
     """Return the run's folder, and the step from the name of a checkpoint's folder."""
-    found = step_of(path.name)
+    found = parse_step_name(path.name)
     if found is None or path.parent.name != CHECKPOINTS:
         return path, step
     if step not in (None, found):

@@ -98,26 +98,26 @@ def _continue(prompt: str, args: argparse.Namespace) -> None:
     # Imported here so that help and errors do not wait for torch.
     import torch
 
-    from megatron_ext.platform.device import before_megatron
+    from megatron_ext.platform.device import prepare_megatron_import
 
-    before_megatron()
+    prepare_megatron_import()
     from megatron_ext.evaluation.decoding import decoding
     from megatron_ext.evaluation.generation import Sampler, generate, greedy, text_of
     from megatron_ext.evaluation.text_model import Draw
-    from megatron_ext.runs.open_run import open_run, trained_model
+    from megatron_ext.runs.open_run import loaded_model, open_run
 
     trained = open_run(args.run, args.step)
     coder = trained.coder
     ids = coder.encode(prompt)
     draw = Draw((args.seed,), args.temperature, top_p=args.top_p)
     _check_length(trained, len(ids), args.max_tokens)
-    with trained_model(trained) as model, decoding(model) as decoder:
+    with loaded_model(trained) as model, decoding(model) as decoder:
         tokens = generate(
             decoder,
             torch.tensor(ids, device=trained.platform.device),
             vocab_size=coder.size,
             max_tokens=args.max_tokens,
-            end=coder.known_end,
+            end=coder.end_id_or_none,
             choose=greedy if args.greedy else Sampler(draw, torch.Generator().manual_seed(args.seed)),
         )
         for text in text_of(tokens, coder.decode, before=ids):

@@ -291,7 +291,7 @@ def refuse_held(folder: Path) -> None:
         found = slurm.job_state(job)
         if found is None or not found.is_alive:  # it was killed before it released the lock
             return
-    signs = f"; its last sign of life is {state.quiet_seconds:.0f} s old"
+    signs = f"; its last sign of life is {state.unchanged_seconds:.0f} s old"
     hint = lock_file.release_hint(state.holder)
     holder = state.holder or "an unidentified process"
     raise UserError("run.name", f"{folder} is trained by {holder}{signs}", hint)

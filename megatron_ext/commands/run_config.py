@@ -66,9 +66,9 @@ def load_checked(path: Path, overrides: Sequence[str], processes: int | None) ->
 def mixers() -> Mixers:
     """Return the registered mixers by name."""
     with gc_control.unlooked_for():
-        from megatron_ext.platform.device import before_megatron
+        from megatron_ext.platform.device import prepare_megatron_import
 
-        before_megatron()
+        prepare_megatron_import()
         from megatron_ext.mixers.core.registry import load_all
 
         return load_all()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron_ext.launch.ranks import ranks_table
 from megatron_ext.launch.status import run_folders, status_of, status_table
-from megatron_ext.run_folder.heartbeat import signs
+from megatron_ext.run_folder.heartbeat import read_heartbeats
 from megatron_ext.utils.errors import UserError
 
 
@@ -36,7 +36,9 @@ def run(args: argparse.Namespace) -> int:
     folders = list(run_folders(args.runs))
     runs = [status_of(folder) for folder in folders]
     if args.json:
-        ranks = [{"ranks": [asdict(sign) for sign in signs(folder)]} if args.ranks else {} for folder in folders]
+        ranks = [
+            {"ranks": [asdict(sign) for sign in read_heartbeats(folder)]} if args.ranks else {} for folder in folders
+        ]
         print(json.dumps([asdict(run) | more for run, more in zip(runs, ranks, strict=True)], indent=1))
         return 0
     print("\n".join(status_table(runs)))

@@ -18,7 +18,7 @@ from megatron_ext.parallel.agreement import raise_on_all_ranks
 from megatron_ext.parallel.groups import make_process_groups
 from megatron_ext.platform.device import start_process_group
 from megatron_ext.runs.identity import TOKENIZER
-from megatron_ext.runs.open_run import TrainedRun, open_run, trained_chunks
+from megatron_ext.runs.open_run import TrainedRun, load_chunks, open_run
 
 WITHOUT_TRAINING = (
     "optimizer.sharding=none",
@@ -55,7 +55,7 @@ def evaluate(
             _check(name, options, unloaded)
         output = output or results_folder(run.folder, run.record.progress.step)
         raise_on_all_ranks(lambda: make_folder(output))
-        evaluated = replace(unloaded, chunks=trained_chunks(run, groups))
+        evaluated = replace(unloaded, chunks=load_chunks(run, groups))
         for name, options in suites.items():
             tested = SUITES[name].test()(evaluated, options, output)
             if tested is not None:

@@ -156,7 +156,7 @@ def domains(evaluated: EvalContext, options: DomainOptions, output: Path) -> Sui
     evaluator = DomainEvaluator(evaluated.token_losses(), found, size, packing_from_config(data), shows_progress=True)
     records = evaluator.evaluate(progress.step, progress.tokens)
     losses = domain_losses(
-        records, manifest, options, lambda i: evaluated.coder.bytes_of(found[i].samples.first_tokens().tolist())
+        records, manifest, options, lambda i: evaluated.coder.count_bytes(found[i].samples.first_tokens().tolist())
     )
     if dist.get_rank() != 0:
         return None

@@ -7,7 +7,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 from megatron_ext.config.schema import RunConfig, TrainingConfig
-from megatron_ext.run_folder.layout import CHECKPOINTS, step_name, step_of
+from megatron_ext.run_folder.layout import CHECKPOINTS, parse_step_name, step_name
 from megatron_ext.utils.errors import UserError
 
 _EXAMPLE = f"{CHECKPOINTS}/{step_name(400)}"
@@ -15,7 +15,7 @@ _EXAMPLE = f"{CHECKPOINTS}/{step_name(400)}"
 
 def is_checkpoint(path: Path) -> bool:
     """Return True if a path is a folder with the name of a checkpoint."""
-    return step_of(path.name) is not None and path.is_dir()
+    return parse_step_name(path.name) is not None and path.is_dir()
 
 
 def trunks_of(folder: Path, configs: Mapping[str, RunConfig]) -> dict[str, str]:
@@ -36,7 +36,7 @@ def trunks_of(folder: Path, configs: Mapping[str, RunConfig]) -> dict[str, str]:
         run = checkpoint.parent.parent
         if run.parent != folder.absolute() or run.name not in configs:
             continue
-        step = step_of(checkpoint.name)
+        step = parse_step_name(checkpoint.name)
         if not checkpoint.exists():
             where = f"run {name}: run.branch_from"
             if step is None:

@@ -45,16 +45,18 @@ class Changed:
 
     Attributes:
         name: name of the run.
-        what: differences: each field with both values, and the kinds of data that differ.
+        differences: differences: each field with both values, and the kinds of data that differ.
     """
 
     name: str
-    what: tuple[str, ...]
+    differences: tuple[str, ...]
 
     def __str__(self) -> str:
         """Format the run and its differences for a message."""
-        more = f" and {len(self.what) - _MOST_FIELDS} more fields" if len(self.what) > _MOST_FIELDS else ""
-        return f"{self.name} ({', '.join(self.what[:_MOST_FIELDS])}{more})"
+        more = (
+            f" and {len(self.differences) - _MOST_FIELDS} more fields" if len(self.differences) > _MOST_FIELDS else ""
+        )
+        return f"{self.name} ({', '.join(self.differences[:_MOST_FIELDS])}{more})"
 
 
 def keep_data_digests(job: Job, config: RunConfig) -> None:
@@ -117,7 +119,7 @@ def _differences(run: Path, config: RunConfig, finished: bool) -> list[str]:
     if job is None:
         return []
     trained = (run / METRICS).exists() or (run / CHECKPOINTS).exists()
-    ended = [event.what for event in read_events(job.folder, [])[-1:] if event.what.startswith(_ENDED)]
+    ended = [event.description for event in read_events(job.folder, [])[-1:] if event.description.startswith(_ENDED)]
     if ended and not trained:
         return []  # the change may fix the error
     data = _changed_data(job, config)

@@ -18,9 +18,9 @@ from megatron_ext.config.save import private_yaml, to_yaml
 from megatron_ext.config.schema import RunConfig
 from megatron_ext.launch import slurm
 from megatron_ext.launch.resources import Resources
-from megatron_ext.run_folder.launch_events import EVENTS, LAUNCH, launches
+from megatron_ext.run_folder.launch_events import EVENTS, LAUNCH, launch_folders
 from megatron_ext.run_folder.layout import CONFIG
-from megatron_ext.run_folder.lock import held, take
+from megatron_ext.run_folder.lock import acquire, hold_locks
 from megatron_ext.utils import git_info
 from megatron_ext.utils.atomic_files import open_regular, os_reason, read_regular, write_private, write_whole
 from megatron_ext.utils.errors import UserError
@@ -94,7 +94,7 @@ class Job:
 
 def jobs_of(run_folder: Path) -> list[Job]:
     """Return the jobs of a run, the newest last."""
-    return [Job(path) for path in launches(run_folder)]
+    return [Job(path) for path in launch_folders(run_folder)]
 
 
 def newest_job(run_folder: Path) -> Job | None:
@@ -231,10 +231,10 @@ def submitting(*run_folders: Path) -> Iterator[None]:
     with ExitStack() as taken:
         locks = []
         for folder in run_folders:
-            locks.append(take(folder / SUBMISSION, f"the launch of {folder}", hint=hint))
+            locks.append(acquire(folder / SUBMISSION, f"the launch of {folder}", hint=hint))
             taken.callback(locks[-1].release)
         taken.pop_all()
-        with held(*locks):
+        with hold_locks(*locks):
             yield
 
 

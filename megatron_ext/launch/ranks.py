@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from megatron_ext.launch.status import ago
-from megatron_ext.run_folder.heartbeat import signs, troubles
+from megatron_ext.run_folder.heartbeat import describe_stalled_ranks, read_heartbeats
 from megatron_ext.run_folder.lock import FOLDER as LOCK
 from megatron_ext.run_folder.lock_file import lock_state
 from megatron_ext.utils.errors import UserError
@@ -23,27 +23,28 @@ def ranks_table(folder: Path) -> list[str]:
         UserError: no rank has written a heartbeat.
     """
     damaged: list[str] = []
-    found, now = signs(folder, damaged), time.time()
+    records, now = read_heartbeats(folder, damaged), time.time()
     lock = lock_state(folder / LOCK)
     token = lock.holder.token if lock is not None and lock.holder is not None else ""
-    others = [sign for sign in found if sign.start and token and sign.start != token]
-    found = [sign for sign in found if sign not in others]
-    of_others = [
-        f"rank {one.rank} on {one.host} (process {one.pid}) belongs to another start of the run" for one in others
+    others = [record for record in records if record.start and token and record.start != token]
+    records = [record for record in records if record not in others]
+    other_messages = [
+        f"rank {record.rank} on {record.host} (process {record.pid}) belongs to another start of the run"
+        for record in others
     ]
-    if not found and not damaged and not others:
+    if not records and not damaged and not others:
         problem = "has no heartbeats: no rank has started training, or resilience.heartbeat_seconds is 0"
         raise UserError(str(folder), problem, "wait for its first steps, or omit --ranks")
     rows = [
         [
-            str(sign.rank),
-            sign.host,
-            str(sign.pid),
-            str(sign.step),
-            str(sign.passes),
-            f"{ago(now - sign.further)} ago",
-            "ended" if sign.ended else f"{ago(now - sign.written)} ago",
+            str(record.rank),
+            record.host,
+            str(record.pid),
+            str(record.step),
+            str(record.passes),
+            f"{ago(now - record.further)} ago",
+            "ended" if record.ended else f"{ago(now - record.written)} ago",
         ]
-        for sign in found
+        for record in records
     ]
-    return [*table(COLUMNS, rows), *troubles(found, now), *map(printable, [*of_others, *damaged])]
+    return [*table(COLUMNS, rows), *describe_stalled_ranks(records, now), *map(printable, [*other_messages, *damaged])]

@@ -115,7 +115,7 @@ def _inside(folder: Path) -> list[Path]:
 
 def is_finished(folder: Path) -> bool:
     """Return True if a job of the run has finished it."""
-    return any(event.what == FINISHED for job in jobs_of(folder) for event in events_of(job)[-1:])
+    return any(event.description == FINISHED for job in jobs_of(folder) for event in events_of(job)[-1:])
 
 
 def status_of(folder: Path) -> RunStatus:
@@ -162,7 +162,7 @@ def status_of(folder: Path) -> RunStatus:
         loss=last["loss"] if last else None,
         tokens_per_second=last["tokens_per_second"] if last else None,
         seconds_ago=time.time() - (folder / METRICS).stat().st_mtime if last else None,
-        event=events[-1].what if events else None,
+        event=events[-1].description if events else None,
         event_time=events[-1].time if events else None,
         problems=tuple(readings.problems),
     )
@@ -205,7 +205,7 @@ def _steps(config: Path) -> int:
 
 
 def _standing(job: Job, number: str | None, events: Sequence[Event], state: JobState | None, readings: Readings) -> str:
-    last = events[-1].what if events else ""
+    last = events[-1].description if events else ""
     if last == FINISHED:
         return FINISHED
     if state is not None and state.is_alive:
@@ -219,7 +219,7 @@ def _standing(job: Job, number: str | None, events: Sequence[Event], state: JobS
 
 def _said(state: JobState | None, events: Sequence[Event]) -> str:
     if state is None:
-        return events[-1].what.split(":")[0] if events else "ended before it started"
+        return events[-1].description.split(":")[0] if events else "ended before it started"
     return f"{state.state.lower()} ({state.reason})" if state.reason else state.state.lower()
 
 

@@ -206,7 +206,7 @@ class Sweep:
         """Return the last event of a run's newest job, or an empty string."""
         job = newest_job(self._folder / name)
         events = events_of(job) if job is not None else []
-        return events[-1].what if events else ""
+        return events[-1].description if events else ""
 
     def _ready(self, waiting: list[str], children: Mapping[str, object]) -> list[str]:
         """Return the waiting runs that can start. Remove those whose trunk will not be finished from `waiting`."""
@@ -224,7 +224,7 @@ class Sweep:
         """Describe the result of a run's newest job: finished, stopped, refused with the error, given up, ..."""
         job = jobs_of(self._folder / name)[-1]
         events = events_of(job)
-        return f"{events[-1].what if events else 'did not start'}" + (
+        return f"{events[-1].description if events else 'did not start'}" + (
             "" if is_finished(job.run) else f"; see {job.log}"
         )
 

@@ -90,7 +90,7 @@ def _prepare() -> None:
     """Hide GPUs, disable compilation and silence warnings that only matter in training."""
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
     warnings.simplefilter("ignore")
-    resolve_name("megatron_ext.platform.device:before_megatron")()
+    resolve_name("megatron_ext.platform.device:prepare_megatron_import")()
 
 
 def _count(*model: Any) -> ModelCounts:

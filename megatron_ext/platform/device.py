@@ -26,7 +26,7 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, dtype) for name, dtype in
 # Dense bf16 matrix-product peaks in FLOP/s, from NVIDIA's data sheets, by a part of the device's name.
 _PEAK_BF16 = {"H200": 989e12, "H100": 989e12, "H800": 989e12, "GH200": 989e12, "B200": 2250e12, "A100": 312e12}
 
-_CPU_SIZE, _CUDA_SIZE = 768, 4096
+_CPU_MATRIX_SIZE, _CUDA_MATRIX_SIZE = 768, 4096
 """Sizes of the square matrices in `product_seconds`: milliseconds on a CPU, a fraction of one on a GPU."""
 
 
@@ -60,7 +60,7 @@ class Platform:
         now, with a matrix product in this process.
         """
         if not self.is_cuda:
-            return 2 * _CPU_SIZE**3 / self.product_seconds(dtype)
+            return 2 * _CPU_MATRIX_SIZE**3 / self.product_seconds(dtype)
         name = torch.cuda.get_device_name(self.device)
         return next((peak for part, peak in _PEAK_BF16.items() if part in name), None)
 
@@ -71,7 +71,7 @@ class Platform:
 
     def product_seconds(self, dtype: torch.dtype, repeats: int = 5) -> float:
         """Return the minimum time in seconds of a matrix product of fixed size, over several repeats."""
-        size = _CUDA_SIZE if self.is_cuda else _CPU_SIZE
+        size = _CUDA_MATRIX_SIZE if self.is_cuda else _CPU_MATRIX_SIZE
         a, b = (torch.randn(size, size, device=self.device).to(dtype) for _ in range(2))
         seconds = []
         for _ in range(repeats):
@@ -87,7 +87,7 @@ class Platform:
         return megatron_cpu.tensor_types_as_cuda()
 
 
-def before_megatron() -> None:
+def prepare_megatron_import() -> None:
     """Prepare for the import of megatron-core, if called before it; otherwise `select_platform` does it later.
 
     Without CUDA nothing of Megatron is compiled. If it is disabled before the import, Megatron does not import torch's
@@ -97,7 +97,7 @@ def before_megatron() -> None:
         megatron_cpu.install()
 
 
-def platform_of(device: Literal["auto", "cpu", "cuda"], parallel: ParallelConfig) -> Platform:
+def platform_for_run(device: Literal["auto", "cpu", "cuda"], parallel: ParallelConfig) -> Platform:
     """Call `select_platform` for a rank of a run with this `run.device` and layout.
 
     Copy engines help only if their copies and earlier kernels do not wait for each other. With one queue per stream, a
@@ -135,11 +135,11 @@ def select_platform(
             "'cpu' on a machine with CUDA: megatron-core puts its tensors on the GPU it sees",
             "hide the GPUs with CUDA_VISIBLE_DEVICES= or use run.device=auto",
         )
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if local_rank >= count:
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if local_rank >= num_gpus:
         raise UserError(
             "run.device",
-            f"'cuda' for local process {local_rank}, but this machine has {count} GPU(s)",
+            f"'cuda' for local process {local_rank}, but this machine has {num_gpus} GPU(s)",
             "start at most one process a GPU, or use run.device=cpu",
         )
     if one_queue:
@@ -169,10 +169,10 @@ def choose_backend(
     Raises:
         UserError: Transformer Engine is requested but cannot run here.
     """
-    have_te = find_spec("transformer_engine") is not None
+    has_te = find_spec("transformer_engine") is not None
     if backend == "auto":
-        return "transformer_engine" if have_te and platform.is_cuda else "local"
-    if backend == "transformer_engine" and not (have_te and platform.is_cuda):
+        return "transformer_engine" if has_te and platform.is_cuda else "local"
+    if backend == "transformer_engine" and not (has_te and platform.is_cuda):
         reason = "is not installed" if platform.is_cuda else "needs a GPU"
         raise UserError(
             "run.backend",

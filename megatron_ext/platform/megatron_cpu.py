@@ -24,7 +24,7 @@ import torch
 
 CPU = torch.device("cpu")
 _PREFIX = "megatron.core"
-_UNCOMPILED = "_torchdynamo_orig_callable"
+_UNCOMPILED_ATTRIBUTE = "_torchdynamo_orig_callable"
 """Attribute in which torch.compile keeps the original function.
 
 Megatron compiles small functions on import, which on the CPU takes a C++ compiler and up to 20 s per process.
@@ -47,7 +47,7 @@ class _NoStream:
     def synchronize(self) -> None: ...
 
 
-def _nothing(*_: object, **__: object) -> None:
+def _no_op(*_: object, **__: object) -> None:
     """Do nothing, in place of CUDA functions without meaning on the CPU."""
 
 
@@ -60,7 +60,7 @@ class _CpuCuda(types.ModuleType):
     stream = staticmethod(lambda *_: contextlib.nullcontext())
     current_device = staticmethod(lambda: CPU)
     device_count = staticmethod(lambda: 1)
-    set_device = synchronize = empty_cache = staticmethod(_nothing)
+    set_device = synchronize = empty_cache = staticmethod(_no_op)
     manual_seed = staticmethod(torch.manual_seed)
 
     @staticmethod
@@ -140,9 +140,9 @@ def _rebind(module: types.ModuleType) -> None:
     if module.__dict__.get("torch") is torch:
         module.torch = _proxy  # type: ignore[attr-defined]
     for name, value in list(vars(module).items()):
-        if isinstance(value, types.FunctionType) and hasattr(value, _UNCOMPILED):
-            setattr(module, name, getattr(value, _UNCOMPILED))
-    adapt = _ADAPTED.get(module.__name__)
+        if isinstance(value, types.FunctionType) and hasattr(value, _UNCOMPILED_ATTRIBUTE):
+            setattr(module, name, getattr(value, _UNCOMPILED_ATTRIBUTE))
+    adapt = _ADAPTERS.get(module.__name__)
     if adapt is not None:
         adapt(module)
 
@@ -157,7 +157,7 @@ def _l2_norm(_chunk: int, _overflow: object, tensor_lists: list[list[torch.Tenso
     return torch.linalg.vector_norm(torch.stack(norms)).float().reshape(1), None
 
 
-def _use_the_cpu_generator(random: Any) -> None:
+def _use_cpu_generator(random: Any) -> None:
     """Make Megatron's tracker of generator states keep states of the CPU's generator.
 
     Its own `fork` warns if the CPU generator changes inside, but here that is the generator to fork.
@@ -166,13 +166,13 @@ def _use_the_cpu_generator(random: Any) -> None:
     class CpuRNGStatesTracker(random.CudaRNGStatesTracker):
         @contextlib.contextmanager
         def fork(self, name: str = random._MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
-            outside = torch.get_rng_state()
+            outer_state = torch.get_rng_state()
             torch.set_rng_state(self.states_[name])
             try:
                 yield
             finally:
                 self.states_[name] = torch.get_rng_state()
-                torch.set_rng_state(outside)
+                torch.set_rng_state(outer_state)
 
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
@@ -189,7 +189,7 @@ def _expect_torch_adamw(distrib_optimizer: Any) -> None:
     distrib_optimizer.USING_TE_OPTIMIZER = distrib_optimizer.USING_APEX_OPTIMIZER = False
 
 
-def _clip_on_the_cpu(clip_grads: Any) -> None:
+def _clip_on_cpu(clip_grads: Any) -> None:
     from megatron.core import utils
 
     clip_grads.l2_norm_impl = _l2_norm
@@ -197,12 +197,12 @@ def _clip_on_the_cpu(clip_grads: Any) -> None:
     clip_grads.multi_tensor_scale_impl = utils.local_multi_tensor_scale
 
 
-_ADAPTED: dict[str, Callable[[Any], None]] = {
+_ADAPTERS: dict[str, Callable[[Any], None]] = {
     "megatron.core.jit": lambda jit: jit.disable_jit_fuser(),
-    "megatron.core.tensor_parallel.random": _use_the_cpu_generator,
+    "megatron.core.tensor_parallel.random": _use_cpu_generator,
     "megatron.core.optimizer": _use_torch_adamw,
     "megatron.core.optimizer.distrib_optimizer": _expect_torch_adamw,
-    "megatron.core.optimizer.clip_grads": _clip_on_the_cpu,
+    "megatron.core.optimizer.clip_grads": _clip_on_cpu,
 }
 
 
@@ -218,7 +218,7 @@ def install() -> None:
             _rebind(module)
 
 
-def installed() -> bool:
+def is_installed() -> bool:
     """Return whether this adapter runs megatron.core on the CPU."""
     return _proxy is not None
 
@@ -230,14 +230,14 @@ def tensor_types_as_cuda() -> Iterator[None]:
     Megatron's optimizers compare `Tensor.type()` with `torch.cuda.*` when they are built, stepped, saved and loaded.
     Its tied embedding calls `.cuda()` when pipeline stages are built. No effect unless the adapter is installed.
     """
-    if not installed():
+    if not is_installed():
         yield
         return
     type_, cuda = torch.Tensor.type, torch.Tensor.cuda
 
     def cuda_type(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        answer = type_(self, *args, **kwargs)
-        return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) else answer
+        result = type_(self, *args, **kwargs)
+        return result.replace("torch.", "torch.cuda.", 1) if isinstance(result, str) else result
 
     torch.Tensor.type = cuda_type  # type: ignore[method-assign, assignment]
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]

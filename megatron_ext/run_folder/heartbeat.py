@@ -20,10 +20,10 @@ from megatron_ext.utils.atomic_files import open_to_write, os_reason, read_regul
 from megatron_ext.utils.json_text import parse_json
 
 FOLDER = "heartbeats"
-_NUMBER_LIMIT = 1 << 53
+_MAX_ABSOLUTE_VALUE = 1 << 53
 """Upper bound of the absolute values in a heartbeat. Larger integers may not fit a float."""
 
-_WIDTH = 320
+_FILE_BYTES = 320
 """Size of a heartbeat file in bytes. The size is fixed and the file is overwritten in one call.
 
 A reader therefore sees either the old or the new content.
@@ -31,7 +31,7 @@ A reader therefore sees either the old or the new content.
 
 
 @dataclass(frozen=True)
-class Sign:
+class HeartbeatRecord:
     """Heartbeat of a rank. Times are in seconds since 1970, by the clock of its machine.
 
     Attributes:
@@ -66,7 +66,7 @@ class Heartbeat:
         folder: run folder.
         rank: rank of this process.
         seconds: interval between heartbeats; 0: write no heartbeats.
-        start: see `Sign`.
+        start: see `HeartbeatRecord`.
 
     Attributes:
         step: number of completed steps, set by the caller.
@@ -75,7 +75,7 @@ class Heartbeat:
     def __init__(self, folder: Path, rank: int, seconds: float, start: str = "") -> None:
         self.step, self._start = 0, start
         self._path, self._rank, self._seconds = folder / FOLDER / f"rank_{rank}", rank, seconds
-        self._host, self._passes, self._further = socket.gethostname(), 0, time.time()
+        self._host, self._passes, self._last_progress = socket.gethostname(), 0, time.time()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._write_until_closed, name="heartbeat", daemon=True)
         if seconds:
@@ -84,7 +84,7 @@ class Heartbeat:
     def beat(self) -> None:
         """Record progress of this rank."""
         self._passes += 1
-        self._further = time.time()
+        self._last_progress = time.time()
 
     def close(self) -> None:
         """Write the last heartbeat and stop."""
@@ -102,87 +102,88 @@ class Heartbeat:
                 continue
 
     def _write(self, ended: bool) -> None:
-        sign = Sign(
+        record = HeartbeatRecord(
             self._rank,
             self._host,
             os.getpid(),
             self._seconds,
             self.step,
             self._passes,
-            self._further,
+            self._last_progress,
             time.time(),
             ended,
             self._start,
         )
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        file = open_to_write(self._path)
+        descriptor = open_to_write(self._path)
         try:
-            os.pwrite(file, (json.dumps(asdict(sign)).ljust(_WIDTH - 1) + "\n").encode(), 0)
+            os.pwrite(descriptor, (json.dumps(asdict(record)).ljust(_FILE_BYTES - 1) + "\n").encode(), 0)
         finally:
-            os.close(file)
+            os.close(descriptor)
 
 
-def signs(run_folder: Path, damaged: list[str] | None = None) -> list[Sign]:
+def read_heartbeats(run_folder: Path, damaged: list[str] | None = None) -> list[HeartbeatRecord]:
     """Read the latest heartbeat of each rank of a run, ordered by rank. Invalid files are skipped.
 
     Args:
         run_folder: run folder.
         damaged: receives a message for each non-empty file without a valid heartbeat.
     """
-    found = []
+    records = []
     for path in sorted((run_folder / FOLDER).glob("rank_*")):
         try:
             content = read_regular(path, 1 << 16)
             if content:
-                found.append(_sign(content))
+                records.append(_parse_heartbeat(content))
         except (OSError, ValueError, TypeError) as error:
             if damaged is not None:
                 problem = f"cannot be read ({os_reason(error)})" if isinstance(error, OSError) else "is not a heartbeat"
                 damaged.append(f"{path}: {problem}")
-    return sorted(found, key=lambda sign: sign.rank)
+    return sorted(records, key=lambda record: record.rank)
 
 
-def _sign(content: bytes) -> Sign:
+def _parse_heartbeat(content: bytes) -> HeartbeatRecord:
     """Parse the content of a heartbeat file.
 
     Raises:
         ValueError, TypeError: the content is invalid.
     """
-    sign = Sign(**parse_json(content))
-    numbers = (sign.seconds, sign.further, sign.written)
-    is_sound = all(type(number) in (int, float) and abs(number) < _NUMBER_LIMIT for number in numbers)  # NaN is not
-    counts = (sign.rank, sign.pid, sign.step, sign.passes)
-    if not is_sound or any(type(number) is not int or abs(number) >= _NUMBER_LIMIT for number in counts):
+    record = HeartbeatRecord(**parse_json(content))
+    times = (record.seconds, record.further, record.written)
+    # NaN fails the comparison.
+    is_valid = all(type(value) in (int, float) and abs(value) < _MAX_ABSOLUTE_VALUE for value in times)
+    integers = (record.rank, record.pid, record.step, record.passes)
+    if not is_valid or any(type(value) is not int or abs(value) >= _MAX_ABSOLUTE_VALUE for value in integers):
         raise ValueError("invalid numbers")
-    return replace(sign, host=str(sign.host), ended=bool(sign.ended), start=str(sign.start))
+    return replace(record, host=str(record.host), ended=bool(record.ended), start=str(record.start))
 
 
-def forget(run_folder: Path) -> None:
+def remove_heartbeats(run_folder: Path) -> None:
     """Remove the heartbeats of an earlier start, which may have had more ranks."""
     for path in (run_folder / FOLDER).glob("rank_*"):
         path.unlink(missing_ok=True)
 
 
-def troubles(found: Sequence[Sign], now: float) -> list[str]:
+def describe_stalled_ranks(records: Sequence[HeartbeatRecord], now: float) -> list[str]:
     """Return a message for each rank that has stopped writing or that blocks the others.
 
     Args:
-        found: heartbeats of a run.
+        records: heartbeats of a run.
         now: seconds since 1970.
     """
-    lines, alive = [], []
-    for sign in found:
-        silent = now - sign.written
-        if sign.ended or silent <= 3 * sign.seconds:
-            alive.append(sign)
+    messages, alive = [], []
+    for record in records:
+        silence = now - record.written
+        if record.ended or silence <= 3 * record.seconds:
+            alive.append(record)
         else:
-            why = "its process or machine has failed, stopped or is unreachable"
-            lines.append(f"rank {sign.rank} on {sign.host} wrote no heartbeat for {silent:.0f} s: {why}")
+            cause = "its process or machine has failed, stopped or is unreachable"
+            messages.append(f"rank {record.rank} on {record.host} wrote no heartbeat for {silence:.0f} s: {cause}")
     # Only ranks without recent progress are compared. A rank with fewer passes than the median blocks the others.
-    waiting = [sign for sign in alive if not sign.ended and now - sign.further > 3 * sign.seconds]
-    passes = median(sign.passes for sign in waiting) if waiting else 0
-    for sign in waiting:
-        if sign.passes < passes:
-            behind = f"{sign.passes} passes, while the median rank made {passes:g}"
-            lines.append(f"rank {sign.rank} on {sign.host} is behind: {behind}")
-    return lines
+    waiting = [record for record in alive if not record.ended and now - record.further > 3 * record.seconds]
+    median_passes = median(record.passes for record in waiting) if waiting else 0
+    for record in waiting:
+        if record.passes < median_passes:
+            behind = f"{record.passes} passes, while the median rank made {median_passes:g}"
+            messages.append(f"rank {record.rank} on {record.host} is behind: {behind}")
+    return messages

@@ -20,20 +20,20 @@ class Event:
     Attributes:
         time: UTC, ISO 8601.
         restarts: number of restarts of the job so far.
-        what: description of the event.
+        description: description of the event.
     """
 
     time: str
     restarts: int
-    what: str
+    description: str
 
     @property
     def is_start(self) -> bool:
         """True if training started."""
-        return self.what.startswith("begun")
+        return self.description.startswith("begun")
 
 
-def launches(run_folder: Path) -> list[Path]:
+def launch_folders(run_folder: Path) -> list[Path]:
     """Return the folders of a run's jobs, the newest last."""
     folders = [path for path in (run_folder / LAUNCH).glob("*") if path.name.isdecimal()]
     return sorted(folders, key=lambda path: int(path.name))
@@ -54,26 +54,28 @@ def read_events(launch: Path, damaged: list[str] | None = None) -> list[Event]:
         lines = read_regular(path).split(b"\n")[:-1] if path.exists() else []
     except OSError as error:
         lines = []
-        _raise_or_note(UserError(str(path), f"cannot be read ({os_reason(error)})", "restore it or remove it"), damaged)
+        _raise_or_append(
+            UserError(str(path), f"cannot be read ({os_reason(error)})", "restore it or remove it"), damaged
+        )
     for number, line in enumerate(lines, start=1):
         try:
-            events.append(_event(f"{path}:{number}", line))
+            events.append(_parse_event(f"{path}:{number}", line))
         except UserError as error:
-            _raise_or_note(error, damaged)
+            _raise_or_append(error, damaged)
     return events
 
 
-def _raise_or_note(error: UserError, damaged: list[str] | None) -> None:
+def _raise_or_append(error: UserError, damaged: list[str] | None) -> None:
     if damaged is None:
         raise error
     damaged.append(f"{error.where}: {error.problem}")
 
 
-def _event(where: str, line: bytes) -> Event:
+def _parse_event(where: str, line: bytes) -> Event:
     try:
-        when, _, restarts, what = line.decode().split("\t", 3)
-        if "\0" in when + what:
+        time, _, restarts, description = line.decode().split("\t", 3)
+        if "\0" in time + description:
             raise ValueError("a file that was truncated by a power failure ends in zeros")
-        return Event(when, int(restarts), what)
+        return Event(time, int(restarts), description)
     except ValueError:
         raise UserError(where, "is not an event of a job's script", "fix or remove the line") from None

@@ -20,7 +20,7 @@ CHECKPOINTS = "checkpoints"
 EVALUATIONS = "evaluation"
 """Results of evaluation suites, a folder per step."""
 
-_STEP = re.compile(r"step_([0-9]{1,18})")
+_STEP_NAME = re.compile(r"step_([0-9]{1,18})")
 
 
 def step_name(step: int) -> str:
@@ -28,12 +28,12 @@ def step_name(step: int) -> str:
     return f"step_{step}"
 
 
-def tracked_name(service: str) -> str:
+def tracker_file_name(service: str) -> str:
     """Return the name of the file with the run's identifier at a tracking service (`wandb`, `mlflow`, `trackio`)."""
     return f"tracked_{service}.json"
 
 
-def step_of(name: str) -> int | None:
+def parse_step_name(name: str) -> int | None:
     """Return the step of a folder's name, or None if the name is not of the form of `step_name`."""
-    found = _STEP.fullmatch(name)
+    found = _STEP_NAME.fullmatch(name)
     return int(found[1]) if found else None

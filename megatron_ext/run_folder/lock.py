@@ -46,9 +46,9 @@ GRACE_SECONDS = 30.0
 """Seconds after the loss of a lock in which the process may exit by itself before `on_stuck` is called."""
 
 _POLL_SECONDS = 0.5
-_TRIES, _TRY_SECONDS = 500, 0.01
+_MAX_ATTEMPTS, _RETRY_SECONDS = 500, 0.01
 _CHECK_SECONDS = 1.0
-_HINT_LOST = "this process exits and writes nothing more to it"
+_LOST_HINT = "this process exits and writes nothing more to it"
 _UNIDENTIFIED = "an unidentified process"
 
 
@@ -65,16 +65,16 @@ class Clock:
 
 
 class RunLock:
-    """Lock held by this process. Create it with `take`.
+    """Lock held by this process. Create it with `acquire`.
 
     Args:
         folder: folder of the lock files.
         holder: this process.
-        what: name of the locked object in messages.
+        label: name of the locked object in messages.
     """
 
-    def __init__(self, folder: Path, holder: Holder, what: str) -> None:
-        self.holder, self._folder, self._what = holder, folder, what
+    def __init__(self, folder: Path, holder: Holder, label: str) -> None:
+        self.holder, self._folder, self._label = holder, folder, label
         self._path = folder / str(holder.number)
         self._beats, self._checked = 0, time.monotonic()
 
@@ -90,25 +90,25 @@ class RunLock:
             LockLost: the lock is lost.
         """
         try:
-            ours = lock_file.read(self._path)
-            newest = max(lock_file.numbers(self._folder), default=0)
+            current = lock_file.read(self._path)
+            newest = max(lock_file.lock_numbers(self._folder), default=0)
         except FileNotFoundError:
-            ours, newest = None, 0
+            current, newest = None, 0
         except OSError as error:
             if error.errno != errno.ESTALE:
                 return  # an unreachable server does not imply that the lock was lost
-            ours, newest = None, 0
-        if newest == self.holder.number and ours is not None and ours.token == self.token:
+            current, newest = None, 0
+        if newest == self.holder.number and current is not None and current.token == self.token:
             self._checked = time.monotonic()
             return
-        other = lock_file.read_holder(self._folder)
+        other = lock_file.read_newest_holder(self._folder)
         if other is None or other.token == self.token:
             raise LockLost(
-                self._what, "its folder was removed or replaced while it was held", "nothing more is written"
+                self._label, "its folder was removed or replaced while it was held", "nothing more is written"
             )
-        raise LockLost(self._what, f"was taken over by {other}", _HINT_LOST)
+        raise LockLost(self._label, f"was taken over by {other}", _LOST_HINT)
 
-    def check_soon(self) -> None:
+    def check_if_due(self) -> None:
         """Call `check` unless it succeeded within the last second. Call this before frequent writes."""
         if time.monotonic() - self._checked >= _CHECK_SECONDS:
             self.check()
@@ -144,74 +144,74 @@ class RunLock:
 
         The token is checked through the descriptor that is written, in case another file has replaced the path.
         """
-        file = os.open(self._path, os.O_RDWR)
+        descriptor = os.open(self._path, os.O_RDWR)
         try:
-            found = lock_file.parsed(os.pread(file, 2 * lock_file.WIDTH, 0))
+            found = lock_file.parse_holder(os.pread(descriptor, 2 * lock_file.FILE_BYTES, 0))
             if found is not None and found.token == self.token:
                 content = asdict(self.holder) | {"beats": self._beats, "released": released}
-                os.pwrite(file, lock_file.line(content), 0)
-                os.fsync(file)
+                os.pwrite(descriptor, lock_file.encode_fields(content), 0)
+                os.fsync(descriptor)
         finally:
-            os.close(file)
+            os.close(descriptor)
 
 
-def take(
+def acquire(
     folder: Path,
-    what: str,
+    label: str,
     *,
     hint: str = "",
-    me: ProcessIdentity | None = None,
+    process: ProcessIdentity | None = None,
     clock: Clock | None = None,
-    say: Callable[[str], object] | None = None,
+    print_line: Callable[[str], object] | None = None,
 ) -> RunLock:
     """Acquire a lock.
 
     Args:
         folder: folder of the lock files, a direct subfolder of the run folder. It is created if it is missing.
-        what: name of the locked object in messages.
+        label: name of the locked object in messages.
         hint: advice in the error if the lock is held. Empty: how to wait for the holder or stop it.
-        me: the acquiring process. None: this process.
+        process: the acquiring process. None: this process.
         clock: time source. None: the machine's clock.
-        say: function that prints a line. None: print to standard error.
+        print_line: function that prints a line. None: print to standard error.
 
     Raises:
         UserError: another process holds the lock, or the folder cannot be written.
     """
-    me, clock, say = me or this_process(), clock or Clock(), say or _say
-    watched = _HolderWatch(what, clock, say)
+    process, clock, print_line = process or this_process(), clock or Clock(), print_line or _print_line
+    watch = _HolderWatch(label, clock, print_line)
     try:
-        for _ in range(_TRIES):
+        for _ in range(_MAX_ATTEMPTS):
             try:
-                lock = _try(folder, what, hint, me, watched)
+                lock = _try_acquire(folder, label, hint, process, watch)
             except OSError as error:
                 if error.errno not in (errno.ENOENT, errno.ESTALE):
                     raise
                 lock = None  # the holder's file was removed concurrently
             if lock is not None:
                 return lock
-            clock.sleep(_TRY_SECONDS)
+            clock.sleep(_RETRY_SECONDS)
     except OSError as error:
         raise UserError(str(folder), f"cannot be written ({os_reason(error)})", "choose another run.dir") from error
-    raise UserError(str(folder), f"could not be locked in {_TRIES} attempts", "inspect its files, or remove it")
+    raise UserError(str(folder), f"could not be locked in {_MAX_ATTEMPTS} attempts", "inspect its files, or remove it")
 
 
-def _try(folder: Path, what: str, hint: str, me: ProcessIdentity, watched: _HolderWatch) -> RunLock | None:
+def _try_acquire(folder: Path, label: str, hint: str, process: ProcessIdentity, watch: _HolderWatch) -> RunLock | None:
     """Try to acquire a lock. Return None if another process was faster, which may have released the lock since.
 
     Raises:
         UserError: another process holds the lock.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    newest = max(lock_file.numbers(folder), default=0)
-    if newest and not watched.is_gone(folder / str(newest), me):
+    newest = max(lock_file.lock_numbers(folder), default=0)
+    if newest and not watch.is_gone(folder / str(newest), process):
         holder = lock_file.read(folder / str(newest))
-        raise UserError(what, f"is held by {holder or _UNIDENTIFIED}", hint or lock_file.release_hint(holder))
-    created = lock_file.create(folder, newest + 1, me)
-    return None if created is None else RunLock(folder, created, what)
+        raise UserError(label, f"is held by {holder or _UNIDENTIFIED}", hint or lock_file.release_hint(holder))
+    created = lock_file.create(folder, newest + 1, process)
+    return None if created is None else RunLock(folder, created, label)
 
 
 @contextlib.contextmanager
-def held(*locks: RunLock, on_stuck: Callable[[LockLost], object] | None = None) -> Iterator[None]:
+def hold_locks(*locks: RunLock, on_stuck: Callable[[LockLost], object] | None = None) -> Iterator[None]:
     """Context manager that keeps locks alive from a thread, and releases them on exit.
 
     Args:
@@ -248,15 +248,15 @@ class _HolderWatch:
     """Detection of dead holders by observing their lock file.
 
     Args:
-        what: name of the locked object in messages.
+        label: name of the locked object in messages.
         clock: measures the time without change.
-        say: prints messages while waiting.
+        print_line: prints messages while waiting.
     """
 
-    def __init__(self, what: str, clock: Clock, say: Callable[[str], object]) -> None:
-        self._what, self._clock, self._say = what, clock, say
+    def __init__(self, label: str, clock: Clock, print_line: Callable[[str], object]) -> None:
+        self._label, self._clock, self._print_line = label, clock, print_line
 
-    def is_gone(self, path: Path, me: ProcessIdentity) -> bool:
+    def is_gone(self, path: Path, process: ProcessIdentity) -> bool:
         """Return whether the holder of a file no longer holds the lock.
 
         The file's content and the operating system often decide this at once, but not for a process on another machine.
@@ -270,23 +270,27 @@ class _HolderWatch:
         if holder is not None:
             if holder.released or lock_file.is_copy(path, holder):
                 return True
-            if me.job is not None and holder.process.job == me.job and holder.process.restarts != me.restarts:
-                return holder.process.restarts < me.restarts  # Slurm ends a job before it restarts it
+            if (
+                process.job is not None
+                and holder.process.job == process.job
+                and holder.process.restarts != process.restarts
+            ):
+                return holder.process.restarts < process.restarts  # Slurm ends a job before it restarts it
             exists = holder.process.exists()
             if exists is not None:
                 return not exists
-        quiet = min(max(lock_file.quiet_seconds(path), 0.0), DEAD_SECONDS)
-        patience = max(DEAD_SECONDS - quiet, CONFIRM_SECONDS)
-        wait = f"waiting up to {patience:.0f} s to see whether it still runs"
-        self._say(f"{self._what} was held by {holder or _UNIDENTIFIED}: {wait}")
-        first, began = lock_file.raw(path), self._clock.now()
-        while self._clock.now() - began < patience:
+        unchanged = min(max(lock_file.unchanged_seconds(path), 0.0), DEAD_SECONDS)
+        timeout = max(DEAD_SECONDS - unchanged, CONFIRM_SECONDS)
+        notice = f"waiting up to {timeout:.0f} s to see whether it still runs"
+        self._print_line(f"{self._label} was held by {holder or _UNIDENTIFIED}: {notice}")
+        first_content, start = lock_file.read_bytes(path), self._clock.now()
+        while self._clock.now() - start < timeout:
             self._clock.sleep(_POLL_SECONDS)
-            if (now := lock_file.raw(path)) != first:
-                found = lock_file.parsed(now)
+            if (content := lock_file.read_bytes(path)) != first_content:
+                found = lock_file.parse_holder(content)
                 return found is not None and found.released
         return True
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     print(f"selectron: {line}", file=sys.stderr, flush=True)

@@ -22,11 +22,11 @@ DEAD_SECONDS = 60.0
 LAUNCH_VARIABLE = "SELECTRON_LAUNCH"
 """Environment variable with the number of the launched job that a process belongs to."""
 
-_JOB = re.compile(r"[0-9]{1,12}")
-_LONGEST = 400
-WIDTH = 2048
+_JOB_ID = re.compile(r"[0-9]{1,12}")
+_MAX_STRING_LENGTH = 400
+FILE_BYTES = 2048
 """Size of a lock file in bytes. The size is fixed, so that the file is overwritten in one call."""
-_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+_NO_HARD_LINK_ERRORS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,9 @@ def release_hint(holder: Holder | None) -> str:
     if holder is None:
         return "wait until it exits, or stop it on its machine"
     process = holder.process
-    is_number = process.job is not None and _JOB.fullmatch(process.job)  # the file is untrusted
-    how = f"`scancel {process.job}`" if is_number else f"`kill {process.pid}` on its machine"
-    return f"wait until it exits, or stop it: {how}"
+    is_job_id = process.job is not None and _JOB_ID.fullmatch(process.job)  # the file is untrusted
+    command = f"`scancel {process.job}`" if is_job_id else f"`kill {process.pid}` on its machine"
+    return f"wait until it exits, or stop it: {command}"
 
 
 @dataclass(frozen=True)
@@ -77,80 +77,80 @@ class LockState:
     Attributes:
         holder: holder recorded in the file with the highest number. None: the file is invalid.
         is_held: True if the lock is held, as far as can be determined without waiting.
-        quiet_seconds: seconds since that file changed, by the file server's clock.
+        unchanged_seconds: seconds since that file changed, by the file server's clock.
     """
 
     holder: Holder | None
     is_held: bool
-    quiet_seconds: float
+    unchanged_seconds: float
 
 
-def create(folder: Path, number: int, me: ProcessIdentity) -> Holder | None:
+def create(folder: Path, number: int, process: ProcessIdentity) -> Holder | None:
     """Create the lock file `number` and remove the files with lower numbers.
 
     Returns:
         The new holder, or None if another process created this file or a file with a higher number.
     """
     since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    launch = os.environ.get(LAUNCH_VARIABLE, "")[:_LONGEST]
-    where = str(folder.absolute())
-    where = where if len(json.dumps(where)) <= _LONGEST else ""
-    holder = Holder(number, uuid.uuid4().hex, me, since, launch=launch, output=_output(), folder=where)
+    launch = os.environ.get(LAUNCH_VARIABLE, "")[:_MAX_STRING_LENGTH]
+    folder_path = str(folder.absolute())
+    folder_path = folder_path if len(json.dumps(folder_path)) <= _MAX_STRING_LENGTH else ""
+    holder = Holder(number, uuid.uuid4().hex, process, since, launch=launch, output=_stderr_path(), folder=folder_path)
     path = folder / str(number)
-    beside = folder / f".{holder.token}"
+    temp_path = folder / f".{holder.token}"
     try:
-        beside.write_bytes(line(asdict(holder)))
+        temp_path.write_bytes(encode_fields(asdict(holder)))
         try:
-            os.link(beside, path)
+            os.link(temp_path, path)
         except FileExistsError:
             pass  # checked below: NFS may retry a call whose reply was lost
         except OSError as error:
-            if error.errno not in _NO_LINKS:
+            if error.errno not in _NO_HARD_LINK_ERRORS:
                 raise
             with contextlib.suppress(FileExistsError), path.open("xb") as file:  # the file system has no hard links
-                file.write(line(asdict(holder)))
+                file.write(encode_fields(asdict(holder)))
     finally:
-        beside.unlink(missing_ok=True)
+        temp_path.unlink(missing_ok=True)
     found = read(path)
     if found is None or found.token != holder.token:
         return None
-    there = numbers(folder)
-    if max(there, default=0) != number:  # created late, after higher numbers
+    existing = lock_numbers(folder)
+    if max(existing, default=0) != number:  # created late, after higher numbers
         path.unlink(missing_ok=True)
         return None
-    for old in there:
+    for old in existing:
         if old < number:
             (folder / str(old)).unlink(missing_ok=True)
     return holder
 
 
-def _output() -> str:
+def _stderr_path() -> str:
     """Return the path of this process's standard error, or an empty string if it is not a regular file."""
     try:
         path = os.readlink("/proc/self/fd/2")
-        is_kept = Path(path).is_file() and len(json.dumps(path)) <= _LONGEST
+        is_usable = Path(path).is_file() and len(json.dumps(path)) <= _MAX_STRING_LENGTH
     except (OSError, ValueError):
         return ""
-    return path if is_kept else ""
+    return path if is_usable else ""
 
 
-def numbers(folder: Path) -> list[int]:
+def lock_numbers(folder: Path) -> list[int]:
     """Return the numbers of the lock files in a folder."""
     return [int(name) for name in os.listdir(folder) if name.isascii() and name.isdecimal()]
 
 
-def raw(path: Path) -> bytes:
+def read_bytes(path: Path) -> bytes:
     """Return the content of a file. The file is opened for each call, so that NFS revalidates it with the server."""
     with os.fdopen(open_regular(path), "rb") as file:
-        return file.read(2 * WIDTH)
+        return file.read(2 * FILE_BYTES)
 
 
 def read(path: Path) -> Holder | None:
     """Return the holder in a file, or None if the content is invalid."""
-    return parsed(raw(path))
+    return parse_holder(read_bytes(path))
 
 
-def parsed(content: bytes) -> Holder | None:
+def parse_holder(content: bytes) -> Holder | None:
     """Return the holder in a file's content, or None if the content is invalid."""
     try:
         fields: dict[str, Any] = json.loads(content)
@@ -158,7 +158,7 @@ def parsed(content: bytes) -> Holder | None:
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
     process = holder.process
-    texts = (
+    strings = (
         holder.token,
         holder.since,
         holder.launch,
@@ -169,9 +169,9 @@ def parsed(content: bytes) -> Holder | None:
         process.started,
         process.job or "",
     )
-    whole = (holder.number, holder.beats, process.restarts, process.pid)
-    is_sound = all(isinstance(text, str) for text in texts) and all(type(number) is int for number in whole)
-    return holder if is_sound and 0 < process.pid < 1 << 31 else None
+    integers = (holder.number, holder.beats, process.restarts, process.pid)
+    is_valid = all(isinstance(value, str) for value in strings) and all(type(number) is int for number in integers)
+    return holder if is_valid and 0 < process.pid < 1 << 31 else None
 
 
 def is_copy(path: Path, holder: Holder) -> bool:
@@ -196,12 +196,12 @@ def is_copy(path: Path, holder: Holder) -> bool:
         return False
 
 
-def line(fields: dict[str, Any]) -> bytes:
+def encode_fields(fields: dict[str, Any]) -> bytes:
     """Return the content of a file, padded to a fixed length."""
-    return (json.dumps(fields).ljust(WIDTH - 1) + "\n").encode()
+    return (json.dumps(fields).ljust(FILE_BYTES - 1) + "\n").encode()
 
 
-def quiet_seconds(path: Path) -> float:
+def unchanged_seconds(path: Path) -> float:
     """Return the seconds since a file changed, with both times from the file server's clock."""
     probe = path.with_name(f".now-{uuid.uuid4().hex}")
     try:
@@ -223,24 +223,24 @@ def lock_state(folder: Path) -> LockState | None:
     holder does not count as holding the lock.
     """
     try:
-        newest = max(numbers(folder), default=0)
+        newest = max(lock_numbers(folder), default=0)
         if not newest:
             return None
         path = folder / str(newest)
-        holder, quiet = read(path), quiet_seconds(path)
+        holder, unchanged = read(path), unchanged_seconds(path)
     except OSError:
         return None
     if holder is not None and is_copy(path, holder):
-        return LockState(holder, False, quiet)
+        return LockState(holder, False, unchanged)
     exists = None if holder is None else holder.process.exists()
-    is_held = not (holder and holder.released) and (abs(quiet) < DEAD_SECONDS if exists is None else exists)
-    return LockState(holder, is_held, quiet)
+    is_held = not (holder and holder.released) and (abs(unchanged) < DEAD_SECONDS if exists is None else exists)
+    return LockState(holder, is_held, unchanged)
 
 
-def read_holder(folder: Path) -> Holder | None:
+def read_newest_holder(folder: Path) -> Holder | None:
     """Return the holder in the file with the highest number, alive or not. None: no lock, or an unreadable file."""
     try:
-        newest = max(numbers(folder), default=0)
+        newest = max(lock_numbers(folder), default=0)
         return read(folder / str(newest)) if newest else None
     except OSError:
         return None

@@ -40,7 +40,7 @@ class ProcessIdentity:
 
     def exists(self) -> bool | None:
         """Return whether the process still runs. None: it is on another machine or container, or unknown."""
-        if not self.pids or self.pids != _pids():
+        if not self.pids or self.pids != _pid_scope():
             return None
         try:
             os.kill(self.pid, 0)
@@ -48,7 +48,7 @@ class ProcessIdentity:
             return False
         except PermissionError:
             pass  # exists, but belongs to another user
-        stat = _stat(self.pid)
+        stat = _stat_fields(self.pid)
         if not stat or not self.started:
             return None
         return stat[0] not in ("Z", "X") and stat[19] == self.started
@@ -56,11 +56,11 @@ class ProcessIdentity:
 
 def this_process() -> ProcessIdentity:
     """Return the identity of the calling process."""
-    stat = _stat(os.getpid())
+    stat = _stat_fields(os.getpid())
     restarts = os.environ.get("SLURM_RESTART_COUNT", "")
     return ProcessIdentity(
         host=socket.gethostname(),
-        pids=_pids(),
+        pids=_pid_scope(),
         pid=os.getpid(),
         started=stat[19] if stat else "",
         job=os.environ.get("SLURM_JOB_ID") or None,
@@ -68,7 +68,7 @@ def this_process() -> ProcessIdentity:
     )
 
 
-def _pids() -> str:
+def _pid_scope() -> str:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -76,7 +76,7 @@ def _pids() -> str:
         return ""
 
 
-def _stat(pid: int) -> list[str]:
+def _stat_fields(pid: int) -> list[str]:
     """Return the fields of /proc/PID/stat from the third, the state, or an empty list if they are unreadable."""
     try:
         # The second field is the command in parentheses, which may contain spaces.

@@ -135,7 +135,7 @@ def model_identity(
     }
 
 
-def section_of(identity: Mapping[str, Any], name: str) -> dict[str, Any]:
+def identity_section(identity: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return the fields of a section of an identity, e.g. `model` or `mixers.attention`."""
     prefix = f"{name}."
     return {key.removeprefix(prefix): value for key, value in identity.items() if key.startswith(prefix)}

@@ -24,10 +24,10 @@ from megatron_ext.model.meta_device import on_meta, sizes_of
 from megatron_ext.model.shape import ModelShape, model_shape
 from megatron_ext.parallel.agreement import raise_on_all_ranks
 from megatron_ext.parallel.groups import groups_of_one_process
-from megatron_ext.platform.device import Platform, platform_of
+from megatron_ext.platform.device import Platform, platform_for_run
 from megatron_ext.run_folder.layout import CHECKPOINTS, CONFIG
 from megatron_ext.runs.identity import VOCAB_SIZE
-from megatron_ext.runs.tokenizer import RunTokenizer, coder_in, coder_of
+from megatron_ext.runs.tokenizer import RunTokenizer, load_tokenizer, stored_tokenizer
 from megatron_ext.utils.errors import UserError
 
 MACHINE_DEFAULTS = {
@@ -39,7 +39,7 @@ MACHINE_DEFAULTS = {
 """Fields that depend on the machines of the training run, with their values on another machine."""
 
 
-_PADDING = 1 << 27
+_MAX_PADDING_BYTES = 1 << 27
 """Allowed excess of the model's parameters over the checkpoint's bytes: a converted model lacks vocabulary padding."""
 
 
@@ -82,27 +82,27 @@ def open_run(folder: Path, step: int | None = None, overrides: Sequence[str] = (
         raise UserError(str(folder), problem, "give the folder of a run: run.dir/run.name")
     defaults = [f"{name}={json.dumps(value)}" for name, value in MACHINE_DEFAULTS.items()]
     config = load_config(folder / CONFIG, [*defaults, *overrides], load_all())
-    record = _record(CheckpointFolder(folder / CHECKPOINTS, _hint(folder)), step)
-    coder = _coder(folder, config)
-    platform = platform_of(config.run.device, config.parallel)
+    record = _read_record(CheckpointFolder(folder / CHECKPOINTS, _hint(folder)), step)
+    coder = _load_tokenizer(folder, config)
+    platform = platform_for_run(config.run.device, config.parallel)
     # A converted model may have embedding rows for more tokens than its tokenizer has.
     shape = model_shape(config, platform, record.identity.get(VOCAB_SIZE, coder.size))
     return TrainedRun(folder, config, record, shape, config.training.seed, coder, platform)
 
 
-def _coder(folder: Path, config: RunConfig) -> RunTokenizer:
+def _load_tokenizer(folder: Path, config: RunConfig) -> RunTokenizer:
     """Return the tokenizer in the run folder, else that of the data: runs of earlier versions stored none."""
-    kept = coder_in(folder)
-    if kept is not None:
-        return kept
+    stored = stored_tokenizer(folder)
+    if stored is not None:
+        return stored
     root = Path(config.data.path)
     manifest = load_manifest(root)
-    given = Path(config.data.tokenizer) if config.data.tokenizer else None
-    return coder_of(check_tokenizer(root, manifest, given), manifest.tokenizer)
+    tokenizer_path = Path(config.data.tokenizer) if config.data.tokenizer else None
+    return load_tokenizer(check_tokenizer(root, manifest, tokenizer_path), manifest.tokenizer)
 
 
 @contextmanager
-def trained_model(run: TrainedRun) -> Iterator[torch.nn.Module]:
+def loaded_model(run: TrainedRun) -> Iterator[torch.nn.Module]:
     """Context manager that yields the model of a run with its trained weights, in a single-process group.
 
     Args:
@@ -112,11 +112,11 @@ def trained_model(run: TrainedRun) -> Iterator[torch.nn.Module]:
         UserError: the checkpoint is damaged.
     """
     with groups_of_one_process(run.platform.communication) as groups:
-        (model,) = trained_chunks(run, groups)
+        (model,) = load_chunks(run, groups)
         yield model
 
 
-def trained_chunks(run: TrainedRun, groups: ProcessGroupCollection) -> list[MegatronModule]:
+def load_chunks(run: TrainedRun, groups: ProcessGroupCollection) -> list[MegatronModule]:
     """Build this rank's model chunks and load the checkpoint's weights; a collective call.
 
     Args:
@@ -128,29 +128,29 @@ def trained_chunks(run: TrainedRun, groups: ProcessGroupCollection) -> list[Mega
     """
     store = CheckpointStore(run.folder / CHECKPOINTS, {}, groups, run.platform, choose_hint=_hint(run.folder))
     record = store.check(run.record.progress.step)
-    where = str(run.folder / CONFIG)
+    config_path = str(run.folder / CONFIG)
 
     def check_parameters() -> None:
-        with sizes_of(where), on_meta():
-            described = build_model(run.shape, run.platform, groups, seed=None)
-        _check_parameters(described, sum(content.size for content in record.files.values()), where)
+        with sizes_of(config_path), on_meta():
+            meta_chunks = build_model(run.shape, run.platform, groups, seed=None)
+        _check_parameters(meta_chunks, sum(content.size for content in record.files.values()), config_path)
 
     if not run.platform.is_cuda:  # on a GPU an allocation that is too large fails at once
         raise_on_all_ranks(check_parameters)
-    with sizes_of(where):
+    with sizes_of(config_path):
         chunks = build_model(run.shape, run.platform, groups, run.seed)
     store.load_model(chunks, record)
     return chunks
 
 
-def _check_parameters(chunks: Sequence[torch.nn.Module], num_bytes: int, where: str) -> None:
+def _check_parameters(chunks: Sequence[torch.nn.Module], num_bytes: int, config_path: str) -> None:
     """Reject a model larger than its checkpoint before memory is allocated for it. Loading compares each shape."""
-    named = [one for chunk in chunks for one in chunk.named_parameters()]
-    if sum(parameter.numel() for _, parameter in named) <= num_bytes + _PADDING:
+    named_parameters = [item for chunk in chunks for item in chunk.named_parameters()]
+    if sum(parameter.numel() for _, parameter in named_parameters) <= num_bytes + _MAX_PADDING_BYTES:
         return
-    name, largest = max(named, key=lambda one: one[1].numel())
+    name, largest = max(named_parameters, key=lambda item: item[1].numel())
     problem = f"makes {name} {list(largest.shape)}, but the checkpoint has only {num_bytes} bytes"
-    raise UserError(where, problem, "give the configuration that the model was trained with")
+    raise UserError(config_path, problem, "give the configuration that the model was trained with")
 
 
 def _hint(folder: Path) -> str:
@@ -158,7 +158,7 @@ def _hint(folder: Path) -> str:
     return f"give {folder} with another --step"
 
 
-def _record(checkpoints: CheckpointFolder, step: int | None) -> Record:
+def _read_record(checkpoints: CheckpointFolder, step: int | None) -> Record:
     step = checkpoints.latest() if step is None else step
     if step is None:
         raise UserError(str(checkpoints.root), "contains no checkpoint", "train the run until it has saved one")

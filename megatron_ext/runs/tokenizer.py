@@ -58,7 +58,7 @@ class RunTokenizer:
         return self._end_id
 
     @property
-    def known_end(self) -> int | None:
+    def end_id_or_none(self) -> int | None:
         """Id of the end-of-document token; None: unknown."""
         return self._end_id
 
@@ -78,21 +78,21 @@ class RunTokenizer:
         """Return the text of tokens."""
         return self._tokenizer.decode(list(tokens))
 
-    def bytes_of(self, tokens: Sequence[int]) -> int:
+    def count_bytes(self, tokens: Sequence[int]) -> int:
         """Count the UTF-8 bytes of the text of tokens, decoding each token on its own.
 
         An end-of-document token counts 0. A token with part of a character counts one byte per replacement character
         of its decoded text. Up to three bytes share one replacement character, so the count may be too low.
         """
         count = 0
-        for token, times in Counter(tokens).items():
+        for token, occurrences in Counter(tokens).items():
             if token != self._end_id:
                 text = self._tokenizer.decode([token])
-                count += times * (len(text.encode()) - 2 * text.count(UNREADABLE))
+                count += occurrences * (len(text.encode()) - 2 * text.count(UNREADABLE))
         return count
 
 
-def keep_coder(file: Path, entry: TokenizerEntry, folder: Path) -> None:
+def store_tokenizer(file: Path, entry: TokenizerEntry, folder: Path) -> None:
     """Store a tokenizer in a run folder; a tokenizer.json as `tokenizer_files` does, where conversion finds it.
 
     Args:
@@ -104,36 +104,38 @@ def keep_coder(file: Path, entry: TokenizerEntry, folder: Path) -> None:
         OSError: a file cannot be read or written.
     """
     if entry.kind == "huggingface":
-        tokenizer_files.keep_tokenizer(file, folder, entry.eos_token)
+        tokenizer_files.write_tokenizer(file, folder, entry.eos_token)
         return
-    kept = {**asdict(entry), "file": _FILES[entry.kind]}
-    write_whole(folder / kept["file"], read_regular(file, LARGEST_VOCABULARY))
-    write_whole(folder / ENTRY, (json.dumps(kept, indent=2) + "\n").encode())
+    fields = {**asdict(entry), "file": _FILES[entry.kind]}
+    write_whole(folder / fields["file"], read_regular(file, LARGEST_VOCABULARY))
+    write_whole(folder / ENTRY, (json.dumps(fields, indent=2) + "\n").encode())
 
 
-def coder_in(folder: Path) -> RunTokenizer | None:
+def stored_tokenizer(folder: Path) -> RunTokenizer | None:
     """Return the tokenizer stored in a run folder; None: there is none.
 
     Raises:
         UserError: its files cannot be read.
     """
     if (folder / ENTRY).is_file():
-        entry = _entry(folder / ENTRY)
-        return coder_of(path_within(folder, entry.file, str(folder / ENTRY), follow_links=True), entry)
-    kept = tokenizer_files.kept_tokenizer(folder)
-    if kept is None:
+        entry = _read_entry(folder / ENTRY)
+        return load_tokenizer(path_within(folder, entry.file, str(folder / ENTRY), follow_links=True), entry)
+    stored = tokenizer_files.find_tokenizer(folder)
+    if stored is None:
         return None
-    entry = TokenizerEntry(kept.file.name, "", kept.size, kept.end or "", -1 if kept.end_id is None else kept.end_id)
-    return RunTokenizer(kept_tokenizer(folder, entry), kept.end_id, kept.size)
+    entry = TokenizerEntry(
+        stored.file.name, "", stored.size, stored.end or "", -1 if stored.end_id is None else stored.end_id
+    )
+    return RunTokenizer(kept_tokenizer(folder, entry), stored.end_id, stored.size)
 
 
-def coder_of(file: Path, entry: TokenizerEntry) -> RunTokenizer:
+def load_tokenizer(file: Path, entry: TokenizerEntry) -> RunTokenizer:
     """Load a tokenizer from a file, whose name may differ from that in its entry."""
     tokenizer = kept_tokenizer(file.parent, replace(entry, file=file.name))
     return RunTokenizer(tokenizer, entry.eos_id, entry.vocab_size)
 
 
-def _entry(path: Path) -> TokenizerEntry:
+def _read_entry(path: Path) -> TokenizerEntry:
     try:
         return TypeAdapter(TokenizerEntry).validate_json(read_regular(path))
     except (OSError, ValidationError):

@@ -14,9 +14,9 @@ from tokenizers import Tokenizer
 
 from megatron_ext.runs.exported_tokenizer import (
     TOKENIZER_CLASS,
-    exported_config,
-    exported_tokens,
-    without_template,
+    filter_config,
+    filter_special_tokens,
+    plain_tokenizer_json,
 )
 from megatron_ext.utils.atomic_files import LARGEST_POINTER, LARGEST_VOCABULARY, os_reason, read_regular, write_whole
 from megatron_ext.utils.errors import UserError
@@ -33,7 +33,7 @@ COMPANIONS = (
 
 
 @dataclass(frozen=True)
-class KeptTokenizer:
+class StoredTokenizer:
     """Tokenizer beside a model.
 
     Attributes:
@@ -51,7 +51,7 @@ class KeptTokenizer:
     begin_id: int | None = None
 
 
-def keep_tokenizer(source: Path, folder: Path, end: str | None, *, plain: bool = False) -> None:
+def write_tokenizer(source: Path, folder: Path, end: str | None, *, plain: bool = False) -> None:
     """Write a tokenizer's files into a folder, each atomically.
 
     Args:
@@ -64,13 +64,13 @@ def keep_tokenizer(source: Path, folder: Path, end: str | None, *, plain: bool =
         OSError: a file cannot be read or written.
     """
     content = read_regular(source, LARGEST_VOCABULARY)
-    write_whole(folder / TOKENIZER, without_template(content) if plain else content)
+    write_whole(folder / TOKENIZER, plain_tokenizer_json(content) if plain else content)
     known = {} if end is None else {"eos_token": end}
     config = {"tokenizer_class": TOKENIZER_CLASS, "clean_up_tokenization_spaces": False, **known}
     _write_json(folder / TOKENIZER_CONFIG, config)
 
 
-def copy_tokenizer(tokenizer: KeptTokenizer, folder: Path, *, plain: bool = False) -> None:
+def copy_tokenizer(tokenizer: StoredTokenizer, folder: Path, *, plain: bool = False) -> None:
     """Copy a tokenizer and the files that transformers keeps beside it into a folder.
 
     tokenizer.json and tokenizer_config.json are always written. tokenizer_config.json and special_tokens_map.json keep
@@ -85,16 +85,16 @@ def copy_tokenizer(tokenizer: KeptTokenizer, folder: Path, *, plain: bool = Fals
         OSError: a file cannot be read or written.
         UserError: a file is not valid JSON, or is a link out of the folder.
     """
-    keep_tokenizer(tokenizer.file, folder, tokenizer.end, plain=plain)
+    write_tokenizer(tokenizer.file, folder, tokenizer.end, plain=plain)
     for name in COMPANIONS:
         companion = tokenizer.file.parent / name
         if not companion.is_file():
             continue
         _reject_link(companion)
         if name == TOKENIZER_CONFIG:
-            _write_json(folder / name, exported_config(read_json(companion), plain=plain))
+            _write_json(folder / name, filter_config(read_json(companion), plain=plain))
         elif name == SPECIAL_TOKENS:
-            _write_json(folder / name, exported_tokens(read_json(companion)))
+            _write_json(folder / name, filter_special_tokens(read_json(companion)))
         else:
             write_whole(folder / name, read_regular(companion, LARGEST_VOCABULARY))
 
@@ -109,8 +109,8 @@ def _reject_link(companion: Path) -> None:
         UserError: the file is such a link.
     """
     folder = companion.parent.resolve()
-    known = [folder, *([folder.parents[1] / "blobs"] if folder.parent.name == "snapshots" else [])]
-    if not any(companion.resolve().is_relative_to(one) for one in known):
+    allowed_roots = [folder, *([folder.parents[1] / "blobs"] if folder.parent.name == "snapshots" else [])]
+    if not any(companion.resolve().is_relative_to(root) for root in allowed_roots):
         problem = f"is a link out of its folder, to {companion.resolve()}"
         raise UserError(str(companion), problem, "replace the link with the file, or remove it")
 
@@ -119,31 +119,31 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
     write_whole(path, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())
 
 
-def kept_tokenizer(folder: Path, given: Path | None = None) -> KeptTokenizer | None:
+def find_tokenizer(folder: Path, path: Path | None = None) -> StoredTokenizer | None:
     """Return the tokenizer of a model's folder; None if there is none.
 
     Args:
         folder: folder of the model.
-        given: another tokenizer.json to use instead, with the files beside it.
+        path: another tokenizer.json to use instead, with the files beside it.
 
     Raises:
         UserError: the file cannot be read.
     """
-    file = folder / TOKENIZER if given is None else given
-    if not file.is_file() and given is None:
+    file = folder / TOKENIZER if path is None else path
+    if not file.is_file() and path is None:
         return None
     try:
         tokenizer = Tokenizer.from_buffer(read_regular(file, LARGEST_VOCABULARY))
     except Exception as error:  # the bindings raise bare Exception
         problem = f"is not a tokenizer.json ({' '.join(str(error).split())})"
         raise UserError(str(file), problem, "give a file that Hugging Face tokenizers wrote") from None
-    end, begin = (_special(file.parent, f"{kind}_token") for kind in ("eos", "bos"))
+    end, begin = (_special_token(file.parent, f"{kind}_token") for kind in ("eos", "bos"))
     end_id, begin_id = (None if token is None else tokenizer.token_to_id(token) for token in (end, begin))
     size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
-    return KeptTokenizer(file, None if end_id is None else end, end_id, size, begin_id)
+    return StoredTokenizer(file, None if end_id is None else end, end_id, size, begin_id)
 
 
-def _special(folder: Path, kind: str) -> str | None:
+def _special_token(folder: Path, kind: str) -> str | None:
     for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS):
         token = read_json(folder / name).get(kind) if (folder / name).is_file() else None
         if token is not None:
@@ -166,7 +166,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def read_name(path: Path) -> str:
+def read_pointer(path: Path) -> str:
     """Return the name of the newest checkpoint from a pointer file.
 
     Raises:

@@ -15,7 +15,7 @@ from megatron_ext.config.schema import OptimizerConfig
 from megatron_ext.config.validate import validate
 from megatron_ext.mixers.core.registry import load_all
 from megatron_ext.optim.schedule import first_other_rate
-from megatron_ext.runs.config_files import config_file_at
+from megatron_ext.runs.config_files import config_path_at
 from megatron_ext.runs.identity import FIELDS, TOKENIZER
 from megatron_ext.training.domain_synonyms import DOMAIN_FIELDS
 
@@ -33,7 +33,7 @@ def recorded_fields(identity: Mapping[str, Any], checkpoint: Path, step: int) ->
             known[field] = bool(known[field])
     for field in (*DOMAIN_FIELDS, TOKENIZER):  # these hold resolved values; the file has the configured ones
         known.pop(field, None)
-    path = config_file_at(checkpoint.parents[1], step)
+    path = config_path_at(checkpoint.parents[1], step)
     if path is None:
         return known, False
     return {**flat(read_tree(path)), **known}, True

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.run_folder.layout import EVALUATION, METRICS, SUITES, TENSORBOARD, tracked_name
+from megatron_ext.run_folder.layout import EVALUATION, METRICS, SUITES, TENSORBOARD, tracker_file_name
 from megatron_ext.training.loggers.core.base import LoggedRun
 from megatron_ext.training.loggers.core.registry import check_loggers
 from megatron_ext.training.loggers.jsonl import FILES, JsonLines, last_step, step_of
@@ -177,7 +177,7 @@ def copy_records(source: Path, folder: Path) -> None:
     """
     if (folder / TENSORBOARD).exists():
         shutil.rmtree(folder / TENSORBOARD)
-    for path in folder.glob(tracked_name("*")):
+    for path in folder.glob(tracker_file_name("*")):
         path.unlink()
     for name in FILES:
         if (source / name).exists():

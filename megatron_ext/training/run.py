@@ -10,7 +10,7 @@ from megatron_ext.data.failed import record_failures
 from megatron_ext.parallel.agreement import gather_objects, raise_on_all_ranks
 from megatron_ext.parallel.first_rank import print_on_first_rank
 from megatron_ext.parallel.watchdog import group_timeout, watching
-from megatron_ext.platform.device import platform_of, start_process_group
+from megatron_ext.platform.device import platform_for_run, start_process_group
 from megatron_ext.run_folder.layout import CHECKPOINTS, CONFIG
 from megatron_ext.training import trial
 from megatron_ext.training.branch import branch_of
@@ -52,7 +52,7 @@ def train(
     with holding(folder) as lock, stop_on_signals() as stop:
         if lock is not None:  # another process may have continued the run until it released the lock
             step = starting_step(folder, resume, from_step, is_trial=trial_of is not None)
-        platform = platform_of(config.run.device, config.parallel)
+        platform = platform_for_run(config.run.device, config.parallel)
         start_process_group(platform, group_timeout(config.run.hang_timeout))
         try:
             step, *_ = gather_objects(step)

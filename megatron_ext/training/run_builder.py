@@ -28,7 +28,7 @@ from megatron_ext.parallel.groups import make_process_groups
 from megatron_ext.run_folder.heartbeat import Heartbeat
 from megatron_ext.run_folder.layout import CHECKPOINTS
 from megatron_ext.runs.identity import CHANGED, DATA, identity
-from megatron_ext.runs.tokenizer import coder_of
+from megatron_ext.runs.tokenizer import load_tokenizer
 from megatron_ext.training.branch import FIELD, Branch
 from megatron_ext.training.build import build_trainer
 from megatron_ext.training.continuing import CheckpointChanges, Continuing
@@ -223,7 +223,7 @@ class RunBuilder:
             name=self.context.folder.name,
             progress=progress,
             tokenizer_sha256=entry.sha256,
-            coder=coder_of(self.data.tokenizer_file, entry),
+            coder=load_tokenizer(self.data.tokenizer_file, entry),
             chunks=trainer.optimizer.chunks,
             groups=trainer.groups,
             platform=trainer.platform,

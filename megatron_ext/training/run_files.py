@@ -11,11 +11,11 @@ from megatron_ext.data import skipped_shards
 from megatron_ext.data.datasets import RunData
 from megatron_ext.data.failed import remove_failed_records
 from megatron_ext.data.verified import write_verified
-from megatron_ext.run_folder.heartbeat import forget
+from megatron_ext.run_folder.heartbeat import remove_heartbeats
 from megatron_ext.run_folder.layout import CHECKPOINTS, EVALUATION, METRICS, MODEL
-from megatron_ext.runs.config_files import keep_config
+from megatron_ext.runs.config_files import save_run_config
 from megatron_ext.runs.identity import CHANGED, DATA
-from megatron_ext.runs.tokenizer import keep_coder
+from megatron_ext.runs.tokenizer import store_tokenizer
 from megatron_ext.training.records import RunRecords, copy_records
 from megatron_ext.training.resilience.decisions import copy_decisions
 from megatron_ext.training.run_context import RunContext
@@ -46,7 +46,7 @@ def create_files(
     if context.lock is None:
         return None
     context.lock.check()
-    config, step, guard = context.config, progress.step, context.lock.check_soon
+    config, step, guard = context.config, progress.step, context.lock.check_if_due
     try:
         _write_files(context, data, step, description)
         digests = {METRICS: data.record["train"][:DIGITS], EVALUATION: data.record["evaluation"][:DIGITS]}
@@ -69,7 +69,7 @@ def create_files(
 def _write_files(context: RunContext, data: RunData, step: int, description: dict[str, Any]) -> None:
     folder, branch = context.folder, context.branch
     folder.mkdir(parents=True, exist_ok=True)
-    keep_config(context.config, folder, step)
+    save_run_config(context.config, folder, step)
     write_whole(folder / MODEL, (json.dumps(description, indent=1) + "\n").encode())
     if branch is not None:
         copy_records(branch.run, folder)
@@ -79,7 +79,7 @@ def _write_files(context: RunContext, data: RunData, step: int, description: dic
     remove_failed_records(folder, {damage.shard for damage in data.damages})
     if data.verified:
         write_verified(folder, data.verified)
-    keep_coder(data.tokenizer_file, data.manifest.tokenizer, folder)
-    forget(folder)
+    store_tokenizer(data.tokenizer_file, data.manifest.tokenizer, folder)
+    remove_heartbeats(folder)
     if step and branch is None:
         CheckpointFolder(folder / CHECKPOINTS).set_latest(step)  # before later records are dropped

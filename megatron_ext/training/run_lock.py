@@ -12,7 +12,7 @@ from typing import NoReturn
 from megatron_ext.data.failed import FAILED_FOLDER_NAME
 from megatron_ext.run_folder.heartbeat import FOLDER as HEARTBEATS
 from megatron_ext.run_folder.layout import MLFLOW, TENSORBOARD, WANDB
-from megatron_ext.run_folder.lock import FOLDER, LockLost, RunLock, held, take
+from megatron_ext.run_folder.lock import FOLDER, LockLost, RunLock, acquire, hold_locks
 from megatron_ext.utils.errors import EXIT_USER_ERROR
 from megatron_ext.utils.untrusted_paths import path_within
 
@@ -41,8 +41,8 @@ def holding(folder: Path) -> Iterator[RunLock | None]:
         return
     for name in WRITTEN:
         path_within(folder, name, str(folder))
-    lock = take(folder / FOLDER, str(folder))
-    with held(lock, on_stuck=_exit_at_once):
+    lock = acquire(folder / FOLDER, str(folder))
+    with hold_locks(lock, on_stuck=_exit_at_once):
         yield lock
 
 

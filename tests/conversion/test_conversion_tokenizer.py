@@ -18,7 +18,7 @@ from megatron_ext.conversion.huggingface import model_card
 from megatron_ext.conversion.huggingface.families import FAMILIES
 from megatron_ext.conversion.huggingface.families.selectron import AUTO_MAP
 from megatron_ext.conversion.huggingface.model_card import card
-from megatron_ext.runs.tokenizer_files import COMPANIONS, copy_tokenizer, kept_tokenizer
+from megatron_ext.runs.tokenizer_files import COMPANIONS, copy_tokenizer, find_tokenizer
 from megatron_ext.utils.errors import UserError
 
 FILES = {
@@ -46,7 +46,7 @@ def test_what_lies_beside_it_is_copied(tmp_path: Path) -> None:
     for name, content in FILES.items():
         (source / name).write_text(content)
     (source / "config.json").write_text("{}")  # a file of the model
-    kept = kept_tokenizer(source)
+    kept = find_tokenizer(source)
     assert kept is not None
     assert (kept.begin_id, kept.end, kept.end_id, kept.size) == (0, "</s>", 1, 3)
     copy_tokenizer(kept, copy)
@@ -64,7 +64,7 @@ def test_a_link_out_of_its_folder_is_not_copied(tmp_path: Path, name: str) -> No
     (tmp_path / "key").write_text("{}")
     (source / name).unlink(missing_ok=True)
     (source / name).symlink_to(tmp_path / "key")
-    kept = kept_tokenizer(source)
+    kept = find_tokenizer(source)
     assert kept is not None
     with pytest.raises(UserError, match=f"{name}: is a link out of its folder, to .*key"):
         copy_tokenizer(kept, copy)
@@ -77,14 +77,14 @@ def test_a_cache_of_links_is_copied(tmp_path: Path) -> None:
     source, copy = tokenizer_in(tmp_path / "model" / "snapshots" / "0123"), tmp_path / "copy"
     (tmp_path / "model" / "blobs" / "cafe").write_text("a\n")
     (source / "vocab.txt").symlink_to("../../blobs/cafe")
-    kept = kept_tokenizer(source)
+    kept = find_tokenizer(source)
     assert kept is not None
     copy_tokenizer(kept, copy)
     assert (copy / "vocab.txt").read_text() == "a\n"
 
 
 def test_alone_it_gets_what_transformers_must_know(tmp_path: Path) -> None:
-    kept = kept_tokenizer(tokenizer_in(tmp_path / "source"))
+    kept = find_tokenizer(tokenizer_in(tmp_path / "source"))
     assert kept is not None
     assert (kept.begin_id, kept.end, kept.end_id) == (None, None, None)
     (tmp_path / "copy").mkdir()
@@ -140,7 +140,7 @@ def test_a_trained_models_tokenizer_encodes_as_training_did(tmp_path: Path, kind
     tokenizer.save(str(source / "tokenizer.json"))
     flags = {"add_bos_token": True, "add_eos_token": True, "bos_token": "<s>", "tokenizer_class": "LlamaTokenizerFast"}
     (source / "tokenizer_config.json").write_text(json.dumps(flags))
-    kept = kept_tokenizer(source)
+    kept = find_tokenizer(source)
     assert kept is not None
     copy_tokenizer(kept, copy, plain=True)
     (copy / "config.json").write_text(json.dumps({"model_type": "llama"}))
@@ -166,7 +166,7 @@ def test_no_code_is_named(tmp_path: Path) -> None:
     }
     (source / "tokenizer_config.json").write_text(json.dumps(content))
     (source / "special_tokens_map.json").write_text(json.dumps({"eos_token": "</s>", "auto_map": {}}))
-    kept = kept_tokenizer(source)
+    kept = find_tokenizer(source)
     assert kept is not None
     copy_tokenizer(kept, copy)
     expected = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "add_bos_token": True}
@@ -189,7 +189,7 @@ def test_what_loading_takes_is_said(architecture: str) -> None:
 
 def test_a_tokenizer_beside_our_code_asks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Load as in the README. A prompt would fail without a terminal, and block with one."""
-    copy_tokenizer(kept_tokenizer(tokenizer_in(tmp_path)) or pytest.fail("no tokenizer"), tmp_path)
+    copy_tokenizer(find_tokenizer(tokenizer_in(tmp_path)) or pytest.fail("no tokenizer"), tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "selectron", "auto_map": AUTO_MAP}))
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asks"))
     tokenizer = AutoTokenizer.from_pretrained(str(tmp_path), trust_remote_code=False)

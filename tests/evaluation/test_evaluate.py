@@ -117,7 +117,7 @@ def test_all_suites_are_checked_before_the_first_is_computed(
     def computed(*_: object) -> None:
         raise AssertionError("weights are loaded")
 
-    monkeypatch.setattr(runner, "trained_chunks", computed)
+    monkeypatch.setattr(runner, "load_chunks", computed)
     run = _run_without_weights(tmp_path, data)
     before = sorted(run.rglob("*"))
     try:

@@ -29,7 +29,7 @@ from megatron_ext.evaluation.domain_results import DomainOptions, domain_losses
 from megatron_ext.evaluation.domains import DomainEvaluator, EvaluationDomain
 from megatron_ext.model.shape import model_shape
 from megatron_ext.platform.device import select_platform
-from megatron_ext.runs.tokenizer import coder_of
+from megatron_ext.runs.tokenizer import load_tokenizer
 from megatron_ext.training.build import build_trainer
 from megatron_ext.training.model_size import flops_and_peak
 from megatron_ext.training.trainer import Trainer
@@ -139,7 +139,7 @@ def test_utilisation_counts_pairs_within_documents(trainer: Trainer, root: Path,
 def test_bytes_that_are_not_predicted_do_not_count(root: Path, manifest: Manifest) -> None:
     """Compare with the texts, without their first tokens."""
     (entry,) = manifest.select("test", ["Other"])
-    coder = coder_of(root / manifest.tokenizer.file, manifest.tokenizer)
+    coder = load_tokenizer(root / manifest.tokenizer.file, manifest.tokenizer)
     texts = [json.loads(line) for line in (root.parent / "raw.jsonl").open()]
     cut = [coder.encode(one["text"])[1:] for one in texts if one["meta"]["redpajama_set_name"] == "Other"]
     size = sum(len(coder.decode(tokens).encode()) for tokens in cut)
@@ -154,7 +154,7 @@ def test_bytes_that_are_not_predicted_do_not_count(root: Path, manifest: Manifes
         "document_tokens": [1, 2],
     }
     options = DomainOptions(resamples=20)
-    (found,) = domain_losses([record], manifest, options, lambda _: coder.bytes_of(samples.first_tokens().tolist()))
+    (found,) = domain_losses([record], manifest, options, lambda _: coder.count_bytes(samples.first_tokens().tolist()))
     assert found.bits_per_byte == pytest.approx(2.5 * record["num_tokens"] / size / math.log(2), rel=1e-12)
     assert found.first_tokens == len(cut) - 1
     assert size < entry.bytes - len(cut)

@@ -66,7 +66,7 @@ def launched(
 
 
 def happened(folder: Path) -> list[str]:
-    return [event.what for event in events_of(jobs_of(folder)[-1])]
+    return [event.description for event in events_of(jobs_of(folder)[-1])]
 
 
 def number(folder: Path) -> str:

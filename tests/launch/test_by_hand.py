@@ -20,7 +20,7 @@ from megatron_ext.launch.slurm import JobState
 from megatron_ext.launch.status import status_of
 from megatron_ext.run_folder import lock_file
 from megatron_ext.run_folder.heartbeat import Heartbeat
-from megatron_ext.run_folder.lock import FOLDER, RunLock, take
+from megatron_ext.run_folder.lock import FOLDER, RunLock, acquire
 from megatron_ext.run_folder.process_identity import this_process
 
 ME = this_process()
@@ -41,7 +41,7 @@ def trained(run: Path, step: int = 20, *, steps: int = 50) -> Path:
 
 
 def held(run: Path, process: object = ME) -> RunLock:
-    return take(run / FOLDER, str(run), me=process)  # type: ignore[arg-type]
+    return acquire(run / FOLDER, str(run), process=process)  # type: ignore[arg-type]
 
 
 def test_a_run_that_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

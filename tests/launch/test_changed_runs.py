@@ -15,7 +15,7 @@ from ruamel.yaml import YAML
 from megatron_ext.cli import main
 from megatron_ext.launch import changed_runs, job
 from megatron_ext.launch.job import jobs_of
-from megatron_ext.run_folder.lock import FOLDER, take
+from megatron_ext.run_folder.lock import FOLDER, acquire
 
 SWEEP = "config: base.yaml\nfields: {{training.steps: {steps}}}\naxes: {{training.seed: [1, 2]}}\n"
 
@@ -149,7 +149,7 @@ def test_a_run_is_begun_anew_and_what_it_was_is_kept(
 def test_a_run_that_is_trained_is_not_begun_anew(
     runs: Path, sweep: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    take(runs / "seed1" / FOLDER, "run")
+    acquire(runs / "seed1" / FOLDER, "run")
     assert sweep("--restart", "seed1") == 2
     assert "is trained by process" in capsys.readouterr().err
     assert (runs / "seed1" / "metrics.jsonl").exists()
@@ -165,7 +165,7 @@ def test_a_run_that_is_not_of_the_sweep(
 def test_of_several_runs_to_begin_anew_all_are_set_aside_or_none(
     runs: Path, sweep: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    take(runs / "seed2" / FOLDER, "run")
+    acquire(runs / "seed2" / FOLDER, "run")
     assert sweep("--restart", "seed1", "--restart", "seed2") == 2
     assert f"{runs}/seed2 is trained by process" in capsys.readouterr().err
     assert (runs / "seed1" / "metrics.jsonl").exists()

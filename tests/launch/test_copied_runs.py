@@ -18,7 +18,7 @@ from megatron_ext.launch.job import Job
 from megatron_ext.launch.ownership import is_of_another
 from megatron_ext.launch.slurm import JobState
 from megatron_ext.launch.status import status_of
-from megatron_ext.run_folder.lock import FOLDER, take
+from megatron_ext.run_folder.lock import FOLDER, acquire
 from megatron_ext.run_folder.lock_file import lock_state
 from megatron_ext.run_folder.process_identity import this_process
 from megatron_ext.utils.errors import UserError
@@ -132,25 +132,25 @@ def test_a_copy_can_be_launched_while_the_original_runs(
 
 
 def test_a_copied_lock_is_not_held_by_the_originals_process(tmp_path: Path) -> None:
-    lock = take(tmp_path / "run" / FOLDER, "run")
+    lock = acquire(tmp_path / "run" / FOLDER, "run")
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
     state = lock_state(tmp_path / "copy" / FOLDER)
     assert state is not None
     assert not state.is_held
     command.refuse_held(tmp_path / "copy")
-    take(tmp_path / "copy" / FOLDER, "copy", say=lambda line: pytest.fail(line)).release()
+    acquire(tmp_path / "copy" / FOLDER, "copy", print_line=lambda line: pytest.fail(line)).release()
     lock.check()  # the original's lock is unaffected
     (tmp_path / "link").symlink_to(tmp_path / "run")
     with pytest.raises(UserError, match="is held by process"):
-        take(tmp_path / "link" / FOLDER, "link")
+        acquire(tmp_path / "link" / FOLDER, "link")
 
 
 def test_a_lock_whose_folder_was_moved_is_held(tmp_path: Path) -> None:
-    take(tmp_path / "run" / FOLDER, "run")
+    acquire(tmp_path / "run" / FOLDER, "run")
     (tmp_path / "run").rename(tmp_path / "moved")
     with pytest.raises(UserError, match="is held by process"):
-        take(tmp_path / "moved" / FOLDER, "moved")
+        acquire(tmp_path / "moved" / FOLDER, "moved")
     other = dataclasses.replace(this_process(), pid=2**22 + 1)
-    take(tmp_path / "run" / FOLDER, "run", me=other)  # another run took the folder: another token
+    acquire(tmp_path / "run" / FOLDER, "run", process=other)  # another run took the folder: another token
     with pytest.raises(UserError, match="is held by process"):
-        take(tmp_path / "moved" / FOLDER, "moved")
+        acquire(tmp_path / "moved" / FOLDER, "moved")

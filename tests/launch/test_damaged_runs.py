@@ -22,7 +22,7 @@ from megatron_ext.launch.slurm import JobState
 from megatron_ext.run_folder.heartbeat import FOLDER as HEARTBEATS
 from megatron_ext.run_folder.heartbeat import Heartbeat
 from megatron_ext.run_folder.lock import FOLDER as LOCK
-from megatron_ext.run_folder.lock import take
+from megatron_ext.run_folder.lock import acquire
 from megatron_ext.run_folder.lock_file import LAUNCH_VARIABLE
 
 HUGE = b"9" * 5000
@@ -115,7 +115,7 @@ def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (run / "launch" / "1" / "job-7.log").write_text("said\n")
         heartbeat = Heartbeat(run, 0, 60)
         heartbeat.close()
-        take(run / LOCK, name)
+        acquire(run / LOCK, name)
     monkeypatch.setattr(status, "job_state", lambda _: JobState("RUNNING", "", "n1"))
     monkeypatch.setattr(slurm, "job_state", lambda _: JobState("RUNNING", "", "n1"))
     monkeypatch.setattr(slurm, "cancel", lambda _: None)

@@ -144,7 +144,7 @@ def test_the_template_by_hand(
     folder = config.parent / "runs" / "by_hand"
 
     def notes() -> list[str]:
-        return [event.what for event in read_events(tmp_path)]
+        return [event.description for event in read_events(tmp_path)]
 
     def is_past(condition: Callable[[], object]) -> None:
         end = time.monotonic() + 300

@@ -91,7 +91,7 @@ def test_its_exit_code_is_the_scripts_and_each_launch_has_its_log(
         monkeypatch.setenv("CODE", str(code))
         assert main([*launched(SAYS), "--resume=auto"]) == code
         assert "said\n" in job_of(run, number).log.read_text()
-    assert [event.what for event in events_of(job_of(run))] == ["begun with 1 processes", "refused"]
+    assert [event.description for event in events_of(job_of(run))] == ["begun with 1 processes", "refused"]
     assert "after 0 restarts, the maximum number\n" in job_of(run, 2).log.read_text()
 
 
@@ -104,7 +104,7 @@ def test_a_signal_stops_the_run(launched: Callable[[str], list[str]], run: Path,
         assert process.returncode == 75, err
     assert (out, err.splitlines()[-1]) == ("said\n", "asked to stop")
     assert has_said(run, "asked to stop\n")
-    noted = [event.what for event in events_of(job_of(run))]
+    noted = [event.description for event in events_of(job_of(run))]
     assert noted == ["begun with 1 processes", "asked to stop by TERM", "stopped"]
 
 
@@ -135,4 +135,4 @@ def test_a_run_whose_reader_or_launcher_is_gone_goes_on_and_is_logged(
         (tmp_path / "more").touch()
         wait_for(lambda: has_said(run, "more\n"))
     wait_for(lambda: not is_claimed(run))
-    assert [event.what for event in events_of(job_of(run))][-1] == "finished"
+    assert [event.description for event in events_of(job_of(run))][-1] == "finished"

@@ -43,7 +43,7 @@ def ended(job: Job) -> tuple[int, str, list[str]]:
     """Run the script to its end. Return exit code, output and recorded events."""
     process = started(job)
     _, errors = process.communicate(timeout=60)
-    return process.returncode, errors, [event.what for event in events_of(job)]
+    return process.returncode, errors, [event.description for event in events_of(job)]
 
 
 def test_the_run_is_made_of_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +107,11 @@ def test_a_signal_is_passed_on(tmp_path: Path, number: signal.Signals, after: li
     process.send_signal(number)
     assert process.wait(timeout=30) == (EXIT_STOPPED if number == signal.SIGTERM else 0)
     name = number.name.removeprefix("SIG")
-    assert [event.what for event in events_of(job)] == ["begun with 1 processes", f"asked to stop by {name}", *after]
+    assert [event.description for event in events_of(job)] == [
+        "begun with 1 processes",
+        f"asked to stop by {name}",
+        *after,
+    ]
 
 
 def test_a_run_that_was_stopped_and_not_its_job_is_not_finished(tmp_path: Path) -> None:
@@ -130,7 +134,7 @@ def test_a_run_that_finishes_when_it_is_asked_to_stop_is_finished(tmp_path: Path
     time.sleep(0.2)  # until it waits
     process.terminate()
     assert process.wait(timeout=30) == 0
-    assert [event.what for event in events_of(job)][-1] == "finished"
+    assert [event.description for event in events_of(job)][-1] == "finished"
 
 
 def test_jobs_of_a_run_are_counted(tmp_path: Path) -> None:

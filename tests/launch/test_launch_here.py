@@ -28,7 +28,7 @@ def test_a_launched_run_is_the_one_that_train_makes(tmp_path: Path) -> None:
     assert f"finished: {STEPS} steps" in done.stderr
     log = job.log.read_text()
     assert set(log.splitlines()) == set((done.stdout + done.stderr.partition(follow)[2]).splitlines())
-    assert [event.what for event in events_of(job)] == ["begun with 2 processes", "finished"]
+    assert [event.description for event in events_of(job)] == ["begun with 2 processes", "finished"]
     must_run(config, ["run.name=trained"], processes=2)
     assert curve(runs / "launched") == curve(runs / "trained")
     assert len(curve(runs / "trained")) == STEPS

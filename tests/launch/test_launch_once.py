@@ -19,7 +19,7 @@ from megatron_ext.launch.job import Job, jobs_of, next_folder, submitting, write
 from megatron_ext.launch.resources import Resources
 from megatron_ext.launch.slurm import JobState
 from megatron_ext.launch.sweep import Sweep
-from megatron_ext.run_folder.lock import FOLDER, RunLock, take
+from megatron_ext.run_folder.lock import FOLDER, RunLock, acquire
 from megatron_ext.run_folder.process_identity import this_process
 from megatron_ext.utils.errors import UserError
 
@@ -123,7 +123,7 @@ def test_a_launch_that_another_call_makes_is_named(tmp_path: Path, fake: FakeSlu
 def test_a_run_that_a_process_trains_is_not_launched(tmp_path: Path, fake: FakeSlurm, local: int | None) -> None:
     folder, args = tmp_path / "runs" / "a", arguments()
     args.local = local
-    lock = take(folder / FOLDER, str(folder))
+    lock = acquire(folder / FOLDER, str(folder))
     with pytest.raises(UserError) as error:
         command.launch(args, config_of(tmp_path), lambda: None)
     assert str(error.value).startswith(f"run.name: {folder} is trained by {lock.holder}; its last sign of life is ")
@@ -132,7 +132,7 @@ def test_a_run_that_a_process_trains_is_not_launched(tmp_path: Path, fake: FakeS
 
 def held_by_job(folder: Path, number: str) -> RunLock:
     elsewhere = dataclasses.replace(this_process(), host="n2", pids="another", job=number)
-    return take(folder / FOLDER, str(folder), me=elsewhere)
+    return acquire(folder / FOLDER, str(folder), process=elsewhere)
 
 
 def test_a_job_that_ended_without_releasing_its_lock_is_no_obstacle(tmp_path: Path, fake: FakeSlurm) -> None:

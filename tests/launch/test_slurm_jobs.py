@@ -116,7 +116,7 @@ def test_a_sweep_submits_what_is_not_finished(cluster: SlurmCluster, config: Pat
     jobs = {name: jobs_of(folder / name) for name in ("seed1", "seed2", "seed3", "short")}
     assert [len(found) for found in jobs.values()] == [1, 2, 1, 2]
     ended, begun = events_of(jobs["seed2"][-1])[-1], events_of(jobs["short"][-1])[0]
-    assert (ended.what, begun.is_start) == ("finished", True)
+    assert (ended.description, begun.is_start) == ("finished", True)
     assert ended.time <= begun.time
 
 

@@ -56,7 +56,7 @@ def launched(cluster: SlurmCluster, config: Path, name: str, *options: str, temp
 
 
 def happened(job: Job) -> list[str]:
-    return [event.what for event in events_of(job)]
+    return [event.description for event in events_of(job)]
 
 
 def wait_for(cluster: SlurmCluster, job: Job, condition: Callable[[list[str]], object]) -> list[str]:

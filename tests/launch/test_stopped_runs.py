@@ -49,7 +49,10 @@ def test_a_batch_script_reads_the_file(tmp_path: Path, monkeypatch: pytest.Monke
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     done = subprocess.run(["bash", str(job.script)], env=dict(os.environ), capture_output=True, text=True, check=False)
-    assert (done.returncode, [event.what for event in events_of(job)]) == (EXIT_STOPPED, ["begun on n1", "stopped"])
+    assert (done.returncode, [event.description for event in events_of(job)]) == (
+        EXIT_STOPPED,
+        ["begun on n1", "stopped"],
+    )
     assert not list(job.folder.glob("stopped-*"))
 
 

@@ -36,9 +36,9 @@ from megatron_ext.platform import megatron_cpu
 compiled = megatron.core.activations.squared_relu
 owners = [torch, torch.cuda, torch.Tensor, torch.nn.Module, torch.random]
 before = [dict(vars(owner)) for owner in owners]
-assert not megatron_cpu.installed()
+assert not megatron_cpu.is_installed()
 megatron_cpu.install()
-assert megatron_cpu.installed()
+assert megatron_cpu.is_installed()
 for owner, names in zip(owners, before):
     assert all(vars(owner)[name] is value for name, value in names.items()), owner
 print("unaltered")

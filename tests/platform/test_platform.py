@@ -12,7 +12,7 @@ import torch
 from megatron_ext.config.schema import ParallelConfig
 from megatron_ext.platform import device as platform
 from megatron_ext.platform import megatron_cpu
-from megatron_ext.platform.device import Platform, choose_backend, local_rank, platform_of, select_platform
+from megatron_ext.platform.device import Platform, choose_backend, local_rank, platform_for_run, select_platform
 from megatron_ext.utils.errors import UserError
 
 CPU = Platform(torch.device("cpu"), "gloo")
@@ -63,7 +63,7 @@ def test_streams_share_a_queue_but_for_copy_engines_alone(
     machine(4)
     environment = {"LOCAL_RANK": "3"} | ({"CUDA_DEVICE_MAX_CONNECTIONS": before} if before else {})
     monkeypatch.setattr(platform.os, "environ", environment)
-    assert platform_of("auto", ParallelConfig(**parallel)) == Platform(torch.device("cuda", 3), "nccl")
+    assert platform_for_run("auto", ParallelConfig(**parallel)) == Platform(torch.device("cuda", 3), "nccl")
     assert environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == after
 
 

@@ -4,15 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.run_folder.launch_events import Event, launches, read_events
+from megatron_ext.run_folder.launch_events import Event, launch_folders, read_events
 from megatron_ext.utils.errors import UserError
 
 
 def test_jobs_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
-    assert launches(tmp_path) == []
+    assert launch_folders(tmp_path) == []
     for name in ("10", "9", "lock"):
         (tmp_path / "launch" / name).mkdir(parents=True)
-    assert [path.name for path in launches(tmp_path)] == ["9", "10"]
+    assert [path.name for path in launch_folders(tmp_path)] == ["9", "10"]
 
 
 def test_a_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:
@@ -33,5 +33,5 @@ def test_another_line_is_named(tmp_path: Path, line: bytes) -> None:
     with pytest.raises(UserError, match=r"events\.tsv:2: is not an event of a job's script"):
         read_events(tmp_path)
     damaged: list[str] = []
-    assert [event.what for event in read_events(tmp_path, damaged)] == ["begun", "ended"]
+    assert [event.description for event in read_events(tmp_path, damaged)] == ["begun", "ended"]
     assert damaged == [f"{tmp_path}/events.tsv:2: is not an event of a job's script"]

@@ -11,10 +11,19 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.launch.ranks import ranks_table
-from megatron_ext.run_folder.heartbeat import FOLDER, Heartbeat, Sign, forget, signs, troubles
+from megatron_ext.run_folder.heartbeat import (
+    FOLDER,
+    Heartbeat,
+    HeartbeatRecord,
+    describe_stalled_ranks,
+    read_heartbeats,
+    remove_heartbeats,
+)
 from megatron_ext.utils.errors import UserError
 
-GOING = Sign(rank=0, host="n1", pid=7, seconds=10, step=4, passes=30, further=995.0, written=998.0, ended=False)
+GOING = HeartbeatRecord(
+    rank=0, host="n1", pid=7, seconds=10, step=4, passes=30, further=995.0, written=998.0, ended=False
+)
 WAITING = dataclasses.replace(GOING, further=900.0)
 
 
@@ -24,16 +33,16 @@ def test_a_rank_says_how_far_it_is(tmp_path: Path) -> None:
     for _ in range(5):
         heartbeat.beat()
     time.sleep(0.2)
-    (sign,) = signs(tmp_path)
+    (sign,) = read_heartbeats(tmp_path)
     assert (sign.rank, sign.host, sign.pid, sign.step, sign.passes) == (3, socket.gethostname(), os.getpid(), 12, 5)
     assert not sign.ended
     assert sign.further < sign.written <= time.time()
     heartbeat.beat()
     heartbeat.close()
-    (sign,) = signs(tmp_path)
+    (sign,) = read_heartbeats(tmp_path)
     assert (sign.passes, sign.ended) == (6, True)
-    forget(tmp_path)
-    assert signs(tmp_path) == []
+    remove_heartbeats(tmp_path)
+    assert read_heartbeats(tmp_path) == []
 
 
 def test_none_is_written_where_none_is_wanted(tmp_path: Path) -> None:
@@ -52,12 +61,12 @@ def test_a_disk_that_refuses_does_not_end_the_run(tmp_path: Path) -> None:
 
 def test_nothing_is_said_of_ranks_that_go_on_or_have_ended() -> None:
     ended = dataclasses.replace(GOING, rank=1, written=10.0, ended=True)
-    assert troubles([GOING, ended], now=1000.0) == []
+    assert describe_stalled_ranks([GOING, ended], now=1000.0) == []
 
 
 def test_a_rank_that_is_gone_is_named() -> None:
     gone = dataclasses.replace(WAITING, rank=1, host="n2", written=950.0)
-    (line,) = troubles([WAITING, gone], now=1000.0)
+    (line,) = describe_stalled_ranks([WAITING, gone], now=1000.0)
     assert (
         line == "rank 1 on n2 wrote no heartbeat for 50 s: its process or machine has failed, stopped or is unreachable"
     )
@@ -66,7 +75,9 @@ def test_a_rank_that_is_gone_is_named() -> None:
 def test_a_rank_that_hangs_is_behind_those_that_wait_for_it() -> None:
     hangs = dataclasses.replace(WAITING, rank=2, host="n2", passes=29)
     found = [WAITING, dataclasses.replace(WAITING, rank=1), hangs]
-    assert troubles(found, now=1000.0) == ["rank 2 on n2 is behind: 29 passes, while the median rank made 30"]
+    assert describe_stalled_ranks(found, now=1000.0) == [
+        "rank 2 on n2 is behind: 29 passes, while the median rank made 30"
+    ]
 
 
 def test_a_table_of_ranks(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ import pytest
 
 from megatron_ext.run_folder import lock as lock_module
 from megatron_ext.run_folder import lock_file
-from megatron_ext.run_folder.lock import BEAT_SECONDS, CONFIRM_SECONDS, Clock, LockLost, RunLock, held, take
-from megatron_ext.run_folder.lock_file import DEAD_SECONDS, lock_state, read_holder
+from megatron_ext.run_folder.lock import BEAT_SECONDS, CONFIRM_SECONDS, Clock, LockLost, RunLock, acquire, hold_locks
+from megatron_ext.run_folder.lock_file import DEAD_SECONDS, lock_state, read_newest_holder
 from megatron_ext.run_folder.process_identity import ProcessIdentity, this_process
 from megatron_ext.utils.errors import UserError
 
@@ -42,11 +42,14 @@ class FakeClock:
         return Clock(lambda: self.time, self.sleep)
 
 
-def taken(
-    folder: Path, me: ProcessIdentity | None = None, clock: FakeClock | None = None, said: list[str] | None = None
+def acquire_lock(
+    folder: Path,
+    process: ProcessIdentity | None = None,
+    clock: FakeClock | None = None,
+    messages: list[str] | None = None,
 ) -> RunLock:
-    said = [] if said is None else said
-    return take(folder, "runs/a", me=me, clock=(clock or FakeClock()).clock, say=said.append)
+    messages = [] if messages is None else messages
+    return acquire(folder, "runs/a", process=process, clock=(clock or FakeClock()).clock, print_line=messages.append)
 
 
 @pytest.fixture
@@ -56,9 +59,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_living_holder_of_this_machine_is_named_at_once(folder: Path) -> None:
-    first, clock = taken(folder), FakeClock()
+    first, clock = acquire_lock(folder), FakeClock()
     with pytest.raises(UserError) as error:
-        taken(folder, clock=clock)
+        acquire_lock(folder, clock=clock)
     since = first.holder.since
     assert str(error.value).startswith(f"runs/a: is held by process {HERE.pid} on {HERE.host}, since {since}; wait")
     assert clock.time == 1000.0
@@ -74,24 +77,24 @@ def test_a_living_holder_of_this_machine_is_named_at_once(folder: Path) -> None:
     ids=["job", "no job", "no job's number"],
 )
 def test_the_hint_says_how_the_holder_is_ended(folder: Path, job: str | None, how: str) -> None:
-    taken(folder, dataclasses.replace(HERE, job=job))
+    acquire_lock(folder, dataclasses.replace(HERE, job=job))
     with pytest.raises(UserError) as error:
-        taken(folder)
+        acquire_lock(folder)
     assert error.value.hint == f"wait until it exits, or stop it: {how}"
 
 
 def test_a_released_lock_is_taken_at_once(folder: Path) -> None:
-    taken(folder, ELSEWHERE).release()
+    acquire_lock(folder, ELSEWHERE).release()
     clock = FakeClock()
-    assert taken(folder, clock=clock).holder.number == 2
+    assert acquire_lock(folder, clock=clock).holder.number == 2
     assert (clock.time, os.listdir(folder)) == (1000.0, ["2"])
 
 
 @pytest.mark.parametrize("change", [{"pid": 2**22 + 1}, {"started": "1"}], ids=["no such pid", "pid used again"])
 def test_a_dead_process_of_this_machine_is_followed_at_once(folder: Path, change: dict[str, str | int]) -> None:
-    taken(folder, dataclasses.replace(HERE, **change))
+    acquire_lock(folder, dataclasses.replace(HERE, **change))
     clock = FakeClock()
-    assert taken(folder, clock=clock).holder.number == 2
+    assert acquire_lock(folder, clock=clock).holder.number == 2
     assert clock.time == 1000.0
 
 
@@ -104,18 +107,18 @@ def test_a_zombie_is_dead(folder: Path) -> None:
 
 
 def test_a_holder_elsewhere_that_beats_is_refused_at_its_next_beat(folder: Path) -> None:
-    other, said = taken(folder, ELSEWHERE), list[str]()
+    other, messages = acquire_lock(folder, ELSEWHERE), list[str]()
     clock = FakeClock(lambda now: other.beat() if now == BEAT_SECONDS else None)
     with pytest.raises(UserError, match=r"is held by process \d+ on n2"):
-        taken(folder, clock=clock, said=said)
+        acquire_lock(folder, clock=clock, messages=messages)
     assert clock.time == 1000.0 + BEAT_SECONDS
-    assert [line.partition(": waiting up to")[0] for line in said] == [f"runs/a was held by {other.holder}"]
+    assert [line.partition(": waiting up to")[0] for line in messages] == [f"runs/a was held by {other.holder}"]
     other.check()
 
 
 def test_a_silent_holder_elsewhere_is_followed_after_the_stated_time(folder: Path) -> None:
-    other, clock = taken(folder, ELSEWHERE), FakeClock()
-    lock = taken(folder, clock=clock)
+    other, clock = acquire_lock(folder, ELSEWHERE), FakeClock()
+    lock = acquire_lock(folder, clock=clock)
     assert DEAD_SECONDS <= clock.time - 1000.0 < DEAD_SECONDS + 1
     with pytest.raises(LockLost, match=rf"was taken over by process {HERE.pid} on {HERE.host}, since"):
         other.check()
@@ -129,34 +132,34 @@ def test_a_silent_holder_elsewhere_is_followed_after_the_stated_time(folder: Pat
 def test_clocks_of_machines_are_not_compared(folder: Path) -> None:
     """A holder whose clock is years behind or ahead counts as alive."""
     for since in ("1990-01-01T00:00:00Z", "2090-01-01T00:00:00Z"):
-        other = taken(folder, ELSEWHERE)
+        other = acquire_lock(folder, ELSEWHERE)
         other.holder = dataclasses.replace(other.holder, since=since)
         clock = FakeClock(lambda _, other=other: other.beat())  # type: ignore[misc]
         with pytest.raises(UserError, match=since):
-            taken(folder, clock=clock)
+            acquire_lock(folder, clock=clock)
         other.release()
 
 
 def test_a_file_that_is_old_by_the_servers_clock_is_watched_for_a_short_time(folder: Path) -> None:
-    taken(folder, ELSEWHERE)
+    acquire_lock(folder, ELSEWHERE)
     os.utime(folder / "1", (1.0, 1.0))
     clock = FakeClock()
-    taken(folder, clock=clock)
+    acquire_lock(folder, clock=clock)
     assert CONFIRM_SECONDS <= clock.time - 1000.0 < CONFIRM_SECONDS + 1
     assert CONFIRM_SECONDS > 2 * BEAT_SECONDS  # else a servers' clock set ahead would take the lock from the living
 
 
 def test_a_file_from_the_future_is_watched_for_the_whole_time(folder: Path) -> None:
-    taken(folder, ELSEWHERE)
+    acquire_lock(folder, ELSEWHERE)
     os.utime(folder / "1", (4e9, 4e9))
     clock = FakeClock()
-    taken(folder, clock=clock)
+    acquire_lock(folder, clock=clock)
     assert clock.time - 1000.0 >= DEAD_SECONDS
 
 
 @pytest.mark.parametrize(("ahead", "is_held"), [(-70.0, False), (-50.0, True), (50.0, True), (3600.0, False)])
 def test_a_look_takes_no_file_from_the_far_future_for_a_living_one(folder: Path, ahead: float, is_held: bool) -> None:
-    taken(folder, ELSEWHERE)
+    acquire_lock(folder, ELSEWHERE)
     os.utime(folder / "1", (time.time() + ahead,) * 2)
     state = lock_state(folder)
     assert state is not None
@@ -164,42 +167,42 @@ def test_a_look_takes_no_file_from_the_far_future_for_a_living_one(folder: Path,
 
 
 def test_a_requeued_job_fences_off_its_predecessor_at_once(folder: Path) -> None:
-    before, clock = taken(folder, JOB), FakeClock()
-    again = taken(folder, dataclasses.replace(HERE, job="7", restarts=1), clock)
+    before, clock = acquire_lock(folder, JOB), FakeClock()
+    again = acquire_lock(folder, dataclasses.replace(HERE, job="7", restarts=1), clock)
     assert clock.time == 1000.0
     with pytest.raises(LockLost, match=r"was taken over by .*, job 7, restart 1, since"):
         before.check()
     again.check()
     with pytest.raises(UserError, match=r"is held by .*, job 7, restart 1"):  # the lock is not restored
-        taken(folder, JOB, clock)
+        acquire_lock(folder, JOB, clock)
     assert clock.time == 1000.0
 
 
 def test_another_job_does_not(folder: Path) -> None:
-    taken(folder, JOB)
+    acquire_lock(folder, JOB)
     clock = FakeClock()
-    taken(folder, dataclasses.replace(HERE, job="8", restarts=1), clock)
+    acquire_lock(folder, dataclasses.replace(HERE, job="8", restarts=1), clock)
     assert clock.time - 1000.0 >= DEAD_SECONDS
 
 
 def test_a_stopped_process_finds_its_lock_lost_when_it_goes_on(folder: Path) -> None:
     """The lock has passed to two later holders, so the file of the next number no longer exists."""
-    slow = taken(folder, ELSEWHERE)
+    slow = acquire_lock(folder, ELSEWHERE)
     for _ in range(3):
-        taken(folder).release()
-    assert read_holder(folder).number == 4  # type: ignore[union-attr]
+        acquire_lock(folder).release()
+    assert read_newest_holder(folder).number == 4  # type: ignore[union-attr]
     with pytest.raises(LockLost):
         slow.check()
 
 
 @pytest.mark.parametrize("what", ["lock", "whole run"])
 def test_a_removed_folder_ends_its_holder(tmp_path: Path, what: str) -> None:
-    lock = taken(tmp_path / "run" / "lock")
+    lock = acquire_lock(tmp_path / "run" / "lock")
     for path in sorted((tmp_path / "run").rglob("*"), reverse=True) + [tmp_path / "run"] * (what == "whole run"):
         path.rmdir() if path.is_dir() else path.unlink()
     with pytest.raises(LockLost, match="was removed or replaced while it was held"):
         lock.check()
-    other = taken(tmp_path / "run" / "lock")  # same number
+    other = acquire_lock(tmp_path / "run" / "lock")  # same number
     with pytest.raises(LockLost, match="was taken over by"):
         lock.check()
     lock.release()
@@ -210,8 +213,8 @@ def test_a_removed_folder_ends_its_holder(tmp_path: Path, what: str) -> None:
 def test_a_late_follower_of_a_number_long_gone_retreats(folder: Path) -> None:
     """A slow process saw number 1 released. Meanwhile 2 was taken and released, and 3 removed its file."""
     for _ in range(2):
-        taken(folder).release()
-    lock = taken(folder)
+        acquire_lock(folder).release()
+    lock = acquire_lock(folder)
     assert lock_file.create(folder, 2, ELSEWHERE) is None
     lock.check()
     assert os.listdir(folder) == ["3"]
@@ -225,7 +228,7 @@ def test_a_link_whose_answer_was_lost_counts(folder: Path, monkeypatch: pytest.M
         link(source, target)
 
     monkeypatch.setattr(os, "link", twice)
-    taken(folder).check()
+    acquire_lock(folder).check()
 
 
 def test_without_links_the_lock_is_still_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,26 +236,26 @@ def test_without_links_the_lock_is_still_one(folder: Path, monkeypatch: pytest.M
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
     monkeypatch.setattr(os, "link", no_links)
-    taken(folder)
+    acquire_lock(folder)
     with pytest.raises(UserError, match="is held by"):
-        taken(folder)
+        acquire_lock(folder)
 
 
 @pytest.mark.parametrize("content", [b"", b'{"number": 1, "tok', b"\0" * 1024, b"\xff\xfe", b"[]", b"[" * 2000])
 def test_a_damaged_file_is_followed_after_the_stated_time(folder: Path, content: bytes) -> None:
     folder.mkdir()
     (folder / "1").write_bytes(content)
-    clock, said = FakeClock(), list[str]()
-    assert taken(folder, clock=clock, said=said).holder.number == 2
+    clock, messages = FakeClock(), list[str]()
+    assert acquire_lock(folder, clock=clock, messages=messages).holder.number == 2
     assert clock.time - 1000.0 >= DEAD_SECONDS
-    assert "by an unidentified process" in said[0]
+    assert "by an unidentified process" in messages[0]
 
 
 def test_a_damaged_file_that_changes_is_held(folder: Path) -> None:
     folder.mkdir()
     (folder / "1").write_bytes(b"x")
     with pytest.raises(UserError, match="is held by an unidentified process"):
-        taken(folder, clock=FakeClock(lambda now: (folder / "1").write_text(f"x{now}")))
+        acquire_lock(folder, clock=FakeClock(lambda now: (folder / "1").write_text(f"x{now}")))
 
 
 @pytest.mark.parametrize("kind", ["dangling link", "folder"])
@@ -260,31 +263,31 @@ def test_what_is_no_file_is_refused_and_not_waited_for(folder: Path, kind: str) 
     folder.mkdir()
     (folder / "1").mkdir() if kind == "folder" else (folder / "1").symlink_to("nowhere")
     with pytest.raises(UserError, match=r"cannot be written|could not be locked"):
-        taken(folder)
+        acquire_lock(folder)
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("a file")
     with pytest.raises(UserError, match=r"run/lock: cannot be written \(Not a directory\)"):
-        taken(tmp_path / "run" / "lock")
+        acquire_lock(tmp_path / "run" / "lock")
 
 
 def test_a_run_of_which_nothing_was_written_leaves_no_folder(tmp_path: Path) -> None:
-    taken(tmp_path / "run" / "lock").release()
+    acquire_lock(tmp_path / "run" / "lock").release()
     assert os.listdir(tmp_path) == []
 
 
 def test_a_thread_beats_and_a_process_that_is_stuck_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock_module, "BEAT_SECONDS", 0.01)
     monkeypatch.setattr(lock_module, "GRACE_SECONDS", 0.01)
-    told = threading.Event()
-    with held(lock := taken(folder, JOB), on_stuck=lambda _: told.set()):
-        first = lock_file.raw(folder / "1")
-        while lock_file.raw(folder / "1") == first:
+    stuck = threading.Event()
+    with hold_locks(lock := acquire_lock(folder, JOB), on_stuck=lambda _: stuck.set()):
+        first = lock_file.read_bytes(folder / "1")
+        while lock_file.read_bytes(folder / "1") == first:
             pass
-        lock.check_soon()
-        taken(folder, dataclasses.replace(JOB, restarts=1))
-        assert told.wait(10)
+        lock.check_if_due()
+        acquire_lock(folder, dataclasses.replace(JOB, restarts=1))
+        assert stuck.wait(10)
     state = lock_state(folder)
     assert state is not None
     assert state.is_held
@@ -295,26 +298,26 @@ def test_a_thread_beats_and_a_process_that_is_stuck_is_told(folder: Path, monkey
 def test_what_is_written_often_is_checked_once_a_second(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(lock_module.time, "monotonic", lambda: now[0])
-    lock = taken(folder, JOB)
-    taken(folder, dataclasses.replace(JOB, restarts=1))
-    lock.check_soon()
+    lock = acquire_lock(folder, JOB)
+    acquire_lock(folder, dataclasses.replace(JOB, restarts=1))
+    lock.check_if_due()
     now[0] = 1.0
     with pytest.raises(LockLost):
-        lock.check_soon()
+        lock.check_if_due()
 
 
 CONTEND = """
 import os, sys, time
 from pathlib import Path
 from megatron_ext.utils.errors import UserError
-from megatron_ext.run_folder.lock import take
+from megatron_ext.run_folder.lock import acquire
 rounds, root, name = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 print("ready", flush=True)
 for number in range(rounds):
     sys.stdin.readline()  # both begin a round at one moment
     run = root / str(number % 7)  # some are new, some were released before
     try:
-        lock = take(run / "lock", "run", say=lambda line: None)
+        lock = acquire(run / "lock", "run", print_line=lambda line: None)
     except UserError as error:
         print("refused" if "is held by process" in str(error) else f"error {error}", flush=True)
         sys.stdin.readline()
@@ -347,9 +350,9 @@ def test_of_three_processes_at_one_moment_one_gets_the_lock(tmp_path: Path) -> N
     try:
         assert each(command=False) == ["ready"] * 3
         for number in range(rounds):
-            said = each(command=True)
-            assert sorted(said) == ["held", "refused", "refused"], f"round {number}: {said}"
-            holder = processes[said.index("held")]
+            outcomes = each(command=True)
+            assert sorted(outcomes) == ["held", "refused", "refused"], f"round {number}: {outcomes}"
+            holder = processes[outcomes.index("held")]
             for process in processes:
                 assert process.stdin is not None
                 process.stdin.write("\n")

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from data_prep.manifest import TokenizerEntry
 from data_prep.tokenization.vocabularies import TextTokenizer, keep_tokenizer, open_tokenizer
-from megatron_ext.runs.tokenizer import ENTRY, coder_in, keep_coder
+from megatron_ext.runs.tokenizer import ENTRY, store_tokenizer, stored_tokenizer
 from megatron_ext.utils.errors import UserError
 
 TEXT = "plain text, na\u00efve \u6771\u4eac \U0001f986 <|endoftext|> inside"
@@ -54,12 +54,12 @@ def test_a_run_keeps_every_kind(make, end: int, tmp_path: Path) -> None:  # type
     run.mkdir()
     tokenizer, expected = make(tmp_path)
     entry = keep_tokenizer(data, tokenizer, ("<|endoftext|>", end))
-    keep_coder(data / entry.file, entry, run)
-    coder = coder_in(run)
+    store_tokenizer(data / entry.file, entry, run)
+    coder = stored_tokenizer(run)
     assert coder is not None
     assert coder.encode(TEXT) == expected  # the end-of-document token's name encodes as text
     assert coder.decode(expected) == TEXT
-    assert (coder.end_id, coder.known_end, coder.size) == (end, end, entry.vocab_size)
+    assert (coder.end_id, coder.end_id_or_none, coder.size) == (end, end, entry.vocab_size)
     assert (run / "tokenizer.json").exists() == (entry.kind == "huggingface")  # only this kind has the file
 
 
@@ -69,8 +69,8 @@ def test_ids_that_are_no_token_are_no_text(make, tmp_path: Path) -> None:  # typ
     tokenizer, tokens = make(tmp_path)
     end = ("<|endoftext|>", 0 if make is _rwkv else 270 if make is _tiktoken else 256)
     entry = keep_tokenizer(tmp_path, tokenizer, end)
-    keep_coder(tmp_path / entry.file, entry, tmp_path)
-    coder = coder_in(tmp_path)
+    store_tokenizer(tmp_path / entry.file, entry, tmp_path)
+    coder = stored_tokenizer(tmp_path)
     assert coder is not None
     assert coder.decode([265, *tokens[:5], 265, 383, *tokens[5:]]) == TEXT
     assert coder.decode([265]) == ""
@@ -81,8 +81,8 @@ def test_text_that_has_no_token_is_named(tmp_path: Path) -> None:
     library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     library.save(str(tmp_path / "letters.json"))
     tokenizer = open_tokenizer(str(tmp_path / "letters.json"))
-    keep_coder(tmp_path / "letters.json", keep_tokenizer(tmp_path, tokenizer, ("<|endoftext|>", 2)), tmp_path)
-    coder = coder_in(tmp_path)
+    store_tokenizer(tmp_path / "letters.json", keep_tokenizer(tmp_path, tokenizer, ("<|endoftext|>", 2)), tmp_path)
+    coder = stored_tokenizer(tmp_path)
     assert coder is not None
     assert coder.encode("ab ba") == [0, 1, 1, 0]
     line = "the run's tokenizer: has no token for text such as 'bxa', and no unknown token; remove it from the text"
@@ -91,18 +91,18 @@ def test_text_that_has_no_token_is_named(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_tokenizer_or_with_a_broken_entry(tmp_path: Path) -> None:
-    assert coder_in(tmp_path) is None
+    assert stored_tokenizer(tmp_path) is None
     (tmp_path / ENTRY).write_text(json.dumps({"file": "x"}))
     with pytest.raises(UserError, match=rf"{ENTRY}: cannot be read; copy it again"):
-        coder_in(tmp_path)
+        stored_tokenizer(tmp_path)
 
 
 def test_an_end_that_nothing_names(tmp_path: Path) -> None:
     tokenizer, _ = _json(tmp_path)
     entry = TokenizerEntry("own.json", "", tokenizer.vocab_size, "[none]", 0)
-    keep_coder(tmp_path / "own.json", entry, tmp_path)
-    coder = coder_in(tmp_path)
+    store_tokenizer(tmp_path / "own.json", entry, tmp_path)
+    coder = stored_tokenizer(tmp_path)
     assert coder is not None
-    assert coder.known_end is None
+    assert coder.end_id_or_none is None
     with pytest.raises(UserError, match="its end-of-document token is unknown; set eos_token"):
         _ = coder.end_id

@@ -13,7 +13,7 @@ from corpora import prepared
 from launching import call, records, snapshot, write_config
 
 from megatron_ext.run_folder import lock as lock_module
-from megatron_ext.run_folder.lock import FOLDER, take
+from megatron_ext.run_folder.lock import FOLDER, acquire
 from megatron_ext.run_folder.lock_file import lock_state
 from megatron_ext.run_folder.process_identity import this_process
 from megatron_ext.training.records import RunRecords
@@ -62,7 +62,7 @@ def test_a_folder_of_a_run_that_leads_elsewhere_is_refused(tmp_path: Path, name:
 def test_a_second_process_is_refused_by_name(
     config: Path, tmp_path: Path, resume: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    take(tmp_path / "run" / FOLDER, "run")
+    acquire(tmp_path / "run" / FOLDER, "run")
     before = snapshot(tmp_path / "run")
     assert call(config, *resume) == 2
     me = this_process()
@@ -82,7 +82,7 @@ def test_a_run_that_is_taken_over_ends_and_writes_nothing_more(
     def step_and_lose(self: RunRecords, metrics: dict[str, Any]) -> None:
         step(self, metrics)
         if metrics["step"] == 4:  # after the checkpoint of step 3
-            take(tmp_path / "run" / FOLDER, "run", me=again)
+            acquire(tmp_path / "run" / FOLDER, "run", process=again)
             found.update(snapshot(tmp_path / "run"))
 
     with patch.object(RunRecords, "step", step_and_lose):
@@ -110,7 +110,7 @@ def test_a_checkpoint_that_was_begun_before_gets_no_name(
     def write_and_lose(self: AsyncSave) -> bytes:
         written = write(self)
         if self.step == 6:
-            take(tmp_path / "run" / FOLDER, "run", me=again)
+            acquire(tmp_path / "run" / FOLDER, "run", process=again)
         return written
 
     with patch.object(AsyncSave, "_write", write_and_lose):

@@ -22,7 +22,7 @@ from megatron_ext.conversion.megatron import gpt
 from megatron_ext.launch.array import Array
 from megatron_ext.launch.job import Job
 from megatron_ext.launch.status import run_folders
-from megatron_ext.runs.tokenizer import ENTRY, coder_in, keep_coder
+from megatron_ext.runs.tokenizer import ENTRY, store_tokenizer, stored_tokenizer
 from megatron_ext.utils.errors import UserError
 
 HOSTILE = ("../outside/x", "/outside/x", "a/../../outside/x", "", "a\x1b[2Jb", "a\\..\\x")
@@ -56,7 +56,7 @@ def description(folder: Path, name: str) -> None:
 
 def kept_tokenizer(folder: Path, name: str) -> None:
     (folder / ENTRY).write_text(json.dumps({**vars(TokenizerEntry("x", "", 9, "e", 1, "rwkv")), "file": name}))
-    coder_in(folder)
+    stored_tokenizer(folder)
 
 
 def sweep(folder: Path, name: str) -> None:
@@ -136,9 +136,9 @@ def test_a_kept_tokenizer_takes_no_other_files_name(tmp_path):
     (tmp_path / "config.yaml").write_text("kept")
     given = tmp_path / "given.txt"
     given.write_text("".join(f"{number} {bytes([number - 1])!r} 1\n" for number in range(1, 257)))
-    keep_coder(given, TokenizerEntry("config.yaml", "", 257, "<|endoftext|>", 0, "rwkv"), tmp_path)
+    store_tokenizer(given, TokenizerEntry("config.yaml", "", 257, "<|endoftext|>", 0, "rwkv"), tmp_path)
     assert (tmp_path / "config.yaml").read_text() == "kept"
-    coder = coder_in(tmp_path)
+    coder = stored_tokenizer(tmp_path)
     assert coder is not None
     assert coder.encode("ab") == [98, 99]
 

@@ -34,9 +34,9 @@ def run(args: argparse.Namespace) -> int:
     from megatron_ext.bench.checkpoints.report import CheckpointReport, host
     from megatron_ext.bench.checkpoints.run import Bench
     from megatron_ext.bench.run_report import publish
-    from megatron_ext.platform.device import platform_of
+    from megatron_ext.platform.device import platform_for_run
 
-    platform = platform_of(config.run.device, config.parallel)
+    platform = platform_for_run(config.run.device, config.parallel)
     root = (args.disk or args.output) / ".checkpoints"
     with process_groups(config, platform) as groups:
         try:

@@ -37,10 +37,10 @@ def run(args: argparse.Namespace) -> int:
     from kernels.bench.bench_report import describe_machine
     from megatron_ext.bench.optimizers import run as optimizers
     from megatron_ext.bench.run_report import publish
-    from megatron_ext.platform.device import platform_of
+    from megatron_ext.platform.device import platform_for_run
 
     first = next(iter(configs.values()))
-    platform = platform_of(first.run.device, first.parallel)
+    platform = platform_for_run(first.run.device, first.parallel)
     with process_groups(first, platform) as groups:
         seconds = optimizers.measure(configs, vocabulary, groups, platform, rounds=rounds, steps=steps)
     report = optimizers.OptimizerReport(

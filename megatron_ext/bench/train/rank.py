@@ -30,7 +30,7 @@ from megatron_ext.data.datasets import open_data
 from megatron_ext.data.opening import open_samples
 from megatron_ext.data.samples import TrainingSamples
 from megatron_ext.mixers.core.registry import load_all
-from megatron_ext.platform.device import platform_of, select_platform
+from megatron_ext.platform.device import platform_for_run, select_platform
 from megatron_ext.run_folder.layout import CONFIG
 from megatron_ext.utils import error_reporting
 from megatron_ext.utils.atomic_files import write_whole
@@ -102,7 +102,7 @@ def _measure_machine(folder: Path) -> None:
 def run(folder: Path) -> None:
     """Execute a rank's part of the job in a folder."""
     job = read_job(folder)
-    platform = platform_of(job.config.run.device, job.config.parallel)
+    platform = platform_for_run(job.config.run.device, job.config.parallel)
     with process_groups(job.config, platform) as groups:
         try:
             samples, vocabulary = _data(job)

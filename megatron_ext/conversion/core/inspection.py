@@ -19,7 +19,7 @@ from megatron_ext.conversion.huggingface import folder as hugging_face
 from megatron_ext.conversion.huggingface.families.selectron import Selectron, tensor_names
 from megatron_ext.conversion.huggingface.safetensors_files import SafetensorsTensors
 from megatron_ext.conversion.megatron.torch_dist_index import TorchDistIndex
-from megatron_ext.runs.tokenizer_files import kept_tokenizer
+from megatron_ext.runs.tokenizer_files import find_tokenizer
 from megatron_ext.utils.errors import UserError
 
 
@@ -71,7 +71,7 @@ def _hugging_face(path: Path, options: SourceOptions) -> Source:
         saved=saved,
         stored=stored,
         tensors=_counted(family, saved, stored, str(path)),
-        tokenizer=kept_tokenizer(path, options.tokenizer),
+        tokenizer=find_tokenizer(path, options.tokenizer),
         family=family,
     )
 

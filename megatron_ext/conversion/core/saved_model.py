@@ -15,7 +15,7 @@ from megatron_ext.config.schema import ModelConfig, ParallelConfig
 from megatron_ext.config.validate import validate
 from megatron_ext.conversion.core.family import SavedModel
 from megatron_ext.conversion.core.mixer_settings import settings_type
-from megatron_ext.runs.identity import SEQ_LENGTH, VOCAB_SIZE, model_identity, section_of
+from megatron_ext.runs.identity import SEQ_LENGTH, VOCAB_SIZE, identity_section, model_identity
 from megatron_ext.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -37,9 +37,9 @@ def saved_model(identity: Mapping[str, Any], where: str) -> SavedModel:
     if missing:
         hint = "give the run's config.yaml with --model-config, and its tokenizer.json with --tokenizer"
         raise UserError(where, f"does not contain {missing[0]} of the model", hint)
-    model = validate(ModelConfig, section_of(identity, "model"), "model.")
+    model = validate(ModelConfig, identity_section(identity, "model"), "model.")
     layers = tuple(parse_pattern(model.pattern))
-    mixers = {name: _mixer(name, section_of(identity, f"mixers.{name}")) for name in sorted(set(layers))}
+    mixers = {name: _mixer(name, identity_section(identity, f"mixers.{name}")) for name in sorted(set(layers))}
     return SavedModel(
         model=model, layers=layers, mixers=mixers, vocab_size=identity[VOCAB_SIZE], seq_length=identity[SEQ_LENGTH]
     )

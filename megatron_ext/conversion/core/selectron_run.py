@@ -13,9 +13,9 @@ from megatron_ext.conversion.core.family import SavedModel
 from megatron_ext.conversion.core.saved_model import configured_model, identity_of, mixer_fields, saved_model
 from megatron_ext.conversion.core.source import Source, SourceOptions, Training
 from megatron_ext.conversion.core.tensors import VOCABULARY, Tensors, without_padding
-from megatron_ext.run_folder.layout import CHECKPOINTS, CONFIG, step_name, step_of
+from megatron_ext.run_folder.layout import CHECKPOINTS, CONFIG, parse_step_name, step_name
 from megatron_ext.runs.identity import PRECISION
-from megatron_ext.runs.tokenizer_files import kept_tokenizer
+from megatron_ext.runs.tokenizer_files import find_tokenizer
 from megatron_ext.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def checked_record(path: Path) -> Record:
     Raises:
         UserError: a file does not match the record, or the folder's name is not step_N.
     """
-    step = step_of(path.resolve().name)
+    step = parse_step_name(path.resolve().name)
     if step is None:
         raise UserError(str(path), "is a checkpoint, but its folder is not named step_N", "restore its name")
     checkpoints = CheckpointFolder(path.resolve().parent, "give the folder of another step")
@@ -92,7 +92,7 @@ def source_of(path: Path, record: Record, stored: Tensors, options: SourceOption
     Raises:
         UserError: the record lacks fields of the model.
     """
-    tokenizer = kept_tokenizer(_run(path), options.tokenizer)
+    tokenizer = find_tokenizer(_run(path), options.tokenizer)
     saved = _saved(path, record, stored, options, tokenizer.size if tokenizer else None)
     return Source(
         path=path,

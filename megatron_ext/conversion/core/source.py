@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from megatron_ext.checkpoint.folder import Progress
 from megatron_ext.conversion.core.family import Family, SavedModel
 from megatron_ext.conversion.core.tensors import TensorInfo, Tensors
-from megatron_ext.runs.tokenizer_files import KeptTokenizer
+from megatron_ext.runs.tokenizer_files import StoredTokenizer
 
 if TYPE_CHECKING:
     import torch
@@ -74,7 +74,7 @@ class Source:
     saved: SavedModel
     stored: Tensors
     tensors: Tensors
-    tokenizer: KeptTokenizer | None = None
+    tokenizer: StoredTokenizer | None = None
     progress: Progress | None = None
     has_optimizer: bool = False
     training: Training | None = None

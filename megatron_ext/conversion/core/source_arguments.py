@@ -45,9 +45,9 @@ def open_asked(path: Path, args: argparse.Namespace) -> Source:
         UserError: the folder is no checkpoint, or is damaged.
     """
     on_the_cpu()
-    from megatron_ext.platform.device import before_megatron
+    from megatron_ext.platform.device import prepare_megatron_import
 
-    before_megatron()
+    prepare_megatron_import()
     from megatron_ext.conversion.core.opening import open_source
 
     return open_source(path, asked_options(args))

@@ -37,7 +37,7 @@ from megatron_ext.conversion.core.tensors import (
 )
 from megatron_ext.conversion.megatron.torch_dist import OptimizerState
 from megatron_ext.optim.algorithms.adamw import MOMENTS
-from megatron_ext.runs.tokenizer_files import kept_tokenizer, read_json, read_name
+from megatron_ext.runs.tokenizer_files import find_tokenizer, read_json, read_pointer
 from megatron_ext.utils.atomic_files import os_reason
 from megatron_ext.utils.errors import UserError
 from megatron_ext.utils.untrusted_paths import path_within
@@ -78,7 +78,7 @@ def open_folder(path: Path, options: SourceOptions) -> Source:
         UserError: the checkpoint is damaged, or does not contain the model's sizes.
     """
     root, path = (path, _newest(path)) if (path / NEWEST).is_file() else (path.resolve().parent, path)
-    tokenizer = kept_tokenizer(root, options.tokenizer)
+    tokenizer = find_tokenizer(root, options.tokenizer)
     if (path / DESCRIPTION).is_file():
         return _ours(path, options, _description(path), tokenizer)
     if options.model_config is None:
@@ -102,7 +102,7 @@ def _rows(path: Path, stored: Tensors, model_config: Path) -> int:
 
 
 def _newest(path: Path) -> Path:
-    tag = read_name(path / NEWEST)
+    tag = read_pointer(path / NEWEST)
     folder = path_within(path, tag, str(path / NEWEST), follow_links=True)
     if not (folder / ZERO).is_dir():
         raise UserError(str(path / NEWEST), f"names {tag!r}, but {folder / ZERO} does not exist", _MEND)

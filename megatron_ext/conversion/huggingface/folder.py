@@ -15,7 +15,7 @@ from megatron_ext.conversion.core.source import Source, SourceOptions, main_dtyp
 from megatron_ext.conversion.core.tensors import Tensors
 from megatron_ext.conversion.huggingface.families import family_of_architecture
 from megatron_ext.conversion.huggingface.safetensors_files import SafetensorsTensors, write_safetensors
-from megatron_ext.runs.tokenizer_files import KeptTokenizer, kept_tokenizer, read_json
+from megatron_ext.runs.tokenizer_files import StoredTokenizer, find_tokenizer, read_json
 from megatron_ext.utils.errors import UserError
 
 
@@ -35,7 +35,7 @@ def open_folder(path: Path, options: SourceOptions) -> Source:
         saved=saved,
         stored=stored,
         tensors=ConvertedTensors(stored, to_ours(family.rules(saved)), str(path)),
-        tokenizer=kept_tokenizer(path, options.tokenizer),
+        tokenizer=find_tokenizer(path, options.tokenizer),
         family=family,
     )
 
@@ -73,7 +73,12 @@ def theirs(family: Family, saved: SavedModel, tensors: Tensors, where: str) -> T
 
 
 def write_folder(
-    family: Family, saved: SavedModel, tensors: Tensors, tokenizer: KeptTokenizer | None, folder: Path, shard_bytes: int
+    family: Family,
+    saved: SavedModel,
+    tensors: Tensors,
+    tokenizer: StoredTokenizer | None,
+    folder: Path,
+    shard_bytes: int,
 ) -> None:
     """Write a model without its tokenizer's files.
 

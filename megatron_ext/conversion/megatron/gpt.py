@@ -24,7 +24,7 @@ from megatron_ext.conversion.core.tensors import VOCABULARY, Tensors, without_pa
 from megatron_ext.conversion.huggingface.families.fields import Fields
 from megatron_ext.conversion.megatron.torch_dist import TorchDistTensors
 from megatron_ext.mixers.core.settings import AttentionConfig
-from megatron_ext.runs.tokenizer_files import KeptTokenizer, kept_tokenizer, read_name
+from megatron_ext.runs.tokenizer_files import StoredTokenizer, find_tokenizer, read_pointer
 from megatron_ext.utils.errors import UserError
 from megatron_ext.utils.untrusted_paths import path_within
 
@@ -106,7 +106,7 @@ def open_folder(path: Path, options: SourceOptions) -> Source:
     if VOCABULARY[0] not in stored.infos():
         problem = f"contains no {VOCABULARY[0]}, so it is not a GPTModel of megatron-core"
         raise UserError(str(path), problem, "give a checkpoint of one")
-    tokenizer = kept_tokenizer(path, options.tokenizer)
+    tokenizer = find_tokenizer(path, options.tokenizer)
     args = None if options.model_config is not None else _arguments(path)
     saved = _saved_model(path, args, options, stored, tokenizer)
     return Source(
@@ -122,7 +122,7 @@ def open_folder(path: Path, options: SourceOptions) -> Source:
 
 
 def _newest(path: Path) -> Path:
-    iteration = read_name(path / NEWEST)
+    iteration = read_pointer(path / NEWEST)
     is_number = iteration.isascii() and iteration.isdecimal() and len(iteration) <= MAX_DIGITS
     name = f"iter_{int(iteration):07d}" if is_number else iteration
     folder = path_within(path, name, str(path / NEWEST), follow_links=True)
@@ -148,7 +148,7 @@ def _arguments(path: Path) -> Namespace:
 
 
 def _saved_model(
-    path: Path, args: Namespace | None, options: SourceOptions, stored: Tensors, tokenizer: KeptTokenizer | None
+    path: Path, args: Namespace | None, options: SourceOptions, stored: Tensors, tokenizer: StoredTokenizer | None
 ) -> SavedModel:
     rows = stored.infos()[VOCABULARY[0]].shape[0]
     if options.model_config is not None:

@@ -283,7 +283,7 @@ def settings_class(mixer: str) -> type[Any] | None:
     if mixer in SETTINGS:
         return SETTINGS[mixer]
     try:  # by name: the registry imports this module
-        resolve_name("megatron_ext.platform.device:before_megatron")()
+        resolve_name("megatron_ext.platform.device:prepare_megatron_import")()
         entry = resolve_name("megatron_ext.mixers.core.registry:load_all")().get(mixer)
     except ImportError:
         return None

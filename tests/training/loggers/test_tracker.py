@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.run_folder.layout import tracked_name
+from megatron_ext.run_folder.layout import tracker_file_name
 from megatron_ext.training.loggers.core.registry import LOGGERS, load_all, register
 from megatron_ext.training.loggers.core.tracker import Point, Tracker
 from megatron_ext.training.records import RunRecords, copy_records
@@ -134,7 +134,7 @@ def test_an_error_of_the_service_is_one_line_and_the_next_start_sends_all(
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
     problem = "ConnectionError: no route to https://***@host"
     assert line == f"selectron: warning: fake: {problem}; training goes on, and the next start sends all steps"
-    assert not (tmp_path / tracked_name("fake")).exists()
+    assert not (tmp_path / tracker_file_name("fake")).exists()
     Service.broken = False
     write(tmp_path, 4, 5)
     assert expected(5) == RUNS[-1]

@@ -15,7 +15,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
 from tqdm import tqdm
 
-from megatron_ext.run_folder.layout import tracked_name
+from megatron_ext.run_folder.layout import tracker_file_name
 from megatron_ext.training.loggers.core.base import LoggedRun, Logger, Start, scalars
 from megatron_ext.utils.atomic_files import read_regular, write_whole
 from megatron_ext.utils.credentials import redacted
@@ -95,7 +95,7 @@ class Tracker(Logger):
         if self._thread is None:
             tracked = self._read()
             # A process that is killed leaves no file: what the service has received is then unknown.
-            (self.run.folder / tracked_name(self.service)).unlink(missing_ok=True)
+            (self.run.folder / tracker_file_name(self.service)).unlink(missing_ok=True)
             continues = tracked is not None and tracked.records == start.records and not start.has_dropped
             run_id = tracked.run if tracked is not None and continues else None
             self._thread = threading.Thread(target=self._work, name=f"{self.service} logger", daemon=True)
@@ -129,11 +129,11 @@ class Tracker(Logger):
             self._warn(f"did not receive the last values within {patience:.0f} s")
         elif not self._failed and self._id is not None:
             tracked = json.dumps(asdict(Tracked(self._id, self._records)))
-            write_whole(self.run.folder / tracked_name(self.service), (tracked + "\n").encode())
+            write_whole(self.run.folder / tracker_file_name(self.service), (tracked + "\n").encode())
 
     def _read(self) -> Tracked | None:
         """Return the run at the service that the run folder records; None without a record, or if it is damaged."""
-        path = self.run.folder / tracked_name(self.service)
+        path = self.run.folder / tracker_file_name(self.service)
         try:
             found: Tracked = TypeAdapter(Tracked).validate_json(read_regular(path))
         except (FileNotFoundError, ValidationError):
