@@ -24,7 +24,7 @@ from data_prep.stages import Filtering
 from data_prep.storage import BEGUN_NAME, PARTIAL_SUFFIX
 from data_prep.summary import summary
 from megatron_ext.utils.errors import EXIT_STOPPED, UserError
-from megatron_ext.utils.signals import handled
+from megatron_ext.utils.signals import handle_signals
 
 Group = argparse._ArgumentGroup
 MAX_DEFAULT_WORKERS = 8
@@ -185,7 +185,7 @@ def _interrupted_by_sigterm() -> Iterator[None]:
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
-    with handled((signal.SIGTERM,), interrupt):
+    with handle_signals((signal.SIGTERM,), interrupt):
         yield
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from megatron_ext.utils.credentials import redacted
+from megatron_ext.utils.credentials import redact
 from megatron_ext.utils.errors import UserError
 from megatron_ext.utils.printable import printable
 
@@ -84,7 +84,7 @@ class Problems:
             where = file if line is None else f"{file}:{line}"
             problem = f"{reason} ({detail})" if detail else reason
             raise UserError(where, " ".join(problem.split()), f"{hint} or {self.otherwise}")
-        self.counts[printable(redacted(file)), reason] += 1
+        self.counts[printable(redact(file)), reason] += 1
 
 
 class Corpus(Protocol):

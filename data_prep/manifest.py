@@ -21,7 +21,7 @@ from data_prep.manifest_entries import TokenizerKind as TokenizerKind
 from data_prep.manifest_entries import UnusedEntry as UnusedEntry
 from data_prep.manifest_entries import match_domain as match_domain
 from data_prep.storage import sha256_of
-from megatron_ext.utils.atomic_files import os_reason, read_regular, write_whole
+from megatron_ext.utils.atomic_files import os_error_reason, read_regular, write_atomically
 from megatron_ext.utils.errors import UserError
 from megatron_ext.utils.json_text import parse_json
 
@@ -35,7 +35,7 @@ _AGAIN = "prepare the data again with `selectron prepare`"
 def save_manifest(root: Path, manifest: Manifest) -> None:
     """Write manifest.json atomically. It is written last: a folder without it is unfinished."""
     content = json.dumps(asdict(manifest), indent=2, ensure_ascii=False) + "\n"
-    write_whole(root / MANIFEST_NAME, content.encode())
+    write_atomically(root / MANIFEST_NAME, content.encode())
 
 
 def load_manifest(root: Path) -> Manifest:
@@ -48,7 +48,7 @@ def load_manifest(root: Path) -> Manifest:
     try:
         content = read_regular(path)
     except OSError as error:
-        raise UserError(str(path), f"cannot be read ({os_reason(error)})", _AGAIN) from None
+        raise UserError(str(path), f"cannot be read ({os_error_reason(error)})", _AGAIN) from None
     return parse_manifest(content, str(path))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from data_prep.manifest_entries import MANIFEST_NAME, DomainEntry, Manifest, ShardEntry, TokenizerEntry
 from megatron_ext.utils.errors import UserError
-from megatron_ext.utils.untrusted_paths import relative_name
+from megatron_ext.utils.untrusted_paths import check_relative_path
 
 TOKEN_BYTES = {"uint16": 2, "uint32": 4}
 LARGEST_VOCABULARY = {"uint16": 2**16, "uint32": 2**31}
@@ -58,7 +58,7 @@ def _problems(manifest: Manifest, where: str) -> Iterator[tuple[str, str]]:
 
 
 def _checked_name(name: str, where: str) -> str:
-    checked = relative_name(name, where)
+    checked = check_relative_path(name, where)
     if checked.partition("/")[0] in RESERVED:
         raise UserError(where, f"names {checked}, which is a reserved name", "use only data that you trust")
     return checked

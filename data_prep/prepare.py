@@ -38,8 +38,8 @@ from data_prep.tokenization.vocabularies import (
     open_tokenizer,
     tokenizer_files,
 )
-from megatron_ext.utils.atomic_files import os_reason
-from megatron_ext.utils.credentials import redacted_tree
+from megatron_ext.utils.atomic_files import os_error_reason
+from megatron_ext.utils.credentials import redact_tree
 from megatron_ext.utils.errors import UserError
 from megatron_ext.utils.untrusted_paths import check_text
 
@@ -138,7 +138,7 @@ def prepare(options: PrepareOptions) -> Manifest | None:
     except OSError as error:
         where = str(error.filename or output)
         hint = "free space or fix the path, then rerun the same command to resume"
-        raise UserError(where, f"cannot be read or written ({os_reason(error)})", hint) from None
+        raise UserError(where, f"cannot be read or written ({os_error_reason(error)})", hint) from None
 
 
 def open_corpus(options: PrepareOptions) -> Corpus:
@@ -276,7 +276,7 @@ def _recorded(options: PrepareOptions, tasks: int) -> dict[str, Any]:
     for name in ("output", "execution", "progress", "filtering"):
         del kept[name]
     kept["train_domains"], kept["test_domains"] = chosen_domains(options.train_domains, options.test_domains)
-    return {**redacted_tree(kept), **options.filtering.as_options(), "tasks": tasks}
+    return {**redact_tree(kept), **options.filtering.as_options(), "tasks": tasks}
 
 
 def _begun(recorded: dict[str, Any], corpus: Corpus, options: PrepareOptions) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.manifest_entries import MANIFEST_NAME
-from megatron_ext.utils.atomic_files import force_to_disk, read_regular, write_whole
+from megatron_ext.utils.atomic_files import fsync_path, read_regular, write_atomically
 from megatron_ext.utils.errors import UserError
 from megatron_ext.utils.json_text import parse_json
 
@@ -104,7 +104,7 @@ def publish(partial: Path, output: Path) -> None:
     shutil.rmtree(partial / WORK_NAME, ignore_errors=True)
     _force_folders_to_disk(partial)
     partial.rename(output)
-    force_to_disk(output.parent)
+    fsync_path(output.parent)
     _remove_notes(output)
 
 
@@ -140,7 +140,7 @@ def _begin(partial: Path, begun: dict[str, Any]) -> bool:
             hint = f"rename it to {partial.name.removesuffix(PARTIAL_SUFFIX)}, or remove it to start again"
             raise UserError(str(partial), "is complete, but the run was stopped before it was renamed", hint)
         _empty(partial)  # files from before the record was written cannot be resumed
-        write_whole(note, json.dumps(begun).encode())
+        write_atomically(note, json.dumps(begun).encode())
     elif (name := _difference(note, begun)) is not None:
         before, now = _shown(parse_json(read_regular(note)).get(name)), _shown(begun.get(name))
         hint = f"give the same value, or remove {partial} to start again"
@@ -173,7 +173,7 @@ def _empty(partial: Path) -> None:
 def _remove_notes(output: Path) -> None:
     for name in (LOCK_NAME, BEGUN_NAME):  # in this order: `was_published` relies on the latter
         (output / name).unlink(missing_ok=True)
-    force_to_disk(output)
+    fsync_path(output)
 
 
 def _shown(value: Any) -> str:
@@ -182,4 +182,4 @@ def _shown(value: Any) -> str:
 
 def _force_folders_to_disk(root: Path) -> None:
     for folder, _, _ in os.walk(root, topdown=False):
-        force_to_disk(Path(folder))
+        fsync_path(Path(folder))

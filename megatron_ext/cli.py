@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0: done. 2: user error, printed as one line. 75: stopped on request, can be resumed. 130: interrupted. 141: the
         reader of standard output is gone. Any other failure is an exception of ours.
     """
-    gc_control.process_is_ours(arguments is None)
+    gc_control.set_process_owned(arguments is None)
     quiet.hush_libraries()
     with escaped_output():
         return _main(arguments)
@@ -53,11 +53,11 @@ def _main(arguments: Sequence[str] | None) -> int:
     except Exception as error:
         if isinstance(error, BrokenPipeError) and _has_lost_its_reader():
             return EXIT_NO_READER
-        if refusal := error_reporting.disk_refusal(error):
+        if refusal := error_reporting.disk_error(error):
             error_reporting.report_user_error(str(refusal))
             return EXIT_USER_ERROR
         # A rank that exits with a user error closes its connections, which raises exceptions in its peers.
-        if error_reporting.reported_by_another():
+        if error_reporting.is_reported_by_other_rank():
             return EXIT_USER_ERROR
         if error_reporting.has_peers():
             _end_at_once()

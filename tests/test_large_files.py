@@ -29,7 +29,7 @@ from megatron_ext.evaluation.fewshot.published import read_rows
 from megatron_ext.runs.tokenizer import store_tokenizer
 from megatron_ext.runs.tokenizer_files import COMPANIONS, TOKENIZER, find_tokenizer, read_json
 from megatron_ext.training.loggers.jsonl import records_of
-from megatron_ext.utils.atomic_files import LARGEST_READ, read_regular
+from megatron_ext.utils.atomic_files import MAX_READ_BYTES, read_regular
 from megatron_ext.utils.errors import UserError
 
 ROOT = Path(__file__).parents[1]
@@ -76,7 +76,7 @@ def test_what_has_no_size_is_read_up_to_the_limit(tmp_path: Path) -> None:
         read_regular(Path("/proc/self/status"), 4)
     (tmp_path / "exact").write_bytes(b"1234")
     assert read_regular(tmp_path / "exact", 4) == b"1234"
-    assert LARGEST_READ >= 1 << 30
+    assert MAX_READ_BYTES >= 1 << 30
 
 
 def test_a_file_of_another_size_is_not_summed(tmp_path: Path) -> None:

@@ -150,7 +150,7 @@ def main() -> int:
         results |= read_results(Path(path))
     results |= dict(zip(chosen, losses, strict=True))
     rows = [{**asdict(case), "losses": values} for case, values in results.items()]
-    markdown.write_both(args.output, "losses", {"torch": torch.__version__, "cases": rows}, table(results))
+    markdown.write_report(args.output, "losses", {"torch": torch.__version__, "cases": rows}, table(results))
     print(table(results))
     return 0 if all(results.values()) else 1
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from datatrove.io import DataFolder
 
-from megatron_ext.utils.atomic_files import renamed_when_whole, write_whole
+from megatron_ext.utils.atomic_files import rename_when_complete, write_atomically
 from megatron_ext.utils.temp_dirs import scratch_folder
 
 Append = Callable[[npt.NDArray[Any]], None]
@@ -47,7 +47,7 @@ def appended_array(folder: DataFolder, name: str, dtype: npt.DTypeLike) -> Itera
 def _appended_here(path: Path, dtype: np.dtype[Any]) -> Iterator[Append]:
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")  # unique: a killed run's worker may write, too
-    with renamed_when_whole(beside, path), beside.open("wb") as file:
+    with rename_when_complete(beside, path), beside.open("wb") as file:
         start = _write_header(file, dtype, 0)
 
         def append(rows: npt.NDArray[Any]) -> None:
@@ -86,7 +86,7 @@ def save_json(folder: DataFolder, name: str, values: Any) -> None:
     """Write JSON."""
     if folder.is_local():
         Path(folder.path).mkdir(parents=True, exist_ok=True)
-        write_whole(Path(folder.path) / name, json.dumps(values).encode())
+        write_atomically(Path(folder.path) / name, json.dumps(values).encode())
         return
     with folder.open(name, "wt", encoding="utf-8") as file:
         json.dump(values, file)

@@ -16,7 +16,7 @@ from datatrove.data import Document
 from data_prep.manifest import DomainEntry, ShardEntry
 from data_prep.output.tar_members import BLOCK, end_of_tar, member, npy
 from data_prep.storage import sha256_of
-from megatron_ext.utils.atomic_files import force_to_disk
+from megatron_ext.utils.atomic_files import fsync_path
 from megatron_ext.utils.untrusted_paths import path_within
 
 BUFFER_BYTES = 1 << 20
@@ -122,7 +122,7 @@ class DomainWriter:
         index = shard.path.with_suffix(".index.npy")
         np.save(index, np.frombuffer(shard.rows, np.int64).astype("<i8").reshape(-1, 2), allow_pickle=False)
         for path in (shard.path, index):
-            force_to_disk(path)
+            fsync_path(path)
         self._shards.append(
             ShardEntry(
                 file=shard.path.relative_to(self._root).as_posix(),

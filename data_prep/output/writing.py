@@ -24,7 +24,7 @@ from data_prep.storage import locked
 from data_prep.tokenization.pieces import PIECE_CHARACTERS, UnbrokenError, encode_in_pieces
 from data_prep.tokenization.tokenizer import NoTokenError
 from data_prep.tokenization.vocabularies import TextTokenizer, kept_tokenizer, lost_part, token_dtype
-from megatron_ext.utils.atomic_files import read_regular, write_whole
+from megatron_ext.utils.atomic_files import read_regular, write_atomically
 from megatron_ext.utils.json_text import parse_json
 
 BATCH_DOCUMENTS = 1024
@@ -105,7 +105,7 @@ class WriteShards(PipelineStep):
                     changed=count_entries(self.ledger.changed),
                     unused=unused_entries(self.ledger.unused),
                 )
-                write_whole(note, json.dumps(asdict(result), ensure_ascii=False).encode())
+                write_atomically(note, json.dumps(asdict(result), ensure_ascii=False).encode())
         yield from ()
 
     def _write(self, data: Iterable[Document], target: Path, rank: int) -> list[DomainEntry]:

@@ -9,7 +9,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from data_prep.tokenization.tokenizer import KNOWN_ENDS, JsonTokenizer, load_tokenizer
-from megatron_ext.utils.atomic_files import LARGEST_VOCABULARY, os_reason, read_regular
+from megatron_ext.utils.atomic_files import MAX_VOCABULARY_BYTES, os_error_reason, read_regular
 from megatron_ext.utils.errors import UserError
 
 TOKENIZER, VOCABULARY, MERGES = "tokenizer.json", "vocab.json", "merges.txt"
@@ -100,11 +100,11 @@ def _name(value: Any) -> str | None:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(read_regular(path, LARGEST_VOCABULARY))
+        content = json.loads(read_regular(path, MAX_VOCABULARY_BYTES))
     except FileNotFoundError:
         return {}
     except OSError as error:
-        raise UserError("--tokenizer", f"{path} cannot be read ({os_reason(error)})", "copy it again") from None
+        raise UserError("--tokenizer", f"{path} cannot be read ({os_error_reason(error)})", "copy it again") from None
     except (ValueError, RecursionError) as error:
         raise UserError("--tokenizer", f"{path} is not JSON ({error})", "give it as it was published") from None
     if not isinstance(content, dict):

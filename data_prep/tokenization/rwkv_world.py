@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.manifest import TokenizerKind
-from megatron_ext.utils.atomic_files import LARGEST_VOCABULARY, open_regular, os_reason, read_regular
+from megatron_ext.utils.atomic_files import MAX_VOCABULARY_BYTES, open_regular, os_error_reason, read_regular
 from megatron_ext.utils.errors import UserError
 
 END_TOKEN, END_ID = "<|endoftext|>", 0
@@ -46,9 +46,11 @@ class RwkvTokenizer:
 
     def __init__(self, path: Path) -> None:
         try:
-            self._content = read_regular(path, LARGEST_VOCABULARY)
+            self._content = read_regular(path, MAX_VOCABULARY_BYTES)
         except OSError as error:
-            raise UserError(str(path), f"cannot be read ({os_reason(error)})", "give it as it was published") from None
+            raise UserError(
+                str(path), f"cannot be read ({os_error_reason(error)})", "give it as it was published"
+            ) from None
         self._tokens: dict[int, bytes] = {END_ID: b""}
         self._root: dict[int, Any] = {}
         for number, line in enumerate(self._content.splitlines(), start=1):

@@ -11,7 +11,7 @@ from pathlib import Path
 import tiktoken
 
 from data_prep.manifest import TokenizerEntry, TokenizerKind
-from megatron_ext.utils.atomic_files import LARGEST_VOCABULARY, read_regular
+from megatron_ext.utils.atomic_files import MAX_VOCABULARY_BYTES, read_regular
 from megatron_ext.utils.errors import UserError
 from megatron_ext.utils.temp_dirs import scratch_folder
 
@@ -114,7 +114,7 @@ def _published(name: str, file: Path | None = None) -> tiktoken.Encoding:
 def _ranks(path: Path) -> dict[bytes, int]:
     """Read ranks from a file. tiktoken's own reader caches by path and would not notice that the file has changed."""
     try:
-        lines = (line.split() for line in read_regular(path, LARGEST_VOCABULARY).splitlines() if line)
+        lines = (line.split() for line in read_regular(path, MAX_VOCABULARY_BYTES).splitlines() if line)
         return {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
     except (OSError, ValueError) as error:
         raise UserError("--tokenizer", f"{path} is not a .tiktoken file ({error})", "give one") from None

@@ -11,7 +11,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from data_prep.manifest import TokenizerKind
-from megatron_ext.utils.atomic_files import LARGEST_VOCABULARY, read_regular
+from megatron_ext.utils.atomic_files import MAX_VOCABULARY_BYTES, read_regular
 from megatron_ext.utils.errors import UserError
 
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -72,7 +72,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
     if not path.is_file():
         raise UserError("--tokenizer", f"{path} is not a file", "give a tokenizer.json, or `train`")
     try:
-        return Tokenizer.from_buffer(read_regular(path, LARGEST_VOCABULARY))
+        return Tokenizer.from_buffer(read_regular(path, MAX_VOCABULARY_BYTES))
     except Exception as error:  # the binding raises bare Exception
         problem = f"{path} is not a tokenizer.json ({' '.join(str(error).split())})"
         raise UserError("--tokenizer", problem, "give one written by Hugging Face tokenizers") from None
@@ -102,7 +102,7 @@ class JsonTokenizer:
     def __init__(self, tokenizer: Tokenizer, path: Path | None = None, ends: tuple[str, ...] = ()) -> None:
         self._ends = (*ends, *KNOWN_ENDS)
         # The unchanged content, saved before the changes below.
-        self._content = read_regular(path, LARGEST_VOCABULARY) if path is not None else tokenizer.to_str().encode()
+        self._content = read_regular(path, MAX_VOCABULARY_BYTES) if path is not None else tokenizer.to_str().encode()
         self._tokenizer = tokenizer if path is not None else Tokenizer.from_buffer(self._content)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()

@@ -13,7 +13,7 @@ from data_prep.tokenization.folders import MERGES, READ, VOCABULARY, open_folder
 from data_prep.tokenization.rwkv_world import RwkvTokenizer, is_rwkv_vocabulary
 from data_prep.tokenization.tiktoken_files import TIKTOKEN_SUFFIX, TiktokenTokenizer, is_encoding_name
 from data_prep.tokenization.tokenizer import JsonTokenizer, NoTokenError, load_tokenizer
-from megatron_ext.utils.atomic_files import write_whole
+from megatron_ext.utils.atomic_files import write_atomically
 from megatron_ext.utils.errors import UserError
 
 LONGEST_SHOWN = 40
@@ -136,7 +136,7 @@ def check_vocabulary(file: Path, entry: TokenizerEntry) -> None:
 def keep_tokenizer(root: Path, tokenizer: TextTokenizer, end: tuple[str, int]) -> TokenizerEntry:
     """Write a tokenizer beside a manifest, and return its entry."""
     path = root / tokenizer.file_name
-    write_whole(path, tokenizer.content())
+    write_atomically(path, tokenizer.content())
     return TokenizerEntry(
         file=path.name,
         sha256=sha256_of(path),

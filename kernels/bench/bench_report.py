@@ -15,7 +15,7 @@ import torch
 
 from kernels.bench.timing import Times
 from megatron_ext.utils import git_info
-from megatron_ext.utils.markdown import digits, write_both
+from megatron_ext.utils.markdown import format_number, write_report
 
 
 class Timed(Protocol):
@@ -47,7 +47,7 @@ class BenchRow(Generic[M]):
     def summary(self) -> str:
         """Short form of the result."""
         if self.measured is not None:
-            return f"{digits(self.measured.times.median)} ms"
+            return f"{format_number(self.measured.times.median)} ms"
         return f"failed: {self.failed}" if self.failed is not None else f"not run: {self.not_run}"
 
 
@@ -85,7 +85,7 @@ class BenchReport(ABC):
 
     def write(self, folder: Path) -> None:
         """Write STEM.json and STEM.md, each atomically."""
-        write_both(folder, self.stem, self.to_dict(), self.markdown())
+        write_report(folder, self.stem, self.to_dict(), self.markdown())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +108,7 @@ def describe_machine(device: torch.device) -> dict[str, str | None]:
     """Return GPU, driver, versions, commit and date; None for what is unknown."""
     return {
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
-        "driver": git_info.output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "driver": git_info.first_output_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "triton": version("triton"),

@@ -7,7 +7,7 @@ from kernels.bench.bench_report import BenchRow, ContestReport
 from kernels.bench.cases import BASELINE, KernelPlan, Pass, Shape
 from kernels.bench.checks import Verdict
 from kernels.bench.timing import Ceilings, Times
-from megatron_ext.utils.markdown import digits, finite, table
+from megatron_ext.utils.markdown import format_number, replace_nonfinite, table
 
 COLUMNS = (
     "heads x dim",
@@ -134,7 +134,7 @@ def _row_dict(report: KernelReport, row: KernelRow) -> dict[str, Any]:
             "extra_memory_percent": 100 * measured.extra_memory,
             f"speed_over_{BASELINE}": report.speed(row),
         }
-    return fields if row.verdict is None else fields | {"check": finite(asdict(row.verdict))}
+    return fields if row.verdict is None else fields | {"check": replace_nonfinite(asdict(row.verdict))}
 
 
 def _cells(report: KernelReport, row: KernelRow) -> list[str]:
@@ -145,14 +145,14 @@ def _cells(report: KernelReport, row: KernelRow) -> list[str]:
     speed = report.speed(row)
     return [
         *cells,
-        digits(fields["ms"]),
-        f"{digits(fields['ms_20'])} to {digits(fields['ms_80'])}",
-        digits(fields["tflops"]),
-        digits(fields["gb_per_s"]),
-        digits(fields["floor_ms"]),
+        format_number(fields["ms"]),
+        f"{format_number(fields['ms_20'])} to {format_number(fields['ms_80'])}",
+        format_number(fields["tflops"]),
+        format_number(fields["gb_per_s"]),
+        format_number(fields["floor_ms"]),
         f"{100 * fields['of_floor']:.0f} %",
         f"{fields['extra_memory_percent']:.1f} %",
-        "" if speed is None else f"{digits(speed)}x",
+        "" if speed is None else f"{format_number(speed)}x",
     ]
 
 

@@ -6,7 +6,7 @@ every run.
 
 At a fixed x, the loss of a document is a weighted sum of its losses at the evaluations, with the same weights for all
 documents. A gap between two runs is computed for each document in the same way, so that the difficulty of a document
-cancels. The spread of losses and gaps over documents is that of a ratio of sums (`spread_of_ratio`).
+cancels. The spread of losses and gaps over documents is that of a ratio of sums (`ratio_variance`).
 
 The second source of uncertainty is the training loss, a mean over the few batches of a window. An error of the training
 loss moves a point along x. The effect is that of a shift along y by the error times the slope of the curve. In short

@@ -10,7 +10,7 @@ import numpy as np
 
 from megatron_ext.analysis.run_files import FloatArray, IntArray, Split
 from megatron_ext.analysis.runs import Run
-from megatron_ext.utils.ratio_interval import FEWEST_DOCUMENTS, Spread, none_like, spread_of_ratio
+from megatron_ext.utils.ratio_interval import MIN_DOCUMENTS, SamplingVariance, ratio_variance, zero_variance_like
 
 MIN_NOISE_WINDOW = 6
 """Minimum number of steps for an estimate of batch noise: twice the three that a parabola fits exactly."""
@@ -131,27 +131,27 @@ class PooledDomains:
         """Return the signed sum [G] of the architectures' losses."""
         return np.asarray(sum(domain.difference(signs).sum(axis=1) for domain in self._domains)) / self.tokens
 
-    def over_documents(self, signs: FloatArray) -> Spread:
+    def over_documents(self, signs: FloatArray) -> SamplingVariance:
         """Return the spread [G] over the choice of documents within each domain, with fixed token shares of domains."""
         nats = [domain.difference(signs) for domain in self._domains]
         if not signs.any():
-            return none_like(np.zeros(len(nats[0])))
-        found: Spread | None = None
+            return zero_variance_like(np.zeros(len(nats[0])))
+        found: SamplingVariance | None = None
         for stratum in _strata([len(domain.tokens) for domain in self._domains]):
             tokens = np.concatenate([self._domains[index].tokens for index in stratum])
-            part = spread_of_ratio(np.concatenate([nats[index] for index in stratum], axis=1), tokens)
-            part = part.times(float(tokens.sum()) / self.tokens)
+            part = ratio_variance(np.concatenate([nats[index] for index in stratum], axis=1), tokens)
+            part = part.scaled(float(tokens.sum()) / self.tokens)
             found = part if found is None else found + part
         assert found is not None  # there is a domain
         return found
 
-    def over_batches(self, signs: FloatArray) -> Spread:
+    def over_batches(self, signs: FloatArray) -> SamplingVariance:
         """Return the spread [G] over the choice of the batches in the windows of the training losses.
 
         Runs with the same seed have the same batches at the same steps, so that common noise cancels in a difference.
         """
         interpolated = self._domains[0].interpolated
-        found = none_like(np.zeros(len(interpolated[0][0].grid)))
+        found = zero_variance_like(np.zeros(len(interpolated[0][0].grid)))
         if not signs.any():
             return found
         windows: dict[tuple[int, int, int], list[FloatArray]] = defaultdict(list)
@@ -168,7 +168,7 @@ class PooledDomains:
             rest = np.sum(parts, axis=0)
             freedom = steps - PARABOLA
             variance = (rest**2).sum(axis=1) / freedom / steps
-            found = found + Spread(variance, np.full_like(variance, freedom))
+            found = found + SamplingVariance(variance, np.full_like(variance, freedom))
         return found
 
 
@@ -184,8 +184,8 @@ def _strata(documents: Sequence[int]) -> list[list[int]]:
     tends to be too large (collapsed strata, Cochran 1977, Sampling Techniques, section 5A.12).
     """
     order = sorted(range(len(documents)), key=lambda index: documents[index])
-    small = [index for index in order if documents[index] < FEWEST_DOCUMENTS]
-    others = [index for index in order if documents[index] >= FEWEST_DOCUMENTS]
-    while small and others and sum(documents[index] for index in small) < FEWEST_DOCUMENTS:
+    small = [index for index in order if documents[index] < MIN_DOCUMENTS]
+    others = [index for index in order if documents[index] >= MIN_DOCUMENTS]
+    while small and others and sum(documents[index] for index in small) < MIN_DOCUMENTS:
         small.append(others.pop(0))
     return ([small] if small else []) + [[index] for index in others]

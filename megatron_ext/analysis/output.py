@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from megatron_ext.utils.atomic_files import read_regular, write_whole
+from megatron_ext.utils.atomic_files import read_regular, write_atomically
 from megatron_ext.utils.json_text import parse_json
 from megatron_ext.utils.untrusted_paths import path_within
 
@@ -42,7 +42,7 @@ def replace_files(
         if keep is None or path.resolve() != keep.resolve():
             _remove(output, path)
     for name, content in files.items():
-        write_whole(output / name, content)
+        write_atomically(output / name, content)
 
 
 def _remove(output: Path, path: Path) -> None:

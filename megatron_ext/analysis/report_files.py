@@ -21,7 +21,7 @@ from megatron_ext.analysis.scaling.run_points import by_mixer, points_of
 from megatron_ext.analysis.scaling.section import section
 from megatron_ext.analysis.selection import Selected, with_unevaluated
 from megatron_ext.analysis.suites import as_tables, heat_maps, read_suites, to_dict
-from megatron_ext.utils.atomic_files import os_reason, write_whole
+from megatron_ext.utils.atomic_files import os_error_reason, write_atomically
 from megatron_ext.utils.errors import UserError
 
 SCALING = "scaling"
@@ -78,10 +78,10 @@ def write_files(
         if laws is not None:
             fit_output.write_fit(laws, output / SCALING)
         replace_files(output, files, RECORD, WRITTEN, others=fitted)
-        write_whole(output / RECORD, (json.dumps({"files": beside}, indent=1) + "\n").encode())
-        write_whole(output / "index.html", page.encode())
+        write_atomically(output / RECORD, (json.dumps({"files": beside}, indent=1) + "\n").encode())
+        write_atomically(output / "index.html", page.encode())
     except OSError as error:
-        problem = f"the report cannot be written ({os_reason(error)})"
+        problem = f"the report cannot be written ({os_error_reason(error)})"
         raise UserError(str(output), problem, "give another folder with --output or free disk space") from None
     for line in (f"report: {output / 'index.html'}", *answer_lines(comparison)):
         say(line)

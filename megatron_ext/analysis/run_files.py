@@ -17,8 +17,8 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from megatron_ext.config.yaml_text import TooLargeError, parse_yaml
 from megatron_ext.run_folder.layout import CONFIG
-from megatron_ext.utils.atomic_files import os_reason, read_regular
-from megatron_ext.utils.credentials import redacted_tree
+from megatron_ext.utils.atomic_files import os_error_reason, read_regular
+from megatron_ext.utils.credentials import redact_tree
 from megatron_ext.utils.errors import UserError
 from megatron_ext.utils.printable import printable
 
@@ -144,7 +144,7 @@ def _read_bytes(path: Path, hint: str) -> bytes:
     except FileNotFoundError:
         raise UserError(str(path), "is missing", hint) from None
     except OSError as error:
-        raise UserError(str(path), f"cannot be read ({os_reason(error)})", hint) from None
+        raise UserError(str(path), f"cannot be read ({os_error_reason(error)})", hint) from None
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -153,7 +153,7 @@ def read_config(path: Path) -> dict[str, Any]:
     data = _read_bytes(file, "give the folder of a run: it contains config.yaml, metrics.jsonl and evaluation.jsonl")
     hint = "restore the configuration that was saved with the run"
     try:
-        config = redacted_tree(parse_yaml(data.decode("utf-8")))
+        config = redact_tree(parse_yaml(data.decode("utf-8")))
     except MarkedYAMLError as error:
         line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
         raise UserError(f"{file}{line}", f"is not YAML ({error.problem})", hint) from None

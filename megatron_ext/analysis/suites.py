@@ -17,7 +17,7 @@ from megatron_ext.analysis.cells import NOTHING, Cell, Table, count, number, tex
 from megatron_ext.analysis.run_files import SPLITS, Split, column_name
 from megatron_ext.analysis.style import as_csv
 from megatron_ext.run_folder.layout import EVALUATIONS, parse_step_name
-from megatron_ext.utils.atomic_files import os_reason, read_regular
+from megatron_ext.utils.atomic_files import os_error_reason, read_regular
 from megatron_ext.utils.errors import UserError
 from megatron_ext.utils.ratio_interval import FEW_DOCUMENTS
 
@@ -184,7 +184,7 @@ def _picture(path: Path | None) -> bytes | None:
     try:
         return read_regular(path, _LARGEST_PICTURE)
     except OSError as error:
-        raise UserError(str(path), f"cannot be read ({os_reason(error)})", _AGAIN) from None
+        raise UserError(str(path), f"cannot be read ({os_error_reason(error)})", _AGAIN) from None
 
 
 def _newest(folder: Path, name: str) -> Path | None:

@@ -16,10 +16,10 @@ from typing import Any
 from megatron_ext.checkpoint.contents import FileDigest, compute_digest
 from megatron_ext.checkpoint.disk import NotAsWritten
 from megatron_ext.run_folder.layout import parse_step_name, step_name
-from megatron_ext.utils.atomic_files import LARGEST_POINTER, os_reason, read_regular, write_whole
+from megatron_ext.utils.atomic_files import MAX_POINTER_BYTES, os_error_reason, read_regular, write_atomically
 from megatron_ext.utils.errors import UserError
 from megatron_ext.utils.json_text import parse_json
-from megatron_ext.utils.untrusted_paths import relative_name
+from megatron_ext.utils.untrusted_paths import check_relative_path
 
 RECORD = "checkpoint.json"
 LATEST = "latest"
@@ -131,9 +131,11 @@ class CheckpointFolder:
         if not pointer.exists():
             return None
         try:
-            name = read_regular(pointer, LARGEST_POINTER).decode(errors="replace").strip()
+            name = read_regular(pointer, MAX_POINTER_BYTES).decode(errors="replace").strip()
         except OSError as error:
-            raise UserError(str(pointer), f"cannot be read ({os_reason(error)})", "restore or remove it") from error
+            raise UserError(
+                str(pointer), f"cannot be read ({os_error_reason(error)})", "restore or remove it"
+            ) from error
         step = parse_step_name(name)
         if step is None:
             names = ", ".join(step_name(step) for step in self.steps())
@@ -157,7 +159,7 @@ class CheckpointFolder:
         with suppress(OSError):  # a file that is unreadable or too large is overwritten
             if read_regular(pointer, len(content)) == content:
                 return
-        write_whole(pointer, content)
+        write_atomically(pointer, content)
 
     def create_partial(self, step: int) -> Path:
         """Create an empty folder for the checkpoint of a step, and remove leftovers of killed runs."""
@@ -184,11 +186,11 @@ class CheckpointFolder:
         partial = self.partial(step)
         self._check_sizes(partial, written)
         record = Record(**record_fields, files=dict(sorted(written.items())))
-        write_whole(partial / RECORD, json.dumps(asdict(record), indent=1).encode())
+        write_atomically(partial / RECORD, json.dumps(asdict(record), indent=1).encode())
         # An existing folder of this step is damaged or partly deleted, or belongs to steps that were trained again.
         shutil.rmtree(self.path(step), ignore_errors=True)
         partial.rename(self.path(step))
-        write_whole(self.root / LATEST, f"{step_name(step)}\n".encode())
+        write_atomically(self.root / LATEST, f"{step_name(step)}\n".encode())
         for old in retention.steps_to_remove(self.steps(), step):
             self._remove(old)
 
@@ -223,7 +225,9 @@ class CheckpointFolder:
             raise self.damage_error(step, RECORD, "is missing, so the checkpoint is incomplete")
         try:
             raw = parse_json(read_regular(path))
-            files = {relative_name(name, str(path)): FileDigest(**digest) for name, digest in raw["files"].items()}
+            files = {
+                check_relative_path(name, str(path)): FileDigest(**digest) for name, digest in raw["files"].items()
+            }
             record = Record(**{**raw, "progress": Progress(**raw["progress"]), "files": files})
             _check_types(record)
             return record
@@ -252,7 +256,7 @@ class CheckpointFolder:
         try:
             found = compute_digest(path)
         except OSError as error:
-            raise self.damage_error(step, name, f"cannot be read ({os_reason(error)})") from error
+            raise self.damage_error(step, name, f"cannot be read ({os_error_reason(error)})") from error
         if found != expected:
             problem = f"has checksum {found.xxh3_128} instead of {expected.xxh3_128}, so the checkpoint is damaged"
             raise self.damage_error(step, name, problem)

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_ext.checkpoint.metadata_index import FILE_NAME
-from megatron_ext.utils.atomic_files import write_whole
+from megatron_ext.utils.atomic_files import write_atomically
 
 
 class _Writer(FileSystemWriter):
@@ -41,7 +41,7 @@ class Index:
             results: write results of each rank, as returned by `encode_results`.
         """
         if self._results == list(results):
-            write_whole(folder / FILE_NAME, self._content)
+            write_atomically(folder / FILE_NAME, self._content)
             return
         _Writer(folder).finish(metadata, [_decode_results(result) for result in results])
         self._content, self._results = (folder / FILE_NAME).read_bytes(), list(results)

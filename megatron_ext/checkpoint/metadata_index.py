@@ -15,7 +15,7 @@ from typing import Any
 from megatron_ext.checkpoint.extent import RefusedPickle
 from megatron_ext.checkpoint.pickle_names import AllowedName, AllowedNames, ignored_class, ordered_dict
 from megatron_ext.checkpoint.restricted_pickle import load
-from megatron_ext.utils.atomic_files import os_reason, read_regular
+from megatron_ext.utils.atomic_files import os_error_reason, read_regular
 from megatron_ext.utils.errors import UserError
 
 FILE_NAME = ".metadata"
@@ -242,7 +242,7 @@ def read_index(folder: Path, kinds: Kinds, names: AllowedNames) -> Any:
     except FileNotFoundError:
         raise UserError(str(path), "is missing, so the checkpoint is damaged", MEND) from None
     except OSError as error:
-        raise UserError(str(path), f"cannot be read ({os_reason(error)})", MEND) from error
+        raise UserError(str(path), f"cannot be read ({os_error_reason(error)})", MEND) from error
     except RefusedPickle as error:
         raise UserError(str(path), f"cannot be read: it {error}", MEND) from error
 

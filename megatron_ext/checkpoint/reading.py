@@ -41,7 +41,7 @@ from megatron_ext.checkpoint.metadata_index import FILE_NAME, MEND
 from megatron_ext.checkpoint.pickle_names import AllowedNames
 from megatron_ext.checkpoint.torch_file import NAMES, load_file, load_range
 from megatron_ext.parallel.agreement import raise_on_all_ranks
-from megatron_ext.utils.atomic_files import open_regular, os_reason
+from megatron_ext.utils.atomic_files import open_regular, os_error_reason
 from megatron_ext.utils.errors import UserError
 
 
@@ -83,7 +83,7 @@ class RestrictedReader(FileSystemReader):
             try:
                 self._read_file(path, items, planner)
             except OSError as error:
-                raise UserError(str(path), f"cannot be read ({os_reason(error)})", MEND) from error
+                raise UserError(str(path), f"cannot be read ({os_error_reason(error)})", MEND) from error
             except RefusedPickle as error:
                 raise UserError(str(path), f"cannot be read: it {error}", MEND) from error
         done: Future[None] = Future()
@@ -195,7 +195,7 @@ def read_common(folder: Path, names: AllowedNames | None = None) -> Any:
     try:
         return load_file(path, NAMES if names is None else {**NAMES, **names})
     except OSError as error:
-        raise UserError(str(path), f"cannot be read ({os_reason(error)})", MEND) from error
+        raise UserError(str(path), f"cannot be read ({os_error_reason(error)})", MEND) from error
     except RefusedPickle as error:
         raise UserError(str(path), f"cannot be read: it {error}", MEND) from error
 

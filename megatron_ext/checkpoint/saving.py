@@ -39,7 +39,7 @@ from megatron_ext.checkpoint.metadata_index import FILE_NAME as INDEX
 from megatron_ext.checkpoint.plan import RankPlan
 from megatron_ext.checkpoint.staging import FetchToHost
 from megatron_ext.parallel.agreement import from_first_rank, gather_on_first
-from megatron_ext.utils.atomic_files import force_to_disk
+from megatron_ext.utils.atomic_files import fsync_path
 
 FORMAT = CheckpointingConfig("torch_dist", 1)
 
@@ -213,7 +213,7 @@ class AsyncSave:
         assert self._plan.metadata is not None
         self._index.write(partial, self._plan.metadata, [result.results for result in results])
         save_config(FORMAT, str(partial))
-        force_to_disk(partial / CONFIG_FNAME)
+        fsync_path(partial / CONFIG_FNAME)
         files = {name: digest for result in results for name, digest in result.files.items()}
         files |= {name: compute_digest(partial / name) for name in (INDEX, CONFIG_FNAME)}
         if self._guard is not None:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_ext.utils.atomic_files import os_reason
+from megatron_ext.utils.atomic_files import os_error_reason
 from megatron_ext.utils.errors import UserError
 from megatron_ext.utils.printable import text_output
 
@@ -89,7 +89,9 @@ def _content(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
-        raise UserError("--prompt-file", f"{path} cannot be read ({os_reason(error)})", "give a text file") from None
+        raise UserError(
+            "--prompt-file", f"{path} cannot be read ({os_error_reason(error)})", "give a text file"
+        ) from None
     except UnicodeDecodeError:
         raise UserError("--prompt-file", f"{path} is not UTF-8", "give a UTF-8 text file") from None
 

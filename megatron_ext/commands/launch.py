@@ -34,7 +34,7 @@ from megatron_ext.run_folder.lock import FOLDER
 from megatron_ext.run_folder.lock_file import lock_state
 from megatron_ext.utils.atomic_files import is_url
 from megatron_ext.utils.errors import UserError
-from megatron_ext.utils.resume_option import add_resume
+from megatron_ext.utils.resume_option import add_resume_option
 
 _OF_SLURM = ("nodes", "gpus_per_node", "processes_per_node", "cpus_per_task", "partition", "time", "container")
 """Options that do not apply to a run on this machine."""
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run_config.add_config(parser)
     add_where(parser)
     how = parser.add_argument_group("start")
-    add_resume(how, "continue an existing run")
+    add_resume_option(how, "continue an existing run")
     how.add_argument(
         "--dry-run", action="store_true", help="write the job's folder and print its script without submitting it"
     )

@@ -10,7 +10,7 @@ from megatron_ext.commands import run_config
 from megatron_ext.commands.ranks import run_as_ranks, world_size
 from megatron_ext.utils import error_reporting, gc_control
 from megatron_ext.utils.errors import UserError
-from megatron_ext.utils.resume_option import add_resume
+from megatron_ext.utils.resume_option import add_resume_option
 
 if TYPE_CHECKING:
     from megatron_ext.config.schema import RunConfig
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the configuration and the options of a start."""
     run_config.add_config(parser)
     parser.add_argument("--processes", type=int, metavar="N", help="processes to start on this machine (default 1)")
-    add_resume(parser, "continue from the run's newest checkpoint")
+    add_resume_option(parser, "continue from the run's newest checkpoint")
     parser.add_argument("--from-step", type=int, metavar="N", help="continue from the checkpoint of this step")
     trial = f"train only N steps (default {TRIAL_STEPS}) in a separate folder and report throughput and memory"
     parser.add_argument("--trial", type=int, nargs="?", const=TRIAL_STEPS, metavar="N", help=trial)
@@ -52,12 +52,12 @@ def run(args: argparse.Namespace) -> int:
         return 0
 
     def train_here() -> int:
-        with gc_control.unlooked_for():
+        with gc_control.paused_collection():
             from megatron_ext.training.run import train
 
         trial_of = None if args.trial is None else whole
         finished = train(config, resume=args.resume, from_step=args.from_step, trial_of=trial_of)
-        return 0 if finished else error_reporting.stopped_code()
+        return 0 if finished else error_reporting.stop_exit_code()
 
     return run_as_ranks("train", args.command_line, processes, train_here)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.config.schema import OptimizerConfig, TrainingConfig
-from megatron_ext.utils.atomic_files import LARGEST_VOCABULARY, os_reason, read_regular
+from megatron_ext.utils.atomic_files import MAX_VOCABULARY_BYTES, os_error_reason, read_regular
 from megatron_ext.utils.errors import UserError
 from megatron_ext.utils.json_text import parse_json
 
@@ -132,10 +132,10 @@ def _optimizer_settings(optimizer: OptimizerConfig) -> dict[str, Any]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        content = parse_json(read_regular(path, LARGEST_VOCABULARY))
+        content = parse_json(read_regular(path, MAX_VOCABULARY_BYTES))
     except OSError as error:
         hint = "give a file with DeepSpeed's configuration, or remove it"
-        raise UserError("optimizer.deepspeed", f"{path} cannot be read ({os_reason(error)})", hint) from error
+        raise UserError("optimizer.deepspeed", f"{path} cannot be read ({os_error_reason(error)})", hint) from error
     except ValueError as error:
         raise UserError(str(path), f"is not JSON ({error})", "fix it, or remove optimizer.deepspeed") from error
     if not isinstance(content, dict):

@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 from megatron_ext.config.pattern import parse_pattern
 from megatron_ext.config.schema import SUITE_SECTIONS, RunConfig
 from megatron_ext.config.validate import sections
-from megatron_ext.utils.credentials import redacted_tree
+from megatron_ext.utils.credentials import redact_tree
 
 
 class Effect(Enum):
@@ -150,7 +150,7 @@ def flat(config: RunConfig | Mapping[str, Any]) -> dict[str, Any]:
             checkpoints.
     """
     tree = TypeAdapter(RunConfig).dump_python(config, mode="json") if isinstance(config, RunConfig) else config
-    tree = redacted_tree(tree)
+    tree = redact_tree(tree)
     fields = dict(_schema_fields(tree))
     fields["model.pattern"] = "".join(fields["model.pattern"].split())
     for mixer in dict.fromkeys(parse_pattern(fields["model.pattern"])):

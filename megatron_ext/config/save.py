@@ -12,8 +12,8 @@ from ruamel.yaml import YAML
 from ruamel.yaml.representer import SafeRepresenter
 
 from megatron_ext.config.schema import RunConfig
-from megatron_ext.utils.atomic_files import os_reason, write_whole
-from megatron_ext.utils.credentials import redacted, redacted_tree
+from megatron_ext.utils.atomic_files import os_error_reason, write_atomically
+from megatron_ext.utils.credentials import redact, redact_tree
 from megatron_ext.utils.errors import UserError
 
 
@@ -71,14 +71,14 @@ def tree_to_yaml(tree: dict[str, Any]) -> str:
     yaml.allow_unicode = True
     yaml.width = 100_000  # a long pattern stays on one line
     stream = io.StringIO()
-    yaml.dump(redacted_tree(tree), stream)
+    yaml.dump(redact_tree(tree), stream)
     return stream.getvalue()
 
 
 def private_yaml(config: RunConfig) -> str | None:
     """Return a YAML overlay with the credentials that `to_yaml` leaves out of `data.path`. None: there are none."""
     path = config.data.path
-    if redacted(path) == path:
+    if redact(path) == path:
         return None
     return "data: {path: " + json.dumps(path) + "}\n"  # JSON is valid YAML, and this path is not redacted
 
@@ -94,8 +94,8 @@ def save_config(config: RunConfig, path: Path) -> None:
         UserError: the file cannot be written.
     """
     try:
-        write_whole(Path(path), to_yaml(config).encode())
+        write_atomically(Path(path), to_yaml(config).encode())
     except OSError as error:
         raise UserError(
-            str(path), f"cannot be written ({os_reason(error)})", "check the folder's permissions and free space"
+            str(path), f"cannot be written ({os_error_reason(error)})", "check the folder's permissions and free space"
         ) from None

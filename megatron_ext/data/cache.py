@@ -16,8 +16,8 @@ import fsspec
 
 from data_prep.manifest import MANIFEST_NAME, ShardEntry, parse_manifest
 from megatron_ext.data.failed import DamagedShard
-from megatron_ext.utils.atomic_files import force_to_disk, open_to_write, os_reason, write_whole
-from megatron_ext.utils.credentials import is_redacted, redacted, without_secrets_of
+from megatron_ext.utils.atomic_files import fsync_path, open_to_write, os_error_reason, write_atomically
+from megatron_ext.utils.credentials import is_redacted, redact, remove_secrets
 from megatron_ext.utils.errors import UserError
 from megatron_ext.utils.untrusted_paths import path_within
 
@@ -74,13 +74,13 @@ class ShardCache:
             raise UserError(f"{self._url}/{MANIFEST_NAME}", problem, "give the address of a prepared folder")
         # Validate the manifest before files that it names are fetched, written or removed.
         self.manifest = parse_manifest(content, f"{self._url}/{MANIFEST_NAME}")
-        self.root = folder / hashlib.sha256(f"{redacted(self._url)}\n".encode() + content).hexdigest()[:16]
+        self.root = folder / hashlib.sha256(f"{redact(self._url)}\n".encode() + content).hexdigest()[:16]
         self.num_copied = 0
         self._copied_lock, self._listings = threading.Lock(), dict[str, dict[str, Any]]()
         with self._wrap_write_errors():
             self.root.mkdir(parents=True, exist_ok=True)
             with self._locked(MANIFEST_NAME):
-                write_whole(self.root / MANIFEST_NAME, content)
+                write_atomically(self.root / MANIFEST_NAME, content)
         tokenizer = self.manifest.tokenizer
         with self._locked(tokenizer.file):
             if not self._local_path(tokenizer.file).exists():
@@ -206,7 +206,7 @@ class ShardCache:
                 problem = f"sha256 differs: expected {sha256}, found {digest.hexdigest()}"
                 raise DamagedShard(f"{self._url}/{name}", problem, _COPY_HINT, shard)
             with self._wrap_write_errors():
-                force_to_disk(partial_path)
+                fsync_path(partial_path)
                 partial_path.replace(path)
         finally:
             with suppress(OSError):  # the name may be too long to exist
@@ -270,8 +270,8 @@ class ShardCache:
             raise self._unreadable(name, error) from None
 
     def _unreadable(self, name: str, error: OSError) -> Unreachable:
-        reason = os_reason(error)
-        reason = without_secrets_of(self._url, reason)
+        reason = os_error_reason(error)
+        reason = remove_secrets(self._url, reason)
         return Unreachable(f"{self._url}/{name}", f"cannot be read ({reason})", _COPY_HINT)
 
     @contextmanager
@@ -279,7 +279,7 @@ class ShardCache:
         try:
             yield
         except OSError as error:
-            problem = f"{self.root} cannot be written ({os_reason(error)})"
+            problem = f"{self.root} cannot be written ({os_error_reason(error)})"
             hint = "free disk space, choose another folder, or lower data.cache_gib"
             raise Unreachable("data.cache_dir", problem, hint) from None
 
@@ -298,7 +298,7 @@ def _open_file_system(url: str) -> tuple[Any, str]:
     try:
         file_system, path = fsspec.core.url_to_fs(url)
     except (ValueError, ImportError) as error:
-        problem = f"{url} cannot be read ({without_secrets_of(url, ' '.join(str(error).split()))})"
+        problem = f"{url} cannot be read ({remove_secrets(url, ' '.join(str(error).split()))})"
         hint = "give an address that fsspec supports, or install the missing library"
         raise UserError("data.path", problem, hint) from None
     return file_system, str(path).rstrip("/")

@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 from data_prep.manifest import Manifest
-from megatron_ext.utils.atomic_files import force_to_disk
+from megatron_ext.utils.atomic_files import fsync_path
 from megatron_ext.utils.errors import UserError
 
 FAILED_FOLDER_NAME = "failed_shards"
@@ -96,9 +96,9 @@ def _write_record(folder: Path, error: DamagedShard) -> None:
     path = _record_path(folder, error.shard)
     path.parent.mkdir(exist_ok=True)
     path.write_text(f"{error.where}: {error.problem}\n", encoding="utf-8")
-    force_to_disk(path)
-    force_to_disk(path.parent)
-    force_to_disk(folder)
+    fsync_path(path)
+    fsync_path(path.parent)
+    fsync_path(folder)
 
 
 def _record_path(folder: Path, shard: str) -> Path:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from data_prep.manifest import ShardEntry
 from megatron_ext.data.failed import DamagedShard
-from megatron_ext.utils.atomic_files import os_reason
+from megatron_ext.utils.atomic_files import os_error_reason
 
 INDEX_STRIDE = 64
 """Number of documents per entry of `SparseIndex`. The index rows of this many documents take 1 KiB."""
@@ -180,7 +180,7 @@ class OpenShard:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _unreadable(self, path: str, error: OSError) -> DamagedShard:
-        return self._damaged(path, f"cannot be read ({os_reason(error)})")
+        return self._damaged(path, f"cannot be read ({os_error_reason(error)})")
 
     def _damaged(self, path: str, problem: str) -> DamagedShard:
         return DamagedShard(path, problem, _HINT, self._name)

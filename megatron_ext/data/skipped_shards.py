@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_ext.data.samples import TrainingSamples
 from megatron_ext.data.verify import Damage
-from megatron_ext.utils.atomic_files import read_regular, write_whole
+from megatron_ext.utils.atomic_files import read_regular, write_atomically
 from megatron_ext.utils.errors import UserError
 from megatron_ext.utils.json_text import parse_json
 
@@ -59,7 +59,7 @@ def record_skipped(folder: Path, damages: Sequence[Damage], samples: TrainingSam
     if record["shards"] != previous:
         earlier.append(json.dumps(record))
     if earlier != lines:
-        write_whole(path, "".join(f"{line}\n" for line in earlier).encode())
+        write_atomically(path, "".join(f"{line}\n" for line in earlier).encode())
 
 
 def copy_skipped(source: Path, folder: Path, step: int) -> None:
@@ -73,7 +73,7 @@ def copy_skipped(source: Path, folder: Path, step: int) -> None:
     lines = read_regular(source / SKIPPED).decode().splitlines() if (source / SKIPPED).exists() else []
     earlier = [line for line in lines if parse_json(line)["step"] < step]
     if earlier:
-        write_whole(folder / SKIPPED, "".join(f"{line}\n" for line in earlier).encode())
+        write_atomically(folder / SKIPPED, "".join(f"{line}\n" for line in earlier).encode())
 
 
 def _tokens(damages: Sequence[Damage]) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from data_prep.manifest import ShardEntry
 from megatron_ext.data.verify import check_here
-from megatron_ext.utils.atomic_files import read_regular, write_whole
+from megatron_ext.utils.atomic_files import read_regular, write_atomically
 from megatron_ext.utils.json_text import parse_json
 
 FILE_NAME = "verified_shards.json"
@@ -86,4 +86,4 @@ def write_verified(folder: Path, stamps: Mapping[str, FileStamp]) -> None:
     Raises:
         OSError: the record cannot be written.
     """
-    write_whole(folder / FILE_NAME, json.dumps(stamps).encode())
+    write_atomically(folder / FILE_NAME, json.dumps(stamps).encode())

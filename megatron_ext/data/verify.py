@@ -12,7 +12,7 @@ from pathlib import Path
 
 from data_prep.manifest import Manifest, ShardEntry, VerifyMode, verify_shard, verify_tokenizer
 from megatron_ext.data.cache import Unreachable
-from megatron_ext.utils.atomic_files import os_reason
+from megatron_ext.utils.atomic_files import os_error_reason
 from megatron_ext.utils.errors import UserError
 
 THREADS = min(8, 4 * len(os.sched_getaffinity(0)))
@@ -130,7 +130,7 @@ def check_here(root: Path, mode: VerifyMode, shard: ShardEntry) -> None:
     try:
         verify_shard(root, shard, mode)
     except OSError as error:  # a read error in the middle of a file does not name the file
-        problem = f"or its index cannot be read ({os_reason(error)})"
+        problem = f"or its index cannot be read ({os_error_reason(error)})"
         raise UserError(str(root / shard.file), problem, "copy it again or prepare the data again") from None
 
 

@@ -14,8 +14,8 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 
 from data_prep.manifest import Manifest
 from megatron_ext.config.schema import STRICT
-from megatron_ext.utils.markdown import table, write_both
-from megatron_ext.utils.ratio_interval import FEW_DOCUMENTS, FEWEST_DOCUMENTS, ratio_interval
+from megatron_ext.utils.markdown import table, write_report
+from megatron_ext.utils.ratio_interval import FEW_DOCUMENTS, MIN_DOCUMENTS, ratio_interval
 
 STEM = "domains"
 """Stem of the names of the output files."""
@@ -72,7 +72,7 @@ class DomainLoss:
         documents: number of documents evaluated, in whole or in part.
         tokens: number of predicted tokens.
         loss: nats per predicted token.
-        interval: confidence interval of `loss` over the choice of documents, see `spread_of_ratio`. It does not cover
+        interval: confidence interval of `loss` over the choice of documents, see `ratio_variance`. It does not cover
             the variation between training runs. None: fewer than three documents.
         loss_per_byte: nats per byte of UTF-8. The bytes of first tokens that are not predicted
             (`data.reset_attention`) do not count. None: only a part of the domain was evaluated, whose number of bytes
@@ -155,7 +155,7 @@ def write_domains(losses: Sequence[DomainLoss], options: DomainOptions, about: d
     columns = [name.format(f"{100 * options.confidence:.6g}") for name in COLUMNS]
     lines = [*table(columns, [_cells(loss) for loss in losses]), *(f"\n{note}" for note in notes_of(losses))]
     text = "\n".join(lines) + "\n"
-    write_both(folder, STEM, {**about, "options": _used(options), "domains": [asdict(loss) for loss in losses]}, text)
+    write_report(folder, STEM, {**about, "options": _used(options), "domains": [asdict(loss) for loss in losses]}, text)
     return text
 
 
@@ -169,7 +169,7 @@ def notes_of(losses: Sequence[DomainLoss]) -> list[str]:
         "Intervals cover the choice of documents (t, documents as clusters), not the variation between training runs."
     ]
     if none := [loss for loss in losses if loss.interval is None]:
-        notes.append(f"No interval for fewer than {FEWEST_DOCUMENTS} documents: {_names(none)}.")
+        notes.append(f"No interval for fewer than {MIN_DOCUMENTS} documents: {_names(none)}.")
     if few := [loss for loss in losses if loss.interval is not None and loss.documents < FEW_DOCUMENTS]:
         notes.append(f"Fewer than {FEW_DOCUMENTS} documents, so intervals are rough: {_names(few)}.")
     if part := [loss for loss in losses if loss.bits_per_byte is None]:

@@ -35,7 +35,7 @@ from megatron_ext.parallel.first_rank import print_on_first_rank
 from megatron_ext.platform.device import Platform
 from megatron_ext.run_folder.layout import EVALUATIONS, step_name
 from megatron_ext.runs.tokenizer import RunTokenizer
-from megatron_ext.utils.atomic_files import os_reason
+from megatron_ext.utils.atomic_files import os_error_reason
 from megatron_ext.utils.errors import UserError
 from megatron_ext.utils.untrusted_paths import path_within
 
@@ -144,7 +144,9 @@ def make_folder(folder: Path) -> None:
             pass
     except OSError as error:
         doing = "written to" if folder.is_dir() else "made"
-        raise UserError(str(folder), f"cannot be {doing} ({os_reason(error)})", "choose another --output") from error
+        raise UserError(
+            str(folder), f"cannot be {doing} ({os_error_reason(error)})", "choose another --output"
+        ) from error
 
 
 def domains(evaluated: EvalContext, options: DomainOptions, output: Path) -> SuiteResult | None:

@@ -13,7 +13,7 @@ from megatron_ext.launch.job import NUMBER, SCRIPT, Job, next_folder, sbatch_opt
 from megatron_ext.launch.readings import UNREADABLE, problem_of
 from megatron_ext.launch.resources import Resources
 from megatron_ext.run_folder.launch_events import LAUNCH
-from megatron_ext.utils.atomic_files import read_regular, write_whole
+from megatron_ext.utils.atomic_files import read_regular, write_atomically
 from megatron_ext.utils.errors import UserError
 from megatron_ext.utils.json_text import parse_json
 from megatron_ext.utils.untrusted_paths import path_within
@@ -108,7 +108,7 @@ def write_array(
     array = Array(folder)
     try:
         array.script.write_text("\n".join(lines) + _BODY)
-        write_whole(folder / _JOBS, json.dumps([str(job.folder) for job in jobs], indent=1).encode())
+        write_atomically(folder / _JOBS, json.dumps([str(job.folder) for job in jobs], indent=1).encode())
     except OSError as error:
         raise unwritable(folder, error) from error
     return array

@@ -24,7 +24,7 @@ from megatron_ext.launch.job import Job, newest_job, next_folder
 from megatron_ext.launch.readings import UNREADABLE
 from megatron_ext.run_folder.launch_events import LAUNCH, read_events
 from megatron_ext.run_folder.layout import CHECKPOINTS, CONFIG, METRICS
-from megatron_ext.utils.atomic_files import is_url, read_regular, write_whole
+from megatron_ext.utils.atomic_files import is_url, read_regular, write_atomically
 from megatron_ext.utils.errors import UserError
 from megatron_ext.utils.json_text import parse_json
 
@@ -68,7 +68,7 @@ def keep_data_digests(job: Job, config: RunConfig) -> None:
     """
     found = data_digests(config.data)
     if found is not None:
-        write_whole(job.folder / DATA, (json.dumps(found, indent=1) + "\n").encode())
+        write_atomically(job.folder / DATA, (json.dumps(found, indent=1) + "\n").encode())
 
 
 def data_digests(data: DataConfig) -> dict[str, str] | None:

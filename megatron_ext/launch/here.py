@@ -12,7 +12,7 @@ from types import FrameType
 from typing import IO
 
 from megatron_ext.launch.job import Job, local_environment
-from megatron_ext.utils.signals import handled
+from megatron_ext.utils.signals import handle_signals
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _SECONDS_TO_SHOW = 5.0
@@ -105,5 +105,5 @@ def _passed_on() -> Iterator[Callable[[subprocess.Popen[bytes]], None]]:
             pass_on(number, None)
 
     # Ignored signals stay ignored, e.g. SIGHUP under nohup.
-    with handled([number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN], pass_on):
+    with handle_signals([number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN], pass_on):
         yield has_begun

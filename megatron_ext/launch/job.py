@@ -22,7 +22,7 @@ from megatron_ext.run_folder.launch_events import EVENTS, LAUNCH, launch_folders
 from megatron_ext.run_folder.layout import CONFIG
 from megatron_ext.run_folder.lock import acquire, hold_locks
 from megatron_ext.utils import git_info
-from megatron_ext.utils.atomic_files import open_regular, os_reason, read_regular, write_private, write_whole
+from megatron_ext.utils.atomic_files import open_regular, os_error_reason, read_regular, write_atomically, write_private
 from megatron_ext.utils.errors import UserError
 from megatron_ext.utils.untrusted_paths import check_text
 
@@ -62,7 +62,7 @@ class Job:
         try:
             number = read_regular(path, 1 << 16).decode("ascii", "replace").strip() if path.exists() else None
         except OSError as error:
-            raise UserError(str(path), f"cannot be read ({os_reason(error)})", _NUMBER_HINT) from error
+            raise UserError(str(path), f"cannot be read ({os_error_reason(error)})", _NUMBER_HINT) from error
         if number is not None and not _NUMBER.fullmatch(number):
             raise UserError(str(path), f"{number[:40]!r} is not a Slurm job number", _NUMBER_HINT)
         return number  # validated, because it becomes a command argument and part of a file name
@@ -89,7 +89,7 @@ class Job:
 
     def keep_number(self, number: str) -> None:
         """Write Slurm's job number to the folder."""
-        write_whole(self.folder / NUMBER, f"{number}\n".encode())
+        write_atomically(self.folder / NUMBER, f"{number}\n".encode())
 
 
 def jobs_of(run_folder: Path) -> list[Job]:
@@ -240,7 +240,7 @@ def submitting(*run_folders: Path) -> Iterator[None]:
 
 def unwritable(folder: Path, error: OSError) -> UserError:
     """Return the error for a folder in which nothing can be created."""
-    return UserError(str(folder), f"cannot be written ({os_reason(error)})", "choose another run.dir")
+    return UserError(str(folder), f"cannot be written ({os_error_reason(error)})", "choose another run.dir")
 
 
 def script(job: Job, resources: Resources, python: str) -> str:

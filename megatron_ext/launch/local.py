@@ -18,8 +18,8 @@ from typing import IO, TYPE_CHECKING
 
 from megatron_ext.utils.error_reporting import ERROR_FILE, print_user_error
 from megatron_ext.utils.errors import EXIT_STOPPED, EXIT_USER_ERROR
-from megatron_ext.utils.signals import handled
-from megatron_ext.utils.temp_dirs import keep, scratch_folder
+from megatron_ext.utils.signals import handle_signals
+from megatron_ext.utils.temp_dirs import keep_folder, scratch_folder
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -67,12 +67,12 @@ def launch(command: Sequence[str], processes: int, patience: Patience | None = N
     """
     with scratch_folder("ranks") as folder:
         group = _Group(command, processes, folder, patience or Patience())
-        group.start()  # not covered by `handled`: until all have started, a signal ends the launcher
-        with handled((signal.SIGTERM, signal.SIGINT, signal.SIGUSR1), group.forward):
+        group.start()  # not covered by `handle_signals`: until all have started, a signal ends the launcher
+        with handle_signals((signal.SIGTERM, signal.SIGINT, signal.SIGUSR1), group.forward):
             group.wait()
         code, keep_logs = _conclude(group, folder)
         if keep_logs:
-            keep(folder)
+            keep_folder(folder)
         return code
 
 

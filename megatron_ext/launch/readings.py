@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from megatron_ext.utils.atomic_files import os_reason
+from megatron_ext.utils.atomic_files import os_error_reason
 from megatron_ext.utils.errors import UserError
 
 T = TypeVar("T")
@@ -45,7 +45,7 @@ class Readings:
 def problem_of(error: BaseException) -> str:
     """Describe in a few words why a file could not be read."""
     if isinstance(error, OSError):
-        return f"cannot be read ({os_reason(error)})"
+        return f"cannot be read ({os_error_reason(error)})"
     if isinstance(error, UnicodeDecodeError):
         return "is damaged (not UTF-8)"
     return f"is damaged ({type(error).__name__}: {' '.join(str(error).split())[:100]})"

@@ -42,9 +42,9 @@ from megatron_ext.launch.ownership import own_state
 from megatron_ext.launch.resources import Resources
 from megatron_ext.launch.status import SWEEP, events_of, is_finished
 from megatron_ext.run_folder.launch_events import LAUNCH
-from megatron_ext.utils.atomic_files import write_whole
+from megatron_ext.utils.atomic_files import write_atomically
 from megatron_ext.utils.errors import EXIT_STOPPED
-from megatron_ext.utils.signals import handled
+from megatron_ext.utils.signals import handle_signals
 
 _POLL_SECONDS = 0.2
 _CODE = Path(LAUNCH) / "code"
@@ -124,7 +124,9 @@ class Sweep:
         """
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            write_whole(self._folder / SWEEP, (json.dumps({"runs": list(self._configs)}, indent=1) + "\n").encode())
+            write_atomically(
+                self._folder / SWEEP, (json.dumps({"runs": list(self._configs)}, indent=1) + "\n").encode()
+            )
         except OSError as error:
             raise unwritable(self._folder, error) from error
 
@@ -267,7 +269,7 @@ def _forwarding(children: Mapping[str, subprocess.Popen[bytes]]) -> Iterator[thr
             child.send_signal(signal.SIGTERM)
 
     try:
-        with handled((signal.SIGTERM, signal.SIGINT), stop):
+        with handle_signals((signal.SIGTERM, signal.SIGINT), stop):
             yield asked
     finally:
         for child in children.values():  # none are left, except after an error

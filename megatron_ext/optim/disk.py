@@ -11,7 +11,7 @@ import torch
 from deepspeed.ops.op_builder import AsyncIOBuilder
 from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadParamConfig
 
-from megatron_ext.utils.atomic_files import os_reason
+from megatron_ext.utils.atomic_files import os_error_reason
 from megatron_ext.utils.errors import UserError
 
 
@@ -42,7 +42,7 @@ def _check_folder(folder: Path, where: str) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(where, f"{folder} cannot be made ({os_reason(error)})", hint) from error
+        raise UserError(where, f"{folder} cannot be made ({os_error_reason(error)})", hint) from error
     if not os.access(folder, os.W_OK | os.X_OK):
         raise UserError(where, f"{folder} cannot be written to", hint)
 

@@ -11,10 +11,10 @@ from megatron_ext.planning.gpus import GIB, MEASURED
 from megatron_ext.planning.layouts import differences
 from megatron_ext.planning.memory import USABLE, MemoryByPurpose
 from megatron_ext.planning.plan import Machine, Planned
-from megatron_ext.utils.atomic_files import os_reason
+from megatron_ext.utils.atomic_files import os_error_reason
 from megatron_ext.utils.errors import UserError
 from megatron_ext.utils.git_info import commit
-from megatron_ext.utils.markdown import digits, table, write_both
+from megatron_ext.utils.markdown import format_number, table, write_report
 
 if TYPE_CHECKING:
     from megatron_ext.planning.shards import Shard
@@ -91,10 +91,10 @@ class PlanReport:
         """
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            write_both(folder, "plan", self.numbers(), self.markdown() + "\n")
+            write_report(folder, "plan", self.numbers(), self.markdown() + "\n")
         except OSError as error:
             raise UserError(
-                "--output", f"{folder} cannot be written ({os_reason(error)})", "choose another folder"
+                "--output", f"{folder} cannot be written ({os_error_reason(error)})", "choose another folder"
             ) from error
 
     def numbers(self) -> dict[str, Any]:
@@ -154,7 +154,11 @@ class PlanReport:
         layers = sorted(one.most.by_layer.items())
         if layers:
             least, most = min(size for _, size in layers), max(size for _, size in layers)
-            span = f"{digits(most / GIB)}" if least == most else f"{digits(least / GIB)} to {digits(most / GIB)}"
+            span = (
+                f"{format_number(most / GIB)}"
+                if least == most
+                else f"{format_number(least / GIB)} to {format_number(most / GIB)}"
+            )
             lines += [
                 "",
                 f"Kept by the forward pass for each of {len(layers)} layers of rank {one.most.rank}: {span} GiB.",
@@ -178,14 +182,14 @@ class PlanReport:
         if price is not None:
             cost += f", {price:,.0f} at {self.price} per hour"
         rows = [
-            [part, digits(1e3 * seconds), f"{100 * seconds / time.seconds:.0f} %"]
+            [part, format_number(1e3 * seconds), f"{100 * seconds / time.seconds:.0f} %"]
             for part, seconds in time.parts.items()
             if seconds
         ]
         lines = [f"{speed}. {cost}.", "", *table(("part of a step", "ms", "share"), rows)]
         if time.volumes:
             sent = [
-                [name, digits(volume.within_node / 1e9), digits(volume.between_nodes / 1e9)]
+                [name, format_number(volume.within_node / 1e9), format_number(volume.between_nodes / 1e9)]
                 for name, volume in time.volumes.items()
             ]
             lines += ["", *table(("a rank sends per step", "GB over NVLink", "GB over the network"), sent)]
@@ -255,7 +259,7 @@ def _memory_table(memory: Sequence[MemoryByPurpose]) -> list[str]:
 
 
 def _gib(size: float) -> str:
-    return "" if size < GIB / 1000 else digits(size / GIB)
+    return "" if size < GIB / 1000 else format_number(size / GIB)
 
 
 def _sharded(shards: Sequence[Shard]) -> list[str]:

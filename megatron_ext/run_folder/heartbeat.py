@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 
-from megatron_ext.utils.atomic_files import open_to_write, os_reason, read_regular
+from megatron_ext.utils.atomic_files import open_to_write, os_error_reason, read_regular
 from megatron_ext.utils.json_text import parse_json
 
 FOLDER = "heartbeats"
@@ -137,7 +137,9 @@ def read_heartbeats(run_folder: Path, damaged: list[str] | None = None) -> list[
                 records.append(_parse_heartbeat(content))
         except (OSError, ValueError, TypeError) as error:
             if damaged is not None:
-                problem = f"cannot be read ({os_reason(error)})" if isinstance(error, OSError) else "is not a heartbeat"
+                problem = (
+                    f"cannot be read ({os_error_reason(error)})" if isinstance(error, OSError) else "is not a heartbeat"
+                )
                 damaged.append(f"{path}: {problem}")
     return sorted(records, key=lambda record: record.rank)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ext.utils.atomic_files import os_reason, read_regular
+from megatron_ext.utils.atomic_files import os_error_reason, read_regular
 from megatron_ext.utils.errors import UserError
 
 EVENTS = "events.tsv"
@@ -55,7 +55,7 @@ def read_events(launch: Path, damaged: list[str] | None = None) -> list[Event]:
     except OSError as error:
         lines = []
         _raise_or_append(
-            UserError(str(path), f"cannot be read ({os_reason(error)})", "restore it or remove it"), damaged
+            UserError(str(path), f"cannot be read ({os_error_reason(error)})", "restore it or remove it"), damaged
         )
     for number, line in enumerate(lines, start=1):
         try:

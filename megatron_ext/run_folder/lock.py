@@ -31,7 +31,7 @@ from pathlib import Path
 from megatron_ext.run_folder import lock_file
 from megatron_ext.run_folder.lock_file import DEAD_SECONDS, Holder
 from megatron_ext.run_folder.process_identity import ProcessIdentity, this_process
-from megatron_ext.utils.atomic_files import os_reason
+from megatron_ext.utils.atomic_files import os_error_reason
 from megatron_ext.utils.errors import UserError
 
 FOLDER = "lock"
@@ -191,7 +191,9 @@ def acquire(
                 return lock
             clock.sleep(_RETRY_SECONDS)
     except OSError as error:
-        raise UserError(str(folder), f"cannot be written ({os_reason(error)})", "choose another run.dir") from error
+        raise UserError(
+            str(folder), f"cannot be written ({os_error_reason(error)})", "choose another run.dir"
+        ) from error
     raise UserError(str(folder), f"could not be locked in {_MAX_ATTEMPTS} attempts", "inspect its files, or remove it")
 
 

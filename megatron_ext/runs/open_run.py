@@ -149,7 +149,7 @@ def _check_parameters(chunks: Sequence[torch.nn.Module], num_bytes: int, config_
     if sum(parameter.numel() for _, parameter in named_parameters) <= num_bytes + _MAX_PADDING_BYTES:
         return
     name, largest = max(named_parameters, key=lambda item: item[1].numel())
-    problem = f"makes {name} {list(largest.shape)}, but the checkpoint has only {num_bytes} bytes"
+    problem = f"gives {name} the shape {list(largest.shape)}, but the checkpoint has only {num_bytes} bytes"
     raise UserError(config_path, problem, "give the configuration that the model was trained with")
 
 

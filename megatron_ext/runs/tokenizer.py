@@ -16,7 +16,7 @@ from data_prep.tokenization.tiktoken_files import TiktokenTokenizer
 from data_prep.tokenization.tokenizer import NoTokenError
 from data_prep.tokenization.vocabularies import TextTokenizer, kept_tokenizer, lost_part
 from megatron_ext.runs import tokenizer_files
-from megatron_ext.utils.atomic_files import LARGEST_VOCABULARY, read_regular, write_whole
+from megatron_ext.utils.atomic_files import MAX_VOCABULARY_BYTES, read_regular, write_atomically
 from megatron_ext.utils.errors import UserError
 from megatron_ext.utils.untrusted_paths import path_within
 
@@ -107,8 +107,8 @@ def store_tokenizer(file: Path, entry: TokenizerEntry, folder: Path) -> None:
         tokenizer_files.write_tokenizer(file, folder, entry.eos_token)
         return
     fields = {**asdict(entry), "file": _FILES[entry.kind]}
-    write_whole(folder / fields["file"], read_regular(file, LARGEST_VOCABULARY))
-    write_whole(folder / ENTRY, (json.dumps(fields, indent=2) + "\n").encode())
+    write_atomically(folder / fields["file"], read_regular(file, MAX_VOCABULARY_BYTES))
+    write_atomically(folder / ENTRY, (json.dumps(fields, indent=2) + "\n").encode())
 
 
 def stored_tokenizer(folder: Path) -> RunTokenizer | None:

@@ -18,7 +18,13 @@ from megatron_ext.runs.exported_tokenizer import (
     filter_special_tokens,
     plain_tokenizer_json,
 )
-from megatron_ext.utils.atomic_files import LARGEST_POINTER, LARGEST_VOCABULARY, os_reason, read_regular, write_whole
+from megatron_ext.utils.atomic_files import (
+    MAX_POINTER_BYTES,
+    MAX_VOCABULARY_BYTES,
+    os_error_reason,
+    read_regular,
+    write_atomically,
+)
 from megatron_ext.utils.errors import UserError
 from megatron_ext.utils.json_text import parse_json
 
@@ -63,8 +69,8 @@ def write_tokenizer(source: Path, folder: Path, end: str | None, *, plain: bool 
     Raises:
         OSError: a file cannot be read or written.
     """
-    content = read_regular(source, LARGEST_VOCABULARY)
-    write_whole(folder / TOKENIZER, plain_tokenizer_json(content) if plain else content)
+    content = read_regular(source, MAX_VOCABULARY_BYTES)
+    write_atomically(folder / TOKENIZER, plain_tokenizer_json(content) if plain else content)
     known = {} if end is None else {"eos_token": end}
     config = {"tokenizer_class": TOKENIZER_CLASS, "clean_up_tokenization_spaces": False, **known}
     _write_json(folder / TOKENIZER_CONFIG, config)
@@ -96,7 +102,7 @@ def copy_tokenizer(tokenizer: StoredTokenizer, folder: Path, *, plain: bool = Fa
         elif name == SPECIAL_TOKENS:
             _write_json(folder / name, filter_special_tokens(read_json(companion)))
         else:
-            write_whole(folder / name, read_regular(companion, LARGEST_VOCABULARY))
+            write_atomically(folder / name, read_regular(companion, MAX_VOCABULARY_BYTES))
 
 
 def _reject_link(companion: Path) -> None:
@@ -116,7 +122,7 @@ def _reject_link(companion: Path) -> None:
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
-    write_whole(path, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())
+    write_atomically(path, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())
 
 
 def find_tokenizer(folder: Path, path: Path | None = None) -> StoredTokenizer | None:
@@ -133,7 +139,7 @@ def find_tokenizer(folder: Path, path: Path | None = None) -> StoredTokenizer | 
     if not file.is_file() and path is None:
         return None
     try:
-        tokenizer = Tokenizer.from_buffer(read_regular(file, LARGEST_VOCABULARY))
+        tokenizer = Tokenizer.from_buffer(read_regular(file, MAX_VOCABULARY_BYTES))
     except Exception as error:  # the bindings raise bare Exception
         problem = f"is not a tokenizer.json ({' '.join(str(error).split())})"
         raise UserError(str(file), problem, "give a file that Hugging Face tokenizers wrote") from None
@@ -158,7 +164,7 @@ def read_json(path: Path) -> dict[str, Any]:
         UserError: the file cannot be read, or contains no object.
     """
     try:
-        content = parse_json(read_regular(path, LARGEST_VOCABULARY))
+        content = parse_json(read_regular(path, MAX_VOCABULARY_BYTES))
     except (OSError, ValueError) as error:
         raise UserError(str(path), f"cannot be read ({' '.join(str(error).split())})", "copy it again") from None
     if not isinstance(content, dict):
@@ -173,6 +179,6 @@ def read_pointer(path: Path) -> str:
         UserError: the file cannot be read or is too large.
     """
     try:
-        return read_regular(path, LARGEST_POINTER).decode(errors="replace").strip()
+        return read_regular(path, MAX_POINTER_BYTES).decode(errors="replace").strip()
     except OSError as error:
-        raise UserError(str(path), f"cannot be read ({os_reason(error)})", "copy it again") from None
+        raise UserError(str(path), f"cannot be read ({os_error_reason(error)})", "copy it again") from None

@@ -9,7 +9,7 @@ from megatron_ext.data.datasets import RunData
 from megatron_ext.parallel.parameters import ParameterCount
 from megatron_ext.run_folder.layout import EVALUATION, METRICS, TENSORBOARD
 from megatron_ext.training.run_context import RunContext
-from megatron_ext.utils.credentials import redacted
+from megatron_ext.utils.credentials import redact
 from megatron_ext.utils.printable import printable
 
 
@@ -43,7 +43,7 @@ def header(context: RunContext, data: RunData, size: ParameterCount, progress: P
             f"layer; {training.precision}" + ("" if training.fp8 == "none" else f", {training.fp8} fp8"),
         ),
         ("layout", f"{_layout(config, world_size)}, on {context.platform.device.type}"),
-        ("data", f"{redacted(config.data.path)}: {available:,} tokens of {_names(data.train_domains)}"),
+        ("data", f"{redact(config.data.path)}: {available:,} tokens of {_names(data.train_domains)}"),
         ("tested on", _names(data.test_domains) if data.test_domains else "validation text of the same domains only"),
         (
             "tokens",

@@ -14,7 +14,7 @@ from megatron_ext.training.loggers.core.base import LoggedRun
 from megatron_ext.training.loggers.core.registry import check_loggers
 from megatron_ext.training.loggers.jsonl import FILES, JsonLines, last_step, step_of
 from megatron_ext.training.loggers.progress import ProgressLine
-from megatron_ext.utils.atomic_files import open_to_append, os_reason, read_regular, write_whole
+from megatron_ext.utils.atomic_files import open_to_append, os_error_reason, read_regular, write_atomically
 from megatron_ext.utils.errors import UserError
 from megatron_ext.utils.json_text import parse_json
 
@@ -154,7 +154,7 @@ class RunRecords:
         try:
             yield
         except OSError as error:
-            problem = f"cannot be written ({os_reason(error)})"
+            problem = f"cannot be written ({os_error_reason(error)})"
             raise UserError(str(self._folder), problem, "free disk space and start again with --resume=auto") from error
 
 
@@ -181,4 +181,4 @@ def copy_records(source: Path, folder: Path) -> None:
         path.unlink()
     for name in FILES:
         if (source / name).exists():
-            write_whole(folder / name, read_regular(source / name))
+            write_atomically(folder / name, read_regular(source / name))

@@ -19,7 +19,7 @@ from megatron_ext.runs.tokenizer import store_tokenizer
 from megatron_ext.training.records import RunRecords, copy_records
 from megatron_ext.training.resilience.decisions import copy_decisions
 from megatron_ext.training.run_context import RunContext
-from megatron_ext.utils.atomic_files import os_reason, write_whole
+from megatron_ext.utils.atomic_files import os_error_reason, write_atomically
 from megatron_ext.utils.errors import UserError
 
 DIGITS = 16
@@ -62,7 +62,7 @@ def create_files(
             settings,
         )
     except OSError as error:
-        problem = f"cannot be written ({os_reason(error)})"
+        problem = f"cannot be written ({os_error_reason(error)})"
         raise UserError(str(context.folder), problem, "choose another run.dir") from error
 
 
@@ -70,7 +70,7 @@ def _write_files(context: RunContext, data: RunData, step: int, description: dic
     folder, branch = context.folder, context.branch
     folder.mkdir(parents=True, exist_ok=True)
     save_run_config(context.config, folder, step)
-    write_whole(folder / MODEL, (json.dumps(description, indent=1) + "\n").encode())
+    write_atomically(folder / MODEL, (json.dumps(description, indent=1) + "\n").encode())
     if branch is not None:
         copy_records(branch.run, folder)
         copy_decisions(branch.run, folder, branch.step)

@@ -14,7 +14,7 @@ from typing import Any
 from megatron_ext.config.schema import RunConfig, TrainingConfig
 from megatron_ext.run_folder import lock
 from megatron_ext.run_folder.layout import METRICS
-from megatron_ext.utils.atomic_files import os_reason, write_whole
+from megatron_ext.utils.atomic_files import os_error_reason, write_atomically
 from megatron_ext.utils.errors import UserError
 
 MARK = "trial.json"
@@ -83,9 +83,11 @@ def begin(folder: Path) -> None:
             elif path.name != MARK:  # kept to mark the folder as a trial if this process is killed here
                 path.unlink()
         folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / MARK, b"{}\n")
+        write_atomically(folder / MARK, b"{}\n")
     except OSError as error:
-        raise UserError(str(folder), f"cannot be written ({os_reason(error)})", "choose another run.dir") from error
+        raise UserError(
+            str(folder), f"cannot be written ({os_error_reason(error)})", "choose another run.dir"
+        ) from error
 
 
 def conclude(whole: RunConfig, folder: Path, checkpoints: Path, seconds: Mapping[str, Sequence[float]]) -> str:
@@ -103,7 +105,7 @@ def conclude(whole: RunConfig, folder: Path, checkpoints: Path, seconds: Mapping
     metrics = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
     size = sum(path.stat().st_size for path in checkpoints.rglob("*") if path.is_file())
     estimate = _estimate(whole, metrics, seconds, size)
-    write_whole(folder / MARK, (json.dumps(asdict(estimate), indent=1) + "\n").encode())
+    write_atomically(folder / MARK, (json.dumps(asdict(estimate), indent=1) + "\n").encode())
     shutil.rmtree(checkpoints)
     return _lines(estimate, whole.training, folder)
 

@@ -11,13 +11,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-LARGEST_READ = 1 << 30
+MAX_READ_BYTES = 1 << 30
 """Maximum size in bytes of a file that is read whole; records of a million steps take a third of it."""
 
-LARGEST_POINTER = 1 << 16
+MAX_POINTER_BYTES = 1 << 16
 """Maximum size in bytes of a file with a name or a number."""
 
-LARGEST_VOCABULARY = 1 << 27
+MAX_VOCABULARY_BYTES = 1 << 27
 """Maximum size in bytes of a tokenizer or index file; a million tokens take half of it. Parsing takes several times as
 much memory.
 """
@@ -28,7 +28,7 @@ def is_url(path: str) -> bool:
     return "://" in path
 
 
-def force_to_disk(path: Path) -> None:
+def fsync_path(path: Path) -> None:
     """Flush a file, or a folder's entries, to the device."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -37,7 +37,7 @@ def force_to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
-def os_reason(error: OSError) -> str:
+def os_error_reason(error: OSError) -> str:
     """Return the reason of an error in one line.
 
     Errors of several files (`shutil.Error`) and of libraries have no `strerror`.
@@ -45,29 +45,29 @@ def os_reason(error: OSError) -> str:
     if error.strerror:
         return error.strerror
     if isinstance(error, shutil.Error) and error.args and isinstance(error.args[0], list) and error.args[0]:
-        reasons = [str(one[-1]) for one in error.args[0]]
+        reasons = [str(failure[-1]) for failure in error.args[0]]
         more = f", and {len(reasons) - 1} more" if len(reasons) > 1 else ""
         return f"{' '.join(reasons[0].split())}{more}"
     return " ".join(str(error).split()) or type(error).__name__
 
 
 @contextmanager
-def renamed_when_whole(beside: Path, path: Path) -> Iterator[None]:
-    """Context manager in which the caller writes `beside`, which is then flushed to disk and renamed to `path`.
+def rename_when_complete(temp_path: Path, path: Path) -> Iterator[None]:
+    """Context manager in which the caller writes `temp_path`, which is then flushed to disk and renamed to `path`.
 
-    An exception removes `beside`.
+    An exception removes `temp_path`.
     """
     try:
         yield
-        force_to_disk(beside)
-        beside.replace(path)
+        fsync_path(temp_path)
+        temp_path.replace(path)
     except BaseException as error:
         with suppress(OSError):
-            beside.unlink(missing_ok=True)
+            temp_path.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.filename is None:  # errors of write() lack the file name
             error.filename = str(path)
         raise
-    force_to_disk(path.parent)
+    fsync_path(path.parent)
 
 
 def write_private(path: Path, content: bytes) -> None:
@@ -81,12 +81,12 @@ def write_private(path: Path, content: bytes) -> None:
         file.write(content)
 
 
-def write_whole(path: Path, content: bytes) -> None:
+def write_atomically(path: Path, content: bytes) -> None:
     """Write a file atomically: readers see either the previous content or all of `content`."""
-    beside = path.with_name(f".{path.name}.partial")
-    if beside.is_symlink():  # not created by us
-        beside.unlink()
-    with renamed_when_whole(beside, path), os.fdopen(open_to_write(beside, os.O_TRUNC), "wb") as file:
+    temp_path = path.with_name(f".{path.name}.partial")
+    if temp_path.is_symlink():  # not created by us
+        temp_path.unlink()
+    with rename_when_complete(temp_path, path), os.fdopen(open_to_write(temp_path, os.O_TRUNC), "wb") as file:
         file.write(content)
 
 
@@ -103,14 +103,14 @@ def open_to_write(path: Path, flags: int = 0) -> int:
     Raises:
         OSError: it cannot be opened, is a symbolic link, or is not a regular file.
     """
-    always = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    base_flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        descriptor = os.open(path, always | flags, 0o666)
+        descriptor = os.open(path, base_flags | flags, 0o666)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.EMLINK):
             raise OSError(error.errno, "is a link, which is not followed to write", str(path)) from None
         raise
-    return _checked_regular(descriptor, path)
+    return _require_regular(descriptor, path)
 
 
 def open_to_append(path: Path) -> IO[str]:
@@ -127,10 +127,10 @@ def open_regular(path: Path) -> int:
     Raises:
         OSError: it cannot be opened, or is not a regular file.
     """
-    return _checked_regular(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), path)
+    return _require_regular(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), path)
 
 
-def _checked_regular(descriptor: int, path: Path) -> int:
+def _require_regular(descriptor: int, path: Path) -> int:
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)
@@ -140,7 +140,7 @@ def _checked_regular(descriptor: int, path: Path) -> int:
     return descriptor
 
 
-def read_regular(path: Path, limit: int = LARGEST_READ) -> bytes:
+def read_regular(path: Path, limit: int = MAX_READ_BYTES) -> bytes:
     """Read a regular file.
 
     Args:

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from megatron_ext.utils import error_reporting
 from megatron_ext.utils.errors import EXIT_USER_ERROR
-from megatron_ext.utils.resume_option import with_resume
+from megatron_ext.utils.resume_option import encode_resume_auto
 from megatron_ext.utils.untrusted_paths import check_text
 
 FREE_TEXT = {"prompt", "eos_token", "tiktoken_pattern"}
@@ -28,44 +28,44 @@ class Parser(argparse.ArgumentParser):
     `parse_intermixed_args`, and never in a sub-command.
     """
 
-    _looking = False
+    _is_parsing = False
 
-    def add_argument(self, *names: Any, **given: Any) -> Any:
+    def add_argument(self, *names: Any, **options: Any) -> Any:
         """Add an argument as argparse does. Optional positional arguments (`nargs="*"`) default to an empty list.
 
         Without a default, argparse would report them as required.
         """
-        if given.get("nargs") == "*" and not names[0].startswith("-"):
-            given.setdefault("default", [])
-        return super().add_argument(*names, **given)
+        if options.get("nargs") == "*" and not names[0].startswith("-"):
+            options.setdefault("default", [])
+        return super().add_argument(*names, **options)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse as argparse does, with intermixed arguments if possible.
 
         `parse_known_intermixed_args` calls this method again.
         """
-        args = None if args is None else self._with_counts(args)
-        if self._looking or self._subparsers is not None:  # argparse cannot intermix with sub-commands
+        args = None if args is None else self._insert_defaults(args)
+        if self._is_parsing or self._subparsers is not None:  # argparse cannot intermix with sub-commands
             return super().parse_known_args(args, namespace)
-        self._looking = True
+        self._is_parsing = True
         try:
-            args = with_resume(sys.argv[1:] if args is None else args)
+            args = encode_resume_auto(sys.argv[1:] if args is None else args)
             return self.parse_known_intermixed_args(args, namespace)
         finally:
-            self._looking = False
+            self._is_parsing = False
 
-    def _with_counts(self, args: Sequence[str]) -> list[str]:
+    def _insert_defaults(self, args: Sequence[str]) -> list[str]:
         """Insert the default of options with an optional integer if no number follows: `--trial key=value`."""
-        counts = {
+        defaults = {
             name: one.const
             for one in self._actions
             if one.nargs == "?" and one.type is int
             for name in one.option_strings
         }
-        following = [*args[1:], ""] if args else []
+        next_args = [*args[1:], ""] if args else []
         return [
-            f"{one}={counts[one]}" if counts.get(one) is not None and not after.lstrip("-").isdigit() else one
-            for one, after in zip(args, following, strict=True)
+            f"{one}={defaults[one]}" if defaults.get(one) is not None and not after.lstrip("-").isdigit() else one
+            for one, after in zip(args, next_args, strict=True)
         ]
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -73,32 +73,32 @@ class Parser(argparse.ArgumentParser):
         parsed = super().parse_args(args, namespace)
         for action in self._actions:
             value = getattr(parsed, action.dest, None)
-            for one in value if isinstance(value, list) else [value]:
-                if isinstance(one, str | Path) and action.dest not in FREE_TEXT:
+            for item in value if isinstance(value, list) else [value]:
+                if isinstance(item, str | Path) and action.dest not in FREE_TEXT:
                     # An override is YAML, which may have several lines. Its value is checked with the field it sets.
-                    text = str(one).translate(_YAML_BLANKS) if action.dest == "overrides" else str(one)
+                    text = str(item).translate(_YAML_BLANKS) if action.dest == "overrides" else str(item)
                     check_text(action.option_strings[-1] if action.option_strings else str(action.metavar), text)
         return parsed
 
     def error(self, message: str) -> NoReturn:
         """Print the error in one line, with a suggestion for a misspelt name, and exit with code 2."""
-        message += self._meant(message)
+        message += self._suggestion(message)
         error_reporting.report_user_error(f"{message}; see `{self.prog} --help`")
         raise SystemExit(EXIT_USER_ERROR)
 
-    def _meant(self, message: str) -> str:
+    def _suggestion(self, message: str) -> str:
         """Return a suggestion for an unknown option or choice; empty for other errors."""
         unknown = re.search(r"^unrecognized arguments: (?:.* )?(--[\w-]+)", message)
         if unknown:
-            shown = (one for one in self._all_actions() if one.help != argparse.SUPPRESS)
-            known = {name for one in shown for name in one.option_strings}
+            visible = (action for action in self._all_actions() if action.help != argparse.SUPPRESS)
+            known = {name for action in visible for name in action.option_strings}
         else:
             unknown = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
             known = set(re.findall(r"[\w.-]+", unknown[2])) if unknown else set()
         if not unknown or unknown[1] in known:  # the name exists: an option of another sub-command, or a surplus value
             return ""
-        longer = sorted(name for name in known if name.startswith(unknown[1]))
-        close = longer or difflib.get_close_matches(unknown[1], sorted(known), n=1, cutoff=0.6)
+        completions = sorted(name for name in known if name.startswith(unknown[1]))
+        close = completions or difflib.get_close_matches(unknown[1], sorted(known), n=1, cutoff=0.6)
         return f"; did you mean {close[0]}?" if close else ""
 
     def _all_actions(self) -> Iterator[argparse.Action]:

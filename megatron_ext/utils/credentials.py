@@ -8,7 +8,7 @@ from typing import Any
 REDACTED = "***"
 """Replacement of removed credentials."""
 
-_USER_ALONE = {
+_PUBLIC_USER_SCHEMES = {
     *("abfs", "abfss", "adl", "az", "ftp", "hdfs", "hf"),
     *("scp", "sftp", "smb", "ssh", "wasb", "wasbs", "webhdfs"),
 }
@@ -24,7 +24,7 @@ _PARAMETER = re.compile(
 )
 
 
-def redacted(text: str) -> str:
+def redact(text: str) -> str:
     """Remove passwords, tokens and signatures from the URLs in a text.
 
     Args:
@@ -33,37 +33,37 @@ def redacted(text: str) -> str:
     if "://" not in text:
         return text
     text = _PASSWORD.sub(rf"\g<scheme>://{REDACTED}@", text)
-    text = _USER.sub(_without_token, text)
+    text = _USER.sub(_redact_user, text)
     return _PARAMETER.sub(rf"\g<name>{REDACTED}", text)
 
 
-def _without_token(match: re.Match[str]) -> str:
-    if match["scheme"].lower() in _USER_ALONE or match["user"] == REDACTED:
+def _redact_user(match: re.Match[str]) -> str:
+    if match["scheme"].lower() in _PUBLIC_USER_SCHEMES or match["user"] == REDACTED:
         return match[0]
     return f"{match['scheme']}://{REDACTED}@"
 
 
-def without_secrets_of(address: str, text: str) -> str:
+def remove_secrets(url: str, text: str) -> str:
     """Remove the credentials of a URL from a text, such as a library's message about it."""
-    for match in (*_PASSWORD.finditer(address), *_USER.finditer(address)):
-        if match["scheme"].lower() not in _USER_ALONE or ":" in match[0].partition("://")[2]:
+    for match in (*_PASSWORD.finditer(url), *_USER.finditer(url)):
+        if match["scheme"].lower() not in _PUBLIC_USER_SCHEMES or ":" in match[0].partition("://")[2]:
             text = text.replace(match[0].partition("://")[2].removesuffix("@"), REDACTED)
-    for match in _PARAMETER.finditer(address):
+    for match in _PARAMETER.finditer(url):
         text = text.replace(match[0].removeprefix(match["name"]), REDACTED)
-    return redacted(text)
+    return redact(text)
 
 
-def redacted_tree(value: Any) -> Any:
+def redact_tree(value: Any) -> Any:
     """Redact all strings in nested lists and dictionaries."""
     if isinstance(value, str):
-        return redacted(value)
+        return redact(value)
     if isinstance(value, dict):
-        return {key: redacted_tree(one) for key, one in value.items()}
+        return {key: redact_tree(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [redacted_tree(one) for one in value]
+        return [redact_tree(item) for item in value]
     return value
 
 
-def is_redacted(address: str) -> bool:
+def is_redacted(url: str) -> bool:
     """Return whether a URL was saved without its credentials."""
-    return "://" in address and REDACTED in address
+    return "://" in url and REDACTED in url

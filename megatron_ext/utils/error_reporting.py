@@ -15,18 +15,17 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from megatron_ext.utils.atomic_files import os_reason
+from megatron_ext.utils.atomic_files import os_error_reason
 from megatron_ext.utils.errors import EXIT_STOPPED, UserError
-from megatron_ext.utils.temp_dirs import own_folder
+from megatron_ext.utils.temp_dirs import user_folder
 
 ERROR_FILE = "SELECTRON_ERROR_FILE"
-"""Environment variable: file in which a rank leaves the user error for the launcher."""
+"""Environment variable: file to which a rank writes the user error for the launcher."""
 
 STOPPED_FILE = "SELECTRON_STOPPED_FILE"
-"""Environment variable: file by which the first rank tells a batch script that the run was stopped."""
+"""Environment variable: file that the first rank creates to signal to a batch script that the run was stopped."""
 
-
-_FORGOTTEN_SECONDS = 86400
+_MAX_AGE_SECONDS = 86400
 """Age in seconds after which a job's error file is removed."""
 
 
@@ -36,38 +35,38 @@ def report_user_error(message: str) -> None:
     Args:
         message: one line.
     """
-    given = os.environ.get(ERROR_FILE)
-    alone = not given and not has_peers()
+    file_name = os.environ.get(ERROR_FILE)
+    is_only_rank = not file_name and not has_peers()
     try:
-        speaks = alone or claim(Path(given) if given else _shared_file(), message)
+        is_first = is_only_rank or create_once(Path(file_name) if file_name else _shared_file(), message)
     except OSError:
-        given, speaks = None, True  # it is better to print the error twice than not at all
-    if speaks and not given:
+        file_name, is_first = None, True  # printing the error twice is better than not at all
+    if is_first and not file_name:
         print_user_error(message)
 
 
-def stopped_code() -> int:
+def stop_exit_code() -> int:
     """Return the exit code of a rank whose run was asked to stop.
 
     srun kills all tasks at the first non-zero code, while they are still shutting down. Therefore a batch script gives
     a file in the environment. The first rank creates the file, and all ranks return 0.
     """
-    given = os.environ.get(STOPPED_FILE)
-    if not given:
+    file_name = os.environ.get(STOPPED_FILE)
+    if not file_name:
         return EXIT_STOPPED
     if int(os.environ.get("RANK", "0")) == 0:
         try:
-            Path(given).touch()
-        except OSError:  # it is better to be killed early than to be taken for finished
+            Path(file_name).touch()
+        except OSError:  # being killed early is better than a stopped run that looks finished
             return EXIT_STOPPED
     return 0
 
 
-def disk_refusal(error: Exception) -> UserError | None:
+def disk_error(error: Exception) -> UserError | None:
     """Return a user error if an error means that a disk is full or read-only, else None."""
     if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
         return None
-    problem = f"cannot be written ({os_reason(error)})"
+    problem = f"cannot be written ({os_error_reason(error)})"
     return UserError(str(error.filename or "a file"), problem, "free disk space, or choose another location")
 
 
@@ -76,13 +75,13 @@ def has_peers() -> bool:
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
-def reported_by_another() -> bool:
+def is_reported_by_other_rank() -> bool:
     """Return True if a rank has already reported a user error; a crash of this rank is then its consequence."""
     if not has_peers():
         return False
-    given = os.environ.get(ERROR_FILE)
+    file_name = os.environ.get(ERROR_FILE)
     try:
-        return (Path(given) if given else _shared_file()).exists()
+        return (Path(file_name) if file_name else _shared_file()).exists()
     except OSError:
         return False
 
@@ -92,7 +91,7 @@ def print_user_error(message: str) -> None:
     print(f"selectron: error: {' '.join(message.split())}", file=sys.stderr, flush=True)
 
 
-def claim(path: Path, message: str) -> bool:
+def create_once(path: Path, message: str) -> bool:
     """Create a file with a message if it does not exist.
 
     Args:
@@ -122,10 +121,10 @@ def _shared_file() -> Path:
     # unknown when the last rank has read it.
     key = [*(os.environ.get(name, "") for name in variables), str(os.getuid()), str(parent), _start_time(parent)]
     digest = hashlib.sha256("\0".join(key).encode()).hexdigest()[:20]
-    folder = own_folder()
+    folder = user_folder()
     for old in folder.glob("error-*"):
         with suppress(OSError):
-            if time.time() - old.stat().st_mtime > _FORGOTTEN_SECONDS:
+            if time.time() - old.stat().st_mtime > _MAX_AGE_SECONDS:
                 old.unlink()
     return folder / f"error-{digest}"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_ext.utils.credentials import redacted
+from megatron_ext.utils.credentials import redact
 from megatron_ext.utils.printable import printable
 
 EXIT_USER_ERROR = 2
@@ -25,7 +25,7 @@ class UserError(Exception):
     """
 
     def __init__(self, where: str, problem: str, hint: str) -> None:
-        super().__init__(printable(redacted(f"{where}: {problem}; {hint}")))
+        super().__init__(printable(redact(f"{where}: {problem}; {hint}")))
         self.where = where
         self.problem = problem
         self.hint = hint

@@ -6,28 +6,28 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_is_ours = False
+_owns_process = False
 
 
-def process_is_ours(is_ours: bool) -> None:
-    """Set whether the command is all that this process does. If so, objects of imports are never collected."""
-    global _is_ours
-    _is_ours = is_ours
+def set_process_owned(is_owned: bool) -> None:
+    """Record whether this process runs only the command. If it does, imported objects are never collected."""
+    global _owns_process
+    _owns_process = is_owned
 
 
 @contextmanager
-def unlooked_for() -> Iterator[None]:
+def paused_collection() -> Iterator[None]:
     """Context manager around imports of torch and Megatron, whose million objects live until the process ends.
 
     Garbage collections during these imports and at exit take a quarter of the time of a short run. Objects are frozen
-    only if the process is ours, as a caller's objects would be frozen, too.
+    only in a process that runs only the command, because a caller's objects would be frozen, too.
     """
-    is_collecting = gc.isenabled()
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if _is_ours:
+        if _owns_process:
             gc.freeze()
-        if is_collecting:
+        if was_enabled:
             gc.enable()

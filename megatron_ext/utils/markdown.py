@@ -9,10 +9,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.utils.atomic_files import write_whole
+from megatron_ext.utils.atomic_files import write_atomically
 from megatron_ext.utils.printable import printable
 
-_FORMULA = tuple("=+-@\t\r")
+_FORMULA_PREFIXES = tuple("=+-@\t\r")
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?|[+-]inf")
 
 
@@ -35,26 +35,26 @@ def csv_row(cells: Iterable[Any]) -> list[Any]:
 
 
 def _csv_text(text: str) -> str:
-    if text[:1] in _FORMULA and not _NUMBER.fullmatch(text):
+    if text[:1] in _FORMULA_PREFIXES and not _NUMBER.fullmatch(text):
         text = f"'{text}"
     return printable(text)
 
 
-def digits(x: float) -> str:
+def format_number(x: float) -> str:
     """Format a number with three significant digits, but all digits before the decimal point."""
     if x == 0 or not math.isfinite(x):
         return str(x)
     return f"{x:.{max(0, 2 - math.floor(math.log10(abs(x))))}f}"
 
 
-def finite(x: Any) -> Any:
+def replace_nonfinite(x: Any) -> Any:
     """Replace infinities and NaN, which JSON lacks, by strings, in nested dictionaries."""
     if isinstance(x, dict):
-        return {key: finite(value) for key, value in x.items()}
+        return {key: replace_nonfinite(value) for key, value in x.items()}
     return str(x) if isinstance(x, float) and not math.isfinite(x) else x
 
 
-def write_both(folder: Path, stem: str, numbers: dict[str, Any], text: str) -> None:
+def write_report(folder: Path, stem: str, numbers: dict[str, Any], text: str) -> None:
     """Write a report's STEM.json and STEM.md, each atomically."""
-    write_whole(folder / f"{stem}.json", (json.dumps(numbers, indent=1) + "\n").encode())
-    write_whole(folder / f"{stem}.md", text.encode())
+    write_atomically(folder / f"{stem}.json", (json.dumps(numbers, indent=1) + "\n").encode())
+    write_atomically(folder / f"{stem}.md", text.encode())

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 FloatArray = npt.NDArray[np.float64]
 
-FEWEST_DOCUMENTS = 3
+MIN_DOCUMENTS = 3
 """Minimum number of documents for an interval: of two, one may contain nearly all of the text."""
 
 FEW_DOCUMENTS = 20
@@ -25,41 +25,41 @@ FEW_DOCUMENTS = 20
 
 
 @dataclass(frozen=True)
-class Spread:
+class SamplingVariance:
     """Sampling variance of estimates, with its degrees of freedom.
 
     Attributes:
         variance: float64 [...]; NaN: unknown.
-        freedom: float64 [...], degrees of freedom of a t-distribution with the same relative precision.
+        degrees_of_freedom: float64 [...], degrees of freedom of a t-distribution with the same relative precision.
     """
 
     variance: FloatArray
-    freedom: FloatArray
+    degrees_of_freedom: FloatArray
 
     def half_width(self, confidence: float) -> FloatArray:
         """Return half of the width of the confidence intervals, [...]."""
         from scipy.special import stdtrit  # imported late: it would delay every training rank by a third of a second
 
-        return np.asarray(stdtrit(self.freedom, (1 + confidence) / 2) * np.sqrt(self.variance))
+        return np.asarray(stdtrit(self.degrees_of_freedom, (1 + confidence) / 2) * np.sqrt(self.variance))
 
-    def __add__(self, other: Spread) -> Spread:
+    def __add__(self, other: SamplingVariance) -> SamplingVariance:
         """Return the spread of a sum of independent estimates (Satterthwaite 1946)."""
         variance = self.variance + other.variance
-        weight = self.variance**2 / self.freedom + other.variance**2 / other.freedom
-        freedom = np.divide(variance**2, weight, out=np.full_like(variance, np.inf), where=weight > 0)
-        return Spread(variance, np.where(np.isnan(variance), np.nan, freedom))
+        weight = self.variance**2 / self.degrees_of_freedom + other.variance**2 / other.degrees_of_freedom
+        degrees_of_freedom = np.divide(variance**2, weight, out=np.full_like(variance, np.inf), where=weight > 0)
+        return SamplingVariance(variance, np.where(np.isnan(variance), np.nan, degrees_of_freedom))
 
-    def times(self, factor: float) -> Spread:
+    def scaled(self, factor: float) -> SamplingVariance:
         """Return the spread of the estimates multiplied by a constant."""
-        return Spread(self.variance * factor**2, self.freedom)
+        return SamplingVariance(self.variance * factor**2, self.degrees_of_freedom)
 
 
-def none_like(values: FloatArray) -> Spread:
+def zero_variance_like(values: FloatArray) -> SamplingVariance:
     """Return the spread of constants: zero variance."""
-    return Spread(np.zeros_like(values), np.full_like(values, np.inf))
+    return SamplingVariance(np.zeros_like(values), np.full_like(values, np.inf))
 
 
-def spread_of_ratio(nats: FloatArray, tokens: FloatArray) -> Spread:
+def ratio_variance(nats: FloatArray, tokens: FloatArray) -> SamplingVariance:
     """Compute the spread of sum(nats) / sum(tokens) over independently sampled documents of random lengths.
 
     Args:
@@ -67,19 +67,19 @@ def spread_of_ratio(nats: FloatArray, tokens: FloatArray) -> Spread:
         tokens: [documents] number of tokens of these losses.
 
     Returns:
-        Spread of shape [...]; NaN with fewer than `FEWEST_DOCUMENTS` documents.
+        Spread of shape [...]; NaN with fewer than `MIN_DOCUMENTS` documents.
     """
     nats, tokens = nats[..., tokens > 0], tokens[tokens > 0].astype(np.float64)
     shape = nats.shape[:-1]
-    if len(tokens) < FEWEST_DOCUMENTS:
-        return Spread(np.full(shape, math.nan), np.full(shape, math.nan))
+    if len(tokens) < MIN_DOCUMENTS:
+        return SamplingVariance(np.full(shape, math.nan), np.full(shape, math.nan))
     share = tokens / tokens.sum()  # the leverage of each document
-    rest = (nats - nats.sum(axis=-1, keepdims=True) * share) / tokens.sum()
-    variance = (rest**2 / (1 - share)).sum(axis=-1)
-    return Spread(np.asarray(variance), np.full(shape, _freedom(share)))
+    residuals = (nats - nats.sum(axis=-1, keepdims=True) * share) / tokens.sum()
+    variance = (residuals**2 / (1 - share)).sum(axis=-1)
+    return SamplingVariance(np.asarray(variance), np.full(shape, _degrees_of_freedom(share)))
 
 
-def _freedom(share: FloatArray) -> float:
+def _degrees_of_freedom(share: FloatArray) -> float:
     """Compute Bell & McCaffrey's degrees of freedom if the variance of a mean loss is the same for all documents.
 
     The residuals of nats, divided by all tokens, then have covariances proportional to
@@ -98,7 +98,7 @@ def _freedom(share: FloatArray) -> float:
 
 
 def ratio_interval(nats: FloatArray, tokens: FloatArray, confidence: float) -> tuple[float, float] | None:
-    """Compute the interval of a loss per token over independently sampled documents; see `spread_of_ratio`.
+    """Compute the interval of a loss per token over independently sampled documents; see `ratio_variance`.
 
     Args:
         nats: [documents] summed losses.
@@ -106,9 +106,9 @@ def ratio_interval(nats: FloatArray, tokens: FloatArray, confidence: float) -> t
         confidence: between 0 and 1.
 
     Returns:
-        (lower, upper), or None with fewer than `FEWEST_DOCUMENTS` documents.
+        (lower, upper), or None with fewer than `MIN_DOCUMENTS` documents.
     """
-    half = float(spread_of_ratio(nats, tokens).half_width(confidence))
+    half = float(ratio_variance(nats, tokens).half_width(confidence))
     if math.isnan(half):
         return None
     value = float(nats.sum() / tokens.sum())

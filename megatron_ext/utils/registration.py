@@ -17,11 +17,11 @@ def import_modules(package: ModuleType) -> None:
         importlib.import_module(f"{package.__name__}.{info.name}")
 
 
-def add_entry(table: MutableMapping[str, Entry], name: str, entry: Entry, kind: str) -> None:
+def add_entry(registry: MutableMapping[str, Entry], name: str, entry: Entry, kind: str) -> None:
     """Add an entry to a registry.
 
     Args:
-        table: the registry.
+        registry: the registry.
         name: name of the entry.
         entry: the entry.
         kind: plural noun for the entries, for the message.
@@ -29,6 +29,6 @@ def add_entry(table: MutableMapping[str, Entry], name: str, entry: Entry, kind: 
     Raises:
         ValueError: the name is taken.
     """
-    if name in table:
-        raise ValueError(f"two {kind} are called {name!r}: {table[name]} and {entry}")
-    table[name] = entry
+    if name in registry:
+        raise ValueError(f"two {kind} are called {name!r}: {registry[name]} and {entry}")
+    registry[name] = entry

@@ -9,15 +9,15 @@ from types import FrameType
 
 
 @contextmanager
-def handled(numbers: Iterable[int], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+def handle_signals(numbers: Iterable[int], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """Context manager that installs a handler for signals and restores the previous ones at the end.
 
     Raises:
         ValueError: there are signals, and this is not the main thread.
     """
-    before = {number: signal.signal(number, handler) for number in numbers}
+    previous = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        for number, previous in before.items():
-            signal.signal(number, previous)
+        for number, old_handler in previous.items():
+            signal.signal(number, old_handler)

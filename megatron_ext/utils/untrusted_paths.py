@@ -29,10 +29,10 @@ def check_text(where: str, text: str) -> None:
     """
     if found := control_characters(text):
         shown = printable(repr(text)) if len(text) <= 100 else printable(repr(text[:100])) + "..."
-        raise UserError(where, f"{shown} holds the control character {found[0]!a}", "remove it")
+        raise UserError(where, f"{shown} contains the control character {found[0]!a}", "remove it")
 
 
-def relative_name(name: object, where: str) -> str:
+def check_relative_path(name: object, where: str) -> str:
     """Validate a path that must lie below some folder, without access to the file system.
 
     Args:
@@ -65,9 +65,9 @@ def path_within(folder: Path, name: object, where: str, *, follow_links: bool = 
             and whose content is verified: caches of downloaded files are folders of such links.
 
     Raises:
-        UserError: see `relative_name`; or a symbolic link leads out of the folder.
+        UserError: see `check_relative_path`; or a symbolic link leads out of the folder.
     """
-    path = folder / relative_name(name, where)
+    path = folder / check_relative_path(name, where)
     if not follow_links and not path.resolve().is_relative_to(folder.resolve()):
         problem = f"names {printable(str(path))}, where a link leads out of {printable(str(folder))}"
         raise UserError(where, problem, "put the file itself there, or remove the link")

@@ -163,7 +163,7 @@ def test_bad_override(tmp_path: Path, override: str, expected: str) -> None:
 def test_bad_override_values_keep_to_one_line(tmp_path: Path) -> None:
     assert message(BASE, tmp_path, "data.path=[a").startswith("data.path: is not valid YAML (")
     assert message(BASE, tmp_path, "run.name=!!binary aGk=").startswith("run: contains a value that is not text")
-    assert message(BASE, tmp_path, 'run.name="a\\nb"').startswith("run.name: 'a\\nb' holds the control character")
+    assert message(BASE, tmp_path, 'run.name="a\\nb"').startswith("run.name: 'a\\nb' contains the control character")
     assert message(BASE, tmp_path, 'run.name="a b"').startswith('run.name: "a b" has characters')
     assert len(message(BASE, tmp_path, "run.name=" + "/" * 5000)) < 250
 
@@ -209,7 +209,7 @@ def test_a_pattern_may_have_lines(tmp_path: Path, written: str, read: str) -> No
 @pytest.mark.parametrize("text", ['"attention\\e[2J"', '"attention,\\u2028other"', '"attention\\0"'])
 def test_a_pattern_has_no_other_control_characters(tmp_path: Path, text: str) -> None:
     assert "model.pattern: " in message(f"{BASE}model:\n  pattern: {text}", tmp_path)
-    assert "holds the control character" in message(f"{BASE}model:\n  pattern: {text}", tmp_path)
+    assert "contains the control character" in message(f"{BASE}model:\n  pattern: {text}", tmp_path)
 
 
 def test_several_mistakes_name_them_all(tmp_path: Path) -> None:

@@ -229,7 +229,7 @@ def test_a_full_disk_is_no_fault_of_the_data(cache, manifest, monkeypatch):
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("megatron_ext.data.cache.force_to_disk", full)
+    monkeypatch.setattr("megatron_ext.data.cache.fsync_path", full)
     with pytest.raises(UserError, match=r"^data.cache_dir: .* cannot be written \(No space left on device\); "):
         cache.fetch(train_shards(manifest)[0])
     with pytest.raises(UserError, match=r"^data.cache_dir: "):

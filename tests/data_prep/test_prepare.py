@@ -238,7 +238,7 @@ def test_full_disk_keeps_the_work(records, tmp_path, tokenizer_file, monkeypatch
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
     with monkeypatch.context() as patch:
-        patch.setattr(shards, "force_to_disk", full)
+        patch.setattr(shards, "fsync_path", full)
         with pytest.raises(
             UserError, match=r"\.tar: cannot be read or written \(No space left on device\); free space"
         ):

@@ -7,7 +7,7 @@ from kills import DONE, KILLED, changes
 
 from data_prep.manifest import MANIFEST_NAME
 from data_prep.storage import BEGUN_NAME, LOCK_NAME, publish, unfinished_folder, was_published
-from megatron_ext.utils.atomic_files import write_whole
+from megatron_ext.utils.atomic_files import write_atomically
 from megatron_ext.utils.errors import UserError
 
 BEGUN = {"--x": 1, "--names": ["a", "b"]}
@@ -27,10 +27,10 @@ def fill(output: Path, begun: dict = BEGUN, *, mistake: bool = False) -> None:
             (partial / ".work" / "notes").mkdir(exist_ok=True)
             (partial / ".work" / "notes" / "00000").touch()
             (partial / "train").mkdir(exist_ok=True)
-            write_whole(partial / "train" / "000000.tar", b"tokens")
+            write_atomically(partial / "train" / "000000.tar", b"tokens")
             if mistake:
                 raise UserError("--x", "is wrong", "mend it")
-            write_whole(partial / MANIFEST_NAME, b"{}")
+            write_atomically(partial / MANIFEST_NAME, b"{}")
         publish(partial, output)
 
 

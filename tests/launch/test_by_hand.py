@@ -30,7 +30,7 @@ GONE = dataclasses.replace(ME, started="1")
 @pytest.fixture(autouse=True)
 def by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(lock_file.LAUNCH_VARIABLE, raising=False)
-    monkeypatch.setattr(lock_file, "_output", lambda: "")
+    monkeypatch.setattr(lock_file, "_stderr_path", lambda: "")
 
 
 def trained(run: Path, step: int = 20, *, steps: int = 50) -> Path:
@@ -124,7 +124,7 @@ def test_logs_show_the_file_that_it_prints_to(
 ) -> None:
     log, shown = tmp_path / "my.log", list[str]()
     log.write_text("said\n")
-    monkeypatch.setattr(lock_file, "_output", lambda: str(log))
+    monkeypatch.setattr(lock_file, "_stderr_path", lambda: str(log))
     monkeypatch.setattr(logs_command.os, "execvp", lambda _, words: shown.append(words[-1]))
     held(trained(tmp_path / "a"))
     main(["logs", str(tmp_path / "a")])
@@ -144,7 +144,7 @@ def test_logs_say_that_nothing_is_kept(tmp_path: Path, capsys: pytest.CaptureFix
 
 @pytest.mark.parametrize(("to", "expected"), [("file", "out.log"), ("pipe", "")])
 def test_a_process_knows_the_file_that_it_prints_to(tmp_path: Path, to: str, expected: str) -> None:
-    code = "from megatron_ext.run_folder import lock_file; print(lock_file._output())"
+    code = "from megatron_ext.run_folder import lock_file; print(lock_file._stderr_path())"
     with (tmp_path / "out.log").open("w") as file:
         stderr = file if to == "file" else subprocess.PIPE
         command = [sys.executable, "-c", code]

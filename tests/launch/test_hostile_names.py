@@ -151,9 +151,9 @@ def test_control_characters_are_refused(tmp_path, monkeypatch, capsys, letter):
     (tmp_path / "c.yaml").write_text("data: {path: x}\n")
     for override in (f"run.dir={name!a}".replace("'", '"'), f"data.path={name!a}".replace("'", '"')):
         if letter not in "\x00\udcff":  # YAML cannot contain these
-            with pytest.raises(UserError, match=rf"^{override.partition('=')[0]}: .* holds the control character "):
+            with pytest.raises(UserError, match=rf"^{override.partition('=')[0]}: .* contains the control character "):
                 load_config(tmp_path / "c.yaml", [override], {})
-    with pytest.raises(UserError, match=r"^--sbatch: .* holds the control character "):
+    with pytest.raises(UserError, match=r"^--sbatch: .* contains the control character "):
         slurm.directives([f"--comment={name}"])
     monkeypatch.chdir(tmp_path)
     for arguments in (
@@ -166,7 +166,7 @@ def test_control_characters_are_refused(tmp_path, monkeypatch, capsys, letter):
     ):
         assert main(arguments) == 2
         error = capsys.readouterr().err
-        assert "holds the control character" in error
+        assert "contains the control character" in error
         assert error.count("\n") == 1
         assert error.rstrip("\n").isprintable()
     assert [path.name for path in tmp_path.iterdir()] == ["c.yaml"]

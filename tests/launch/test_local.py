@@ -225,13 +225,13 @@ def test_under_torchrun_one_rank_speaks(
     monkeypatch.delenv(error_reporting.ERROR_FILE, raising=False)
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    assert not error_reporting.reported_by_another()
+    assert not error_reporting.is_reported_by_other_rank()
     error_reporting.report_user_error("a: b; c")
     error_reporting.report_user_error("a: b; c")
-    assert error_reporting.reported_by_another()
+    assert error_reporting.is_reported_by_other_rank()
     assert capfd.readouterr().err == "selectron: error: a: b; c\n"
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another")
-    assert not error_reporting.reported_by_another()
+    assert not error_reporting.is_reported_by_other_rank()
 
 
 def test_an_error_is_said_even_where_no_file_can_be_made(

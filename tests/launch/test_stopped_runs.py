@@ -18,18 +18,18 @@ from megatron_ext.utils.errors import EXIT_STOPPED
 
 def test_a_rank_of_no_batch_script_says_it_by_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(error_reporting.STOPPED_FILE, raising=False)
-    assert error_reporting.stopped_code() == EXIT_STOPPED == 75
+    assert error_reporting.stop_exit_code() == EXIT_STOPPED == 75
 
 
 def test_ranks_of_a_batch_script_say_it_by_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "stopped"
     monkeypatch.setenv(error_reporting.STOPPED_FILE, str(file))
     monkeypatch.setenv("RANK", "1")
-    assert (error_reporting.stopped_code(), file.exists()) == (0, False)
+    assert (error_reporting.stop_exit_code(), file.exists()) == (0, False)
     monkeypatch.setenv("RANK", "0")
-    assert (error_reporting.stopped_code(), file.exists()) == (0, True)
+    assert (error_reporting.stop_exit_code(), file.exists()) == (0, True)
     monkeypatch.setenv(error_reporting.STOPPED_FILE, str(tmp_path / "nowhere" / "stopped"))
-    assert error_reporting.stopped_code() == EXIT_STOPPED
+    assert error_reporting.stop_exit_code() == EXIT_STOPPED
 
 
 # Fakes of Slurm's commands. srun runs its command as one task.

@@ -1,6 +1,6 @@
 import pytest
 
-from megatron_ext.utils.credentials import is_redacted, redacted, redacted_tree, without_secrets_of
+from megatron_ext.utils.credentials import is_redacted, redact, redact_tree, remove_secrets
 from megatron_ext.utils.errors import UserError
 
 SECRET = "hunter2SECRET"
@@ -27,8 +27,8 @@ SECRET = "hunter2SECRET"
     ],
 )  # fmt: skip
 def test_redacted(address, shown):
-    assert redacted(address) == shown
-    assert redacted(shown) == shown
+    assert redact(address) == shown
+    assert redact(shown) == shown
     assert is_redacted(shown)
     assert SECRET not in str(UserError("data.path", f"{address} cannot be read", "mend it"))
 
@@ -49,17 +49,17 @@ def test_redacted(address, shown):
     ],
 )
 def test_what_holds_no_secret_stays(text):
-    assert redacted(text) == text
+    assert redact(text) == text
 
 
 def test_trees():
     tree = {"data": {"path": f"s3://K:{SECRET}@b", "lengths": [1, 2.5, None, True], "names": [f"https://{SECRET}@h"]}}
     clean = {"data": {"path": "s3://***@b", "lengths": [1, 2.5, None, True], "names": ["https://***@h"]}}
-    assert redacted_tree(tree) == clean
+    assert redact_tree(tree) == clean
 
 
 def test_a_library_s_own_words():
     address = f"s3://KEY:{SECRET}@bucket/data?token=abc123"
-    said = without_secrets_of(address, f"no /KEY:{SECRET}@bucket/data with abc123")
+    said = remove_secrets(address, f"no /KEY:{SECRET}@bucket/data with abc123")
     assert said == "no /***@bucket/data with ***"
-    assert without_secrets_of("sftp://user@host/x", "user unknown") == "user unknown"
+    assert remove_secrets("sftp://user@host/x", "user unknown") == "user unknown"

@@ -17,19 +17,19 @@ from megatron_ext.utils import atomic_files
 from megatron_ext.utils.atomic_files import (
     open_to_append,
     open_to_write,
-    os_reason,
+    os_error_reason,
     read_regular,
+    write_atomically,
     write_private,
-    write_whole,
 )
 from megatron_ext.utils.errors import UserError
 
 
 def test_content_is_written_and_replaced(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    write_whole(path, b"first")
+    write_atomically(path, b"first")
     assert path.read_bytes() == b"first"
-    write_whole(path, b"second")
+    write_atomically(path, b"second")
     assert path.read_bytes() == b"second"
     assert os.listdir(tmp_path) == ["file"]
 
@@ -43,8 +43,8 @@ def test_a_reader_sees_the_old_content_until_the_new_is_on_disk(
     def look(forced: Path) -> None:
         seen.append((forced.name, forced.read_bytes() if forced.is_file() else None, path.read_bytes()))
 
-    monkeypatch.setattr(atomic_files, "force_to_disk", look)
-    write_whole(path, b"new")
+    monkeypatch.setattr(atomic_files, "fsync_path", look)
+    write_atomically(path, b"new")
     # fsync the content first, while the old file exists, then the folder with the new name.
     assert seen == [(".file.partial", b"new", b"old"), (tmp_path.name, None, b"new")]
 
@@ -56,23 +56,23 @@ def test_a_full_disk_leaves_the_old_content_and_nothing_else(tmp_path: Path, mon
     def full(_: Path) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(atomic_files, "force_to_disk", full)
+    monkeypatch.setattr(atomic_files, "fsync_path", full)
     with pytest.raises(OSError, match="No space left"):
-        write_whole(path, b"new")
+        write_atomically(path, b"new")
     assert path.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["file"]
 
 
 def test_what_an_interrupted_writer_left_is_replaced(tmp_path: Path) -> None:
     (tmp_path / ".file.partial").write_bytes(b"half of somethi")
-    write_whole(tmp_path / "file", b"whole")
+    write_atomically(tmp_path / "file", b"whole")
     assert os.listdir(tmp_path) == ["file"]
     assert (tmp_path / "file").read_bytes() == b"whole"
 
 
 def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        write_whole(tmp_path / "none" / "file", b"content")
+        write_atomically(tmp_path / "none" / "file", b"content")
 
 
 def fails(*_: object) -> None:
@@ -82,7 +82,7 @@ def fails(*_: object) -> None:
 def test_a_write_that_fails_names_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(atomic_files, "open_to_write", fails)
     with pytest.raises(OSError, match="No space left") as caught:
-        write_whole(tmp_path / "file", b"x")
+        write_atomically(tmp_path / "file", b"x")
     assert caught.value.filename == str(tmp_path / "file")
     assert os.listdir(tmp_path) == []
 
@@ -99,7 +99,7 @@ def test_a_write_that_fails_names_its_file(tmp_path: Path, monkeypatch: pytest.M
     ],
 )
 def test_no_reason_is_none(error: OSError, reason: str) -> None:
-    assert os_reason(error) == reason
+    assert os_error_reason(error) == reason
 
 
 def test_private_files(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_a_full_disk_is_one_line_of_every_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def write(*_: object) -> int:
-        write_whole(tmp_path / "results.json", b"x")
+        write_atomically(tmp_path / "results.json", b"x")
         return 0
 
     monkeypatch.setattr(atomic_files, "open_to_write", fails)
@@ -141,7 +141,7 @@ def test_a_link_of_a_stranger_leads_no_content_elsewhere(tmp_path: Path) -> None
     outside.write_bytes(b"precious")
     folder.mkdir()
     (folder / ".file.partial").symlink_to(outside)
-    write_whole(folder / "file", b"whole")
+    write_atomically(folder / "file", b"whole")
     assert outside.read_bytes() == b"precious"
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == {"file": b"whole"}
     assert not (folder / "file").is_symlink()

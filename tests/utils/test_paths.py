@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.utils.errors import UserError
-from megatron_ext.utils.untrusted_paths import path_within, relative_name
+from megatron_ext.utils.untrusted_paths import check_relative_path, path_within
 
 BAD = [
     "",
@@ -61,7 +61,7 @@ def test_refused(tmp_path, name):
     ],
 )
 def test_accepted(tmp_path, name, expected):
-    assert relative_name(name, "f") == expected
+    assert check_relative_path(name, "f") == expected
     assert path_within(tmp_path, name, "f") == tmp_path / expected
 
 

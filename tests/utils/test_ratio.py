@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from megatron_ext.utils.ratio_interval import ratio_interval, spread_of_ratio
+from megatron_ext.utils.ratio_interval import ratio_interval, ratio_variance
 
 
 def drawn(documents: int, seed: int = 3) -> tuple[np.ndarray, np.ndarray]:
@@ -23,14 +23,14 @@ def test_variance_and_freedom_are_those_of_the_matrices(documents: int) -> None:
     rest_of = np.eye(documents) - np.outer(tokens, np.ones(documents)) / total  # residuals of the ratio
     reduce = np.diag(1 / np.sqrt(1 - tokens / total))
     form = (reduce @ rest_of).T @ (reduce @ rest_of) / total**2
-    spread = spread_of_ratio(nats, tokens)
+    spread = ratio_variance(nats, tokens)
     assert float(spread.variance) == pytest.approx(nats @ form @ nats, rel=1e-10)
     varied = form @ np.diag(tokens**2)  # equal variance of documents' mean losses
-    freedom = np.trace(varied) ** 2 / np.trace(varied @ varied)
-    assert float(spread.freedom) == pytest.approx(freedom, rel=1e-10)
+    degrees_of_freedom = np.trace(varied) ** 2 / np.trace(varied @ varied)
+    assert float(spread.degrees_of_freedom) == pytest.approx(degrees_of_freedom, rel=1e-10)
     low, high = ratio_interval(nats, tokens, 0.9) or (0, 0)
     assert low + high == pytest.approx(2 * nats.sum() / total)
-    assert (high - low) / 2 == pytest.approx(stats.t.ppf(0.95, freedom) * np.sqrt(nats @ form @ nats))
+    assert (high - low) / 2 == pytest.approx(stats.t.ppf(0.95, degrees_of_freedom) * np.sqrt(nats @ form @ nats))
 
 
 def test_documents_of_one_length_have_the_interval_of_a_mean() -> None:
@@ -47,11 +47,15 @@ def test_one_or_two_documents_have_no_interval(documents: int) -> None:
 
 
 def test_a_sum_of_independent_spreads() -> None:
-    one, other = (spread_of_ratio(*drawn(n, n)) for n in (5, 30))
+    one, other = (ratio_variance(*drawn(n, n)) for n in (5, 30))
     both = one + other
     assert float(both.variance) == pytest.approx(float(one.variance + other.variance))
-    assert float(one.freedom) < float(both.freedom) < float(one.freedom + other.freedom)
-    assert np.isnan((one + spread_of_ratio(*drawn(2))).half_width(0.95))
+    assert (
+        float(one.degrees_of_freedom)
+        < float(both.degrees_of_freedom)
+        < float(one.degrees_of_freedom + other.degrees_of_freedom)
+    )
+    assert np.isnan((one + ratio_variance(*drawn(2))).half_width(0.95))
 
 
 @pytest.mark.parametrize("documents", [5, 20, 200])

@@ -31,4 +31,4 @@ def test_a_table_has_the_cells_that_went_in() -> None:
     ("x", "said"), [(0.0, "0.0"), (0.0123456, "0.0123"), (1.0, "1.00"), (12.34, "12.3"), (4321.6, "4322")]
 )
 def test_three_digits(x: float, said: str) -> None:
-    assert markdown.digits(x) == said
+    assert markdown.format_number(x) == said

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.utils.temp_dirs import keep, own_folder, scratch_folder
+from megatron_ext.utils.temp_dirs import keep_folder, scratch_folder, user_folder
 
 HOLDS_ONE = """
 import time
@@ -102,7 +102,7 @@ def test_folders_of_another_machine_and_links_stay(disk: Path, monkeypatch: pyte
 def test_what_is_kept_stays_and_no_call_removes_it(disk: Path) -> None:
     with scratch_folder("kind") as folder:
         (folder / "log").touch()
-        keep(folder)
+        keep_folder(folder)
     with scratch_folder("kind"):
         assert (folder / "log").exists()
     assert [path.name for path in folder.iterdir()] == ["log"]
@@ -145,9 +145,9 @@ def test_what_others_put_in_the_way_is_neither_followed_nor_removed(
 
 @pytest.mark.parametrize("kind", ["link", "file", "open"])
 def test_a_users_folder_that_is_not_his_alone(disk: Path, kind: str) -> None:
-    assert stat.S_IMODE(own_folder().stat().st_mode) == 0o700
-    assert own_folder() == disk / f"selectron-{os.getuid()}"
-    own_folder().rmdir()
+    assert stat.S_IMODE(user_folder().stat().st_mode) == 0o700
+    assert user_folder() == disk / f"selectron-{os.getuid()}"
+    user_folder().rmdir()
     if kind == "link":
         (disk / "elsewhere").mkdir(mode=0o700)
         (disk / f"selectron-{os.getuid()}").symlink_to(disk / "elsewhere")
@@ -157,4 +157,4 @@ def test_a_users_folder_that_is_not_his_alone(disk: Path, kind: str) -> None:
         (disk / f"selectron-{os.getuid()}").mkdir()
         (disk / f"selectron-{os.getuid()}").chmod(0o777)
     with pytest.raises(PermissionError, match="does not belong only to this user"):
-        own_folder()
+        user_folder()

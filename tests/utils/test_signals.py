@@ -7,14 +7,14 @@ import signal
 
 import pytest
 
-from megatron_ext.utils.signals import handled
+from megatron_ext.utils.signals import handle_signals
 
 
 def test_a_handler_has_its_signals_for_a_while() -> None:
     outer: list[int] = []
     inner: list[int] = []
-    with handled([signal.SIGUSR1, signal.SIGUSR2], lambda number, _: outer.append(number)):
-        with handled([signal.SIGUSR1], lambda number, _: inner.append(number)):
+    with handle_signals([signal.SIGUSR1, signal.SIGUSR2], lambda number, _: outer.append(number)):
+        with handle_signals([signal.SIGUSR1], lambda number, _: inner.append(number)):
             os.kill(os.getpid(), signal.SIGUSR1)
             os.kill(os.getpid(), signal.SIGUSR2)
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -23,6 +23,6 @@ def test_a_handler_has_its_signals_for_a_while() -> None:
 
 def test_an_error_gives_signals_back() -> None:
     before = signal.getsignal(signal.SIGUSR1)
-    with pytest.raises(RuntimeError), handled([signal.SIGUSR1], lambda *_: None):
+    with pytest.raises(RuntimeError), handle_signals([signal.SIGUSR1], lambda *_: None):
         raise RuntimeError
     assert signal.getsignal(signal.SIGUSR1) is before

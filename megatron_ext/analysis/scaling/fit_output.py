@@ -18,9 +18,9 @@ from megatron_ext.analysis.scaling.run_points import as_csv
 from megatron_ext.analysis.scaling.transfer import Difference, Line
 from megatron_ext.analysis.scaling.uncertainty import PARAMS_EXPONENT, TOKENS_EXPONENT, BackTest
 from megatron_ext.analysis.scaling.unidentifiable import CONSTANTS, names_of
-from megatron_ext.utils.atomic_files import os_reason
+from megatron_ext.utils.atomic_files import os_error_reason
 from megatron_ext.utils.errors import UserError
-from megatron_ext.utils.markdown import table, write_both
+from megatron_ext.utils.markdown import table, write_report
 
 INTERVALS = (
     "95 % profile-likelihood intervals, in which the noise of the models' losses about the law varies (their seeds, "
@@ -49,10 +49,10 @@ def write_fit(result: ScalingFit, output: Path, *, keep: Path | None = None) -> 
         raise UserError(str(keep), "would be overwritten by a file of the fit", "give another folder with --output")
     try:
         replace_files(output, files, "fit.json", FILE_NAMES, keep=keep)
-        write_both(output, "fit", {**to_dict(result), "files": list(files)}, format_markdown(result))
+        write_report(output, "fit", {**to_dict(result), "files": list(files)}, format_markdown(result))
     except OSError as error:
         hint = "give another folder with --output or free disk space"
-        raise UserError(str(output), f"cannot be written ({os_reason(error)})", hint) from None
+        raise UserError(str(output), f"cannot be written ({os_error_reason(error)})", hint) from None
 
 
 def render_files(result: ScalingFit) -> dict[str, bytes]:

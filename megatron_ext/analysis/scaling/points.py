@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_ext.analysis.run_files import FloatArray, IntArray
-from megatron_ext.utils.atomic_files import os_reason
+from megatron_ext.utils.atomic_files import os_error_reason
 from megatron_ext.utils.errors import UserError
 
 NUMBERS = ("params", "tokens", "loss")
@@ -61,7 +61,7 @@ def read_points(path: Path) -> dict[str, Points]:
             _check_columns(path, columns)
             rows = [(f"{path}:{reader.line_num}", row) for row in reader]
     except OSError as error:
-        raise UserError(str(path), f"cannot be read ({os_reason(error)})", "give a CSV file") from None
+        raise UserError(str(path), f"cannot be read ({os_error_reason(error)})", "give a CSV file") from None
     except (UnicodeDecodeError, csv.Error) as error:
         raise UserError(str(path), f"is not CSV ({error})", "give a CSV file in UTF-8") from None
     if not rows:

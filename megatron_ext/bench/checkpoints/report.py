@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_ext.bench.checkpoints.run import Measured
 from megatron_ext.bench.run_report import RunReport
-from megatron_ext.utils.markdown import digits, table
+from megatron_ext.utils.markdown import format_number, table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,18 +39,18 @@ class CheckpointReport(RunReport):
         found = derived(self.measured)
         percent = {name: f"{100 * value:.1f} %" for name, value in found.items() if name.endswith("of_a_step")}
         rows = [
-            ("training step, nothing being saved", f"{digits(1e3 * self.measured.step)} ms"),
-            ("stall of a save", f"{digits(found['stall_ms'])} ms, {percent['stall_of_a_step']} of a step"),
+            ("training step, nothing being saved", f"{format_number(1e3 * self.measured.step)} ms"),
+            ("stall of a save", f"{format_number(found['stall_ms'])} ms, {percent['stall_of_a_step']} of a step"),
             ("the longest of them", f"{percent['worst_stall_of_a_step']} of a step"),
             ("stall of the first save, which is planned", f"{percent['first_stall_of_a_step']} of a step"),
             ("what the steps beside a save take longer, together", f"{percent['slowed_by_of_a_step']} of a step"),
-            ("whole after", f"{digits(found['whole_after_s'])} s"),
+            ("whole after", f"{format_number(found['whole_after_s'])} s"),
             ("stall of a save that is waited for", f"{percent['at_once_of_a_step']} of a step"),
-            ("written, with checksums and read again", f"{digits(found['save_gb_per_s'])} GB/s"),
-            ("plain files of the same sizes, written", f"{digits(found['floor_write_gb_per_s'])} GB/s"),
-            ("checked before loading", f"{digits(found['check_gb_per_s'])} GB/s"),
-            ("loaded", f"{digits(found['load_gb_per_s'])} GB/s"),
-            ("plain files, read", f"{digits(found['floor_read_gb_per_s'])} GB/s"),
+            ("written, with checksums and read again", f"{format_number(found['save_gb_per_s'])} GB/s"),
+            ("plain files of the same sizes, written", f"{format_number(found['floor_write_gb_per_s'])} GB/s"),
+            ("checked before loading", f"{format_number(found['check_gb_per_s'])} GB/s"),
+            ("loaded", f"{format_number(found['load_gb_per_s'])} GB/s"),
+            ("plain files, read", f"{format_number(found['floor_read_gb_per_s'])} GB/s"),
         ]
         return table(("what", "measured"), rows)
 

@@ -22,7 +22,7 @@ from megatron_ext.checkpoint.plan import FILES_PER_RANK
 from megatron_ext.checkpoint.store import CheckpointStore
 from megatron_ext.config.schema import RunConfig
 from megatron_ext.platform.device import Platform
-from megatron_ext.utils.atomic_files import force_to_disk
+from megatron_ext.utils.atomic_files import fsync_path
 
 WARM_UP = 2
 """Steps before the first timed one, and first saves: all ranks still plan these saves together."""
@@ -180,7 +180,7 @@ def _write(path: Path, size: int, block: memoryview) -> None:
     with path.open("wb", buffering=0) as file:
         while size > 0:
             size -= file.write(block[: min(size, len(block))])
-    force_to_disk(path)
+    fsync_path(path)
 
 
 def _read(path: Path) -> None:

@@ -10,7 +10,7 @@ from kernels.bench.timing import Times
 from kernels.common.dispatch import Choice
 from megatron_ext.bench.layers.cases import FLA, OURS, LayerPlan, LayerShape
 from megatron_ext.bench.layers.ours import CHECKED_LENGTH, LIMIT, Agreement
-from megatron_ext.utils.markdown import digits, finite, table
+from megatron_ext.utils.markdown import format_number, replace_nonfinite, table
 
 COLUMNS = (
     "size",
@@ -105,7 +105,7 @@ class LayerReport(ContestReport[LayerRow]):
 
     def body(self) -> list[str]:
         """Return the table and the reasons for the implementations."""
-        peak = "not known" if self.peak_flops is None else f"{digits(self.peak_flops / 1e12)} TFLOP/s"
+        peak = "not known" if self.peak_flops is None else f"{format_number(self.peak_flops / 1e12)} TFLOP/s"
         return [
             "One layer's mixer with its projections, forward + backward with the gradients of all weights, in bf16. "
             f"MFU counts 6 operations a weight and token and 3 times the mixer's own forward; peak {peak}. Memory is "
@@ -131,7 +131,7 @@ def _row_dict(report: LayerReport, row: LayerRow) -> dict[str, Any]:
     }
     found |= {name: said for name in ("failed", "not_run", "note") if (said := getattr(row, name)) is not None}
     if row.agreement is not None:
-        found["check"] = finite(asdict(row.agreement))
+        found["check"] = replace_nonfinite(asdict(row.agreement))
     return found if row.measured is None else found | _numbers(report, row, row.measured)
 
 
@@ -160,12 +160,12 @@ def _cells(report: LayerReport, row: LayerRow) -> list[str]:
     mfu, ratio = numbers["mfu"], numbers["fla_time_over_ours"]
     return [
         *names,
-        digits(numbers["ms"]),
-        f"{digits(numbers['ms_20'])} to {digits(numbers['ms_80'])}",
-        digits(numbers["tokens_per_s"]),
+        format_number(numbers["ms"]),
+        f"{format_number(numbers['ms_20'])} to {format_number(numbers['ms_80'])}",
+        format_number(numbers["tokens_per_s"]),
         "" if mfu is None else f"{100 * mfu:.1f} %",
-        digits(numbers["memory_bytes"] / 2**30),
-        "" if ratio is None else f"{digits(ratio)}x",
+        format_number(numbers["memory_bytes"] / 2**30),
+        "" if ratio is None else f"{format_number(ratio)}x",
     ]
 
 

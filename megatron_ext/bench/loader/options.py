@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kernels.bench.arguments import at_least_one, print_progress, save_into, split_list
 from kernels.bench.cases import OptionError
-from megatron_ext.utils.atomic_files import os_reason
+from megatron_ext.utils.atomic_files import os_error_reason
 from megatron_ext.utils.temp_dirs import scratch_folder
 
 
@@ -111,4 +111,6 @@ def _data(given: Path | None, disk: Path, shards: int, shard_tokens: int) -> Ite
             make_random_data(folder, shards, shard_tokens, seed=0)
             yield folder
     except OSError as error:
-        raise OptionError("--disk", f"{disk} cannot be written ({os_reason(error)})", "give one with room") from None
+        raise OptionError(
+            "--disk", f"{disk} cannot be written ({os_error_reason(error)})", "give one with room"
+        ) from None

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kernels.bench.arguments import at_least_one, save_into
 from kernels.bench.cases import OptionError
-from megatron_ext.utils.atomic_files import os_reason
+from megatron_ext.utils.atomic_files import os_error_reason
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +47,9 @@ def run(args: argparse.Namespace) -> int:
     try:
         disk.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise OptionError("--disk", f"{disk} cannot be written ({os_reason(error)})", "give one that can") from None
+        raise OptionError(
+            "--disk", f"{disk} cannot be written ({os_error_reason(error)})", "give one that can"
+        ) from None
     texts = given_texts(args.input) if args.input else random_texts(round(args.megabytes * 1e6))
     rows = prepare.compare(texts, args.tokenizer, workers, rounds, disk, args.megatron_lm)
     data = f"`{args.input}`" if args.input else "Random text"

@@ -47,7 +47,7 @@ def add_rank(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--machine", action="store_true")
 
     def measure(args: argparse.Namespace) -> int:
-        with gc_control.unlooked_for():
+        with gc_control.paused_collection():
             from megatron_ext.bench.train import rank as train_rank
 
         return train_rank.do(args.folder, only_machine=args.machine)

@@ -33,7 +33,7 @@ from megatron_ext.mixers.core.registry import load_all
 from megatron_ext.platform.device import platform_for_run, select_platform
 from megatron_ext.run_folder.layout import CONFIG
 from megatron_ext.utils import error_reporting
-from megatron_ext.utils.atomic_files import write_whole
+from megatron_ext.utils.atomic_files import write_atomically
 from megatron_ext.utils.errors import EXIT_USER_ERROR, UserError
 
 MEASURED, FAILED, MACHINE = "measured.json", "failed.txt", "machine.json"
@@ -66,7 +66,7 @@ def write_job(folder: Path, job: Job) -> None:
     save_config(job.config, folder / _CONFIG)
     random = None if job.random_data is None else str(job.random_data)
     fields = {"vocabulary": job.vocabulary, "random_data": random, "amount": asdict(job.amount), "plain": job.plain}
-    write_whole(folder / _JOB, json.dumps(fields).encode())
+    write_atomically(folder / _JOB, json.dumps(fields).encode())
 
 
 def read_job(folder: Path) -> Job:
@@ -96,7 +96,7 @@ def _measure_machine(folder: Path) -> None:
     device = select_platform("cuda").device
     ceilings = CudaMeter(device, _REPEAT).ceilings()
     found = {"machine": about_machine(device), "ceilings": ceilings._asdict()}
-    write_whole(folder / MACHINE, json.dumps(found).encode())
+    write_atomically(folder / MACHINE, json.dumps(found).encode())
 
 
 def run(folder: Path) -> None:
@@ -108,7 +108,7 @@ def run(folder: Path) -> None:
             samples, vocabulary = _data(job)
             found = measure(job.config, vocabulary, samples, groups, platform, job.amount, plain=job.plain)
             if is_first():
-                write_whole(folder / MEASURED, json.dumps(asdict(found)).encode())
+                write_atomically(folder / MEASURED, json.dumps(asdict(found)).encode())
             dist.barrier()
         except Exception as error:  # exit at once: proper destruction of the groups needs all ranks
             _leave(_fail(folder, error))
@@ -126,7 +126,7 @@ def _data(job: Job) -> tuple[TrainingSamples, int]:
 def _fail(folder: Path, error: Exception) -> int:
     """Report an error in the folder (first rank only) and on standard error."""
     with suppress(OSError):
-        error_reporting.claim(folder / FAILED, str(error) if isinstance(error, UserError) else one_line(error))
+        error_reporting.create_once(folder / FAILED, str(error) if isinstance(error, UserError) else one_line(error))
     if isinstance(error, UserError):
         error_reporting.report_user_error(str(error))
         return EXIT_USER_ERROR

@@ -13,7 +13,7 @@ from megatron_ext.bench.run_report import RunReport
 from megatron_ext.bench.train.measure import Amount, Measured
 from megatron_ext.bench.train.step_trace import PARTS, PHASES
 from megatron_ext.model.step_parts import COMMUNICATION, MODEL
-from megatron_ext.utils.markdown import digits, finite, table
+from megatron_ext.utils.markdown import format_number, replace_nonfinite, table
 
 COLUMNS = (
     "variant",
@@ -85,7 +85,7 @@ class TrainingRow:
             found["failed"] = self.failed
         if self.measured is not None:
             measured = asdict(self.measured)
-            measured["losses"] = [finite(loss) for loss in self.measured.losses]
+            measured["losses"] = [replace_nonfinite(loss) for loss in self.measured.losses]
             found |= {"measured": measured, "derived": derived(self.measured, self.processes)}
         return found
 
@@ -189,20 +189,22 @@ def _cells(row: TrainingRow, speed: float | None) -> list[str]:
         _count(numbers["tokens_per_s"]),
         f"{_count(numbers['tokens_per_s_min'])} to {_count(numbers['tokens_per_s_max'])}",
         _count(numbers["tokens_per_s_per_process"]),
-        digits(1e3 * median(measured.seconds)),
+        format_number(1e3 * median(measured.seconds)),
         "" if mfu is None else f"{100 * mfu:.1f} %",
-        digits(measured.memory.allocated / 2**30),
-        "" if reserved is None else digits(reserved / 2**30),
+        format_number(measured.memory.allocated / 2**30),
+        "" if reserved is None else format_number(reserved / 2**30),
         f"{measured.parameters['parameters']:,}",
         f"{measured.losses[-1]:.4f}",
         "" if syncs is None else f"{syncs:g}",
-        "" if speed is None else f"{digits(speed)}x",
+        "" if speed is None else f"{format_number(speed)}x",
     ]
 
 
 def _start(row: TrainingRow, measured: Measured) -> str:
     assert row.took is not None
-    took, started, built, first = map(digits, (row.took, measured.starting, measured.building, measured.first_step))
+    took, started, built, first = map(
+        format_number, (row.took, measured.starting, measured.building, measured.first_step)
+    )
     return (
         f"* {row.name} took {took} s: {started} s until its ranks had met, {built} s until model and optimizer were "
         f"there, {first} s for the first step and its compiling"
@@ -230,7 +232,7 @@ def _phase_cells(row: TrainingRow) -> list[list[str]]:
 
 
 def _ms(seconds: float) -> str:
-    return digits(1e3 * seconds)
+    return format_number(1e3 * seconds)
 
 
 def _lines_below(profiled: Sequence[TrainingRow]) -> list[str]:

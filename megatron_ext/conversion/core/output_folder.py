@@ -12,9 +12,9 @@ from pathlib import Path
 
 from megatron_ext.checkpoint.disk import is_full, storage_problem
 from megatron_ext.run_folder.layout import CHECKPOINTS, CONFIG
-from megatron_ext.utils.atomic_files import force_to_disk, open_regular
+from megatron_ext.utils.atomic_files import fsync_path, open_regular
 from megatron_ext.utils.errors import UserError
-from megatron_ext.utils.temp_dirs import ended_by_exceptions
+from megatron_ext.utils.temp_dirs import signals_as_exceptions
 
 _MODELS = ("config.json", CHECKPOINTS, "latest_universal")
 """Every folder that a conversion writes contains at least one of these."""
@@ -100,7 +100,7 @@ def beside(destination: Path) -> Iterator[Path]:
     """
     place = destination.resolve()
     partial, new = place.with_name(f".{place.name}.partial"), [path for path in place.parents if not path.exists()]
-    with ended_by_exceptions() as ends:
+    with signals_as_exceptions() as ends:
         try:
             if partial.exists():  # left by a killed process
                 shutil.rmtree(partial)
@@ -133,7 +133,7 @@ def _as_if_in_place(error: UserError, partial: Path, destination: Path) -> UserE
 
 def _replace(partial: Path, place: Path) -> None:
     for path in partial.rglob("*"):
-        force_to_disk(path)
+        fsync_path(path)
     if place.exists():
         old = place.with_name(f".{place.name}.old")
         if old.exists():  # left by a killed process
@@ -147,4 +147,4 @@ def _replace(partial: Path, place: Path) -> None:
         shutil.rmtree(old)
     else:
         partial.rename(place)
-    force_to_disk(place.parent)
+    fsync_path(place.parent)

@@ -38,7 +38,7 @@ from megatron_ext.conversion.core.tensors import (
 from megatron_ext.conversion.megatron.torch_dist import OptimizerState
 from megatron_ext.optim.algorithms.adamw import MOMENTS
 from megatron_ext.runs.tokenizer_files import find_tokenizer, read_json, read_pointer
-from megatron_ext.utils.atomic_files import os_reason
+from megatron_ext.utils.atomic_files import os_error_reason
 from megatron_ext.utils.errors import UserError
 from megatron_ext.utils.untrusted_paths import path_within
 
@@ -192,7 +192,7 @@ def _tensor(file: Path) -> Tensor:
     except RefusedPickle as error:
         raise UserError(str(file), f"cannot be read: it {error}", _MEND) from error
     except OSError as error:
-        raise UserError(str(file), f"cannot be read ({os_reason(error)})", _MEND) from error
+        raise UserError(str(file), f"cannot be read ({os_error_reason(error)})", _MEND) from error
     tensor = content.get("param") if isinstance(content, dict) else content
     if not isinstance(tensor, Tensor):
         raise UserError(str(file), "contains no tensor", _MEND)

@@ -28,7 +28,7 @@ from megatron_ext.conversion.core.source import Source
 from megatron_ext.conversion.core.tensors import VOCABULARY, Changed, TensorInfo, Tensors
 from megatron_ext.conversion.deepspeed.universal import DESCRIPTION, NEWEST, PRECISE, Description
 from megatron_ext.optim.algorithms.adamw import MOMENTS
-from megatron_ext.utils.atomic_files import write_whole
+from megatron_ext.utils.atomic_files import write_atomically
 
 _FORMAT = 0.2
 """DeepSpeed's version number of this format. From 0.4 on there are further fields for uneven shards."""
@@ -77,8 +77,8 @@ def write_universal(source: Source, precision: str, folder: Path) -> None:
     for name in _MODEL_STATES:
         files.save(name, _model_states(source, infos, split))
     text = json.dumps(asdict(_description(source, precision, files.written)), indent=1)
-    write_whole(folder / tag / DESCRIPTION, text.encode())
-    write_whole(folder / NEWEST, tag.encode())
+    write_atomically(folder / tag / DESCRIPTION, text.encode())
+    write_atomically(folder / NEWEST, tag.encode())
 
 
 class _Files:

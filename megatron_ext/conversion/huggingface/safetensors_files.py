@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from megatron_ext.conversion.core.tensors import TensorInfo, Tensors
-from megatron_ext.utils.atomic_files import LARGEST_VOCABULARY, read_regular
+from megatron_ext.utils.atomic_files import MAX_VOCABULARY_BYTES, read_regular
 from megatron_ext.utils.errors import UserError
 from megatron_ext.utils.json_text import parse_json
 from megatron_ext.utils.untrusted_paths import path_within
@@ -88,7 +88,7 @@ class SafetensorsTensors(Tensors):
 def _files_of(folder: Path) -> list[Path]:
     if (folder / INDEX).is_file():
         try:
-            named = parse_json(read_regular(folder / INDEX, LARGEST_VOCABULARY))["weight_map"].values()
+            named = parse_json(read_regular(folder / INDEX, MAX_VOCABULARY_BYTES))["weight_map"].values()
             # Caches of downloaded models contain symbolic links to the files.
             paths = sorted({path_within(folder, name, str(folder / INDEX), follow_links=True) for name in named})
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.utils.atomic_files import os_reason, read_regular
+from megatron_ext.utils.atomic_files import os_error_reason, read_regular
 from megatron_ext.utils.errors import UserError
 from megatron_ext.utils.json_text import parse_json
 
@@ -229,7 +229,7 @@ def _content(path: Path) -> bytes:
     try:
         return read_regular(path)
     except OSError as error:
-        raise UserError(str(path), f"cannot be read ({os_reason(error)})", _GET_AGAIN) from None
+        raise UserError(str(path), f"cannot be read ({os_error_reason(error)})", _GET_AGAIN) from None
 
 
 def _parsed(path: Path) -> Iterator[tuple[int, Row]]:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.utils.markdown import finite, table, write_both
+from megatron_ext.utils.markdown import replace_nonfinite, table, write_report
 
 COLUMNS = ("task", "version", "examples", "rows", "filter", "metric", "value", "standard error")
 
@@ -155,7 +155,7 @@ def write_results(results: FewshotResults, about: dict[str, Any], folder: Path) 
         about: description of the model for the JSON file.
         folder: an existing folder.
     """
-    write_both(folder, "fewshot", {**about, **finite(_to_dict(results))}, markdown(results))
+    write_report(folder, "fewshot", {**about, **replace_nonfinite(_to_dict(results))}, markdown(results))
 
 
 def _to_dict(results: FewshotResults) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.evaluation.retrieval.results import CONFIDENCE, RetrievalResults, Summary
-from megatron_ext.utils.atomic_files import write_whole
+from megatron_ext.utils.atomic_files import write_atomically
 from megatron_ext.utils.markdown import csv_row, table
 
 SCHEMA = "selectron.retrieval.1"
@@ -34,7 +34,7 @@ def write_results(results: RetrievalResults, about: dict[str, Any], folder: Path
     if results.records:
         from megatron_ext.evaluation.retrieval.figure import draw  # imports matplotlib, which training does not need
 
-        write_whole(picture, draw(results))
+        write_atomically(picture, draw(results))
     else:
         picture.unlink(missing_ok=True)  # a figure of an earlier test
     texts = {
@@ -43,7 +43,7 @@ def write_results(results: RetrievalResults, about: dict[str, Any], folder: Path
         "json": json.dumps({**about, **to_dict(results)}, indent=1) + "\n",
     }
     for suffix, text in texts.items():
-        write_whole(folder / f"{STEM}.{suffix}", text.encode())
+        write_atomically(folder / f"{STEM}.{suffix}", text.encode())
 
 
 def to_dict(results: RetrievalResults) -> dict[str, Any]:

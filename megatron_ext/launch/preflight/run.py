@@ -23,9 +23,9 @@ from megatron_ext.launch.preflight.judge import Links, Verdict, amount, judge_li
 from megatron_ext.launch.preflight.limits import Limits, add_limits, limits_of
 from megatron_ext.launch.preflight.links import Link, Pair, hanging, longest, measure, offset, ring, rounds
 from megatron_ext.utils import error_reporting
-from megatron_ext.utils.atomic_files import write_whole
+from megatron_ext.utils.atomic_files import write_atomically
 from megatron_ext.utils.errors import EXIT_USER_ERROR, UserError
-from megatron_ext.utils.markdown import digits, table
+from megatron_ext.utils.markdown import format_number, table
 
 EXIT_BEGIN_ANEW = 3
 """Exit code if nodes are bad, or if a fault cannot be attributed to a node. The job's script then starts again, without
@@ -258,7 +258,7 @@ class _Flight:
         pairs = Links.of(self.links, self.limits).slowest
         if pairs:
             cells = [
-                [f"{a} - {b}", digits(link.bandwidth), digits(link.latency * 1e6), link.error or "ok"]
+                [f"{a} - {b}", format_number(link.bandwidth), format_number(link.latency * 1e6), link.error or "ok"]
                 for (a, b), link in pairs.items()
             ]
             lines += ["", *table(("slowest link of pair", "GB/s", "latency, µs", "all-reduce"), cells)]
@@ -295,10 +295,10 @@ def _leave(path: Path, flight: _Flight, verdict: Verdict) -> None:
         "links": [asdict(link) for link in flight.links],
         "verdict": asdict(verdict),
     }
-    write_whole(path.with_name(f"{path.name}.json"), (json.dumps(found, indent=1) + "\n").encode())
+    write_atomically(path.with_name(f"{path.name}.json"), (json.dumps(found, indent=1) + "\n").encode())
     notes = [f"bad node {node}: {reason}" for node, reason in verdict.bad.items()]
     notes += [f"trouble between nodes: {line}" for line in verdict.troubles]
     notes += [f"warning: {line}" for line in verdict.warnings]
     text = "".join(f"{' '.join(line.split())}\n" for line in notes)
-    write_whole(path.with_name(f"{path.name}.notes"), text.encode())
+    write_atomically(path.with_name(f"{path.name}.notes"), text.encode())
     # The job's script writes the list of excluded nodes. It also excludes nodes where no process could start.

@@ -10,7 +10,7 @@ from typing import IO, Any
 from megatron_ext.run_folder.layout import EVALUATION, METRICS, SUITES
 from megatron_ext.training.loggers.core.base import DATA, LoggedRun, Logger, Start
 from megatron_ext.training.loggers.core.registry import register
-from megatron_ext.utils.atomic_files import open_to_append, read_regular, write_whole
+from megatron_ext.utils.atomic_files import open_to_append, read_regular, write_atomically
 from megatron_ext.utils.errors import UserError
 from megatron_ext.utils.json_text import parse_json
 
@@ -65,7 +65,7 @@ def _cut(path: Path, last_step: int) -> tuple[int, bool]:
         return 0, False
     lines = read_regular(path).decode().splitlines(keepends=True)
     kept = [line for line in lines if step_of(line, path) <= last_step]
-    write_whole(path, "".join(f"{line.rstrip()}\n" for line in kept).encode())
+    write_atomically(path, "".join(f"{line.rstrip()}\n" for line in kept).encode())
     complete = [line for line in lines if line.endswith("\n")]
     return len(kept), len(complete) > len(kept)
 

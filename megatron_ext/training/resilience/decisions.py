@@ -12,7 +12,7 @@ from typing import Any
 from megatron_ext.checkpoint.folder import Progress
 from megatron_ext.run_folder.layout import DECISIONS
 from megatron_ext.training.records import RunRecords
-from megatron_ext.utils.atomic_files import read_regular, write_whole
+from megatron_ext.utils.atomic_files import read_regular, write_atomically
 from megatron_ext.utils.errors import UserError
 from megatron_ext.utils.json_text import parse_json
 
@@ -69,7 +69,7 @@ def copy_decisions(source: Path, folder: Path, step: int) -> None:
     """
     lines = [json.dumps(record) for record in read_decisions(source) if _is_before(record, step)]
     if lines or (folder / DECISIONS).exists():
-        write_whole(folder / DECISIONS, "".join(f"{line}\n" for line in lines).encode())
+        write_atomically(folder / DECISIONS, "".join(f"{line}\n" for line in lines).encode())
 
 
 def _is_before(record: Mapping[str, Any], step: int) -> bool:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from types import FrameType
 
-from megatron_ext.utils.signals import handled
+from megatron_ext.utils.signals import handle_signals
 
 AGAIN_SECONDS = 1.0
 """Seconds within which a second SIGINT is ignored. On Ctrl-C, the terminal and the launcher may each send a SIGINT."""
@@ -50,5 +50,5 @@ class StopRequest:
 def stop_on_signals() -> Iterator[StopRequest]:
     """Context manager that only records SIGTERM, SIGINT and SIGUSR1 (which Slurm sends before the time limit)."""
     request = StopRequest()
-    with handled((signal.SIGTERM, signal.SIGINT, signal.SIGUSR1), request):
+    with handle_signals((signal.SIGTERM, signal.SIGINT, signal.SIGUSR1), request):
         yield request

@@ -17,8 +17,8 @@ from tqdm import tqdm
 
 from megatron_ext.run_folder.layout import tracker_file_name
 from megatron_ext.training.loggers.core.base import LoggedRun, Logger, Start, scalars
-from megatron_ext.utils.atomic_files import read_regular, write_whole
-from megatron_ext.utils.credentials import redacted
+from megatron_ext.utils.atomic_files import read_regular, write_atomically
+from megatron_ext.utils.credentials import redact
 from megatron_ext.utils.printable import printable
 
 CLOSE_SECONDS, STOP_SECONDS = 120.0, 15.0
@@ -129,7 +129,7 @@ class Tracker(Logger):
             self._warn(f"did not receive the last values within {patience:.0f} s")
         elif not self._failed and self._id is not None:
             tracked = json.dumps(asdict(Tracked(self._id, self._records)))
-            write_whole(self.run.folder / tracker_file_name(self.service), (tracked + "\n").encode())
+            write_atomically(self.run.folder / tracker_file_name(self.service), (tracked + "\n").encode())
 
     def _read(self) -> Tracked | None:
         """Return the run at the service that the run folder records; None without a record, or if it is damaged."""
@@ -165,7 +165,7 @@ class Tracker(Logger):
         if self._warned:
             return
         self._warned = True
-        text = printable(redacted(" ".join(problem.split())[:200].rstrip(".")))
+        text = printable(redact(" ".join(problem.split())[:200].rstrip(".")))
         line = f"selectron: warning: {self.service}: {text}; training goes on, and the next start sends all steps"
         tqdm.write(line, file=sys.stderr)
 
