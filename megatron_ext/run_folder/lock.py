@@ -285,10 +285,10 @@ class _HolderWatch:
         timeout = max(DEAD_SECONDS - unchanged, CONFIRM_SECONDS)
         notice = f"waiting up to {timeout:.0f} s to see whether it still runs"
         self._print_line(f"{self._label} was held by {holder or _UNIDENTIFIED}: {notice}")
-        first_content, start = lock_file.read_bytes(path), self._clock.now()
+        first_content, start = lock_file.read_content(path), self._clock.now()
         while self._clock.now() - start < timeout:
             self._clock.sleep(_POLL_SECONDS)
-            if (content := lock_file.read_bytes(path)) != first_content:
+            if (content := lock_file.read_content(path)) != first_content:
                 found = lock_file.parse_holder(content)
                 return found is not None and found.released
         return True

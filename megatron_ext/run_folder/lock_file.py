@@ -139,7 +139,7 @@ def lock_numbers(folder: Path) -> list[int]:
     return [int(name) for name in os.listdir(folder) if name.isascii() and name.isdecimal()]
 
 
-def read_bytes(path: Path) -> bytes:
+def read_content(path: Path) -> bytes:
     """Return the content of a file. The file is opened for each call, so that NFS revalidates it with the server."""
     with os.fdopen(open_regular(path), "rb") as file:
         return file.read(2 * FILE_BYTES)
@@ -147,7 +147,7 @@ def read_bytes(path: Path) -> bytes:
 
 def read(path: Path) -> Holder | None:
     """Return the holder in a file, or None if the content is invalid."""
-    return parse_holder(read_bytes(path))
+    return parse_holder(read_content(path))
 
 
 def parse_holder(content: bytes) -> Holder | None:

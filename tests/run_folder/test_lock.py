@@ -282,8 +282,8 @@ def test_a_thread_beats_and_a_process_that_is_stuck_is_told(folder: Path, monkey
     monkeypatch.setattr(lock_module, "GRACE_SECONDS", 0.01)
     stuck = threading.Event()
     with hold_locks(lock := acquire_lock(folder, JOB), on_stuck=lambda _: stuck.set()):
-        first = lock_file.read_bytes(folder / "1")
-        while lock_file.read_bytes(folder / "1") == first:
+        first = lock_file.read_content(folder / "1")
+        while lock_file.read_content(folder / "1") == first:
             pass
         lock.check_if_due()
         acquire_lock(folder, dataclasses.replace(JOB, restarts=1))
