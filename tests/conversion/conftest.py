@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -73,3 +74,20 @@ def peer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[dict[str, Any]],
 
     with torch.compiler.set_stance("force_eager"):
         yield build
+
+
+@pytest.fixture(scope="module")
+def run_copy(saved_run: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Separate copy of a run, because some tests damage it."""
+    folder = tmp_path_factory.mktemp("command") / "run"
+    shutil.copytree(saved_run("attention*2", {"tensor": 2}), folder)
+    return folder
+
+
+@pytest.fixture
+def hf(run_copy: Path, convert: Callable[..., int], tmp_path: Path) -> Path:
+    """Model of the run in Hugging Face's format, in two files."""
+    folder = tmp_path / "hf"
+    assert convert(run_copy, folder, "--to", "hf", "--no-verify", "--shard-size", "0.0003") == 0
+    assert len(list(folder.glob("*.safetensors"))) == 2
+    return folder
