@@ -1,5 +1,6 @@
-"""Properties of the whole repository: short files, no machine-specific paths, valid links."""
+"""Properties of the whole repository: short files and functions, no machine-specific paths, valid links."""
 
+import ast
 import re
 import shutil
 import subprocess
@@ -9,8 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("megatron_ext", "kernels", "data_prep")
-LONGEST_FILE = 500
+LONGEST_FILE, LONGEST_FUNCTION = 400, 60
 
 # Assembled from parts, so that this file does not contain the forbidden words.
 FORBIDDEN = [
@@ -38,12 +38,36 @@ def tracked_files() -> list[Path]:
     return [ROOT / name for name in listed.split("\0") if name and (ROOT / name).is_file()]
 
 
-def test_no_file_of_the_packages_is_long():
-    files = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
-    lengths = {str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines()) for path in files}
-    long = {name: length for name, length in lengths.items() if length > LONGEST_FILE}
+def python_files() -> list[Path]:
+    return [path for path in tracked_files() if path.suffix == ".py"]
+
+
+def test_no_python_file_is_long():
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in python_files()}
     assert lengths
-    assert not long
+    assert {name: length for name, length in lengths.items() if length > LONGEST_FILE} == {}
+
+
+def function_length(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Return the number of lines from `def` to the last line, without the lines of the docstring."""
+    length = function.end_lineno - function.lineno + 1
+    if ast.get_docstring(function) is None:
+        return length
+    docstring = function.body[0]
+    return length - (docstring.end_lineno - docstring.lineno + 1)
+
+
+def test_no_function_is_long():
+    """Lines of the docstring do not count. Kernels are exempt: their steps share many local variables."""
+    lengths = {
+        f"{path.relative_to(ROOT)}:{node.lineno}: {node.name}": function_length(node)
+        for path in python_files()
+        if path.relative_to(ROOT).parts[0] != "kernels"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    assert lengths
+    assert {name: length for name, length in lengths.items() if length > LONGEST_FUNCTION} == {}
 
 
 def test_nothing_names_a_package_index_or_one_machines_folders():
