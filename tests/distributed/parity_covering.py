@@ -12,6 +12,7 @@ from functools import cached_property
 from itertools import combinations, cycle, islice
 from typing import Any
 
+from covering import cover
 from parity_cases import LAYOUTS, MODELS, TWO, Model, compared, deep_enough
 
 from megatron_ext.config.pattern import parse_pattern
@@ -82,19 +83,14 @@ def full_product() -> list[Case]:
 
 
 def chosen() -> list[Case]:
-    """Cases that hold all pairs of the full product. In turn, take the case with the most pairs that are missing."""
+    """Cases that hold all pairs of the full product."""
     candidates = [
         Case(models, layout, recompute, sharding)
         for layout in LAYOUTS
         for models in _rows(layout)
         for recompute, sharding in (("full", "megatron"), ("none", "megatron"), ("none", "none"))
     ]
-    missing, taken = {pair for case in full_product() for pair in case.pairs}, []
-    while missing:
-        best = max(candidates, key=lambda case: len(case.pairs & missing))  # the first of several
-        taken.append(best)
-        missing -= best.pairs
-    return sorted(taken, key=candidates.index)
+    return cover(candidates, lambda case: case.pairs, {pair for case in full_product() for pair in case.pairs})
 
 
 def _rows(layout: str) -> Iterator[tuple[str, ...]]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import dry_runs
 import pytest
+from covering import cover
 from dry_runs import as_measured
 
 from megatron_ext.config.schema import RunConfig
@@ -115,13 +118,41 @@ def _planned_from(row: dict[str, Any]) -> str:
     return json.dumps([row["processes"], sorted(overrides), had["data"]["seq_length"], parallel], sort_keys=True)
 
 
-ROWS = [
-    pytest.param(report, row, id=f"{report.file}-{row['variant']}")
-    for report in REPORTS
-    for row in json.loads((TRAINING / f"{report.file}.json").read_text())["rows"]
-    if "measured" in row and not row.get("plain_megatron")
-]
-ROWS.sort(key=lambda case: _planned_from(case.values[1]))
+Case = tuple[Measured, dict[str, Any]]
+
+
+def _pairs(case: Case) -> set[frozenset[Any]]:
+    """Pairs of values that a row has together: model, layout, length, and what else changes memory or time."""
+    report, row = case
+    had, given = row["configuration"], dict(one.split("=", 1) for one in row["overrides"] if "=" in one)
+    parallel = had["parallel"]
+    overlays = [one for one in row["overrides"] if "=" not in one]
+    values = {
+        "model": (*overlays, *(given[name] for name in given if name.startswith(("model.", "mixers.")))),
+        "layout": (parallel["tensor"], parallel["context"], row["processes"], given.get("optimizer.sharding")),
+        "exchange": tuple(value for name, value in parallel.items() if name.startswith("context_")),
+        "length": had["data"]["seq_length"],
+        "micro_batch_size": had["training"]["micro_batch_size"],
+        "recompute": had["training"]["recompute"],
+        "fp8": given.get("training.fp8"),
+        "gpu": report.gpu,
+    }
+    pairs: set[frozenset[Any]] = {frozenset(pair) for pair in combinations(values.items(), 2)}
+    return pairs | ({frozenset({("rates of", report.file)})} if report.gave_rates else set())
+
+
+def _rows() -> list[Any]:
+    """Rows of all reports, or as many as hold every pair of values. `make test-exhaustive` compares all of them."""
+    rows: list[Case] = [
+        (report, row)
+        for report in REPORTS
+        for row in json.loads((TRAINING / f"{report.file}.json").read_text())["rows"]
+        if "measured" in row and not row.get("plain_megatron")
+    ]
+    if "SELECTRON_TEST_EXHAUSTIVE" not in os.environ:
+        rows = cover(rows, _pairs)
+    rows.sort(key=lambda case: _planned_from(case[1]))
+    return [pytest.param(report, row, id=f"{report.file}-{row['variant']}") for report, row in rows]
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +170,7 @@ def footprint(dry: Dry) -> Callable[[RunConfig, int], Any]:
     return of
 
 
-@pytest.mark.parametrize(("report", "row"), ROWS)
+@pytest.mark.parametrize(("report", "row"), _rows())
 def test_a_step_takes_what_it_took_on_gpus(
     footprint: Callable[[RunConfig, int], Any], report: Measured, row: dict[str, Any]
 ) -> None:

@@ -1,0 +1,35 @@
+"""Greedy choice of test cases that hold every pair of values of a full product."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence, Set
+from typing import TypeVar
+
+Case = TypeVar("Case")
+
+
+def cover(
+    candidates: Sequence[Case],
+    pairs_of: Callable[[Case], Set[Hashable]],
+    wanted: Iterable[Hashable] | None = None,
+) -> list[Case]:
+    """Choose cases until every wanted pair is in one of them. Each time take the case with the most missing pairs.
+
+    Args:
+        candidates: cases to choose from.
+        pairs_of: returns the pairs that a case holds.
+        wanted: pairs to cover. None: all pairs of the candidates.
+
+    Returns:
+        The chosen cases in the order of `candidates`.
+    """
+    pairs = [pairs_of(case) for case in candidates]
+    missing = set().union(*pairs) if wanted is None else set(wanted)
+    chosen = set()
+    while missing:
+        best = max(range(len(pairs)), key=lambda index: len(pairs[index] & missing))  # the first of several
+        if not pairs[best] & missing:
+            raise ValueError(f"no candidate holds {sorted(map(str, missing))}")
+        chosen.add(best)
+        missing -= pairs[best]
+    return [candidates[index] for index in sorted(chosen)]
