@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         reader of standard output is gone. Any other failure is an exception of ours.
     """
     gc_control.set_process_owned(arguments is None)
-    quiet.hush_libraries()
+    quiet.ignore_library_warnings()
     with escaped_output():
         return _main(arguments)
 
@@ -51,7 +51,7 @@ def _main(arguments: Sequence[str] | None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except Exception as error:
-        if isinstance(error, BrokenPipeError) and _has_lost_its_reader():
+        if isinstance(error, BrokenPipeError) and _is_output_closed():
             return EXIT_NO_READER
         if refusal := error_reporting.disk_error(error):
             error_reporting.report_user_error(str(refusal))
@@ -60,34 +60,34 @@ def _main(arguments: Sequence[str] | None) -> int:
         if error_reporting.is_reported_by_other_rank():
             return EXIT_USER_ERROR
         if error_reporting.has_peers():
-            _end_at_once()
+            _exit_with_traceback()
         raise
 
 
-def _has_lost_its_reader() -> bool:
-    """Return whether the reader of standard output is gone, as after `| head`; if so, discard the remaining output."""
+def _is_output_closed() -> bool:
+    """Return True if the reader of standard output is gone, as after `| head`, and discard the remaining output."""
     output = select.poll()
     output.register(sys.stdout.fileno(), 0)
-    lost = any(event & select.POLLERR for _, event in output.poll(0))
-    if lost:
+    is_closed = any(event & select.POLLERR for _, event in output.poll(0))
+    if is_closed:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return lost
+    return is_closed
 
 
-def _end_at_once() -> NoReturn:
+def _exit_with_traceback() -> NoReturn:
     """Print the traceback and exit at once: threads of communication libraries may never end while peers wait."""
     traceback.print_exc()
     sys.stderr.flush()
     os._exit(1)
 
 
-class _Verb(NamedTuple):
+class _Command(NamedTuple):
     """Sub-command.
 
     Attributes:
-        help: its line in the help.
-        module: defines `add_arguments(parser)` and `run(args)`, which returns an exit code. `args.command_line` holds
-            the arguments as given.
+        help: line about it in the help.
+        module: name of a module that defines `add_arguments(parser)` and `run(args)`, which returns an exit code.
+            `args.command_line` is the list of unparsed arguments.
     """
 
     help: str
@@ -109,51 +109,55 @@ def _dispatch(arguments: list[str]) -> int:
     top = Parser(
         prog="selectron",
         description="Pre-training for comparing sequence mixers.",
-        epilog="commands:\n" + "\n".join(f"  {name:<10}{verb.help}" for name, verb in VERBS.items()) + _EXIT_CODES,
+        epilog="commands:\n"
+        + "\n".join(f"  {name:<10}{command.help}" for name, command in COMMANDS.items())
+        + _EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     top.add_argument("--version", action="store_true", help="print the version and exit")
-    top.add_argument("verb", metavar="COMMAND", help="command to run; `selectron COMMAND --help` lists its arguments")
+    top.add_argument(
+        "command", metavar="COMMAND", help="command to run; `selectron COMMAND --help` lists its arguments"
+    )
     if arguments[:1] == ["--version"]:
         from megatron_ext.commands import version
 
         return version.run()
     if not arguments:
-        top.error(f"a command is missing ({', '.join(VERBS)})")
-    chosen = top.parse_args(arguments[:1]).verb
-    verb = VERBS.get(chosen) or _no_such_verb(chosen)
-    module = import_module(verb.module)
-    parser = Parser(prog=f"selectron {chosen}", description=verb.help, allow_abbrev=False)
+        top.error(f"a command is missing ({', '.join(COMMANDS)})")
+    name = top.parse_args(arguments[:1]).command
+    command = COMMANDS.get(name) or _reject_unknown(name)
+    module = import_module(command.module)
+    parser = Parser(prog=f"selectron {name}", description=command.help, allow_abbrev=False)
     module.add_arguments(parser)
     code: int = module.run(parser.parse_args(arguments[1:], argparse.Namespace(command_line=arguments[1:])))
     return code
 
 
-def _no_such_verb(name: str) -> NoReturn:
+def _reject_unknown(name: str) -> NoReturn:
     from megatron_ext.config.suggest import suggest
 
-    raise UserError(name, "no such command", f"{suggest(name, VERBS)} (selectron --help)")
+    raise UserError(name, "no such command", f"{suggest(name, COMMANDS)} (selectron --help)")
 
 
-_COMMANDS = "megatron_ext.commands"
-VERBS = {
-    "train": _Verb("train a model from a configuration", f"{_COMMANDS}.train"),
-    "launch": _Verb("train as a Slurm job that is requeued until the run is finished", f"{_COMMANDS}.launch"),
-    "sweep": _Verb("launch many runs that differ in some fields", f"{_COMMANDS}.sweep"),
-    "status": _Verb("show the state of runs", f"{_COMMANDS}.status"),
-    "logs": _Verb("show the output of a run", f"{_COMMANDS}.logs"),
-    "cancel": _Verb("cancel the jobs of launched runs", f"{_COMMANDS}.cancel"),
-    "preflight": _Verb("check the nodes of a job before training", "megatron_ext.launch.preflight.run"),
-    "prepare": _Verb("tokenise documents into shards", "data_prep.cli"),
-    "report": _Verb("compare runs at equal training loss", f"{_COMMANDS}.report"),
-    "fit": _Verb("fit a scaling law to runs of many sizes", f"{_COMMANDS}.fit"),
-    "generate": _Verb("continue a text with a trained model", f"{_COMMANDS}.generate"),
-    "evaluate": _Verb("evaluate a trained model", f"{_COMMANDS}.evaluate"),
-    "convert": _Verb("convert a checkpoint to another format", f"{_COMMANDS}.convert"),
-    "inspect": _Verb("describe a checkpoint", f"{_COMMANDS}.inspect"),
-    "plan": _Verb("estimate memory and time of a configuration on GPUs, without using any", f"{_COMMANDS}.plan"),
-    "bench": _Verb("measure kernels, layers, training steps, checkpoints or data", f"{_COMMANDS}.bench"),
-    "doctor": _Verb("show installed versions, the device and the kernels in use", f"{_COMMANDS}.doctor"),
+_PACKAGE = "megatron_ext.commands"
+COMMANDS = {
+    "train": _Command("train a model from a configuration", f"{_PACKAGE}.train"),
+    "launch": _Command("train as a Slurm job that is requeued until the run is finished", f"{_PACKAGE}.launch"),
+    "sweep": _Command("launch many runs that differ in some fields", f"{_PACKAGE}.sweep"),
+    "status": _Command("show the state of runs", f"{_PACKAGE}.status"),
+    "logs": _Command("show the output of a run", f"{_PACKAGE}.logs"),
+    "cancel": _Command("cancel the jobs of launched runs", f"{_PACKAGE}.cancel"),
+    "preflight": _Command("check the nodes of a job before training", "megatron_ext.launch.preflight.run"),
+    "prepare": _Command("tokenise documents into shards", "data_prep.cli"),
+    "report": _Command("compare runs at equal training loss", f"{_PACKAGE}.report"),
+    "fit": _Command("fit a scaling law to runs of many sizes", f"{_PACKAGE}.fit"),
+    "generate": _Command("continue a text with a trained model", f"{_PACKAGE}.generate"),
+    "evaluate": _Command("evaluate a trained model", f"{_PACKAGE}.evaluate"),
+    "convert": _Command("convert a checkpoint to another format", f"{_PACKAGE}.convert"),
+    "inspect": _Command("describe a checkpoint", f"{_PACKAGE}.inspect"),
+    "plan": _Command("estimate memory and time of a configuration on GPUs, without using any", f"{_PACKAGE}.plan"),
+    "bench": _Command("measure kernels, layers, training steps, checkpoints or data", f"{_PACKAGE}.bench"),
+    "doctor": _Command("show installed versions, the device and the kernels in use", f"{_PACKAGE}.doctor"),
 }
 
 if __name__ == "__main__":

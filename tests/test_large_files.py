@@ -15,7 +15,7 @@ from data_prep.tokenization.folders import open_folder
 from data_prep.tokenization.rwkv_world import RwkvTokenizer
 from data_prep.tokenization.tiktoken_files import TiktokenTokenizer
 from data_prep.tokenization.tokenizer import load_tokenizer
-from megatron_ext.analysis.suites import _picture
+from megatron_ext.analysis.suites import _read_picture
 from megatron_ext.checkpoint.contents import FileDigest
 from megatron_ext.checkpoint.folder import LATEST, CheckpointFolder
 from megatron_ext.config.deepspeed import _read as read_deepspeed
@@ -48,7 +48,7 @@ READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "RWKV's": ("vocab.txt", lambda folder: RwkvTokenizer(folder / "vocab.txt")),
     "DeepSpeed's": ("ds.json", lambda folder: read_deepspeed(folder / "ds.json")),
     "rows": ("rows.jsonl", lambda folder: read_rows("hellaswag", folder / "rows.jsonl")),
-    "picture": ("a.png", lambda folder: _picture(folder / "a.png")),
+    "picture": ("a.png", lambda folder: _read_picture(folder / "a.png")),
     "records": ("metrics.jsonl", lambda folder: list(records_of(folder / "metrics.jsonl"))),
     "skipped": (SKIPPED, lambda folder: copy_skipped(folder, folder, 1)),
     "kept tokenizer": ("vocab.txt", lambda folder: store_tokenizer(folder / "vocab.txt", RWKV, folder)),

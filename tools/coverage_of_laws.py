@@ -10,8 +10,8 @@ import numpy as np
 from megatron_ext.analysis.scaling.isoflop import best_sizes, budgets
 from megatron_ext.analysis.scaling.law import Fit, ScalingLaw, refit
 from megatron_ext.analysis.scaling.points import Points
-from megatron_ext.analysis.scaling.transfer import Line, difference, line_of
-from megatron_ext.analysis.scaling.uncertainty import PARAMS_EXPONENT, uncertainty_of
+from megatron_ext.analysis.scaling.transfer import Line, difference, fit_line
+from megatron_ext.analysis.scaling.uncertainty import PARAMS_EXPONENT, compute_uncertainty
 from megatron_ext.analysis.scaling.unidentifiable import CONSTANTS
 
 LAW = ScalingLaw(1.7, 400.0, 1500.0, 0.34, 0.36)
@@ -72,7 +72,7 @@ def law_coverage(number: int, noise: float, experiments: int, seed: int = 0, kin
     for _ in range(experiments):
         losses = exact.losses * np.exp(noise * kind(exact, dice))
         points = Points(exact.params, exact.tokens, losses)
-        sure = uncertainty_of(Fit(refit(points, LAW), 0.0, points))
+        sure = compute_uncertainty(Fit(refit(points, LAW), 0.0, points))
         for name, value in truth.items():
             low, high = sure.interval(name)
             # If the fitted law does not decrease there is no best size and no interval. Count the experiment as a hit.
@@ -131,7 +131,7 @@ def transfer_coverage(
         for models, about in zip(number, spread, strict=True):
             train = np.linspace(2.2, 3.2, models)
             test = 1.1 * train**1.05 * np.exp(about * dice.normal(size=models))
-            line = line_of(train * np.exp(error * dice.normal(size=models)), test)
+            line = fit_line(train * np.exp(error * dice.normal(size=models)), test)
             assert line is not None
             lines.append(line)
         low, high = lines[0].exponent_interval

@@ -24,7 +24,7 @@ TEXT, CHANGED = "data.text", "run.changed"
 """Entries of a recipe that are not configuration fields: the training text, if runs differ in it, and configuration
 changes during a run."""
 
-_OUTSIDE = ("data.train_domains", "mixers.")
+_COMPARED_SEPARATELY = ("data.train_domains", "mixers.")
 """Prefixes of fields with a comparison of their own. Domains are compared in `read_runs` and as text. Missing settings
 of mixers are set to their defaults before they are compared."""
 
@@ -48,7 +48,7 @@ def group_runs(runs: Sequence[Run]) -> list[Architecture]:
         UserError: two runs have the same architecture and seed, which would count a measurement twice.
     """
     groups: dict[str, list[Run]] = {}
-    recipes = recipes_of(runs)
+    recipes = comparable_recipes(runs)
     for run, fields in zip(runs, recipes, strict=True):
         members = groups.setdefault(json.dumps(fields, sort_keys=True, default=str), [])
         for other in members:
@@ -61,7 +61,7 @@ def group_runs(runs: Sequence[Run]) -> list[Architecture]:
     representatives = [members[0] for members in members_of]
     labels = _labels(representatives, [recipe_of[id(run)] for run in representatives])
     architectures = [Architecture(label, tuple(members)) for label, members in zip(labels, members_of, strict=True)]
-    return sorted(architectures, key=_baseline_rank)  # stable: the others keep their order
+    return sorted(architectures, key=_baseline_priority)  # stable: the others keep their order
 
 
 def mixer_label(run: Run) -> str:
@@ -71,8 +71,8 @@ def mixer_label(run: Run) -> str:
     """
     layers = parse_pattern(run.pattern)
     period = next(n for n in range(1, len(layers) + 1) if layers[:n] * (len(layers) // n) == layers)
-    runs_of_one = [(name, len(list(some))) for name, some in groupby(layers[:period])]
-    name = ",".join(name if count == 1 else f"{name}*{count}" for name, count in runs_of_one)
+    repetitions = [(name, len(list(group))) for name, group in groupby(layers[:period])]
+    name = ",".join(name if count == 1 else f"{name}*{count}" for name, count in repetitions)
     return _label(name, _settings(recipe(run)))
 
 
@@ -82,28 +82,30 @@ def recipe(run: Run) -> dict[str, Any]:
     Only fields that are known not to affect the result are excluded, see `effects.distinguishes_recipes`. A field that
     the run's version did not have gets its default value.
     """
-    given = run.config.get("mixers") or {}
-    mixers = {name: default_settings(name) | (given.get(name) or {}) for name in mixer_names(run.pattern)}
+    mixer_settings = run.config.get("mixers") or {}
+    mixers = {name: default_settings(name) | (mixer_settings.get(name) or {}) for name in mixer_names(run.pattern)}
     fields = {
         field: value
         for field, value in flat(run.config).items()
-        if distinguishes_recipes(field) and not field.startswith(_OUTSIDE)
+        if distinguishes_recipes(field) and not field.startswith(_COMPARED_SEPARATELY)
     }
-    fields |= {f"mixers.{name}.{field}": value for name, some in mixers.items() for field, value in some.items()}
+    fields |= {
+        f"mixers.{name}.{field}": value for name, settings in mixers.items() for field, value in settings.items()
+    }
     fields["data.weights"] = _normalized_weights(fields["data.weights"])
     changed = [] if run.size is None else run.size.changed
     if changed:
-        fields[CHANGED] = "; ".join(f"{one['field']} at step {one['step']}" for one in changed)
+        fields[CHANGED] = "; ".join(f"{change['field']} at step {change['step']}" for change in changed)
     return fields
 
 
-def recipes_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
+def comparable_recipes(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Return the recipe of each run, with the digest of its training text if runs differ in it.
 
     The text of runs of an earlier version is unknown. If all other runs have the same text, it is assumed for them too.
     """
     texts = [None if run.size is None or run.size.data is None else run.size.data.train[:TEXT_DIGITS] for run in runs]
-    differ = len({one for one in texts if one is not None}) > 1
+    differ = len({text for text in texts if text is not None}) > 1
     return [recipe(run) | ({TEXT: text} if differ else {}) for run, text in zip(runs, texts, strict=True)]
 
 
@@ -115,8 +117,8 @@ def _normalized_weights(weights: Mapping[str, float] | None) -> dict[str, float]
     """Normalize weights to a sum of 1, sorted by name."""
     if not weights or not sum(weights.values()):
         return None
-    whole = sum(weights.values())
-    return {name: round(weights[name] / whole, 9) for name in sorted(weights)}
+    total = sum(weights.values())
+    return {name: round(weights[name] / total, 9) for name in sorted(weights)}
 
 
 def mixer_names(pattern: str) -> list[str]:
@@ -124,7 +126,7 @@ def mixer_names(pattern: str) -> list[str]:
     return list(dict.fromkeys(re.findall(r"[A-Za-z_]\w*", pattern)))
 
 
-def _baseline_rank(architecture: Architecture) -> int:
+def _baseline_priority(architecture: Architecture) -> int:
     if architecture.label == BASELINE:
         return 0
     return 1 if mixer_names(architecture.runs[0].pattern) == [BASELINE] else 2
@@ -132,7 +134,7 @@ def _baseline_rank(architecture: Architecture) -> int:
 
 def _labels(runs: Sequence[Run], recipes: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return a label for each run. Runs with the same mixers get their differing settings added."""
-    names = [(_base_name(run.pattern), _settings(fields)) for run, fields in zip(runs, recipes, strict=True)]
+    names = [(_mixers_name(run.pattern), _settings(fields)) for run, fields in zip(runs, recipes, strict=True)]
     labels = []
     for name, fields in zip(names, recipes, strict=True):
         peers = [other for other_name, other in zip(names, recipes, strict=True) if other_name == name]
@@ -162,7 +164,7 @@ def _label(name: str, settings: Sequence[str]) -> str:
     return f"{name} ({', '.join(settings)})" if settings else name
 
 
-def _base_name(pattern: str) -> str:
+def _mixers_name(pattern: str) -> str:
     names = mixer_names(pattern)
     return names[0] if len(names) == 1 else pattern
 
@@ -174,8 +176,8 @@ def _settings(fields: Mapping[str, Any]) -> list[str]:
         _setting(name, fields[f"model.{name}"]) for name in BLOCK if fields[f"model.{name}"] != BLOCK[name]
     ]
     for key, value in fields.items():
-        section, _, rest = key.partition(".")
-        mixer, _, field = rest.partition(".")
+        section, _, setting = key.partition(".")
+        mixer, _, field = setting.partition(".")
         if section != "mixers":
             continue
         defaults = default_settings(mixer)

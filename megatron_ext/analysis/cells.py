@@ -34,15 +34,15 @@ class Table:
         caption: description of the numbers.
         columns: column names.
         rows: rows with one cell per column.
-        marked: index of a highlighted row, or None.
-        below: True to place notes below their cell's text instead of beside it, for tables with many columns.
+        highlighted: index of a highlighted row, or None.
+        notes_below: True to place notes below their cell's text instead of beside it, for tables with many columns.
     """
 
     caption: str
     columns: Sequence[str]
     rows: Sequence[Sequence[Cell]]
-    marked: int | None = None
-    below: bool = False
+    highlighted: int | None = None
+    notes_below: bool = False
 
     def is_text(self, column: int) -> bool:
         """Return True if a column contains words, so that it is left-aligned with its name."""

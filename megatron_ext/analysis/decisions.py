@@ -10,23 +10,23 @@ from pydantic import ConfigDict, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from megatron_ext.analysis.cells import NOTHING, Cell, Table, count, text
-from megatron_ext.analysis.history import skipped
+from megatron_ext.analysis.history import read_skipped
 from megatron_ext.analysis.run_files import Record, parse_lines
 from megatron_ext.analysis.runs import Run
 from megatron_ext.run_folder.layout import DECISIONS, STRAGGLERS
 
-Kind = Literal["again", "skip", "roll_back", "stop", "changed"]
+DecisionKind = Literal["again", "skip", "roll_back", "stop", "changed"]
 
-DONE: dict[Kind, str] = {
+ACTIONS: dict[DecisionKind, str] = {
     "again": "computed again",
     "skip": "skipped",
     "roll_back": "rolled back",
     "stop": "run stopped",
-    "changed": "went on changed",
+    "changed": "continued with changes",
 }
 """Description of each kind of decision, for the table of decisions."""
 
-COLUMNS: dict[Kind, str] = {
+COUNT_COLUMNS: dict[DecisionKind, str] = {
     "again": "steps computed again",
     "skip": "steps skipped",
     "roll_back": "steps rolled back",
@@ -35,7 +35,7 @@ COLUMNS: dict[Kind, str] = {
 }
 """Column of the history table that counts each kind of decision."""
 
-MAX_NAMED = 6
+MAX_LISTED = 6
 """Maximum number of steps that a sentence lists."""
 
 _LINE = ConfigDict(extra="ignore", strict=True)
@@ -47,7 +47,7 @@ class Decision:
 
     time: str
     step: PositiveInt
-    decision: Kind
+    decision: DecisionKind
     line: str
     to_step: NonNegativeInt | None = None
 
@@ -81,23 +81,32 @@ def read_decisions(runs: Iterable[Run]) -> list[RunDecisions]:
     Raises:
         UserError: a line is invalid.
     """
-    return [RunDecisions(run, _lines(run, DECISIONS, Decision), _lines(run, STRAGGLERS, RankTimings)) for run in runs]
+    return [
+        RunDecisions(run, _read_lines(run, DECISIONS, Decision), _read_lines(run, STRAGGLERS, RankTimings))
+        for run in runs
+    ]
 
 
-def decision_counts(one: RunDecisions) -> dict[str, Cell]:
+def decision_counts(entry: RunDecisions) -> dict[str, Cell]:
     """Return the number of steps of a run with each kind of decision, by column."""
-    steps: dict[Kind, set[int]] = {kind: set() for kind in COLUMNS}
-    for decision in one.decisions:
+    steps: dict[DecisionKind, set[int]] = {kind: set() for kind in COUNT_COLUMNS}
+    for decision in entry.decisions:
         steps[decision.decision].add(decision.step)
-    return {column: count(len(steps[kind])) if steps[kind] else NOTHING for kind, column in COLUMNS.items()}
+    return {column: count(len(steps[kind])) if steps[kind] else NOTHING for kind, column in COUNT_COLUMNS.items()}
 
 
 def decision_table(run_decisions: Sequence[RunDecisions]) -> Table:
     """Return a table with a row per decision."""
     rows = [
-        [text(run.run.name), text(one.time), count(one.step), text(DONE[one.decision]), text(one.line)]
-        for run in run_decisions
-        for one in run.decisions
+        [
+            text(entry.run.name),
+            text(decision.time),
+            count(decision.step),
+            text(ACTIONS[decision.decision]),
+            text(decision.line),
+        ]
+        for entry in run_decisions
+        for decision in entry.decisions
     ]
     caption = "Failed steps, the action taken for each, and the reason"
     return Table(caption, ["run", "time", "step", "action", "reason"], rows)
@@ -107,7 +116,7 @@ def slow_table(run_decisions: Sequence[RunDecisions]) -> Table:
     """Return a table with a row per rank that was slow at least once."""
     rows = []
     for entry in run_decisions:
-        compared = len({one.step for one in entry.timings})
+        compared = len({timing.step for timing in entry.timings})
         for rank, messages in _slow_ranks(entry.timings).items():
             steps = sorted({step for step, _message in messages})
             frequency = Cell(f"{count(len(steps)).text} of {count(compared).text}", len(steps))
@@ -119,70 +128,76 @@ def slow_table(run_decisions: Sequence[RunDecisions]) -> Table:
 
 def _slow_ranks(timings: Iterable[RankTimings]) -> dict[str, list[tuple[int, str]]]:
     """Return the steps and messages of each slow rank."""
-    found: dict[str, list[tuple[int, str]]] = {}
-    for one in timings:
-        for line in one.slow:
+    by_rank: dict[str, list[tuple[int, str]]] = {}
+    for timing in timings:
+        for line in timing.slow:
             rank, _, message = line.partition(" is slow: ")
-            found.setdefault(rank, []).append((one.step, message))
-    return found
+            by_rank.setdefault(rank, []).append((timing.step, message))
+    return by_rank
 
 
 def data_differences(run_decisions: Sequence[RunDecisions]) -> list[str]:
     """Describe the data that each run skipped, one line per run; empty if all runs skipped the same data."""
-    found = [(_skipped_steps(one), _rolled_back(one), _skipped_shards(one.run)) for one in run_decisions]
-    if len(set(found)) == 1:
+    skipped_data = [(_skipped_steps(entry), _rolled_back(entry), _skipped_shards(entry.run)) for entry in run_decisions]
+    if len(set(skipped_data)) == 1:
         return []
-    return [f"{one.run.name} {_describe(*data)}" for one, data in zip(run_decisions, found, strict=True) if any(data)]
+    return [
+        f"{entry.run.name} {_describe_skipped(*data)}"
+        for entry, data in zip(run_decisions, skipped_data, strict=True)
+        if any(data)
+    ]
 
 
-def _skipped_steps(run: RunDecisions) -> tuple[int, ...]:
+def _skipped_steps(entry: RunDecisions) -> tuple[int, ...]:
     """Return the skipped steps that the run has not completed later, after a resume from an earlier checkpoint."""
-    done = set(run.run.steps.tolist())
-    return tuple(sorted({one.step for one in run.decisions if one.decision == "skip"} - done))
+    completed = set(entry.run.steps.tolist())
+    return tuple(sorted({decision.step for decision in entry.decisions if decision.decision == "skip"} - completed))
 
 
-def _rolled_back(run: RunDecisions) -> tuple[tuple[int, int], ...]:
+def _rolled_back(entry: RunDecisions) -> tuple[tuple[int, int], ...]:
     """Return, for each roll-back, the first and last step whose samples were skipped."""
-    return tuple(((one.to_step or 0) + 1, one.step) for one in run.decisions if one.decision == "roll_back")
-
-
-def _skipped_shards(run: Run) -> tuple[tuple[tuple[str, ...], int, int | None], ...]:
-    """Return (shards, first step, last step or None) for each period in which a run skipped the same shards."""
     return tuple(
-        (tuple(sorted(shard.shard for shard in period.record.shards)), period.record.step, period.until)
-        for period in skipped(run)
+        ((decision.to_step or 0) + 1, decision.step) for decision in entry.decisions if decision.decision == "roll_back"
     )
 
 
-def _describe(
+def _skipped_shards(run: Run) -> tuple[tuple[tuple[str, ...], int, int | None], ...]:
+    """Return (shards, first step, last step or None) for each range of steps in which a run skipped the same shards."""
+    return tuple(
+        (tuple(sorted(shard.shard for shard in step_range.record.shards)), step_range.record.step, step_range.until)
+        for step_range in read_skipped(run)
+    )
+
+
+def _describe_skipped(
     steps: Sequence[int],
     rolled_back: Sequence[tuple[int, int]],
     shards: Sequence[tuple[Sequence[str], int, int | None]],
 ) -> str:
-    sentences = []
+    phrases = []
     if steps:
-        sentences.append(f"skipped the samples of {_plural(len(steps), 'step')} ({_named(steps)})")
+        phrases.append(f"skipped the samples of {_plural(len(steps), 'step')} ({_list_first(steps)})")
     if rolled_back:
         ranges = [f"{first} to {last}" if first < last else f"{last}" for first, last in rolled_back]
-        sentences.append(f"skipped the samples of steps that it rolled back ({_named(ranges)})")
+        phrases.append(f"skipped the samples of steps that it rolled back ({_list_first(ranges)})")
     for names, first, until in shards:
         since = f" after step {first}" if first else ""
-        sentences.append(
+        phrases.append(
             f"skipped {_plural(len(names), 'shard')}{since}{'' if until is None else f' until step {until}'}"
         )
-    return ", and ".join(sentences)
+    return ", and ".join(phrases)
 
 
 def _plural(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def _named(items: Sequence[int | str]) -> str:
-    more = f" and {len(items) - MAX_NAMED} more" if len(items) > MAX_NAMED else ""
-    return ", ".join(str(item) for item in items[:MAX_NAMED]) + more
+def _list_first(items: Sequence[int | str]) -> str:
+    more = f" and {len(items) - MAX_LISTED} more" if len(items) > MAX_LISTED else ""
+    return ", ".join(str(item) for item in items[:MAX_LISTED]) + more
 
 
-def _lines(run: Run, name: str, kind: type[Record]) -> list[Record]:
+def _read_lines(run: Run, name: str, kind: type[Record]) -> list[Record]:
     path = run.path / name
     if not path.exists():
         return []

@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from megatron_ext.analysis.matched import Comparison, Measured, training_loss
+from megatron_ext.analysis.matched import Comparison, training_loss
 from megatron_ext.analysis.run_files import FloatArray, Split, column_name
 from megatron_ext.analysis.runs import Run
 from megatron_ext.analysis.style import (
@@ -26,9 +26,9 @@ from megatron_ext.analysis.style import (
     styles,
 )
 
-WIDE = (10.0, 6.6)
+WIDE_SIZE = (10.0, 6.6)
 """Size in inches with the panels of two splits side by side."""
-STACKED = (4.6, 11.6)
+STACKED_SIZE = (4.6, 11.6)
 """Size in inches with the panels of two splits stacked, for narrow screens."""
 
 TITLES: dict[Split, str] = {
@@ -38,7 +38,7 @@ TITLES: dict[Split, str] = {
 }
 
 
-DRAWN = ("panel", "architecture", "split", "run", "training_loss", "value", "low", "high")
+COLUMNS = ("panel", "architecture", "split", "run", "training_loss", "value", "low", "high")
 """Columns of the plotted numbers, in nats per token. Panel `loss` has a row per run and evaluation. Panel `gap` has a
 row per architecture and training loss, with the 95 % interval."""
 
@@ -49,25 +49,25 @@ def matched_loss(comparison: Comparison) -> Picture:
     alt = "Loss out of domain and in domain over training loss, one line per architecture"
     if _has_gaps(comparison):
         alt += f"; below them the gaps to {comparison.baseline.label} at matched training loss"
-    tables = {"matched_loss_drawn.csv": as_csv(DRAWN, rows)}
+    tables = {"matched_loss_drawn.csv": as_csv(COLUMNS, rows)}
     return Picture("matched_loss", alt, tables, lambda theme, stacked: draw(comparison, theme, stacked=stacked))
 
 
 def _loss_rows(comparison: Comparison) -> Iterator[tuple[Any, ...]]:
-    for one in comparison.architectures:
-        for run, split in product(one.runs, TITLES):
+    for architecture in comparison.architectures:
+        for run, split in product(architecture.runs, TITLES):
             if run.split(split):
                 pairs = zip(training_loss(run, comparison.window), split_loss(run, split), strict=True)
-                yield from (
-                    ("loss", one.label, column_name(split), run.name, float(x), float(y), "", "") for x, y in pairs
-                )
+                names = ("loss", architecture.label, column_name(split), run.name)
+                yield from ((*names, float(x), float(y), "", "") for x, y in pairs)
 
 
 def _gap_rows(comparison: Comparison) -> Iterator[tuple[Any, ...]]:
     for split in TITLES:
-        for one in comparison.select(split)[1:]:
-            found = zip(comparison.training_losses, one.gap.value, one.gap.low, one.gap.high, strict=True)
-            yield from (("gap", one.architecture, column_name(split), "", *map(float, numbers)) for numbers in found)
+        for measured in comparison.select(split)[1:]:
+            gap = measured.gap
+            rows = zip(comparison.training_losses, gap.value, gap.low, gap.high, strict=True)
+            yield from (("gap", measured.architecture, column_name(split), "", *map(float, row)) for row in rows)
 
 
 def draw(comparison: Comparison, theme: Theme = LIGHT, *, stacked: bool = False) -> bytes:
@@ -87,13 +87,13 @@ def draw(comparison: Comparison, theme: Theme = LIGHT, *, stacked: bool = False)
     size = _size(len(splits), with_gaps, stacked)
     figure = new_figure(size, theme)
     axes = _panels(figure, splits, with_gaps, stacked)
-    lines = styles(comparison.architectures, theme)
+    line_styles = styles(comparison.architectures, theme)
     for (split, is_gap), ax in axes.items():
         style_axes(ax, theme)
         draw_panel = _draw_gaps if is_gap else _draw_curves
-        draw_panel(ax, comparison, split, lines)
+        draw_panel(ax, comparison, split, line_styles)
     _label_axes(axes, comparison, with_gaps, stacked, theme)
-    legend_above(figure, lines.legend, theme, narrow=stacked)
+    legend_above(figure, line_styles.legend, theme, narrow=stacked)
     return png(figure)
 
 
@@ -102,7 +102,7 @@ def _has_gaps(comparison: Comparison) -> bool:
 
 
 def _size(splits: int, with_gaps: bool, stacked: bool) -> tuple[float, float]:
-    width, height = STACKED if stacked else WIDE
+    width, height = STACKED_SIZE if stacked else WIDE_SIZE
     if stacked:
         return width, height * splits / 2 * (1.0 if with_gaps else 0.6)
     return width * (0.2 + 0.4 * splits), height * (1.0 if with_gaps else 0.65)
@@ -129,10 +129,10 @@ def split_loss(run: Run, split: Split) -> FloatArray:
     return nats / sum(int(domain.tokens.sum()) for domain in domains)
 
 
-def _draw_curves(ax: Axes, comparison: Comparison, split: Split, lines: Styles) -> None:
-    for one in comparison.architectures:
-        style = lines.of[one.label]
-        for run in one.runs:
+def _draw_curves(ax: Axes, comparison: Comparison, split: Split, line_styles: Styles) -> None:
+    for architecture in comparison.architectures:
+        style = line_styles.by_label[architecture.label]
+        for run in architecture.runs:
             x, y = training_loss(run, comparison.window), split_loss(run, split)
             order = np.argsort(x)  # the order of the interpolation
             ax.plot(x[order], y[order], style.line, color=style.color, linewidth=1.4, alpha=0.9)
@@ -143,24 +143,24 @@ def _draw_curves(ax: Axes, comparison: Comparison, split: Split, lines: Styles) 
                 y[-1],
                 style.marker,
                 color=style.color,
-                markersize=6.5 if lines.shares_legend else 9.5,
+                markersize=6.5 if line_styles.shares_legend else 9.5,
                 mec=edge,
                 mew=1.2,
                 zorder=5,
             )
 
 
-def _draw_gaps(ax: Axes, comparison: Comparison, split: Split, lines: Styles) -> None:
+def _draw_gaps(ax: Axes, comparison: Comparison, split: Split, line_styles: Styles) -> None:
     x = comparison.training_losses
-    measured: list[Measured] = comparison.select(split)
-    ax.axhline(0.0, color=lines.of[measured[0].architecture].color, linewidth=1.4)
-    for one in measured[1:]:
-        style = lines.of[one.architecture]
-        ax.plot(x, one.gap.value, style.line, color=style.color, linewidth=1.4)
-        if not lines.shares_legend:  # many bands would hide each other
-            ax.fill_between(x, one.gap.low, one.gap.high, color=style.color, alpha=0.22, linewidth=0)
-        at = list(comparison.levels)
-        ax.plot(x[at], one.gap.value[at], style.marker, color=style.color, markersize=3.6, linestyle="none")
+    baseline, *others = comparison.select(split)
+    ax.axhline(0.0, color=line_styles.by_label[baseline.architecture].color, linewidth=1.4)
+    for other in others:
+        style = line_styles.by_label[other.architecture]
+        ax.plot(x, other.gap.value, style.line, color=style.color, linewidth=1.4)
+        if not line_styles.shares_legend:  # many bands would hide each other
+            ax.fill_between(x, other.gap.low, other.gap.high, color=style.color, alpha=0.22, linewidth=0)
+        levels = list(comparison.levels)
+        ax.plot(x[levels], other.gap.value[levels], style.marker, color=style.color, markersize=3.6, linestyle="none")
 
 
 def _label_axes(
@@ -169,7 +169,7 @@ def _label_axes(
     """Add titles and units, with y labels only at the left and x labels only at the bottom."""
     leftmost = next(iter(axes))[0]
     for (split, is_gap), ax in axes.items():
-        name = f"gap to {_short(comparison.baseline.label)}" if is_gap else "loss"
+        name = f"gap to {_short_label(comparison.baseline.label)}" if is_gap else "loss"
         ax.set_title(f"{TITLES[split]}: {name}", loc="left", fontsize=10.5, color=theme.ink)
         if stacked or split == leftmost:
             ax.set_ylabel("nats per token", fontsize=9.5, color=theme.ink)
@@ -181,5 +181,5 @@ def _label_axes(
     last.figure.supxlabel(text, fontsize=10, color=theme.ink)
 
 
-def _short(label: str) -> str:
+def _short_label(label: str) -> str:
     return label if len(label) <= 20 else "baseline"

@@ -17,13 +17,13 @@ from megatron_ext.run_folder.launch_events import launch_folders, read_events
 from megatron_ext.utils.atomic_files import read_regular
 from megatron_ext.utils.errors import UserError
 
-SKIPPED = "skipped_shards.jsonl"
+SKIPPED_SHARDS = "skipped_shards.jsonl"
 """File of a run that skipped a part of its data, with a line for each change of the skipped shards."""
 
-IGNORED = ("run.name", "run.dir")
+IGNORED_FIELDS = ("run.name", "run.dir")
 """Fields that always differ between runs and carry no information."""
 
-GIB = 2**30
+BYTES_PER_GIB = 2**30
 _FILE = ConfigDict(extra="ignore")
 
 
@@ -37,7 +37,7 @@ class Shard:
 
 
 @checked_dataclass(frozen=True, config=_FILE)
-class Skipped:
+class SkippedShards:
     """Line of skipped_shards.jsonl: the shards that a run skips after `step` steps."""
 
     step: NonNegativeInt
@@ -49,22 +49,22 @@ class Skipped:
 
 def history_row(run: Run) -> dict[str, Cell]:
     """Return a run's row of the history table, by column."""
-    done, planned = int(run.steps[-1]), int(run.config["training"]["steps"])
+    completed, planned = int(run.steps[-1]), int(run.config["training"]["steps"])
     rates = run.tokens_per_second[np.isfinite(run.tokens_per_second)]
     return {
-        "steps": Cell(f"{count(done).text} of {count(planned).text}", done),
+        "steps": Cell(f"{count(completed).text} of {count(planned).text}", completed),
         "tokens": count(int(run.tokens[-1])),
         "parameters": count(run.size.parameters) if run.size else NOTHING,
         "time in steps": duration(run.seconds),
         "tokens/s (median)": count(round(float(np.median(rates)))) if rates.size else NOTHING,
         "of peak FLOP/s (median)": NOTHING if run.mfu is None else Cell(f"{100 * run.mfu:.1f} %", run.mfu),
-        "peak memory per process": _memory(run.peak_memory),
+        "peak memory per process": _memory_cell(run.peak_memory),
         **_job_cells(run.path),
     }
 
 
-def _memory(peak: int | None) -> Cell:
-    return NOTHING if peak is None else Cell(f"{peak / GIB:.2f} GiB", peak)
+def _memory_cell(peak: int | None) -> Cell:
+    return NOTHING if peak is None else Cell(f"{peak / BYTES_PER_GIB:.2f} GiB", peak)
 
 
 def _job_cells(folder: Path) -> dict[str, Cell]:
@@ -88,13 +88,14 @@ def duration(seconds: float) -> Cell:
     """Format a time in seconds, minutes, hours or days, with the next smaller unit for times from a minute."""
     if not np.isfinite(seconds):
         return NOTHING
-    whole = round(seconds)
-    if whole < 60:
+    rounded = round(seconds)
+    if rounded < 60:
         return Cell(f"{seconds:.1f} s", seconds)
-    for unit, smaller, size, part in (("d", "h", 86400, 3600), ("h", "min", 3600, 60)):
-        if whole >= size:
-            return Cell(f"{whole // size} {unit} {whole % size // part} {smaller}", seconds)
-    return Cell(f"{whole // 60} min {whole % 60} s", seconds)
+    for unit, smaller, seconds_per_unit, seconds_per_smaller in (("d", "h", 86400, 3600), ("h", "min", 3600, 60)):
+        if rounded >= seconds_per_unit:
+            larger, remainder = divmod(rounded, seconds_per_unit)
+            return Cell(f"{larger} {unit} {remainder // seconds_per_smaller} {smaller}", seconds)
+    return Cell(f"{rounded // 60} min {rounded % 60} s", seconds)
 
 
 def differences(runs: Sequence[Run]) -> tuple[list[str], list[list[Cell]]]:
@@ -102,13 +103,13 @@ def differences(runs: Sequence[Run]) -> tuple[list[str], list[list[Cell]]]:
 
     A mixer's field counts as different only between runs that have the field.
     """
-    flat = [dict(_flatten(run.config)) for run in runs]
-    fields = dict.fromkeys(field for one in flat for field in one if field not in IGNORED)
+    flat_configs = [dict(_flatten(run.config)) for run in runs]
+    fields = dict.fromkeys(field for config in flat_configs for field in config if field not in IGNORED_FIELDS)
     differing = []
     for field in fields:
-        values = {one.get(field) for one in flat if field in one or not field.startswith("mixers.")}
+        values = {config.get(field) for config in flat_configs if field in config or not field.startswith("mixers.")}
         differing += [field] if len(values) > 1 else []
-    return differing, [[_value(one.get(field)) for field in differing] for one in flat]
+    return differing, [[_value_cell(config.get(field)) for field in differing] for config in flat_configs]
 
 
 def _flatten(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
@@ -118,17 +119,17 @@ def _flatten(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]
         if isinstance(value, Mapping):
             flat += _flatten(value, f"{prefix}{key}.")
         else:
-            flat.append((f"{prefix}{key}", _plain(value)))
+            flat.append((f"{prefix}{key}", _format_value(value)))
     return flat
 
 
-def _plain(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "none"}[value]
-    return ", ".join(map(_plain, value)) if isinstance(value, list | tuple) else str(value)
+    return ", ".join(map(_format_value, value)) if isinstance(value, list | tuple) else str(value)
 
 
-def _value(value: str | None) -> Cell:
+def _value_cell(value: str | None) -> Cell:
     if value is None:
         return NOTHING
     try:
@@ -146,20 +147,20 @@ class SkippedRange:
         until: last step; None for the end of the run.
     """
 
-    record: Skipped
+    record: SkippedShards
     until: int | None
 
 
-def skipped(run: Run) -> list[SkippedRange]:
+def read_skipped(run: Run) -> list[SkippedRange]:
     """Read the skipped shards of a run in the order of its steps. A shard may become readable again later.
 
     Raises:
         UserError: the file is damaged.
     """
-    path = run.path / SKIPPED
+    path = run.path / SKIPPED_SHARDS
     try:
         lines = read_regular(path).splitlines() if path.exists() else []
-        records = [TypeAdapter(Skipped).validate_json(line) for line in lines]
+        records = [TypeAdapter(SkippedShards).validate_json(line) for line in lines]
     except (OSError, ValidationError):
         raise UserError(str(path), "was not written by training", "restore the file or remove it") from None
     ends: list[int | None] = [*(record.step for record in records[1:]), None][: len(records)]

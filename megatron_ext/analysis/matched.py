@@ -46,7 +46,7 @@ CONFIDENCE = 0.95
 NORMAL_HALF_WIDTH = 1.96
 """Half width of a 95 % interval of a normal variable, in standard errors."""
 
-ROUNDING = 1e-9
+ROUNDING_ERROR = 1e-9
 """Nats per token below which a difference is rounding error."""
 
 
@@ -74,7 +74,7 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measurement:
     """Results of an architecture on a domain (or `ALL_DOMAINS`) of a split, at the training losses of the comparison.
 
     Attributes:
@@ -112,7 +112,7 @@ class Measured:
             None if the standard error over documents is unknown (too few documents) or zero.
         """
         half_width = NORMAL_HALF_WIDTH * float(self.gap.document_error[level])
-        if math.isnan(half_width) or half_width < ROUNDING:
+        if math.isnan(half_width) or half_width < ROUNDING_ERROR:
             return None
         return math.ceil(self.documents * (half_width / difference) ** 2)
 
@@ -134,7 +134,7 @@ class Comparison:
     window: int
     training_losses: FloatArray
     levels: tuple[int, ...]
-    measured: tuple[Measured, ...]
+    measured: tuple[Measurement, ...]
 
     @property
     def baseline(self) -> Architecture:
@@ -151,9 +151,9 @@ class Comparison:
         """Index of the lowest training loss that every run reached."""
         return self.levels[-1]
 
-    def select(self, split: Split, domain: str = ALL_DOMAINS) -> list[Measured]:
+    def select(self, split: Split, domain: str = ALL_DOMAINS) -> list[Measurement]:
         """Return the results of all architectures on a domain, the baseline first; empty for an unevaluated split."""
-        return [one for one in self.measured if one.split == split and one.domain == domain]
+        return [result for result in self.measured if result.split == split and result.domain == domain]
 
 
 def compare(runs: Sequence[Run], *, window: int | None = None, levels: int = 5) -> Comparison:
@@ -169,18 +169,20 @@ def compare(runs: Sequence[Run], *, window: int | None = None, levels: int = 5) 
     """
     window = default_window(runs) if window is None else window
     architectures = tuple(group_runs(runs))
-    curves = [[training_loss(run, window) for run in one.runs] for one in architectures]
-    all_losses = [x for xs in curves for x in xs]
-    grid, indices = _levels(min(x.max() for x in all_losses), max(x.min() for x in all_losses), levels)
+    training_losses = [[training_loss(run, window) for run in architecture.runs] for architecture in architectures]
+    flat_losses = [losses for by_run in training_losses for losses in by_run]
+    grid, indices = _levels(
+        min(losses.max() for losses in flat_losses), max(losses.min() for losses in flat_losses), levels
+    )
     interpolated = [
         [
             InterpolatedRun(run, x, grid, interpolation_weights(x, grid), batch_noise(run, window))
-            for run, x in zip(one.runs, xs, strict=True)
+            for run, x in zip(architecture.runs, by_run, strict=True)
         ]
-        for one, xs in zip(architectures, curves, strict=True)
+        for architecture, by_run in zip(architectures, training_losses, strict=True)
     ]
-    labels = [one.label for one in architectures]
-    measured: list[Measured] = []
+    labels = [architecture.label for architecture in architectures]
+    measured: list[Measurement] = []
     for split in get_args(Split):
         measured += _measure_split(labels, interpolated, split)
     return Comparison(architectures, window, grid, indices, tuple(measured))
@@ -239,30 +241,30 @@ def _levels(high: float, low: float, levels: int) -> tuple[FloatArray, tuple[int
 
 def _measure_split(
     labels: Sequence[str], interpolated: Sequence[Sequence[InterpolatedRun]], split: Split
-) -> list[Measured]:
+) -> list[Measurement]:
     """Return the results of all architectures on all domains together, then on each domain."""
     domains = interpolated[0][0].run.split(split)
     if not domains:
         return []
-    found = [interpolate_domain(interpolated, split, number) for number in range(len(domains))]
-    documents = [len(domain.documents) for domain in domains]
-    measured = _measures(labels, split, ALL_DOMAINS, PooledDomains(found), sum(documents))
-    for domain, one, number in zip(domains, found, documents, strict=True):
-        measured += _measures(labels, split, domain.domain, PooledDomains([one]), number)
+    losses = [interpolate_domain(interpolated, split, index) for index in range(len(domains))]
+    num_documents = [len(domain.documents) for domain in domains]
+    measured = _measure_domain(labels, split, ALL_DOMAINS, PooledDomains(losses), sum(num_documents))
+    for domain, domain_losses, count in zip(domains, losses, num_documents, strict=True):
+        measured += _measure_domain(labels, split, domain.domain, PooledDomains([domain_losses]), count)
     return measured
 
 
-def _measures(
+def _measure_domain(
     labels: Sequence[str], split: Split, domain: str, pooled: PooledDomains, documents: int
-) -> list[Measured]:
+) -> list[Measurement]:
     return [
-        Measured(
+        Measurement(
             architecture=label,
             split=split,
             domain=domain,
             loss=_estimate(pooled.signs(a), pooled),
             gap=_estimate(pooled.signs(a, baseline=0), pooled),
-            seed_spread=_spread(pooled.seeds(a)),
+            seed_spread=_seed_deviation(pooled.seeds(a)),
             documents=documents,
             tokens=pooled.tokens,
         )
@@ -273,11 +275,11 @@ def _measures(
 def _estimate(signs: FloatArray, pooled: PooledDomains) -> Estimate:
     """Estimate a signed sum of the architectures' losses with its uncertainty."""
     value, documents = pooled.value(signs), pooled.over_documents(signs)
-    both = documents + pooled.over_batches(signs)
-    half = both.half_width(CONFIDENCE)
-    return Estimate(value, np.sqrt(both.variance), np.sqrt(documents.variance), value - half, value + half)
+    total = documents + pooled.over_batches(signs)
+    half_width = total.half_width(CONFIDENCE)
+    return Estimate(value, np.sqrt(total.variance), np.sqrt(documents.variance), value - half_width, value + half_width)
 
 
-def _spread(losses: FloatArray) -> FloatArray:
+def _seed_deviation(losses: FloatArray) -> FloatArray:
     """Return the standard deviation [G] over seeds of `losses` [seeds, G]; NaN with one seed."""
     return losses.std(axis=0, ddof=1) if len(losses) > 1 else np.full(losses.shape[1], np.nan)

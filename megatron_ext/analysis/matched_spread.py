@@ -15,7 +15,7 @@ from megatron_ext.utils.ratio_interval import MIN_DOCUMENTS, SamplingVariance, r
 MIN_NOISE_WINDOW = 6
 """Minimum number of steps for an estimate of batch noise: twice the three that a parabola fits exactly."""
 
-PARABOLA = 3
+PARABOLA_PARAMETERS = 3
 """Number of constants of a parabola, by which a fit reduces the degrees of freedom of its residuals."""
 
 
@@ -31,8 +31,8 @@ def batch_noise(run: Run, window: int) -> tuple[FloatArray | None, ...]:
 
 
 def _residuals(run: Run, window: int, step: int) -> FloatArray | None:
-    inside = (run.steps > step - window) & (run.steps <= step)
-    losses = run.losses[inside]
+    in_window = (run.steps > step - window) & (run.steps <= step)
+    losses = run.losses[in_window]
     if len(losses) < MIN_NOISE_WINDOW:
         return None
     time = np.linspace(-1.0, 1.0, len(losses))
@@ -93,17 +93,17 @@ class DomainLosses:
 
     def difference(self, signs: FloatArray) -> FloatArray:
         """Return the sum [G, D] of the documents' losses over architectures with `signs` [A], averaged over seeds."""
-        parts = [sign * np.mean(nats, axis=0) for sign, nats in zip(signs, self.nats, strict=True) if sign]
-        return np.asarray(sum(parts)) if parts else np.zeros_like(self.nats[0][0])
+        terms = [sign * np.mean(nats, axis=0) for sign, nats in zip(signs, self.nats, strict=True) if sign]
+        return np.asarray(sum(terms)) if terms else np.zeros_like(self.nats[0][0])
 
 
 def interpolate_domain(interpolated: Sequence[Sequence[InterpolatedRun]], split: Split, index: int) -> DomainLosses:
     """Interpolate all runs on a domain of a split, given by its index."""
     nats, shifts = [], []
     for runs in interpolated:
-        losses = [one.run.split(split)[index].losses for one in runs]  # [E, D] each
-        nats.append([one.weights @ loss for one, loss in zip(runs, losses, strict=True)])
-        shifts.append([one.shifts(loss.sum(axis=1)) for one, loss in zip(runs, losses, strict=True)])
+        losses = [run.run.split(split)[index].losses for run in runs]  # [E, D] each
+        nats.append([run.weights @ loss for run, loss in zip(runs, losses, strict=True)])
+        shifts.append([run.shifts(loss.sum(axis=1)) for run, loss in zip(runs, losses, strict=True)])
     return DomainLosses(interpolated[0][0].run.split(split)[index].tokens, nats, shifts, interpolated)
 
 
@@ -136,14 +136,14 @@ class PooledDomains:
         nats = [domain.difference(signs) for domain in self._domains]
         if not signs.any():
             return zero_variance_like(np.zeros(len(nats[0])))
-        found: SamplingVariance | None = None
+        spread: SamplingVariance | None = None
         for stratum in _strata([len(domain.tokens) for domain in self._domains]):
             tokens = np.concatenate([self._domains[index].tokens for index in stratum])
-            part = ratio_variance(np.concatenate([nats[index] for index in stratum], axis=1), tokens)
-            part = part.scaled(float(tokens.sum()) / self.tokens)
-            found = part if found is None else found + part
-        assert found is not None  # there is a domain
-        return found
+            ratio_spread = ratio_variance(np.concatenate([nats[index] for index in stratum], axis=1), tokens)
+            stratum_spread = ratio_spread.scaled(float(tokens.sum()) / self.tokens)
+            spread = stratum_spread if spread is None else spread + stratum_spread
+        assert spread is not None  # there is a domain
+        return spread
 
     def over_batches(self, signs: FloatArray) -> SamplingVariance:
         """Return the spread [G] over the choice of the batches in the windows of the training losses.
@@ -151,29 +151,29 @@ class PooledDomains:
         Runs with the same seed have the same batches at the same steps, so that common noise cancels in a difference.
         """
         interpolated = self._domains[0].interpolated
-        found = zero_variance_like(np.zeros(len(interpolated[0][0].grid)))
+        spread = zero_variance_like(np.zeros(len(interpolated[0][0].grid)))
         if not signs.any():
-            return found
+            return spread
         windows: dict[tuple[int, int, int], list[FloatArray]] = defaultdict(list)
         for architecture, sign in enumerate(signs):
-            for seed_index, one in enumerate(interpolated[architecture] if sign else ()):
+            for seed_index, run in enumerate(interpolated[architecture] if sign else ()):
                 shift = (
                     np.sum([domain.shifts[architecture][seed_index] for domain in self._domains], axis=0) / self.tokens
                 )
                 factor = sign / len(interpolated[architecture])
-                for index, rest in _with_noise(one):
-                    key = one.run.seed, int(one.run.evaluation_steps[index]), len(rest)
-                    windows[key].append(factor * shift[:, index, None] * rest)  # [G, S]
-        for (_seed, _step, steps), parts in windows.items():
-            rest = np.sum(parts, axis=0)
-            freedom = steps - PARABOLA
-            variance = (rest**2).sum(axis=1) / freedom / steps
-            found = found + SamplingVariance(variance, np.full_like(variance, freedom))
-        return found
+                for index, noise in _known_noise(run):
+                    key = run.run.seed, int(run.run.evaluation_steps[index]), len(noise)
+                    windows[key].append(factor * shift[:, index, None] * noise)  # [G, S]
+        for (_seed, _step, steps), terms in windows.items():
+            noise = np.sum(terms, axis=0)
+            degrees_of_freedom = steps - PARABOLA_PARAMETERS
+            variance = (noise**2).sum(axis=1) / degrees_of_freedom / steps
+            spread = spread + SamplingVariance(variance, np.full_like(variance, degrees_of_freedom))
+        return spread
 
 
-def _with_noise(run: InterpolatedRun) -> Iterator[tuple[int, FloatArray]]:
-    return ((index, rest) for index, rest in enumerate(run.noise) if rest is not None)
+def _known_noise(run: InterpolatedRun) -> Iterator[tuple[int, FloatArray]]:
+    return ((index, noise) for index, noise in enumerate(run.noise) if noise is not None)
 
 
 def _strata(documents: Sequence[int]) -> list[list[int]]:

@@ -14,8 +14,8 @@ from megatron_ext.utils.untrusted_paths import path_within
 def replace_files(
     output: Path,
     files: Mapping[str, bytes],
-    record: str,
-    ours: re.Pattern[str],
+    record_name: str,
+    pattern: re.Pattern[str],
     *,
     others: Collection[str] = (),
     keep: Path | None = None,
@@ -27,8 +27,8 @@ def replace_files(
     Args:
         output: folder; created if it does not exist.
         files: content by name.
-        record: name of a JSON file whose field `files` lists the files of the earlier report.
-        ours: pattern of the names that a report may have. No other file is removed, even if the record lists it.
+        record_name: name of a JSON file whose field `files` lists the files of the earlier report.
+        pattern: pattern of the names that a report may have. No other file is removed, even if the record lists it.
         others: names of files of the new report that are written elsewhere, relative to `output`. They are not removed.
         keep: a file that is never removed.
 
@@ -37,8 +37,8 @@ def replace_files(
         UserError: the record lists a file outside `output`.
     """
     output.mkdir(parents=True, exist_ok=True)
-    for name in sorted(_earlier(output / record, ours) - set(files) - set(others)):
-        path = path_within(output, name, str(output / record))
+    for name in sorted(_read_record(output / record_name, pattern) - set(files) - set(others)):
+        path = path_within(output, name, str(output / record_name))
         if keep is None or path.resolve() != keep.resolve():
             _remove(output, path)
     for name, content in files.items():
@@ -51,10 +51,10 @@ def _remove(output: Path, path: Path) -> None:
         path.parent.rmdir()
 
 
-def _earlier(record: Path, ours: re.Pattern[str]) -> set[str]:
+def _read_record(record: Path, pattern: re.Pattern[str]) -> set[str]:
     try:
         names = parse_json(read_regular(record))["files"]
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return set()
     listed = names if isinstance(names, list) else []
-    return {name for name in listed if isinstance(name, str) and ours.fullmatch(name)}
+    return {name for name in listed if isinstance(name, str) and pattern.fullmatch(name)}

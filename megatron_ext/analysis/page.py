@@ -15,24 +15,24 @@ from megatron_ext.analysis.architecture import Architecture, mixer_label
 from megatron_ext.analysis.cells import NOTHING, Cell, Table, count, number, text
 from megatron_ext.analysis.decisions import RunDecisions, data_differences, decision_counts, decision_table, slow_table
 from megatron_ext.analysis.figure import split_loss
-from megatron_ext.analysis.history import differences, history_row, skipped
+from megatron_ext.analysis.history import differences, history_row, read_skipped
 from megatron_ext.analysis.matched import RESOLUTION, Comparison, training_loss
 from megatron_ext.analysis.matched_tables import (
+    describe_unmatched,
     domain_table,
+    evaluated_splits,
     headline_table,
     level_table,
     precision_table,
     range_table,
     small_domains,
-    splits_of,
-    unmatched,
     verdicts,
 )
 from megatron_ext.analysis.run_files import SPLITS
 from megatron_ext.analysis.run_texts import text_warnings
 from megatron_ext.analysis.runs import Run
 from megatron_ext.analysis.scaling.section import Scaling
-from megatron_ext.analysis.style import DARK, DPI, LIGHT, MAX_LEGEND, Picture, short_count, styles, width_of
+from megatron_ext.analysis.style import DARK, DPI, LIGHT, MAX_LEGEND, Picture, png_width, short_count, styles
 from megatron_ext.analysis.suites import (
     HeatMap,
     Suites,
@@ -82,7 +82,7 @@ class Contents:
         scaling: scaling laws; None: not requested.
         run_decisions: decisions of the runs about failed steps, those of the baseline first.
         files: names of the other files of the report.
-        left_out: one sentence for each run that is not compared, with the reason.
+        excluded: one sentence for each run that is not compared, with the reason.
     """
 
     comparison: Comparison
@@ -92,12 +92,12 @@ class Contents:
     scaling: Scaling | None
     run_decisions: Sequence[RunDecisions]
     files: Sequence[str]
-    left_out: Sequence[str] = ()
+    excluded: Sequence[str] = ()
 
     @property
     def runs(self) -> list[tuple[Architecture, Run]]:
         """All runs with their architectures, those of the baseline first."""
-        return [(one, run) for one in self.comparison.architectures for run in one.runs]
+        return [(architecture, run) for architecture in self.comparison.architectures for run in architecture.runs]
 
 
 def render_page(contents: Contents) -> str:
@@ -114,19 +114,19 @@ def render_page(contents: Contents) -> str:
         baseline=comparison.baseline.label,
         single=len(comparison.architectures) == 1,
         text_differences=text_warnings([run for _, run in contents.runs]),
-        left_out=contents.left_out,
+        excluded=contents.excluded,
         data_differences=data_differences(contents.run_decisions),
         verdicts=verdicts(comparison),
         max_listed=MAX_LEGEND,
         max_rows=MAX_ROWS,
         by_mixer=styles(comparison.architectures, LIGHT).shares_legend,
         window=comparison.window,
-        unmatched=unmatched(comparison),
+        unmatched=describe_unmatched(comparison),
         matched_at=number(comparison.training_losses[comparison.headline]).text if comparison.is_matched else "",
         matched=_render_picture(contents.matched),
         curves=[_render_picture(picture) for picture in contents.curves],
         tables=tables,
-        heat_maps=[_heat_map(one) for one in heat_maps(suites)],
+        heat_maps=[_render_heat_map(heat_map) for heat_map in heat_maps(suites)],
         scaling=contents.scaling,
         scaling_pictures=[_render_picture(picture) for picture in contents.scaling.pictures]
         if contents.scaling
@@ -134,7 +134,7 @@ def render_page(contents: Contents) -> str:
         few_documents=small_domains(comparison),
         few_tested=few_documents(suites),
         few=FEW_DOCUMENTS,
-        in_domain_test="test_in_domain" in splits_of(comparison),
+        in_domain_test="test_in_domain" in evaluated_splits(comparison),
         files=contents.files,
     )
 
@@ -142,7 +142,7 @@ def render_page(contents: Contents) -> str:
 def _tables(contents: Contents) -> dict[str, Table | None]:
     """Return the tables by anchor of their section; None for an empty table."""
     comparison, suites = contents.comparison, contents.suites
-    runs = [run for _one, run in contents.runs]
+    runs = [run for _architecture, run in contents.runs]
     tables = _matched_tables(comparison) | {
         "losses": loss_table(suites),
         "retrieval": retrieval_table(suites),
@@ -172,9 +172,9 @@ def _matched_tables(comparison: Comparison) -> dict[str, Table]:
 
 def _describe_runs(contents: Contents) -> dict[str, str]:
     """Return a short description of the compared runs, by item."""
-    runs = [run for _one, run in contents.runs]
+    runs = [run for _architecture, run in contents.runs]
     first, architectures = runs[0], contents.comparison.architectures
-    mixers = dict.fromkeys(mixer_label(one.runs[0]) for one in architectures)
+    mixers = dict.fromkeys(mixer_label(architecture.runs[0]) for architecture in architectures)
     return {
         "runs": _plural(len(runs), "run"),
         "architectures": _plural(len(architectures), "architecture"),
@@ -189,8 +189,8 @@ def _describe_runs(contents: Contents) -> dict[str, str]:
 
 def _trained_on(run: Run) -> list[str]:
     """Return the training domains of the configuration, else the domains of the validation split."""
-    named = run.config.get("data", {}).get("train_domains")
-    return named or [domain.domain for domain in run.split("validation")]
+    domains = run.config.get("data", {}).get("train_domains")
+    return domains or [domain.domain for domain in run.split("validation")]
 
 
 def _plural(number: int, noun: str) -> str:
@@ -207,12 +207,12 @@ def _range(values: Sequence[int]) -> str:
 def _run_table(contents: Contents) -> Table:
     """Return a table of all runs with their losses at the last evaluation."""
     comparison = contents.comparison
-    splits = splits_of(comparison)
+    splits = evaluated_splits(comparison)
     rows = []
-    for one, run in contents.runs:
+    for architecture, run in contents.runs:
         last = int(run.evaluation_steps[-1])
         tokens = int(run.tokens[np.searchsorted(run.steps, last)])
-        row = [text(run.name), text(one.label), Cell(str(run.seed), run.seed), count(last), count(tokens)]
+        row = [text(run.name), text(architecture.label), Cell(str(run.seed), run.seed), count(last), count(tokens)]
         row += [number(training_loss(run, comparison.window)[-1])]
         rows.append(row + [number(split_loss(run, split)[-1]) for split in splits])
     columns = ["run", "architecture", "seed", "step", "tokens", "training loss"]
@@ -228,10 +228,11 @@ def _difference_table(runs: Sequence[Run]) -> Table:
 
 def _history_table(run_decisions: Sequence[RunDecisions]) -> Table:
     """Return the history table without empty columns."""
-    found = [history_row(one.run) | decision_counts(one) for one in run_decisions]
-    columns = [name for name in found[0] if any(one[name] != NOTHING for one in found)]
+    cells = [history_row(entry.run) | decision_counts(entry) for entry in run_decisions]
+    columns = [name for name in cells[0] if any(row[name] != NOTHING for row in cells)]
     rows = [
-        [text(run.run.name), *(one[name] for name in columns)] for run, one in zip(run_decisions, found, strict=True)
+        [text(entry.run.name), *(row[name] for name in columns)]
+        for entry, row in zip(run_decisions, cells, strict=True)
     ]
     caption = (
         "Time covers the optimizer steps, without evaluations and checkpoints; memory is the maximum over all steps"
@@ -242,9 +243,9 @@ def _history_table(run_decisions: Sequence[RunDecisions]) -> Table:
 def _skipped_table(runs: Sequence[Run]) -> Table:
     rows = []
     for run in runs:
-        for period in skipped(run):
-            record = period.record
-            steps = [count(record.step), NOTHING if period.until is None else count(period.until)]
+        for step_range in read_skipped(run):
+            record = step_range.record
+            steps = [count(record.step), NOTHING if step_range.until is None else count(step_range.until)]
             samples = Cell(
                 f"{count(record.samples_an_epoch).text} of {count(record.of_samples).text}", record.samples_an_epoch
             )
@@ -255,24 +256,24 @@ def _skipped_table(runs: Sequence[Run]) -> Table:
 
 
 def _render_picture(picture: Picture) -> dict[str, Any]:
-    drawn = {
+    images = {
         f"{'narrow_' if stacked else ''}{name}": _data_uri(picture.draw(theme, stacked))
         for name, theme in (("light", LIGHT), ("dark", DARK))
         for stacked in (False, True)
     }
-    return {"alt": picture.alt, "rem": _rem(picture.draw(LIGHT, False)), **drawn}
+    return {"alt": picture.alt, "rem": _width_in_rem(picture.draw(LIGHT, False)), **images}
 
 
-def _heat_map(one: HeatMap) -> dict[str, Any]:
-    return {"title": one.title, "picture": _data_uri(one.png), "rem": _rem(one.png)}
+def _render_heat_map(heat_map: HeatMap) -> dict[str, Any]:
+    return {"title": heat_map.title, "picture": _data_uri(heat_map.png), "rem": _width_in_rem(heat_map.png)}
 
 
-def _rem(picture: bytes) -> float:
+def _width_in_rem(picture: bytes) -> float:
     """Return the maximum displayed width of a figure in rem, which gives text the same size in all figures.
 
     The width is limited to that of the page.
     """
-    return round(min(width_of(picture) / DPI * REM_PER_INCH, 62.0), 1)
+    return round(min(png_width(picture) / DPI * REM_PER_INCH, 62.0), 1)
 
 
 def _data_uri(picture: bytes) -> str:

@@ -10,12 +10,12 @@ from megatron_ext.analysis.run_texts import text_warnings
 from megatron_ext.analysis.selection import select_runs
 
 
-def _nothing(_line: str) -> None:
+def _discard(_line: str) -> None:
     """Discard a line."""
 
 
 def write_report(
-    run_dirs: Sequence[Path], output: Path, *, fit: bool = False, say: Callable[[str], object] = _nothing
+    run_dirs: Sequence[Path], output: Path, *, fit: bool = False, say: Callable[[str], object] = _discard
 ) -> Path:
     """Compare runs and write index.html, its figures as PNG, and the numbers of figures and tables as CSV.
 
@@ -41,7 +41,7 @@ def write_report(
             output cannot be written.
     """
     selected = select_runs(run_dirs)
-    for line in (*text_warnings(selected.compared), *selected.left_out):
+    for line in (*text_warnings(selected.compared), *selected.excluded):
         print(f"warning: {line}", file=sys.stderr)
     from megatron_ext.analysis.report_files import write_files  # imports matplotlib and SciPy: a second
 

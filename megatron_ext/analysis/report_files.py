@@ -11,15 +11,15 @@ from megatron_ext.analysis.curves import domain_curves, training_curves
 from megatron_ext.analysis.decisions import read_decisions
 from megatron_ext.analysis.figure import matched_loss
 from megatron_ext.analysis.matched import compare
-from megatron_ext.analysis.matched_tables import answer_lines, render_table
+from megatron_ext.analysis.matched_tables import render_table, summary_lines
 from megatron_ext.analysis.output import replace_files
 from megatron_ext.analysis.page import Contents, render_page
 from megatron_ext.analysis.runs import Run
 from megatron_ext.analysis.scaling import fit_output
 from megatron_ext.analysis.scaling.fitting import Options, ScalingFit, fit_all
-from megatron_ext.analysis.scaling.run_points import by_mixer, points_of
+from megatron_ext.analysis.scaling.run_points import by_mixer, run_points
 from megatron_ext.analysis.scaling.section import section
-from megatron_ext.analysis.selection import Selected, with_unevaluated
+from megatron_ext.analysis.selection import RunSelection, with_unevaluated
 from megatron_ext.analysis.suites import as_tables, heat_maps, read_suites, to_dict
 from megatron_ext.utils.atomic_files import os_error_reason, write_atomically
 from megatron_ext.utils.errors import UserError
@@ -28,7 +28,7 @@ SCALING = "scaling"
 """Subfolder of the report for scaling laws."""
 
 RECORD = "report.json"
-WRITTEN = re.compile(
+FILE_NAMES = re.compile(
     r"(training_loss|domain_loss|matched_loss|domains|retrieval|fewshot|suites)[A-Za-z0-9_.+-]*\.(png|csv|json)"
     rf"|{SCALING}/({fit_output.FILE_NAMES.pattern}|fit\.(json|md))"
 )
@@ -36,7 +36,7 @@ WRITTEN = re.compile(
 
 
 def write_files(
-    selected: Selected, run_dirs: Sequence[Path], output: Path, *, fit: bool, say: Callable[[str], object]
+    selected: RunSelection, run_dirs: Sequence[Path], output: Path, *, fit: bool, say: Callable[[str], object]
 ) -> Path:
     """Compare the selected runs and write the report, as described in `report.write_report`.
 
@@ -58,7 +58,7 @@ def write_files(
     comparison = compare(runs)
     architectures = comparison.architectures
     matched = matched_loss(comparison)
-    run_decisions = read_decisions(run for one in architectures for run in one.runs)
+    run_decisions = read_decisions(run for architecture in architectures for run in architecture.runs)
     curves = [
         training_curves(with_unevaluated(architectures, selected.unevaluated), run_decisions),
         domain_curves(architectures),
@@ -66,28 +66,30 @@ def write_files(
     suites = read_suites(architectures)
     files = {name: content for picture in (*curves, matched) for name, content in picture.files().items()}
     files["matched_loss.csv"] = render_table(comparison).encode()
-    files |= {f"{one.name}.png": one.png for one in heat_maps(suites)}
+    files |= {f"{heat_map.name}.png": heat_map.png for heat_map in heat_maps(suites)}
     files |= {name: table.encode() for name, table in as_tables(suites).items()}
     if suites:
         files["suites.json"] = (json.dumps(to_dict(suites), indent=1) + "\n").encode()
     scaling = None if laws is None else section(laws)
-    fitted = [f"{SCALING}/{name}" for name in (scaling.files if scaling else ())]
-    beside = [*files, *fitted]
-    page = render_page(Contents(comparison, matched, curves, suites, scaling, run_decisions, beside, selected.left_out))
+    scaling_files = [f"{SCALING}/{name}" for name in (scaling.files if scaling else ())]
+    file_names = [*files, *scaling_files]
+    page = render_page(
+        Contents(comparison, matched, curves, suites, scaling, run_decisions, file_names, selected.excluded)
+    )
     try:
         if laws is not None:
             fit_output.write_fit(laws, output / SCALING)
-        replace_files(output, files, RECORD, WRITTEN, others=fitted)
-        write_atomically(output / RECORD, (json.dumps({"files": beside}, indent=1) + "\n").encode())
+        replace_files(output, files, RECORD, FILE_NAMES, others=scaling_files)
+        write_atomically(output / RECORD, (json.dumps({"files": file_names}, indent=1) + "\n").encode())
         write_atomically(output / "index.html", page.encode())
     except OSError as error:
         problem = f"the report cannot be written ({os_error_reason(error)})"
         raise UserError(str(output), problem, "give another folder with --output or free disk space") from None
-    for line in (f"report: {output / 'index.html'}", *answer_lines(comparison)):
+    for line in (f"report: {output / 'index.html'}", *summary_lines(comparison)):
         say(line)
     return output / "index.html"
 
 
-def _fit(runs: Sequence[Run], given: Sequence[Path]) -> ScalingFit:
-    points = points_of(runs)
-    return fit_all(by_mixer(points), ", ".join(map(str, given)), Options(), points)
+def _fit(runs: Sequence[Run], run_dirs: Sequence[Path]) -> ScalingFit:
+    points = run_points(runs)
+    return fit_all(by_mixer(points), ", ".join(map(str, run_dirs)), Options(), points)

@@ -161,8 +161,8 @@ def read_config(path: Path) -> dict[str, Any]:
         raise UserError(str(file), f"is too large for a configuration ({error})", hint) from None
     except (YAMLError, ValueError, RecursionError):
         raise UserError(str(file), "is not YAML", hint) from None
-    needed = (("model", "pattern", str), ("training", "seed", int), ("run", "name", str), ("training", "steps", int))
-    for section, key, kind in needed:
+    required = (("model", "pattern", str), ("training", "seed", int), ("run", "name", str), ("training", "steps", int))
+    for section, key, kind in required:
         values = config.get(section) if isinstance(config, dict) else None
         if not isinstance(values, dict) or not isinstance(values.get(key), kind):
             raise UserError(str(file), f"has no {section}.{key}", hint)
@@ -177,7 +177,7 @@ def read_size(path: Path) -> ModelSize | None:
     try:
         return TypeAdapter(ModelSize).validate_json(_read_bytes(path, hint))
     except ValidationError as error:
-        raise UserError(str(path), _problem(error.errors(include_url=False)[0]), hint) from None
+        raise UserError(str(path), _describe_error(error.errors(include_url=False)[0]), hint) from None
 
 
 def parse_lines(path: Path, kind: type[Record], hint: str) -> Iterator[Line[Record]]:
@@ -201,18 +201,18 @@ def parse_lines(path: Path, kind: type[Record], hint: str) -> Iterator[Line[Reco
             yield Line(where, adapter.validate_json(text))
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
-            # The last line has no newline after it: the writer was killed.
+            # A last line without a newline was cut off when the writer was killed.
             if first["type"] == "json_invalid" and number == len(lines):
-                _warn(where, "half-written last line ignored")
+                _warn(where, "incomplete last line ignored")
                 continue
-            raise UserError(where, _problem(first), "restore the file or repeat the run") from None
+            raise UserError(where, _describe_error(first), "restore the file or repeat the run") from None
 
 
-def _problem(first: ErrorDetails) -> str:
+def _describe_error(first: ErrorDetails) -> str:
     """Describe the first validation error of pydantic."""
     field = ".".join(str(part) for part in first["loc"])
-    broken = first["type"] == "json_invalid" or not field
-    return "is not a JSON object" if broken else f"{field}: {first['msg'].lower()}"
+    is_malformed = first["type"] == "json_invalid" or not field
+    return "is not a JSON object" if is_malformed else f"{field}: {first['msg'].lower()}"
 
 
 def read_metrics(path: Path) -> list[StepRecord]:
@@ -224,7 +224,7 @@ def read_metrics(path: Path) -> list[StepRecord]:
 
 
 @dataclass(frozen=True)
-class _Scores:
+class _DomainScores:
     """Evaluation of a domain by document: unique ids in ascending order, tokens and summed nats."""
 
     where: str
@@ -233,12 +233,12 @@ class _Scores:
     losses: FloatArray
 
 
-def _scores(line: Line[EvaluationRecord]) -> _Scores:
+def _check_scores(line: Line[EvaluationRecord]) -> _DomainScores:
     record = line.record
     hint = "restore the file or repeat the run"
     if not len(record.documents) == len(record.document_loss) == len(record.document_tokens):
         raise UserError(line.where, "documents, document_loss and document_tokens differ in length", hint)
-    # A document that was scored in several pieces counts as one, because its pieces are not independent samples.
+    # A document that was scored in several parts counts as one, because its parts are not independent samples.
     documents, index = np.unique(np.array(record.documents, dtype=np.int64), return_inverse=True)
     tokens = np.bincount(index, weights=record.document_tokens).astype(np.int64)
     losses = np.bincount(index, weights=record.document_loss).astype(np.float64)
@@ -247,7 +247,7 @@ def _scores(line: Line[EvaluationRecord]) -> _Scores:
     mean = losses.sum() / tokens.sum()
     if abs(mean - record.loss) > LOSS_TOLERANCE * max(1.0, abs(mean)):
         raise UserError(line.where, f"loss {record.loss:.6g} but its documents give {mean:.6g}", hint)
-    return _Scores(line.where, documents, tokens, losses)
+    return _DomainScores(line.where, documents, tokens, losses)
 
 
 @dataclass(frozen=True)
@@ -256,8 +256,8 @@ class Evaluations:
 
     steps: IntArray
     domains: tuple[DomainEvaluations, ...] = ()
-    other_text_until: int = 0
-    left_out: tuple[str, ...] = ()
+    last_other_text_step: int = 0
+    partial_domains: tuple[str, ...] = ()
 
 
 def read_evaluations(path: Path, steps: IntArray, *, needed: bool) -> Evaluations:
@@ -274,11 +274,11 @@ def read_evaluations(path: Path, steps: IntArray, *, needed: bool) -> Evaluation
     if not needed and not path.exists():
         return Evaluations(np.empty(0, dtype=np.int64))
     hint = "train with training.evaluate_every above 0"
-    by_step: dict[int, dict[tuple[Split, str], _Scores]] = {}
+    by_step: dict[int, dict[tuple[Split, str], _DomainScores]] = {}
     texts: dict[int, str | None] = {}
     for line in parse_lines(path, EvaluationRecord, hint):
         key = (line.record.split, line.record.domain)
-        by_step.setdefault(line.record.step, {})[key] = _scores(line)
+        by_step.setdefault(line.record.step, {})[key] = _check_scores(line)
         texts[line.record.step] = line.record.data
     by_step.pop(0, None)  # before the first step there is no training loss to compare at
     _drop_incomplete(path, by_step, texts)
@@ -291,17 +291,17 @@ def read_evaluations(path: Path, steps: IntArray, *, needed: bool) -> Evaluation
         return Evaluations(np.empty(0, dtype=np.int64))
     order = sorted(by_step)
     keys = sorted(set.intersection(*(set(scores) for scores in by_step.values())))
-    left_out = sorted({key for scores in by_step.values() for key in scores} - set(keys))
-    names = tuple(f"{domain} ({split})" for split, domain in left_out)
+    partial_domains = sorted({key for scores in by_step.values() for key in scores} - set(keys))
+    names = tuple(f"{domain} ({split})" for split, domain in partial_domains)
     if names:
         problem = "not used, because only some evaluations have it: data.test_domains was changed during the run"
         _warn(str(path), f"{', '.join(names)} {problem}")
-    domains = tuple(_stack(key, [by_step[step][key] for step in order]) for key in keys)
+    domains = tuple(_stack_scores(key, [by_step[step][key] for step in order]) for key in keys)
     newest = texts[order[-1]]
     # The digest covers all domains, so it can be compared only between evaluations of the same domains.
-    like = [step for step in order if by_step[step].keys() == by_step[order[-1]].keys()]
-    other = [step for step in like if texts[step] not in (None, newest)] if newest is not None else []
-    return Evaluations(np.array(order, dtype=np.int64), domains, max(other, default=0), names)
+    comparable = [step for step in order if by_step[step].keys() == by_step[order[-1]].keys()]
+    on_other_text = [step for step in comparable if texts[step] not in (None, newest)] if newest is not None else []
+    return Evaluations(np.array(order, dtype=np.int64), domains, max(on_other_text, default=0), names)
 
 
 def _drop_incomplete(path: Path, by_step: dict[int, Any], texts: Mapping[int, str | None]) -> None:
@@ -313,10 +313,10 @@ def _drop_incomplete(path: Path, by_step: dict[int, Any], texts: Mapping[int, st
     """
     last = max(by_step, default=0)
     for step in sorted(by_step):
-        peers = [one for one in by_step if texts[one] == texts[step]]
-        before = [one for one in by_step if one < step]
-        if step == last and peers == [step] and before and by_step[step].keys() < by_step[max(before)].keys():
-            peers = [max(before)]
+        peers = [other for other in by_step if texts[other] == texts[step]]
+        earlier = [other for other in by_step if other < step]
+        if step == last and peers == [step] and earlier and by_step[step].keys() < by_step[max(earlier)].keys():
+            peers = [max(earlier)]
         keys = sorted({key for peer in peers for key in by_step[peer]})
         missing = [f"{domain} ({split})" for split, domain in keys if (split, domain) not in by_step[step]]
         if not missing:
@@ -328,7 +328,7 @@ def _drop_incomplete(path: Path, by_step: dict[int, Any], texts: Mapping[int, st
         del by_step[step]
 
 
-def _stack(key: tuple[Split, str], scores: Sequence[_Scores]) -> DomainEvaluations:
+def _stack_scores(key: tuple[Split, str], scores: Sequence[_DomainScores]) -> DomainEvaluations:
     first = scores[0]
     for other in scores[1:]:
         if not same_documents(first.documents, first.tokens, other.documents, other.tokens):

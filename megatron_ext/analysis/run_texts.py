@@ -1,4 +1,4 @@
-"""Warnings about runs that are trained or evaluated on other text than the rest, for the top of a report."""
+"""Warnings about runs that are trained or evaluated on other text than the other runs, for the top of a report."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from megatron_ext.analysis.run_files import Texts
 from megatron_ext.analysis.runs import Run
 
-_MAX_NAMED = 3
+_MAX_LISTED = 3
 """Maximum number of domains or runs that a sentence lists."""
 
 
@@ -24,29 +24,29 @@ def text_warnings(runs: Sequence[Run]) -> list[str]:
         *_text_differences(known, lambda data: data.evaluation, "evaluated", ("validation", "test")),
     ]
     if known and len(known) < len(runs):
-        names = {id(run) for run, _ in known}
-        without = [run.name for run in runs if id(run) not in names]
+        recorded = {id(run) for run, _ in known}
+        unrecorded = [run.name for run in runs if id(run) not in recorded]
         warnings.append(
-            f"{_subject(without)} of an earlier version that did not record the training text: it is assumed to be "
+            f"{_subject(unrecorded)} of an earlier version that did not record the training text: it is assumed to be "
             "that of the other runs"
         )
     warnings += [
-        f"{run.name} is evaluated on different text after step {run.other_text_until}: its losses by domain before and "
-        "after that step are not comparable"
+        f"{run.name} is evaluated on different text after step {run.last_other_text_step}: its losses by domain before "
+        "and after that step are not comparable"
         for run in runs
-        if run.other_text_until
+        if run.last_other_text_step
     ]
     warnings += [
-        f"{run.name} is evaluated on {', '.join(run.left_out)} at only some of its steps, because its test domains "
-        "were changed: these evaluations are not used"
+        f"{run.name} is evaluated on {', '.join(run.partial_domains)} at only some of its steps, because its test "
+        "domains were changed: these evaluations are not used"
         for run in runs
-        if run.left_out
+        if run.partial_domains
     ]
     changed = [run for run in runs if run.size is not None and run.size.changed]
     for run in changed:
         assert run.size is not None
-        what = ", ".join(f"{one['field']} at step {one['step']}" for one in run.size.changed)
-        warnings.append(f"{run.name} was changed during training ({what}): no single configuration reproduces it")
+        changes = ", ".join(f"{change['field']} at step {change['step']}" for change in run.size.changed)
+        warnings.append(f"{run.name} was changed during training ({changes}): no single configuration reproduces it")
     return warnings
 
 
@@ -57,32 +57,35 @@ def _text_differences(
     counts = Counter(digest(data) for _, data in known)
     if len(counts) < 2:
         return []
-    most_common = max(counts, key=lambda one: counts[one])
-    first, reference = next((run, data) for run, data in known if digest(data) == most_common)
+    most_common_digest = max(counts, key=lambda value: counts[value])
+    first, reference = next((run, data) for run, data in known if digest(data) == most_common_digest)
     return [
         f"{run.name} is {verb} on different text from {first.name}: {_describe_difference(data, reference, splits)}"
         for run, data in known
-        if digest(data) != most_common
+        if digest(data) != most_common_digest
     ]
 
 
 def _describe_difference(data: Texts, other: Texts, splits: Sequence[str]) -> str:
     own, others = (
-        {(one["split"], one["domain"]): one for one in texts.texts if one["split"] in splits} for texts in (data, other)
+        {(domain["split"], domain["domain"]): domain for domain in texts.texts if domain["split"] in splits}
+        for texts in (data, other)
     )
     phrases = []
     for key in dict.fromkeys([*own, *others]):
         if own.get(key) != others.get(key):
             counts = [
-                f"{one[key]['documents']:,} documents, {one[key]['tokens']:,} tokens" if key in one else "none"
-                for one in (own, others)
+                f"{domains[key]['documents']:,} documents, {domains[key]['tokens']:,} tokens"
+                if key in domains
+                else "none"
+                for domains in (own, others)
             ]
             same = "the same number of documents and tokens, but different text"
             phrases.append(f"{key[1]} ({key[0]}): {same if counts[0] == counts[1] else ' against '.join(counts)}")
-    more = f"; and {len(phrases) - _MAX_NAMED} more" if len(phrases) > _MAX_NAMED else ""
-    return "; ".join(phrases[:_MAX_NAMED]) + more or "its domains have a different order"
+    more = f"; and {len(phrases) - _MAX_LISTED} more" if len(phrases) > _MAX_LISTED else ""
+    return "; ".join(phrases[:_MAX_LISTED]) + more or "its domains have a different order"
 
 
 def _subject(names: Sequence[str]) -> str:
-    listed = ", ".join(names[:_MAX_NAMED]) + (", ..." if len(names) > _MAX_NAMED else "")
+    listed = ", ".join(names[:_MAX_LISTED]) + (", ..." if len(names) > _MAX_LISTED else "")
     return f"{listed} is" if len(names) == 1 else f"{listed} are"

@@ -43,8 +43,8 @@ class Run:
         size: number of parameters of the model; None if not recorded.
         peak_memory: maximum over the steps in bytes; None if not recorded.
         mfu: median model FLOPs utilization; None if not recorded.
-        other_text_until: last step that was evaluated on other text than the newest evaluation; 0 if there is none.
-        left_out: domains that only some evaluations have, because data.test_domains was changed during the run.
+        last_other_text_step: last step that was evaluated on other text than the newest evaluation; 0 if there is none.
+        partial_domains: domains that only some evaluations have, because data.test_domains was changed during the run.
     """
 
     path: Path
@@ -60,8 +60,8 @@ class Run:
     size: ModelSize | None = None
     peak_memory: int | None = None
     mfu: float | None = None
-    other_text_until: int = 0
-    left_out: tuple[str, ...] = ()
+    last_other_text_step: int = 0
+    partial_domains: tuple[str, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -96,7 +96,7 @@ def read_runs(paths: Sequence[Path], *, evaluated: bool = True) -> list[Run]:
     for index, path in enumerate(resolved):
         if path in resolved[:index]:
             raise UserError(str(folders[index]), "is given twice", "give every run folder once")
-    runs = _without_left_out([read_run(path, evaluated=evaluated) for path in folders])
+    runs = _without_partial_domains([read_run(path, evaluated=evaluated) for path in folders])
     first = next((run for run in runs if run.domains), runs[0])
     for run in runs:
         check_same_data(run, first)
@@ -106,13 +106,16 @@ def read_runs(paths: Sequence[Path], *, evaluated: bool = True) -> list[Run]:
     return runs
 
 
-def _without_left_out(runs: list[Run]) -> list[Run]:
+def _without_partial_domains(runs: list[Run]) -> list[Run]:
     """Remove from all runs the domains that some run evaluated in only some of its evaluations."""
-    names = {name for run in runs for name in run.left_out}
+    names = {name for run in runs for name in run.partial_domains}
     return [
-        replace(run, domains=tuple(one for one in run.domains if f"{one.domain} ({one.split})" not in names))
-        for run in runs
+        replace(run, domains=tuple(domain for domain in run.domains if _full_name(domain) not in names)) for run in runs
     ]
+
+
+def _full_name(domain: DomainEvaluations) -> str:
+    return f"{domain.domain} ({domain.split})"
 
 
 def run_folders(path: Path) -> list[Path]:
@@ -140,7 +143,7 @@ def read_run(path: Path, *, evaluated: bool = True) -> Run:
     steps = np.array([record.step for record in metrics], dtype=np.int64)
     evaluations = read_evaluations(path / EVALUATION, steps, needed=evaluated)
     rates = [record.tokens_per_second for record in metrics]
-    shares = [record.mfu for record in metrics if record.mfu is not None]
+    utilizations = [record.mfu for record in metrics if record.mfu is not None]
     peaks = [record.peak_memory for record in metrics if record.peak_memory is not None]
     return Run(
         path=path,
@@ -155,26 +158,26 @@ def read_run(path: Path, *, evaluated: bool = True) -> Run:
         domains=evaluations.domains,
         size=read_size(path / MODEL),
         peak_memory=max(peaks, default=None),
-        mfu=float(np.median(shares)) if shares else None,
-        other_text_until=evaluations.other_text_until,
-        left_out=evaluations.left_out,
+        mfu=float(np.median(utilizations)) if utilizations else None,
+        last_other_text_step=evaluations.last_other_text_step,
+        partial_domains=evaluations.partial_domains,
     )
 
 
 def check_same_data(run: Run, first: Run) -> None:
     """Raise a `UserError` if a run is trained on other domains or evaluated on other documents than the first one."""
     where, hint = str(run.path), f"compare runs over the same data; the first run is {first.path}"
-    train, first_train = (one.config.get("data", {}).get("train_domains") for one in (run, first))
+    train, first_train = (each.config.get("data", {}).get("train_domains") for each in (run, first))
     if train and first_train and sorted(train) != sorted(first_train) and not _same_domains(run, first):
         raise UserError(where, f"trained on {', '.join(train)}, the first run on {', '.join(first_train)}", hint)
     if not run.domains:
         return
-    names, first_names = ([f"{d.domain} ({d.split})" for d in one.domains] for one in (run, first))
+    names, first_names = ([_full_name(domain) for domain in each.domains] for each in (run, first))
     if names != first_names:
         raise UserError(where, f"evaluated on {', '.join(names)}, the first run on {', '.join(first_names)}", hint)
-    for one, other in zip(run.domains, first.domains, strict=True):
-        if not same_documents(one.documents, one.tokens, other.documents, other.tokens):
-            raise UserError(where, f"domain {one.domain} ({one.split}) has other documents than the first run's", hint)
+    for domain, other in zip(run.domains, first.domains, strict=True):
+        if not same_documents(domain.documents, domain.tokens, other.documents, other.tokens):
+            raise UserError(where, f"domain {_full_name(domain)} has other documents than the first run's", hint)
 
 
 def _same_domains(run: Run, first: Run) -> bool:
@@ -183,8 +186,8 @@ def _same_domains(run: Run, first: Run) -> bool:
     The names in the configuration are not reliable for this, because a domain may be written in several ways.
     """
     names = [
-        {text["domain"] for text in one.size.data.texts if text["split"] == "train"}
-        for one in (run, first)
-        if one.size is not None and one.size.data is not None
+        {text["domain"] for text in each.size.data.texts if text["split"] == "train"}
+        for each in (run, first)
+        if each.size is not None and each.size.data is not None
     ]
     return len(names) == 2 and names[0] == names[1]

@@ -14,25 +14,25 @@ NOT_EVALUATED = "has no out-of-domain evaluation: only its training loss is show
 
 
 @dataclass(frozen=True)
-class Selected:
+class RunSelection:
     """Runs of a report.
 
     Attributes:
         compared: runs with out-of-domain evaluations on the same data.
         unevaluated: runs without such evaluations, of which only the training loss is shown.
-        left_out: folder and reason for each run that is not compared, as a sentence without the full stop.
+        excluded: folder and reason for each run that is not compared, as a sentence without the full stop.
     """
 
     compared: list[Run]
     unevaluated: list[Run]
-    left_out: list[str]
+    excluded: list[str]
 
 
-def select_runs(paths: Sequence[Path]) -> Selected:
+def select_runs(paths: Sequence[Path]) -> RunSelection:
     """Read run folders, and the run folders inside other folders.
 
-    A run folder that is given directly must be valid. A run inside a folder of runs is left out if it is damaged or
-    uses other data than the first run. A valid run without evaluations is kept to show its training loss.
+    A run folder that is given directly must be valid. A run inside a folder of runs is excluded if it is damaged or
+    uses other data than the first run. A valid run without evaluations shows its training loss.
 
     Args:
         paths: run folders, or folders of run folders.
@@ -40,41 +40,41 @@ def select_runs(paths: Sequence[Path]) -> Selected:
     Raises:
         UserError: as in `read_runs`, for run folders that are given directly, or if no run can be compared.
     """
-    named = {path.resolve() for path in paths}
+    given = {path.resolve() for path in paths}
     folders = [folder for path in paths for folder in run_folders(path)]
-    if {folder.resolve() for folder in folders} <= named or len({f.resolve() for f in folders}) < len(folders):
-        return Selected(read_runs(paths), [], [])
+    if {folder.resolve() for folder in folders} <= given or len({f.resolve() for f in folders}) < len(folders):
+        return RunSelection(read_runs(paths), [], [])
     compared: list[Run] = []
     unevaluated: list[Run] = []
-    left_out: list[str] = []
+    excluded: list[str] = []
     for folder in folders:
-        is_named = folder.resolve() in named
+        is_given = folder.resolve() in given
         try:
-            run = read_run(folder, evaluated=is_named)
+            run = read_run(folder, evaluated=is_given)
             check_same_data(run, compared[0] if compared else run)
             if run.split("test"):
                 group_runs([*compared, run])  # raises an error if the run is a duplicate
                 compared.append(run)
                 continue
         except UserError as error:
-            if is_named:
+            if is_given:
                 raise
-            left_out.append(f"{folder}: {error.problem} ({error.where})")
+            excluded.append(f"{folder}: {error.problem} ({error.where})")
             continue
         unevaluated.append(run)
-        left_out.append(f"{folder}: {NOT_EVALUATED}")
+        excluded.append(f"{folder}: {NOT_EVALUATED}")
     if not compared:
-        return Selected(read_runs(paths), [], [])  # raises the error, if there is one
-    return Selected(compared, unevaluated, left_out)
+        return RunSelection(read_runs(paths), [], [])  # raises the error, if there is one
+    return RunSelection(compared, unevaluated, excluded)
 
 
 def with_unevaluated(architectures: Sequence[Architecture], runs: Sequence[Run]) -> list[Architecture]:
     """Add runs to the architectures with the same label, and new architectures for the others at the end."""
-    found = list(architectures)
-    for one in group_runs(runs) if runs else ():
-        places = [place for place, known in enumerate(found) if known.label == one.label]
-        if places:
-            found[places[0]] = replace(found[places[0]], runs=(*found[places[0]].runs, *one.runs))
+    combined = list(architectures)
+    for added in group_runs(runs) if runs else ():
+        index = next((i for i, known in enumerate(combined) if known.label == added.label), None)
+        if index is None:
+            combined.append(added)
         else:
-            found.append(one)
-    return found
+            combined[index] = replace(combined[index], runs=(*combined[index].runs, *added.runs))
+    return combined

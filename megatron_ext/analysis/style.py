@@ -93,15 +93,15 @@ class Style:
 
 @dataclass(frozen=True)
 class Styles:
-    """Line styles by architecture label (`of`) and by legend entry (`legend`)."""
+    """Line styles by architecture label (`by_label`) and by legend entry (`legend`)."""
 
-    of: Mapping[str, Style]
+    by_label: Mapping[str, Style]
     legend: Mapping[str, Style]
 
     @property
     def shares_legend(self) -> bool:
         """True if architectures share legend entries."""
-        return list(self.of) != list(self.legend)
+        return list(self.by_label) != list(self.legend)
 
 
 def styles(architectures: Sequence[Architecture], theme: Theme) -> Styles:
@@ -111,35 +111,38 @@ def styles(architectures: Sequence[Architecture], theme: Theme) -> Styles:
     pattern. If there are more than `MAX_LEGEND` architectures, they have the color of their mixer, paler for smaller
     models and shorter runs.
     """
-    labels = [one.label for one in architectures]
-    mixers = [mixer_label(one.runs[0]) for one in architectures]
-    families = list(dict.fromkeys(mixers))
-    if len(labels) <= MAX_LEGEND or len(families) == len(labels):
-        of = {label: _style(number, theme) for number, label in enumerate(labels)}
-        return Styles(of, of)
-    legend = {family: _style(number, theme) for number, family in enumerate(families)}
-    found: dict[str, Style] = {}
-    for family, style in legend.items():
-        members = sorted((one for one, mixer in zip(architectures, mixers, strict=True) if mixer == family), key=_size)
-        for one, paleness in zip(members, np.linspace(MAX_PALENESS, 0.0, len(members)), strict=True):
-            found[one.label] = Style(_mixed(style.color, theme.paper, float(paleness)), style.marker, style.line)
-    return Styles({label: found[label] for label in labels}, legend)
+    labels = [architecture.label for architecture in architectures]
+    mixers = [mixer_label(architecture.runs[0]) for architecture in architectures]
+    distinct_mixers = list(dict.fromkeys(mixers))
+    if len(labels) <= MAX_LEGEND or len(distinct_mixers) == len(labels):
+        distinct = {label: _style(index, theme) for index, label in enumerate(labels)}
+        return Styles(distinct, distinct)
+    legend = {mixer: _style(index, theme) for index, mixer in enumerate(distinct_mixers)}
+    members_of: dict[str, list[Architecture]] = {mixer: [] for mixer in distinct_mixers}
+    for architecture, mixer in zip(architectures, mixers, strict=True):
+        members_of[mixer].append(architecture)
+    by_label: dict[str, Style] = {}
+    for mixer, style in legend.items():
+        members = sorted(members_of[mixer], key=_size_key)
+        for member, paleness in zip(members, np.linspace(MAX_PALENESS, 0.0, len(members)), strict=True):
+            by_label[member.label] = Style(_blend(style.color, theme.paper, float(paleness)), style.marker, style.line)
+    return Styles({label: by_label[label] for label in labels}, legend)
 
 
-def _style(number: int, theme: Theme) -> Style:
+def _style(index: int, theme: Theme) -> Style:
     lines: tuple[Literal["-", "--", ":", "-."], ...] = ("-", "--", ":", "-.")
-    color = theme.ink if number == 0 else theme.palette[(number - 1) % len(theme.palette)]
-    line = lines[(max(number, 1) - 1) // len(theme.palette) % len(lines)]
-    return Style(color, MARKERS[number % len(MARKERS)], line)
+    color = theme.ink if index == 0 else theme.palette[(index - 1) % len(theme.palette)]
+    line = lines[(max(index, 1) - 1) // len(theme.palette) % len(lines)]
+    return Style(color, MARKERS[index % len(MARKERS)], line)
 
 
-def _size(one: Architecture) -> tuple[int, int]:
-    run = one.runs[0]
+def _size_key(architecture: Architecture) -> tuple[int, int]:
+    run = architecture.runs[0]
     return (run.size.parameters if run.size else 0, int(run.steps[-1]))
 
 
-def _mixed(color: str, paper: str, share: float) -> str:
-    red, green, blue = (1 - share) * np.array(to_rgb(color)) + share * np.array(to_rgb(paper))
+def _blend(color: str, paper: str, fraction: float) -> str:
+    red, green, blue = (1 - fraction) * np.array(to_rgb(color)) + fraction * np.array(to_rgb(paper))
     return to_hex((red, green, blue))
 
 
@@ -150,7 +153,7 @@ def new_figure(size: tuple[float, float], theme: Theme) -> Figure:
     return figure
 
 
-def width_of(picture: bytes) -> int:
+def png_width(picture: bytes) -> int:
     """Return the width of a PNG in pixels."""
     return int.from_bytes(picture[16:20], "big")
 
@@ -192,14 +195,14 @@ def style_axes(ax: Axes, theme: Theme) -> None:
         spine.set_color(theme.muted)
 
 
-def count_axis(axis: Axis, words: Callable[[float], str] | None = None) -> None:
+def count_axis(axis: Axis, format_value: Callable[[float], str] | None = None) -> None:
     """Set tick labels such as 300k, 1M, 2B on a logarithmic axis of parameters or tokens, without crowding.
 
     Args:
         axis: axis whose limits are set.
-        words: format of a tick value; None: `short_count`.
+        format_value: formats a tick value; None: `short_count`.
     """
-    format_value = words or short_count
+    format_tick = format_value or short_count
     low, high = sorted(axis.get_view_interval())
     decades = np.log10(high / low)
     subs = (1.0, 2.0, 5.0) if decades < 2.2 else (1.0, 3.0) if decades < 3.2 else (1.0,)
@@ -207,7 +210,7 @@ def count_axis(axis: Axis, words: Callable[[float], str] | None = None) -> None:
         axis.set_major_locator(MaxNLocator(5))
     else:
         axis.set_major_locator(LogLocator(subs=subs))
-    axis.set_major_formatter(FuncFormatter(lambda value, _position: format_value(value)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _position: format_tick(value)))
     axis.set_minor_formatter(NullFormatter())
 
 

@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         UserError: an option, the output folder or the machine is unsuitable.
     """
     try:
-        measured: int = args.measure(args)
+        exit_code: int = args.measure(args)
     except OptionError as error:
         raise UserError(error.where, error.problem, error.hint) from None
-    return measured
+    return exit_code

@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
         UserError: Slurm rejects it, files of a run are damaged, or a run has no Slurm job. The other jobs are cancelled
             first.
     """
-    others, errors, cancelled = list[str](), list[UserError](), 0
+    without_slurm, errors, cancelled = list[str](), list[UserError](), 0
     folders = list(run_folders(args.runs))
     for folder in folders:
         try:
@@ -38,25 +38,27 @@ def run(args: argparse.Namespace) -> int:
             if job is None or _has_ended_here(job):
                 continue
             if job.number is None:
-                others.append(str(folder))
+                without_slurm.append(str(folder))
             else:
-                cancelled += _is_cancelled(job, job.number)
+                cancelled += _cancel_job(job, job.number)
         except UserError as error:  # continue with the other runs
             errors.append(error)
-    if others:
-        errors.append(UserError(", ".join(others), "not a Slurm job", "stop it where it was started with Ctrl-C"))
-    for found in errors[:-1]:
-        print(f"selectron: error: {found}", file=sys.stderr)
+    if without_slurm:
+        errors.append(
+            UserError(", ".join(without_slurm), "not a Slurm job", "stop it where it was started with Ctrl-C")
+        )
+    for earlier in errors[:-1]:
+        print(f"selectron: error: {earlier}", file=sys.stderr)
     if errors:
         raise errors[-1]
     if not cancelled:
-        which = f"{folders[0]} has no" if len(folders) == 1 else f"none of the {len(folders)} runs has a"
-        print(f"nothing was cancelled: {which} waiting or running job")
+        subject = f"{folders[0]} has no" if len(folders) == 1 else f"none of the {len(folders)} runs has a"
+        print(f"nothing was cancelled: {subject} waiting or running job")
     return 0
 
 
-def _is_cancelled(job: Job, number: str) -> bool:
-    """Cancel a job if it waits or runs, and print so. Return True if it was cancelled.
+def _cancel_job(job: Job, number: str) -> bool:
+    """Cancel a job if it waits or runs, and print a line about it. Return True if it was cancelled.
 
     Raises:
         UserError: the job belongs to another folder, or Slurm rejects it.
@@ -72,5 +74,5 @@ def _is_cancelled(job: Job, number: str) -> bool:
 
 def _has_ended_here(job: Job) -> bool:
     """Return True if a job was started on this machine without Slurm and no longer trains."""
-    begun = any(event.description.startswith("begun with") for event in read_events(job.folder, [])[:1])
-    return job.number is None and begun and not is_claimed(job.run)
+    has_start_event = any(event.description.startswith("begun with") for event in read_events(job.folder, [])[:1])
+    return job.number is None and has_start_event and not is_claimed(job.run)

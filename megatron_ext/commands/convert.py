@@ -36,17 +36,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("destination", type=Path, metavar="DESTINATION", help="folder to write")
     add("--to", required=True, choices=FORMATS, help="format to write")
     add("--dtype", choices=PRECISIONS, help="data type of the tensors (default: unchanged)")
-    check = "compare every tensor, and the logits of both models, before the destination appears (default: yes)"
+    verify = "compare every tensor, and the logits of both models, before the destination appears (default: yes)"
     add(
         "--architecture",
         metavar="NAME",
         help="architecture for --to hf (default: the first matching one of another library, else ours)",
     )
-    add("--verify", action=argparse.BooleanOptionalAction, default=True, help=check)
+    add("--verify", action=argparse.BooleanOptionalAction, default=True, help=verify)
     add("--dry-run", action="store_true", help="list the files without writing them")
     add("--overwrite", action="store_true", help="replace an existing model")
-    size = f"maximum size of a safetensors file for --to hf (default: {SHARD_SIZE:g})"
-    add("--shard-size", type=float, metavar="GB", help=size)
+    shard_size = f"maximum size of a safetensors file for --to hf (default: {SHARD_SIZE:g})"
+    add("--shard-size", type=float, metavar="GB", help=shard_size)
     add_source_options(parser)
 
 
@@ -69,19 +69,19 @@ def run(args: argparse.Namespace) -> int:
     from megatron_ext.conversion.core.destination import DESTINATIONS, WriteOptions
 
     destination = DESTINATIONS[args.to]
-    wish = WriteOptions(
+    options = WriteOptions(
         dtype=_dtype(args.dtype),
         shard_bytes=int((args.shard_size or SHARD_SIZE) * 10**9),
         name=args.destination.resolve().name,
         architecture=args.architecture,
     )
-    destination.check(source, wish)
-    files = destination.files(source, wish)
+    destination.check(source, options)
+    files = destination.files(source, options)
     for name, size in files.items():
         print(f"{args.destination / name}  {size / 1e6:,.1f} MB")
     if not args.dry_run:
         check_space(args.destination, sum(files.values()))
-        _convert(source, destination, wish, args)
+        _convert(source, destination, options, args)
     return 0
 
 
@@ -101,17 +101,17 @@ def _dtype(name: str | None) -> torch.dtype | None:
     return None if name is None else names[name]
 
 
-def _convert(source: Source, destination: Destination, wish: WriteOptions, args: argparse.Namespace) -> None:
+def _convert(source: Source, destination: Destination, options: WriteOptions, args: argparse.Namespace) -> None:
     from megatron_ext.conversion.core.opening import open_source
     from megatron_ext.conversion.core.source import SourceOptions
     from megatron_ext.conversion.core.verify import verify
 
     with beside(args.destination) as partial:
-        destination.write(source, wish, partial)
+        destination.write(source, options, partial)
         if args.verify:
-            written, training = open_source(partial, SourceOptions()), destination.carries_training(source, wish)
-            print(verify(source, written, wish.dtype, with_training=training), file=sys.stderr)
-    if (remark := destination.remark(source, wish)) is not None:
+            written, training = open_source(partial, SourceOptions()), destination.carries_training(source, options)
+            print(verify(source, written, options.dtype, with_training=training), file=sys.stderr)
+    if (remark := destination.remark(source, options)) is not None:
         print(remark, file=sys.stderr)
     if source.tokenizer is None:
         print("the source has no tokenizer to copy; add one with --tokenizer FILE", file=sys.stderr)

@@ -18,8 +18,8 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         0.
     """
-    ours = ("selectron", "torch", "megatron-core", "transformer-engine", "apex", "triton", "flash-linear-attention")
-    for name in ours:
+    packages = ("selectron", "torch", "megatron-core", "transformer-engine", "apex", "triton", "flash-linear-attention")
+    for name in packages:
         try:
             print(f"{name:<24}{metadata.version(name)}")
         except metadata.PackageNotFoundError:
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"{'back-end':<24}{choose_backend('auto', platform)}")
     conflict = _kernels_conflict()
     print(f"{'import kernels':<24}{conflict or 'ours'}")
-    if conflict:  # the rest needs our `kernels`
+    if conflict:  # the other lines need our `kernels`
         return 0
     from megatron_ext.commands.op_choices import implementations
 

@@ -14,7 +14,7 @@ from megatron_ext.evaluation.registry import SUITES, check_names, read_overrides
 from megatron_ext.run_folder.layout import CHECKPOINTS, parse_step_name
 from megatron_ext.utils.errors import UserError
 
-OF_THE_MACHINE = re.compile(
+OVERRIDABLE_FIELDS = re.compile(
     r"parallel\.\w+|run\.(device|backend)|training\.micro_batch_size|data\.(path|cache_dir|cache_gib|verify|train_domains|test_domains|seq_length)"
 )
 """Fields that an evaluation may override, because they do not change the trained model."""
@@ -51,10 +51,10 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UserError: an option or the run is invalid.
     """
-    return run_as_ranks("evaluate", args.command_line, world_size(args.processes), work(args))
+    return run_as_ranks("evaluate", args.command_line, world_size(args.processes), build_work(args))
 
 
-def work(args: argparse.Namespace) -> Callable[[], None]:
+def build_work(args: argparse.Namespace) -> Callable[[], None]:
     """Validate the arguments and return the function that each rank runs.
 
     Args:
@@ -65,10 +65,10 @@ def work(args: argparse.Namespace) -> Callable[[], None]:
     """
     names = [name.strip() for name in args.suite.split(",")]
     check_names("--suite", names)
-    own, of_the_run = _sorted(args.overrides, names)
-    suites = {name: read_overrides(name, own[name]) for name in dict.fromkeys(names)}
-    folder, step = _checkpoint(args.run, args.step)
-    return partial(_evaluate, folder, suites, step, of_the_run, args.output)
+    suite_overrides, run_overrides = _split_overrides(args.overrides, names)
+    suites = {name: read_overrides(name, suite_overrides[name]) for name in dict.fromkeys(names)}
+    folder, step = _split_checkpoint_path(args.run, args.step)
+    return partial(_evaluate, folder, suites, step, run_overrides, args.output)
 
 
 def _evaluate(
@@ -82,32 +82,32 @@ def _evaluate(
     evaluate(folder, suites, step=step, overrides=overrides, output=output)
 
 
-def _checkpoint(path: Path, step: int | None) -> tuple[Path, int | None]:
-    """Return the run's folder, and the step from the name of a checkpoint's folder."""
-    found = parse_step_name(path.name)
-    if found is None or path.parent.name != CHECKPOINTS:
+def _split_checkpoint_path(path: Path, step: int | None) -> tuple[Path, int | None]:
+    """Return the run folder and the step of a path that may be the folder of a checkpoint."""
+    path_step = parse_step_name(path.name)
+    if path_step is None or path.parent.name != CHECKPOINTS:
         return path, step
-    if step not in (None, found):
+    if step not in (None, path_step):
         raise UserError("--step", f"{step} is not the step of {path}", "omit --step, or give the run folder")
-    return path.parent.parent, found
+    return path.parent.parent, path_step
 
 
-def _sorted(overrides: Sequence[str], suites: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
+def _split_overrides(overrides: Sequence[str], suites: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
     """Split overrides into those of each suite, without its name, and those of the run."""
-    own: dict[str, list[str]] = {name: [] for name in suites}
-    of_the_run = []
+    suite_overrides: dict[str, list[str]] = {name: [] for name in suites}
+    run_overrides = []
     for override in overrides:
         key = override.partition("=")[0]
-        section, _, rest = override.partition(".")
-        if section in own:
-            own[section].append(rest)
+        section, _, field = override.partition(".")
+        if section in suite_overrides:
+            suite_overrides[section].append(field)
         elif section in SUITES:
             raise UserError(
                 key, f"belongs to a suite that is not in --suite {','.join(suites)}", "add the suite to --suite"
             )
-        elif not OF_THE_MACHINE.fullmatch(key):
+        elif not OVERRIDABLE_FIELDS.fullmatch(key):
             hint = "override the layout (parallel.*), the device, the micro-batch, the data or a field of a suite"
             raise UserError(key, "cannot be changed for a trained model", hint)
         else:
-            of_the_run.append(override)
-    return own, of_the_run
+            run_overrides.append(override)
+    return suite_overrides, run_overrides

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from megatron_ext.analysis.scaling.points import Points
     from megatron_ext.analysis.scaling.run_points import RunPoints
 
-FORMER = ("--bootstrap", "--seed")
+DEPRECATED_OPTIONS = ("--bootstrap", "--seed")
 """Deprecated options of an earlier bootstrap, which have no effect."""
 
 
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--without-embeddings", action="store_true", help=without)
     highest = "drop the N highest losses of each mixer (default %(default)s)"
     add("--drop-highest", type=int, default=0, metavar="N", help=highest)
-    for option in FORMER:  # accepted, because scripts may still pass them
+    for option in DEPRECATED_OPTIONS:  # accepted, because scripts may still pass them
         add(option, type=int, help=argparse.SUPPRESS)
 
 
@@ -46,12 +46,12 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UserError: an option is out of range, the points cannot be read, or a law cannot be fitted to them.
     """
-    for option in FORMER:
+    for option in DEPRECATED_OPTIONS:
         if getattr(args, option.lstrip("-")) is not None:
             print(f"warning: {option} has no effect: intervals are computed without random draws", file=sys.stderr)
     if args.drop_highest < 0:
         raise UserError("--drop-highest", f"{args.drop_highest} is below 0", "give 0 to keep all points")
-    where, points, runs = _read(args.points, embeddings=not args.without_embeddings)
+    where, points, runs = _read_points(args.points, embeddings=not args.without_embeddings)
     # Imports matplotlib and SciPy, which takes a second: only after the points have been read.
     from megatron_ext.analysis.scaling.fit_output import format_markdown, to_dict, write_fit
     from megatron_ext.analysis.scaling.fitting import Options, fit_all
@@ -62,14 +62,14 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _read(paths: Sequence[Path], *, embeddings: bool) -> tuple[str, dict[str, Points], RunPoints]:
+def _read_points(paths: Sequence[Path], *, embeddings: bool) -> tuple[str, dict[str, Points], RunPoints]:
     """Return the source's name for messages, the points by mixer, and their runs (empty for a CSV file)."""
     from megatron_ext.analysis.scaling.points import read_points
-    from megatron_ext.analysis.scaling.run_points import RunPoints, by_mixer, points_of_runs
+    from megatron_ext.analysis.scaling.run_points import RunPoints, by_mixer, read_run_points
 
     files = [path for path in paths if path.is_file() or path.suffix.lower() == ".csv"]
     if not files:
-        runs = points_of_runs(paths, embeddings=embeddings)
+        runs = read_run_points(paths, embeddings=embeddings)
         return ", ".join(map(str, paths)), by_mixer(runs), runs
     if len(paths) > 1:
         raise UserError(

@@ -15,7 +15,7 @@ from megatron_ext.utils.printable import text_output
 if TYPE_CHECKING:
     from megatron_ext.runs.open_run import TrainedRun
 
-LARGEST_SEED = 2**63 - 1
+MAX_SEED = 2**63 - 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         UserError: an option is out of range, or the run, its tokenizer or its checkpoint does not exist.
     """
     _check_options(args)
-    _continue(_prompt(args), args)
+    _print_continuation(_prompt(args), args)
     return 0
 
 
@@ -69,8 +69,8 @@ def _check_options(args: argparse.Namespace) -> None:
             "does not sample, so --temperature and --top-p have no effect",
             "omit either --greedy or these options",
         )
-    if not 0 <= args.seed <= LARGEST_SEED:
-        raise UserError("--seed", f"{args.seed} is not in 0 .. {LARGEST_SEED}", "give a number in that range")
+    if not 0 <= args.seed <= MAX_SEED:
+        raise UserError("--seed", f"{args.seed} is not in 0 .. {MAX_SEED}", "give a number in that range")
     if args.max_tokens < 1:
         raise UserError("--max-tokens", f"{args.max_tokens} is less than 1", "give 1 or more")
 
@@ -79,13 +79,13 @@ def _prompt(args: argparse.Namespace) -> str:
     if args.prompt_file is None:
         where, text = "--prompt", args.prompt
     else:
-        where, text = "--prompt-file", _content(args.prompt_file)
+        where, text = "--prompt-file", _read_prompt_file(args.prompt_file)
     if not text:
         raise UserError(where, "is empty", "give the beginning of a text")
     return text
 
 
-def _content(path: Path) -> str:
+def _read_prompt_file(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
@@ -96,7 +96,7 @@ def _content(path: Path) -> str:
         raise UserError("--prompt-file", f"{path} is not UTF-8", "give a UTF-8 text file") from None
 
 
-def _continue(prompt: str, args: argparse.Namespace) -> None:
+def _print_continuation(prompt: str, args: argparse.Namespace) -> None:
     # Imported here so that help and errors do not wait for torch.
     import torch
 
@@ -104,39 +104,40 @@ def _continue(prompt: str, args: argparse.Namespace) -> None:
 
     prepare_megatron_import()
     from megatron_ext.evaluation.decoding import decoding
-    from megatron_ext.evaluation.generation import Sampler, generate, greedy, text_of
-    from megatron_ext.evaluation.text_model import Draw
+    from megatron_ext.evaluation.generation import Sampler, decode_stream, generate, greedy
+    from megatron_ext.evaluation.text_model import SamplingParameters
     from megatron_ext.runs.open_run import loaded_model, open_run
 
     trained = open_run(args.run, args.step)
-    coder = trained.coder
-    ids = coder.encode(prompt)
-    draw = Draw((args.seed,), args.temperature, top_p=args.top_p)
+    tokenizer = trained.coder
+    ids = tokenizer.encode(prompt)
+    sampling = SamplingParameters((args.seed,), args.temperature, top_p=args.top_p)
     _check_length(trained, len(ids), args.max_tokens)
     with loaded_model(trained) as model, decoding(model) as decoder:
         tokens = generate(
             decoder,
             torch.tensor(ids, device=trained.platform.device),
-            vocab_size=coder.size,
+            vocab_size=tokenizer.size,
             max_tokens=args.max_tokens,
-            end=coder.end_id_or_none,
-            choose=greedy if args.greedy else Sampler(draw, torch.Generator().manual_seed(args.seed)),
+            end=tokenizer.end_id_or_none,
+            choose=greedy if args.greedy else Sampler(sampling, torch.Generator().manual_seed(args.seed)),
         )
-        for text in text_of(tokens, coder.decode, before=ids):
+        for text in decode_stream(tokens, tokenizer.decode, before=ids):
             print(text, end="", flush=True, file=text_output())
     print()
 
 
 def _check_length(trained: TrainedRun, prompt_tokens: int, max_tokens: int) -> None:
-    table = trained.shape.model.max_position_embeddings
-    assert table is not None, "derived"
-    if trained.shape.learns_positions and prompt_tokens + max_tokens > table:
+    limit = trained.shape.model.max_position_embeddings
+    assert limit is not None, "derived by the configuration"
+    if trained.shape.learns_positions and prompt_tokens + max_tokens > limit:
         raise UserError(
             "--max-tokens",
-            f"{max_tokens} after a prompt of {prompt_tokens} tokens exceeds model.max_position_embeddings {table}",
+            f"{max_tokens} after a prompt of {prompt_tokens} tokens exceeds model.max_position_embeddings {limit}",
             "request fewer tokens, or shorten the prompt",
         )
-    seen = trained.config.data.seq_length
-    if prompt_tokens + max_tokens > seen:
-        told = f"a prompt of {prompt_tokens} tokens and {max_tokens} more exceed the training sequence length {seen}"
-        print(f"selectron: warning: {told}; text beyond it may be poor", file=sys.stderr, flush=True)
+    trained_length = trained.config.data.seq_length
+    if prompt_tokens + max_tokens > trained_length:
+        lengths = f"a prompt of {prompt_tokens} tokens and {max_tokens} more"
+        problem = f"exceed the training sequence length {trained_length}; text beyond it may be poor"
+        print(f"selectron: warning: {lengths} {problem}", file=sys.stderr, flush=True)

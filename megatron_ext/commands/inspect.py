@@ -97,7 +97,7 @@ def describe(source: Source, *, with_tensors: bool, with_shapes: bool) -> dict[s
         "bytes": source.stored.num_bytes,
         "optimizer_state": source.has_optimizer,
         "tokenizer": str(source.tokenizer.file) if source.tokenizer else None,
-        "to": _possible(source),
+        "to": _conversion_obstacles(source),
     }
     if with_tensors:
         infos = source.stored.infos().items()
@@ -107,18 +107,18 @@ def describe(source: Source, *, with_tensors: bool, with_shapes: bool) -> dict[s
     return facts
 
 
-def _possible(source: Source) -> dict[str, str | None]:
+def _conversion_obstacles(source: Source) -> dict[str, str | None]:
     """Return for each format why the model cannot be converted to it; None: it can."""
     from megatron_ext.conversion.core.destination import DESTINATIONS, WriteOptions
 
-    found: dict[str, str | None] = {}
+    reasons: dict[str, str | None] = {}
     for name, destination in DESTINATIONS.items():
         try:
             destination.check(source, WriteOptions())
-            found[name] = None
+            reasons[name] = None
         except UserError as error:
-            found[name] = error.problem
-    return found
+            reasons[name] = error.problem
+    return reasons
 
 
 def _lines(facts: dict[str, Any]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Command `selectron launch`, and what it shares with `selectron sweep`."""
+"""Command `selectron launch`, and functions that it shares with `selectron sweep`."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ from megatron_ext.utils.atomic_files import is_url
 from megatron_ext.utils.errors import UserError
 from megatron_ext.utils.resume_option import add_resume_option
 
-_OF_SLURM = ("nodes", "gpus_per_node", "processes_per_node", "cpus_per_task", "partition", "time", "container")
+_SLURM_OPTIONS = ("nodes", "gpus_per_node", "processes_per_node", "cpus_per_task", "partition", "time", "container")
 """Options that do not apply to a run on this machine."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the configuration, the resources and the options of a start."""
     run_config.add_config(parser)
-    add_where(parser)
-    how = parser.add_argument_group("start")
-    add_resume_option(how, "continue an existing run")
-    how.add_argument(
+    add_resources(parser)
+    start = parser.add_argument_group("start")
+    add_resume_option(start, "continue an existing run")
+    start.add_argument(
         "--dry-run", action="store_true", help="write the job's folder and print its script without submitting it"
     )
 
@@ -70,32 +70,32 @@ def run(args: argparse.Namespace) -> int:
     return launch(args, config, check_can_start)
 
 
-def add_where(parser: argparse.ArgumentParser) -> None:
+def add_resources(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that describe a job, common to single runs and sweeps."""
-    where = parser.add_argument_group("resources")
-    where.add_argument("--nodes", type=int, metavar="N", help="number of nodes (default 1)")
-    where.add_argument("--gpus-per-node", type=int, metavar="N", help="GPUs per node, with one process each")
-    where.add_argument("--processes-per-node", type=int, metavar="N", help="processes per node, without GPUs")
+    group = parser.add_argument_group("resources")
+    group.add_argument("--nodes", type=int, metavar="N", help="number of nodes (default 1)")
+    group.add_argument("--gpus-per-node", type=int, metavar="N", help="GPUs per node, with one process each")
+    group.add_argument("--processes-per-node", type=int, metavar="N", help="processes per node, without GPUs")
     cpus = "CPUs and threads per process (default: the cluster's, usually 1)"
-    where.add_argument("--cpus-per-task", type=int, metavar="N", help=cpus)
-    where.add_argument("--partition", help="partition (default: that of the cluster)")
-    where.add_argument("--time", help="time limit: minutes, H:MM:SS or D-HH (default: that of the partition)")
-    where.add_argument("--local", type=int, metavar="N", help="train without Slurm, with N processes on this machine")
-    where.add_argument("--job-name", help="name of the job in squeue (default: run.name)")
-    option = "further sbatch option that the job does not set itself, e.g. --sbatch=--account=mine; may be repeated"
-    where.add_argument("--sbatch", action="append", default=[], metavar="OPTION", help=option)
-    image = "container image for enroot with pyxis, or a .sif file for Apptainer"
-    where.add_argument("--container", metavar="IMAGE", help=image)
+    group.add_argument("--cpus-per-task", type=int, metavar="N", help=cpus)
+    group.add_argument("--partition", help="partition (default: that of the cluster)")
+    group.add_argument("--time", help="time limit: minutes, H:MM:SS or D-HH (default: that of the partition)")
+    group.add_argument("--local", type=int, metavar="N", help="train without Slurm, with N processes on this machine")
+    group.add_argument("--job-name", help="name of the job in squeue (default: run.name)")
+    sbatch = "further sbatch option that the job does not set itself, e.g. --sbatch=--account=mine; may be repeated"
+    group.add_argument("--sbatch", action="append", default=[], metavar="OPTION", help=sbatch)
+    container = "container image for enroot with pyxis, or a .sif file for Apptainer"
+    group.add_argument("--container", metavar="IMAGE", help=container)
     mounts = "paths to mount in addition to this folder and run.dir, separated by commas"
-    where.add_argument("--container-mounts", metavar="PATHS", help=mounts)
+    group.add_argument("--container-mounts", metavar="PATHS", help=mounts)
     python = "Python interpreter of the processes (default: this one; in a container python3)"
-    where.add_argument("--python", metavar="PATH", help=python)
-    before = "seconds before the time limit at which the job saves a checkpoint and is requeued (default 180)"
-    where.add_argument("--save-before", type=int, default=180, metavar="SECONDS", help=before)
-    look = "skip the node check of `selectron preflight`"
-    where.add_argument("--no-preflight", action="store_true", help=look)
+    group.add_argument("--python", metavar="PATH", help=python)
+    save_before = "seconds before the time limit at which the job saves a checkpoint and is requeued (default 180)"
+    group.add_argument("--save-before", type=int, default=180, metavar="SECONDS", help=save_before)
+    no_preflight = "skip the node check of `selectron preflight`"
+    group.add_argument("--no-preflight", action="store_true", help=no_preflight)
     limits.add_limits(parser)
-    where.add_argument("--requeues", type=int, default=20, metavar="N", help="maximum number of requeues (default 20)")
+    group.add_argument("--requeues", type=int, default=20, metavar="N", help="maximum number of requeues (default 20)")
 
 
 def world_size(args: argparse.Namespace) -> int:
@@ -105,7 +105,7 @@ def world_size(args: argparse.Namespace) -> int:
         UserError: an option is invalid.
     """
     if args.local is not None:
-        for option in _OF_SLURM:
+        for option in _SLURM_OPTIONS:
             if getattr(args, option) is not None:
                 problem = f"{args.local} cannot be combined with --{option.replace('_', '-')}, which applies to Slurm"
                 raise UserError("--local", problem, "omit one of them")
@@ -143,7 +143,7 @@ def launch(args: argparse.Namespace, config: RunConfig, check_can_start: Callabl
 
     Args:
         args: see `add_arguments`; checked by `world_size`.
-        config: checked for that number of processes.
+        config: configuration, checked for that number of processes.
         check_can_start: raises a UserError if the run folder contains a run that is not to be resumed, or if it
             contains none although one is to be resumed.
 
@@ -166,25 +166,25 @@ def launch(args: argparse.Namespace, config: RunConfig, check_can_start: Callabl
         print(f"written but not submitted: {job.script}", file=sys.stderr)
         return 0
     if args.local is not None:
-        refuse_held(folder)
+        check_not_trained(folder)
         lock = claim(folder)
         if lock is None:
             raise UserError("run.name", f"another process trains {folder}", "wait for it, or stop it with Ctrl-C")
         job = write_job(config, folder, resources, python(args))
-        print(f"events: {job.folder}/events.tsv\n{_how_to_follow(job)}", file=sys.stderr, flush=True)
+        print(f"events: {job.folder}/events.tsv\n{_format_follow_lines(job)}", file=sys.stderr, flush=True)
         return run_here(job, args.local, lock)
     with submitting(folder):
         if not args.resume:
             check_can_start()
-        refuse_alive(folder)
-        refuse_held(folder)
+        check_no_live_job(folder)
+        check_not_trained(folder)
         job = write_job(config, folder, resources, python(args))
         job.keep_number(slurm.submit(job.script))
-    print(f"job:    {job.number}\n{_how_to_follow(job)}")
+    print(f"job:    {job.number}\n{_format_follow_lines(job)}")
     return 0
 
 
-def _how_to_follow(job: Job) -> str:
+def _format_follow_lines(job: Job) -> str:
     return f"log:    {job.log}\nfollow: selectron logs {job.run} --follow; selectron status {job.run}"
 
 
@@ -198,9 +198,9 @@ def check_paths(
     """Check that the paths of runs exist. Print a warning for container paths that this machine cannot see.
 
     Args:
-        configs: of the runs that will start, by name within a sweep; a single run has the name "".
-        resources: of each run.
-        python: interpreter of the ranks.
+        configs: configurations of the runs that will start, by name within a sweep; a single run has the name "".
+        resources: resources of each run.
+        python: Python interpreter of the ranks.
         waiting: runs that branch from a checkpoint that another run has yet to write.
         sweep: file of the sweep; None: a single run.
 
@@ -210,26 +210,28 @@ def check_paths(
     resources.check_mounts()
     if resources.container is None and shutil.which(python) is None:
         raise UserError("--python", f"there is no program {python}", "give an interpreter with Selectron installed")
-    unseen = []
+    unchecked = []
     for name, config in configs.items():
-        for field, path, is_there, kind, hint in _begins_from(config, is_waiting=name in waiting):
-            here = resources.here(path, Path(config.run.dir).absolute())
-            if here is None:
-                unseen.append(f"{field}: {path} is not under a mount of the container and was not checked")
-            elif not is_there(here):
-                found = path if here == Path(os.path.abspath(path)) else f"{path} ({here} on this machine)"
+        for field, path, exists, kind, hint in _required_paths(config, is_waiting=name in waiting):
+            local_path = resources.here(path, Path(config.run.dir).absolute())
+            if local_path is None:
+                unchecked.append(f"{field}: {path} is not under a mount of the container and was not checked")
+            elif not exists(local_path):
+                shown = path if local_path == Path(os.path.abspath(path)) else f"{path} ({local_path} on this machine)"
                 where = field if sweep is None else f"{sweep}: run {name}: {field}"
-                raise UserError(where, f"there is no {kind} {found}", hint)
-    for line in dict.fromkeys(unseen):
+                raise UserError(where, f"there is no {kind} {shown}", hint)
+    for line in dict.fromkeys(unchecked):
         print(f"selectron: warning: {line}", file=sys.stderr)
 
 
-def _begins_from(config: RunConfig, *, is_waiting: bool) -> Iterator[tuple[str, str, Callable[[Path], bool], str, str]]:
-    """Yield the folders that a run needs at its start, as field, path, existence test, kind and advice."""
+def _required_paths(
+    config: RunConfig, *, is_waiting: bool
+) -> Iterator[tuple[str, str, Callable[[Path], bool], str, str]]:
+    """Yield the folders that a run needs at its start, as field, path, existence test, kind and hint."""
     if not is_url(config.data.path):
         yield "data.path", config.data.path, Path.is_dir, "folder", "prepare it with `selectron prepare`"
-    own = Path(config.run.dir) / config.run.name / CHECKPOINTS  # if it exists, the run resumes from there instead
-    if config.run.branch_from is not None and not is_waiting and not own.exists():
+    checkpoints = Path(config.run.dir) / config.run.name / CHECKPOINTS  # if they exist, the run resumes from there
+    if config.run.branch_from is not None and not is_waiting and not checkpoints.exists():
         hint = "give a path like runs/trunk/checkpoints/step_400"
         yield "run.branch_from", config.run.branch_from, is_checkpoint, "checkpoint", hint
 
@@ -260,11 +262,11 @@ def python(args: argparse.Namespace) -> str:
     return str(args.python or ("python3" if args.container else sys.executable))
 
 
-def refuse_alive(folder: Path) -> None:
-    """Reject a run whose newest Slurm job waits or runs.
+def check_no_live_job(folder: Path) -> None:
+    """Check that a run has no waiting or running Slurm job.
 
     Raises:
-        UserError: it does.
+        UserError: its newest job waits or runs.
     """
     numbers = slurm.numbers_by_script()
     for job in jobs_of(folder)[-1:]:  # a call that was killed may have submitted it without writing its number
@@ -277,8 +279,8 @@ def refuse_alive(folder: Path) -> None:
         raise UserError("run.name", problem, f"cancel it with `selectron cancel {folder}`, or choose another run.name")
 
 
-def refuse_held(folder: Path) -> None:
-    """Reject a run that a process trains, however it was started.
+def check_not_trained(folder: Path) -> None:
+    """Check that no process trains a run, however it was started.
 
     Raises:
         UserError: a process trains it.
@@ -288,10 +290,10 @@ def refuse_held(folder: Path) -> None:
         return
     job = state.holder.process.job if state.holder else None
     if job is not None and shutil.which("squeue") is not None:
-        found = slurm.job_state(job)
-        if found is None or not found.is_alive:  # it was killed before it released the lock
+        job_state = slurm.job_state(job)
+        if job_state is None or not job_state.is_alive:  # it was killed before it released the lock
             return
-    signs = f"; its last sign of life is {state.unchanged_seconds:.0f} s old"
+    age = f"; its last sign of life is {state.unchanged_seconds:.0f} s old"
     hint = lock_file.release_hint(state.holder)
     holder = state.holder or "an unidentified process"
-    raise UserError("run.name", f"{folder} is trained by {holder}{signs}", hint)
+    raise UserError("run.name", f"{folder} is trained by {holder}{age}", hint)

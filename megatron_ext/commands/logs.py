@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _warn_of_copy(job: Job) -> None:
-    """Print a warning if a log is a copy: the job writes to another folder's log."""
+    """Print a warning if the log is a copy, because the job writes to the log of another folder."""
     if job.number is None or shutil.which("squeue") is None:
         return
     try:
@@ -56,24 +56,25 @@ def _warn_of_copy(job: Job) -> None:
     except UserError:  # the log can still be printed
         return
     if state is not None and state.is_alive and is_of_another(job, state):
-        said = f"job {job.number} belongs to {printable(str(state.script))}; this log is a copy that no longer grows"
-        print(f"selectron: {job.run}: {said}", file=sys.stderr, flush=True)
+        message = f"job {job.number} belongs to {printable(str(state.script))}; this log is a copy that no longer grows"
+        print(f"selectron: {job.run}: {message}", file=sys.stderr, flush=True)
 
 
 def _show_manual_output(args: argparse.Namespace, start: ManualStart) -> int:
     """Print the output file of a run that was started by hand.
 
     Raises:
-        UserError: its output is in no file.
+        UserError: its output was not saved, or the file does not exist.
     """
-    said = f"was started by hand ({start.said})"
+    description = f"was started by hand ({start.said})"
     if not start.output or not Path(start.output).is_file():
-        lost = f"output file {start.output} does not exist" if start.output else "output was not saved"
-        problem = f"{said}, and its {lost}"
+        missing = f"output file {start.output} does not exist" if start.output else "output was not saved"
+        problem = f"{description}, and its {missing}"
         raise UserError(
             str(args.run), problem, f"see {args.run}/{METRICS}, or start it with `selectron launch --local` next time"
         )
-    print(f"selectron: {args.run} {said}; its output goes to {printable(start.output)}", file=sys.stderr, flush=True)
+    message = f"{description}; its output goes to {printable(start.output)}"
+    print(f"selectron: {args.run} {message}", file=sys.stderr, flush=True)
     return _tail(args, Path(start.output))
 
 

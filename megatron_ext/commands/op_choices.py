@@ -40,6 +40,6 @@ def _choices(name: str, platform: Platform, groups: ProcessGroupCollection) -> l
             for context in (on_meta(), unlaunched(), meta_as_this_gpu()):
                 stack.enter_context(context)
         mixer = build_lone_mixer(shape, platform, groups, seed=1)
-        found = stack.enter_context(recorded_choices())
+        choices = stack.enter_context(recorded_choices())
         mixer(torch.zeros(LENGTH, 1, HIDDEN, dtype=DTYPES[shape.precision], device=platform.device))
-    return found
+    return choices

@@ -10,7 +10,7 @@ from megatron_ext.commands import run_config
 from megatron_ext.planning.gpus import GPUS, MEASURED, gpu_of
 from megatron_ext.utils.errors import UserError
 
-VOCABULARY = 50304
+DEFAULT_VOCABULARY = 50304
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--nodes", type=int, default=1, metavar="N", help="number of nodes (default %(default)s)")
     add("--gpus-per-node", type=int, default=8, metavar="M", help="GPUs per node (default %(default)s)")
     add("--gpu", default=MEASURED, metavar="KIND", help=f"kind of GPU: {', '.join(GPUS)} (default %(default)s)")
-    vocabulary = f"vocabulary size (default: that of the prepared data, or {VOCABULARY} without data)"
+    vocabulary = f"vocabulary size (default: that of the prepared data, or {DEFAULT_VOCABULARY} without data)"
     add("--vocabulary", type=int, metavar="N", help=vocabulary)
     add("--tokens", type=float, metavar="N", help="training tokens, e.g. 100e9 (default: those of training.steps)")
     add(
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     """Plan a configuration and print the report.
 
     Args:
-        args: of the command line.
+        args: parsed arguments, see `add_arguments`.
 
     Returns:
         0; 1 if the layout does not fit, or with --search no layout fits.
@@ -62,12 +62,12 @@ def run(args: argparse.Namespace) -> int:
     configured, mixers = run_config.load(args.config, args.overrides), run_config.mixers()
     machine = plan.Machine(gpu=gpu_of(args.gpu), nodes=args.nodes, per_node=args.gpus_per_node)
     config = fitting_batch(configured, machine.world_size) if args.search is None else configured
-    vocab_size, told = _vocabulary(args, config.data.path, config.data.cache_dir)
+    vocab_size, vocabulary = _vocabulary(args, config.data.path, config.data.cache_dir)
     report = PlanReport(
         name=args.config.stem,
         overrides=tuple(args.overrides),
         machine=machine,
-        vocabulary=told,
+        vocabulary=vocabulary,
         tokens=args.tokens
         or configured.training.steps * configured.training.global_batch_size * config.data.seq_length,
         price=args.price,
@@ -76,10 +76,10 @@ def run(args: argparse.Namespace) -> int:
         report.planned = plan.plan(config, vocab_size, machine, mixers)
     else:
         report.shown = args.search
-        report.layouts = plan.search(config, vocab_size, machine, mixers, _tell)
-        if not any(one.memory for one in report.layouts):
+        report.layouts = plan.search(config, vocab_size, machine, mixers, _print_progress)
+        if not any(layout.memory for layout in report.layouts):
             config = batch_of_a_replica_a_node(configured, machine)
-            report.layouts = plan.search(config, vocab_size, machine, mixers, _tell)
+            report.layouts = plan.search(config, vocab_size, machine, mixers, _print_progress)
     if config is not configured:
         report.batch = configured.training.global_batch_size, config.training.global_batch_size
     if args.every_rank:
@@ -119,10 +119,11 @@ def _vocabulary(args: argparse.Namespace, path: str, cache_dir: str | None) -> t
     try:
         size = vocab_size(path, cache_dir)
     except UserError:
-        return VOCABULARY, f"{VOCABULARY:,} tokens, because {path} has no prepared data (set it with --vocabulary)"
+        origin = f"because {path} has no prepared data (set it with --vocabulary)"
+        return DEFAULT_VOCABULARY, f"{DEFAULT_VOCABULARY:,} tokens, {origin}"
     return size, f"{size:,} tokens, from {path}"
 
 
-def _tell(line: str) -> None:
+def _print_progress(line: str) -> None:
     if sys.stderr.isatty():
         print(f"\r{line}", end="", file=sys.stderr, flush=True)

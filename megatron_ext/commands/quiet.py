@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 
 
-def hush_libraries() -> None:
+def ignore_library_warnings() -> None:
     """Ignore library warnings that appear in every run and that users cannot fix.
 
     `selectron doctor` reports the relevant facts.

@@ -8,22 +8,24 @@ from collections.abc import Callable, Sequence
 from megatron_ext.utils.errors import UserError
 
 
-def world_size(asked: int | None) -> int | None:
+def world_size(requested: int | None) -> int | None:
     """Return the number of processes of the run: from torchrun's environment, or as requested.
 
     Raises:
         UserError: the requested number is below 1 or differs from the number of started processes.
     """
-    if asked is not None and asked < 1:
-        raise UserError("--processes", f"{asked} is less than 1", "give 1 or more")
+    if requested is not None and requested < 1:
+        raise UserError("--processes", f"{requested} is less than 1", "give 1 or more")
     if "RANK" not in os.environ:
-        return asked
-    there = int(os.environ.get("WORLD_SIZE", "1"))
-    if asked is not None and asked != there:
+        return requested
+    num_started = int(os.environ.get("WORLD_SIZE", "1"))
+    if requested is not None and requested != num_started:
         raise UserError(
-            "--processes", f"{asked} differs from the {there} that the launcher has started", "omit the option"
+            "--processes",
+            f"{requested} differs from the {num_started} that the launcher has started",
+            "omit the option",
         )
-    return there
+    return num_started
 
 
 def run_as_ranks(verb: str, arguments: Sequence[str], processes: int | None, work: Callable[[], int | None]) -> int:
@@ -31,9 +33,9 @@ def run_as_ranks(verb: str, arguments: Sequence[str], processes: int | None, wor
 
     Args:
         verb: name of the command.
-        arguments: of the command, as given; each started process gets them.
-        processes: number of ranks; None: one, or as torchrun has started.
-        work: of a rank; returns an exit code, or None for 0.
+        arguments: arguments of the command, which each started process gets.
+        processes: number of ranks; None: one, or as many as torchrun has started.
+        work: function that each rank runs; returns an exit code, or None for 0.
 
     Returns:
         Exit code.

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from megatron_ext.commands import run_config
 from megatron_ext.commands.launch import (
-    add_where,
+    add_resources,
     check_cluster,
+    check_no_live_job,
+    check_not_trained,
     check_paths,
     python,
-    refuse_alive,
-    refuse_held,
     requested_resources,
     world_size,
 )
@@ -36,11 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     override = "override for all runs, e.g. training.steps=200, or a YAML file with overrides"
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=override)
-    add_where(parser)
-    at_once = "maximum number of concurrent runs (default: 1 with --local, else no limit)"
-    parser.add_argument("--parallel", type=int, metavar="N", help=at_once)
-    anew = "restart a run whose configuration or data has changed; its old folder is kept; may be repeated"
-    parser.add_argument("--restart", action="append", default=[], metavar="RUN", help=anew)
+    add_resources(parser)
+    parallel = "maximum number of concurrent runs (default: 1 with --local, else no limit)"
+    parser.add_argument("--parallel", type=int, metavar="N", help=parallel)
+    restart_help = "restart a run whose configuration or data has changed; its old folder is kept; may be repeated"
+    parser.add_argument("--restart", action="append", default=[], metavar="RUN", help=restart_help)
     parser.add_argument("--dry-run", action="store_true", help="check and list all runs without starting them")
 
 
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
         lambda config: run_config.check(config, processes),
         listed=args.dry_run,
     )
-    return sweep(args, {name: one.config for name, one in runs.items()}, run_table(runs))
+    return sweep(args, {name: run.config for name, run in runs.items()}, run_table(runs))
 
 
 def sweep(args: argparse.Namespace, configs: Mapping[str, RunConfig], listing: Sequence[str]) -> int:
@@ -91,8 +91,8 @@ def sweep(args: argparse.Namespace, configs: Mapping[str, RunConfig], listing: S
     runs.check_restarts(args.restart)
     _check_unchanged(args, runs)
     try:
-        begun = runs.unfinished | {name: configs[name] for name in args.restart}
-        check_paths(begun, resources, python(args), runs.waiting, sweep=args.sweep)
+        to_start = runs.unfinished | {name: configs[name] for name in args.restart}
+        check_paths(to_start, resources, python(args), runs.waiting, sweep=args.sweep)
     except UserError as error:
         if not args.dry_run:  # a dry run is allowed on a machine without the data
             raise
@@ -104,7 +104,7 @@ def sweep(args: argparse.Namespace, configs: Mapping[str, RunConfig], listing: S
     if args.dry_run:
         print("\n".join(listing))
         return 0
-    runs.restart(args.restart, _refuse_under_way)
+    runs.restart(args.restart, _check_not_under_way)
     runs.note()
     if not runs.unfinished:
         print(f"all {len(configs)} runs are finished; compare them with: selectron report {folder} --output DIR")
@@ -126,7 +126,7 @@ def _check_unchanged(args: argparse.Namespace, runs: Sweep) -> None:
     if unknown:
         names = ", ".join(unknown[:3]) + (f" and {len(unknown) - 3} more" if len(unknown) > 3 else "")
         print(f"selectron: warning: it is unknown whether the data of {names} has changed", file=sys.stderr)
-    changed = [one for one in runs.changed if one.name not in args.restart]
+    changed = [run for run in runs.changed if run.name not in args.restart]
     if not changed:
         return
     error = refusal(args.sweep, changed)
@@ -135,16 +135,16 @@ def _check_unchanged(args: argparse.Namespace, runs: Sweep) -> None:
     print(f"selectron: warning: {error}", file=sys.stderr)
 
 
-def _refuse_under_way(folder: Path) -> None:
-    """Reject a run that has a waiting or running Slurm job, or that a process trains.
+def _check_not_under_way(folder: Path) -> None:
+    """Check that a run has no waiting or running Slurm job and that no process trains it.
 
     Raises:
-        UserError: it has one.
+        UserError: a job or a process of the run is alive.
     """
-    refuse_held(folder)
+    check_not_trained(folder)
     if is_claimed(folder):
         raise UserError("--restart", f"another process trains {folder}", "wait for it, or stop it with Ctrl-C")
     newest = jobs_of(folder)[-1:]
     # A job without number and events may have been submitted by a call that was killed before it wrote the number.
     if any(job.number is not None or not (job.folder / EVENTS).exists() for job in newest):
-        refuse_alive(folder)
+        check_no_live_job(folder)

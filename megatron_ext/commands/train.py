@@ -41,10 +41,10 @@ def run(args: argparse.Namespace) -> int:
     """
     processes = world_size(args.processes)
     # --print-config starts no process. Without a number of them, check for one replica of the model.
-    checked_for = processes or (None if args.print_config else 1)
-    whole = config = run_config.load_checked(args.config, args.overrides, checked_for)
+    num_ranks = processes or (None if args.print_config else 1)
+    full_config = config = run_config.load_checked(args.config, args.overrides, num_ranks)
     if args.trial is not None:
-        config = _trial(args, whole, processes)
+        config = _trial(args, full_config, processes)
     if args.print_config:
         from megatron_ext.config.save import to_yaml
 
@@ -55,19 +55,19 @@ def run(args: argparse.Namespace) -> int:
         with gc_control.paused_collection():
             from megatron_ext.training.run import train
 
-        trial_of = None if args.trial is None else whole
+        trial_of = None if args.trial is None else full_config
         finished = train(config, resume=args.resume, from_step=args.from_step, trial_of=trial_of)
         return 0 if finished else error_reporting.stop_exit_code()
 
     return run_as_ranks("train", args.command_line, processes, train_here)
 
 
-def _trial(args: argparse.Namespace, whole: RunConfig, processes: int | None) -> RunConfig:
+def _trial(args: argparse.Namespace, full_config: RunConfig, processes: int | None) -> RunConfig:
     """Return the configuration of a trial, after the same checks as that of a run."""
     from megatron_ext.config.trial import trial_config
 
     if args.resume or args.from_step is not None:
         raise UserError("--trial", "a trial starts from initial weights", "omit --resume and --from-step")
-    config = trial_config(whole, args.trial)
+    config = trial_config(full_config, args.trial)
     run_config.check(config, processes)
     return config

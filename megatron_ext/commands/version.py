@@ -14,9 +14,9 @@ def run() -> int:
         0.
     """
     try:
-        number = metadata.version("selectron")
+        version = metadata.version("selectron")
     except metadata.PackageNotFoundError:
-        number = "(not installed)"
-    known = commit()
-    print(f"selectron {number}" + (f" (commit {known})" if known else ""))
+        version = "(not installed)"
+    commit_id = commit()
+    print(f"selectron {version}" + (f" (commit {commit_id})" if commit_id else ""))
     return 0

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-NEVER = -1e9
+EXCLUDED_SCORE = -1e9
 """Score of a candidate that must not be chosen. It is finite, so that `topk` always finds enough candidates."""
 
 
@@ -35,15 +35,16 @@ class Beams:
     def __init__(self, num_beams: int, max_tokens: int, end: int, is_done: Callable[[Sequence[int]], bool]) -> None:
         self.num_beams, self._max_tokens, self._end, self._is_done = num_beams, max_tokens, end, is_done
         self._running: list[list[int]] = [[]] * num_beams
-        self._scores_n = torch.tensor([0.0] + [NEVER] * (num_beams - 1))  # beams are equal at first: one counts
-        self._kept: list[list[int]] = [[]] * num_beams
-        self._kept_scores_n = torch.full((num_beams,), NEVER)
+        # All beams are equal at first, so only one counts.
+        self._scores_n = torch.tensor([0.0] + [EXCLUDED_SCORE] * (num_beams - 1))
+        self._finished: list[list[int]] = [[]] * num_beams
+        self._finished_scores_n = torch.full((num_beams,), EXCLUDED_SCORE)
         self.is_open = True
 
     @property
     def best(self) -> list[int]:
         """Best finished text, without its `end` token."""
-        tokens = self._kept[0]
+        tokens = self._finished[0]
         return tokens[:-1] if tokens and tokens[-1] == self._end else tokens
 
     def advance(self, logits_nv: Tensor) -> tuple[list[int], list[int]]:
@@ -58,23 +59,23 @@ class Beams:
         """
         n, v = logits_nv.shape
         scores_nv = logits_nv.float().log_softmax(-1) + self._scores_n.to(logits_nv.device)[:, None]
-        found = scores_nv.flatten().topk(2 * n)
-        scores_m, places = found.values.cpu(), found.indices.tolist()
-        texts = [[*self._running[place // v], place % v] for place in places]
+        top = scores_nv.flatten().topk(2 * n)
+        scores_m, flat_indices = top.values.cpu(), top.indices.tolist()
+        texts = [[*self._running[flat_index // v], flat_index % v] for flat_index in flat_indices]
         all_end = len(texts[0]) == self._max_tokens or self._is_done(texts[0])
         ends_m = torch.tensor([all_end or text[-1] == self._end for text in texts])
-        self._keep(texts, scores_m, ends_m)
-        going = (scores_m + NEVER * ends_m).topk(n)
-        self._running, self._scores_n = [texts[number] for number in going.indices], going.values
-        has_room = bool((self._kept_scores_n <= NEVER / 2).any())
-        can_improve = has_room or bool(self._scores_n[0] / len(texts[0]) > self._kept_scores_n[-1])
+        self._update_finished(texts, scores_m, ends_m)
+        running = (scores_m + EXCLUDED_SCORE * ends_m).topk(n)
+        self._running, self._scores_n = [texts[index] for index in running.indices], running.values
+        has_free_slot = bool((self._finished_scores_n <= EXCLUDED_SCORE / 2).any())
+        can_improve = has_free_slot or bool(self._scores_n[0] / len(texts[0]) > self._finished_scores_n[-1])
         self.is_open = can_improve and not bool(ends_m.all())
-        return [places[number] // v for number in going.indices], [text[-1] for text in self._running]
+        return [flat_indices[index] // v for index in running.indices], [text[-1] for text in self._running]
 
-    def _keep(self, texts: list[list[int]], scores_m: Tensor, ends_m: Tensor) -> None:
-        """Keep the best of the kept texts and of those that end among the `num_beams` most likely candidates."""
-        may_be_kept_m = ends_m & (torch.arange(len(texts)) < self.num_beams)
-        ended_m = scores_m / len(texts[0]) + NEVER * ~may_be_kept_m
-        best = torch.cat([self._kept_scores_n, ended_m]).topk(self.num_beams)
-        all_texts = [*self._kept, *texts]
-        self._kept, self._kept_scores_n = [all_texts[number] for number in best.indices], best.values
+    def _update_finished(self, texts: list[list[int]], scores_m: Tensor, ends_m: Tensor) -> None:
+        """Keep the best of the finished texts and of those that end among the `num_beams` most likely candidates."""
+        is_eligible_m = ends_m & (torch.arange(len(texts)) < self.num_beams)
+        finished_m = scores_m / len(texts[0]) + EXCLUDED_SCORE * ~is_eligible_m
+        best = torch.cat([self._finished_scores_n, finished_m]).topk(self.num_beams)
+        all_texts = [*self._finished, *texts]
+        self._finished, self._finished_scores_n = [all_texts[index] for index in best.indices], best.values

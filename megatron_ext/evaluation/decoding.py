@@ -30,37 +30,35 @@ def with_decode_caches(module: torch.nn.Module) -> Iterator[list[DecodeCache]]:
     Yields:
         The decode cache of each of these submodules.
     """
-    parts = [part for part in module.modules() if isinstance(part, HistoryModule)]
+    cached = [part for part in module.modules() if isinstance(part, HistoryModule)]
     training = module.training
     module.eval()
     try:
-        memories = [DecodeCache() for _ in parts]
-        for part, memory in zip(parts, memories, strict=True):
-            part.memory = memory
+        caches = [DecodeCache() for _ in cached]
+        for part, cache in zip(cached, caches, strict=True):
+            part.memory = cache
         with torch.no_grad(), _whole_sequences(module):
-            yield memories
+            yield caches
     finally:
         module.train(training)
-        for part in parts:
+        for part in cached:
             part.memory = None
 
 
 @contextmanager
 def _whole_sequences(module: torch.nn.Module) -> Iterator[None]:
     """Context manager in which sequence parallelism is off: no scatter to, or gather from, other ranks."""
-    holders: dict[int, Any] = {}
+    owners: dict[int, Any] = {}
     for part in module.modules():
-        holders |= {id(holder): holder for holder in (part, getattr(part, "config", None))}
-    changed = [
-        (holder, name) for holder in holders.values() for name in _SEQUENCE_PARALLEL if getattr(holder, name, False)
-    ]
-    for holder, name in changed:
-        setattr(holder, name, False)
+        owners |= {id(owner): owner for owner in (part, getattr(part, "config", None))}
+    changed = [(owner, name) for owner in owners.values() for name in _SEQUENCE_PARALLEL if getattr(owner, name, False)]
+    for owner, name in changed:
+        setattr(owner, name, False)
     try:
         yield
     finally:
-        for holder, name in changed:
-            setattr(holder, name, True)
+        for owner, name in changed:
+            setattr(owner, name, True)
 
 
 class Decoder:

@@ -55,11 +55,11 @@ class DomainOptions:
 
     def warnings(self) -> list[str]:
         """Return one warning line if options without effect are set; otherwise an empty list."""
-        given = [f"{STEM}.{name}" for name in ("resamples", "seed") if getattr(self, name) is not None]
-        if not given:
+        ignored = [f"{STEM}.{name}" for name in ("resamples", "seed") if getattr(self, name) is not None]
+        if not ignored:
             return []
-        have, it = ("has", "it") if len(given) == 1 else ("have", "them")
-        return [f"selectron: warning: {' and '.join(given)} {have} no effect any more; remove {it}"]
+        verb, pronoun = ("has", "it") if len(ignored) == 1 else ("have", "them")
+        return [f"selectron: warning: {' and '.join(ignored)} {verb} no effect any more; remove {pronoun}"]
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class DomainLoss:
             (`data.reset_attention`) do not count. None: only a part of the domain was evaluated, whose number of bytes
             is unknown.
         bits_per_byte: `loss_per_byte` in bits.
-        first_tokens: number of labels that are left out with `data.reset_attention`, because they begin a document.
+        first_tokens: number of labels that are excluded with `data.reset_attention` because they begin a document.
     """
 
     domain: str
@@ -108,7 +108,7 @@ def domain_losses(
             domain's documents. It is only called for domains whose first tokens are not predicted. None: these bytes
             are taken as 0.
     """
-    return [_domain_loss(record, manifest, options, first_bytes, i) for i, record in enumerate(records)]
+    return [_domain_loss(record, manifest, options, first_bytes, index) for index, record in enumerate(records)]
 
 
 def _domain_loss(
@@ -116,7 +116,7 @@ def _domain_loss(
     manifest: Manifest,
     options: DomainOptions,
     first_bytes: Callable[[int], int] | None,
-    number: int,
+    index: int,
 ) -> DomainLoss:
     nats, tokens = np.array(record["document_loss"]), np.array(record["document_tokens"], dtype=np.float64)
     (entry,) = manifest.select(MANIFEST_SPLITS[record["split"]], [record["domain"]])
@@ -125,8 +125,8 @@ def _domain_loss(
     is_whole = record["num_tokens"] + first_tokens == entry.tokens - 1
     per_byte = None
     if is_whole:
-        left_out = first_bytes(number) if first_tokens and first_bytes is not None else 0
-        per_byte = record["loss"] * record["num_tokens"] / max(entry.bytes - left_out, 1)
+        excluded_bytes = first_bytes(index) if first_tokens and first_bytes is not None else 0
+        per_byte = record["loss"] * record["num_tokens"] / max(entry.bytes - excluded_bytes, 1)
     return DomainLoss(
         domain=record["domain"],
         split=record["split"],
@@ -153,28 +153,30 @@ def write_domains(losses: Sequence[DomainLoss], options: DomainOptions, about: d
         The table in Markdown with its notes.
     """
     columns = [name.format(f"{100 * options.confidence:.6g}") for name in COLUMNS]
-    lines = [*table(columns, [_cells(loss) for loss in losses]), *(f"\n{note}" for note in notes_of(losses))]
+    lines = [*table(columns, [_cells(loss) for loss in losses]), *(f"\n{note}" for note in format_notes(losses))]
     text = "\n".join(lines) + "\n"
-    write_report(folder, STEM, {**about, "options": _used(options), "domains": [asdict(loss) for loss in losses]}, text)
+    write_report(
+        folder, STEM, {**about, "options": _set_options(options), "domains": [asdict(loss) for loss in losses]}, text
+    )
     return text
 
 
-def _used(options: DomainOptions) -> dict[str, Any]:
+def _set_options(options: DomainOptions) -> dict[str, Any]:
     return {name: value for name, value in asdict(options).items() if value is not None}
 
 
-def notes_of(losses: Sequence[DomainLoss]) -> list[str]:
+def format_notes(losses: Sequence[DomainLoss]) -> list[str]:
     """Return notes for the reader on wide or missing intervals and on empty columns."""
     notes = [
         "Intervals cover the choice of documents (t, documents as clusters), not the variation between training runs."
     ]
-    if none := [loss for loss in losses if loss.interval is None]:
-        notes.append(f"No interval for fewer than {MIN_DOCUMENTS} documents: {_names(none)}.")
+    if without := [loss for loss in losses if loss.interval is None]:
+        notes.append(f"No interval for fewer than {MIN_DOCUMENTS} documents: {_names(without)}.")
     if few := [loss for loss in losses if loss.interval is not None and loss.documents < FEW_DOCUMENTS]:
         notes.append(f"Fewer than {FEW_DOCUMENTS} documents, so intervals are rough: {_names(few)}.")
-    if part := [loss for loss in losses if loss.bits_per_byte is None]:
+    if partial := [loss for loss in losses if loss.bits_per_byte is None]:
         reason = "only a part was evaluated, and bytes are known only for the whole; domains.sequences=0 evaluates all"
-        notes.append(f"No values per byte for {_names(part)}: {reason}.")
+        notes.append(f"No values per byte for {_names(partial)}: {reason}.")
     return notes
 
 

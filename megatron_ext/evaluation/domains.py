@@ -57,13 +57,13 @@ def evaluation_domains(
         max_sequences: maximum number of windows per domain; 0: all windows.
     """
     held_out = manifest.domain_names("validation")
-    wanted = {
+    names_by_split = {
         "validation": [name for name in train_domains if name in held_out],
         "test_in_domain": [name for name in test_domains if name in train_domains],
         "test": [name for name in test_domains if name not in train_domains],
     }
     domains = []
-    for split, names in wanted.items():
+    for split, names in names_by_split.items():
         for name in names:
             store = TokenStore(root, manifest, MANIFEST_SPLITS[split], [name])
             samples = EvaluationSamples(store, seq_length, max_sequences)
@@ -106,7 +106,7 @@ class DomainEvaluator:
             One record per domain in the format of `evaluation.jsonl`, the same on every rank. Fields: step, tokens,
             domain, split, loss (nats per predicted token), num_tokens (predicted), documents (indices within the
             domain), document_loss (sum of nats of each document), document_tokens (predicted tokens of each document)
-            and first_tokens (labels that are left out because they begin a document, see `Packing.within_documents`).
+            and first_tokens (labels that are excluded because they begin a document, see `Packing.within_documents`).
         """
         return [{"step": step, "tokens": tokens, **self._evaluate_domain(domain)} for domain in self._domains]
 
@@ -118,15 +118,15 @@ class DomainEvaluator:
             for batch, losses_bt in zip(batches, self._model.losses(batches), strict=False):
                 _add_by_document(sums, batch, losses_bt)
         loss, count, first = self._model.reduce(sums)
-        seen = torch.nonzero(count).flatten()
+        evaluated = torch.nonzero(count).flatten()
         return {
             "domain": domain.name,
             "split": domain.split,
             "loss": float(loss.sum() / count.sum()),
             "num_tokens": int(count.sum()),
-            "documents": seen.tolist(),
-            "document_loss": [round(value, 4) for value in loss[seen].tolist()],
-            "document_tokens": count[seen].to(torch.int64).tolist(),
+            "documents": evaluated.tolist(),
+            "document_loss": [round(value, 4) for value in loss[evaluated].tolist()],
+            "document_tokens": count[evaluated].to(torch.int64).tolist(),
             "first_tokens": int(first.sum()),
         }
 
@@ -160,16 +160,16 @@ def _add_by_document(sums: torch.Tensor, batch: Batch, losses_bt: torch.Tensor) 
     """Add a batch to the sums per document.
 
     Args:
-        sums: float64 [3, documents]: sum of losses, number of counted labels, number of labels left out. Modified in
+        sums: float64 [3, documents]: sum of losses, number of counted labels, number of excluded labels. Modified in
             place.
         batch: batch with document ids.
         losses_bt: losses of the batch.
     """
     assert batch.document_ids is not None
-    real = batch.loss_mask.bool()
-    documents = batch.document_ids[real].numpy()
-    left_out = batch.document_ids[(batch.document_ids != PADDING_DOCUMENT) & ~real].numpy()
-    weights = losses_bt[real].double().numpy()
+    is_label = batch.loss_mask.bool()
+    documents = batch.document_ids[is_label].numpy()
+    excluded = batch.document_ids[(batch.document_ids != PADDING_DOCUMENT) & ~is_label].numpy()
+    weights = losses_bt[is_label].double().numpy()
     sums[0] += torch.from_numpy(np.bincount(documents, weights, minlength=sums.shape[1]))
-    for row, counted in ((1, documents), (2, left_out)):
+    for row, counted in ((1, documents), (2, excluded)):
         sums[row] += torch.from_numpy(np.bincount(counted, minlength=sums.shape[1]).astype(np.float64))

@@ -11,7 +11,7 @@ import torch
 
 
 @contextmanager
-def generators_kept() -> Iterator[None]:
+def preserve_random_states() -> Iterator[None]:
     """Context manager that restores the random generators of this process: Python, NumPy, torch and the device."""
     python, numpy = random.getstate(), np.random.get_state()
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []

@@ -9,8 +9,8 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_ext.evaluation.continuations import Continuations, IsDone
-from megatron_ext.evaluation.next_tokens import NOTHING, NextTokens, Text
-from megatron_ext.evaluation.text_model import Draw, Request, Score, TeacherForcedQuery
+from megatron_ext.evaluation.next_tokens import NO_TARGET, NextTokens, ScoredText
+from megatron_ext.evaluation.text_model import Request, SamplingParameters, Score, TeacherForcedQuery
 from megatron_ext.parallel.agreement import gather_values
 from megatron_ext.platform.device import Platform
 
@@ -43,7 +43,7 @@ class ParallelTextModel:
 
     Args:
         chunks: model chunks of this rank, as `build_model` returns them.
-        coder: tokenizer of the model.
+        tokenizer: tokenizer of the model.
         groups: process groups.
         platform: device and backend.
         max_length: maximum number of tokens of a forward pass.
@@ -54,7 +54,7 @@ class ParallelTextModel:
     def __init__(
         self,
         chunks: Sequence[torch.nn.Module],
-        coder: TokenizerInterface,
+        tokenizer: TokenizerInterface,
         groups: ProcessGroupCollection,
         platform: Platform,
         *,
@@ -62,13 +62,13 @@ class ParallelTextModel:
         micro_batch_size: int,
         multiple: int,
     ) -> None:
-        self._chunks, self._coder, self._groups, self._platform = list(chunks), coder, groups, platform
+        self._chunks, self._tokenizer, self._groups, self._platform = list(chunks), tokenizer, groups, platform
         self._max_length, self._micro_batch_size = max_length, micro_batch_size
         self._next_tokens = NextTokens(
             chunks,
             groups,
             platform,
-            vocab_size=coder.size,
+            vocab_size=tokenizer.size,
             micro_batch_size=micro_batch_size,
             multiple=multiple,
         )
@@ -76,7 +76,7 @@ class ParallelTextModel:
     @property
     def end_id(self) -> int:
         """Id of the end-of-document token."""
-        return self._coder.end_id
+        return self._tokenizer.end_id
 
     @property
     def max_length(self) -> int:
@@ -85,29 +85,29 @@ class ParallelTextModel:
 
     def encode(self, text: str) -> list[int]:
         """Tokenize a text without adding special tokens."""
-        return self._coder.encode(text)
+        return self._tokenizer.encode(text)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Convert tokens to text."""
-        return self._coder.decode(tokens)
+        return self._tokenizer.decode(tokens)
 
     def scores(self, requests: Sequence[Request]) -> list[Score]:
         """Implement `TextModel.scores`."""
-        texts = [_text_of(request) for request in requests]
+        texts = [_scored_text(request) for request in requests]
         for text in texts:
             self._check_length(len(text.tokens))
-        answers = self._next_tokens(texts)
+        results = self._next_tokens(texts)
         return [
             Score(float(log_p), int(misses) == 0)
-            for log_p, misses in zip(answers.log_probabilities, answers.misses, strict=True)
+            for log_p, misses in zip(results.log_probabilities, results.misses, strict=True)
         ]
 
     def misses(self, texts: Sequence[TeacherForcedQuery]) -> list[int]:
         """Implement `TextModel.misses`."""
-        asked = [_with_targets(text) for text in texts]
-        for text in asked:
+        scored_texts = [_teacher_forced_text(text) for text in texts]
+        for text in scored_texts:
             self._check_length(len(text.tokens))
-        misses: list[int] = self._next_tokens(asked).misses.tolist()
+        misses: list[int] = self._next_tokens(scored_texts).misses.tolist()
         return misses
 
     def generate(
@@ -115,46 +115,47 @@ class ParallelTextModel:
         prompts: Sequence[Sequence[int]],
         max_tokens: int,
         is_done: IsDone,
-        draws: Sequence[Draw] | None = None,
+        sampling: Sequence[SamplingParameters] | None = None,
         num_beams: int = 1,
     ) -> list[list[int]]:
         """Implement `TextModel.generate`."""
         for prompt in prompts:
             self._check_length(len(prompt) + max_tokens)
-        write = Continuations(
+        continuations = Continuations(
             self._chunks,
             self._groups,
             self._platform.device,
-            vocab_size=self._coder.size,
+            vocab_size=self._tokenizer.size,
             tokens_at_a_time=self._micro_batch_size * self._max_length,
         )
-        sharing = self._groups.dp_cp
-        mine = slice(sharing.rank(), None, sharing.size())
+        group = self._groups.dp_cp
+        local = slice(group.rank(), None, group.size())
         if num_beams > 1:
-            own = write.best_of_beams(prompts[mine], max_tokens, self.end_id, is_done, num_beams)
+            generated = continuations.beam_search(prompts[local], max_tokens, self.end_id, is_done, num_beams)
         else:
-            own = write(prompts[mine], max_tokens, self.end_id, is_done, None if draws is None else draws[mine])
-        shares = gather_values(own, sharing)
-        return [shares[number % sharing.size()][number // sharing.size()] for number in range(len(prompts))]
+            local_sampling = None if sampling is None else sampling[local]
+            generated = continuations(prompts[local], max_tokens, self.end_id, is_done, local_sampling)
+        by_rank = gather_values(generated, group)
+        return [by_rank[index % group.size()][index // group.size()] for index in range(len(prompts))]
 
     def _check_length(self, length: int) -> None:
         if length > self._max_length:
             raise ValueError(f"{length} tokens exceed the {self._max_length} that the model supports")
 
 
-def _text_of(request: Request) -> Text:
+def _scored_text(request: Request) -> ScoredText:
     if not request.context or not request.continuation:
         raise ValueError("a request needs a context and a continuation of at least one token each")
     tokens = [*request.context, *request.continuation]
-    return Text(tokens[:-1], request.continuation)
+    return ScoredText(tokens[:-1], request.continuation)
 
 
-def _with_targets(text: TeacherForcedQuery) -> Text:
-    """Cut the text before its last asked token; targets are `NOTHING` at positions that are not asked for."""
-    if not text.asked or text.asked[0] < 1:
+def _teacher_forced_text(query: TeacherForcedQuery) -> ScoredText:
+    """Cut the text before its last token to predict; targets are `NO_TARGET` at positions that are not requested."""
+    if not query.positions or query.positions[0] < 1:
         raise ValueError("a text needs at least two tokens")
-    first, last = text.asked[0], text.asked[-1]
-    targets = [NOTHING] * (last + 1 - first)
-    for position in text.asked:
-        targets[position - first] = text.tokens[position]
-    return Text(text.tokens[:last], targets)
+    first, last = query.positions[0], query.positions[-1]
+    targets = [NO_TARGET] * (last + 1 - first)
+    for position in query.positions:
+        targets[position - first] = query.tokens[position]
+    return ScoredText(query.tokens[:last], targets)

@@ -25,17 +25,17 @@ from megatron_ext.evaluation.vocabulary import Vocabulary
 from megatron_ext.model.pipeline_schedule import evaluating, run_schedule
 from megatron_ext.platform.device import Platform
 
-NOTHING = -1
+NO_TARGET = -1
 """Placeholder for a target that is not requested, and for the text index of a padding row."""
 
 
 @dataclass(frozen=True)
-class Text:
+class ScoredText:
     """Input tokens, and the next tokens to score at the last positions.
 
     Attributes:
         tokens: input tokens, at least one.
-        targets: next token of each of the last `len(targets)` positions, or `NOTHING` where it is not requested.
+        targets: next token of each of the last `len(targets)` positions, or `NO_TARGET` where it is not requested.
     """
 
     tokens: Sequence[int]
@@ -43,7 +43,7 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Answers:
+class NextTokenScores:
     """Results of n texts, the same on every rank.
 
     Attributes:
@@ -58,19 +58,19 @@ class Answers:
 
 @dataclass(frozen=True)
 class _MicroBatch:
-    """Micro-batch of texts, cut to this context-parallel rank's t = T / cp positions.
+    """Micro-batch of texts, sharded to this context-parallel rank's t = T / cp positions.
 
     Attributes:
         tokens: int64 [b, t], input tokens.
         positions: int64 [b, t], position of each token in the text.
-        targets: int64 [b, t], next token; `NOTHING` where no target is requested.
-        numbers: int64 [b], index of each text; `NOTHING` for a row of padding.
+        targets: int64 [b, t], next token; `NO_TARGET` where no target is requested.
+        text_indices: int64 [b], index of each text; `NO_TARGET` for a row of padding.
     """
 
     tokens: Tensor
     positions: Tensor
     targets: Tensor
-    numbers: Tensor
+    text_indices: Tensor
 
 
 class NextTokens:
@@ -102,19 +102,19 @@ class NextTokens:
         self._vocabulary = Vocabulary(vocab_size, groups.tp)
         self._micro_batch_size, self._multiple = micro_batch_size, multiple
 
-    def __call__(self, texts: Sequence[Text]) -> Answers:
+    def __call__(self, texts: Sequence[ScoredText]) -> NextTokenScores:
         """Score the targets of all texts. Every rank must pass the same texts."""
-        order = sorted(range(len(texts)), key=lambda number: -len(texts[number].tokens))
-        found = torch.zeros(len(texts), 2, dtype=torch.float64, device=self._platform.device)
+        order = sorted(range(len(texts)), key=lambda index: -len(texts[index].tokens))
+        sums_n2 = torch.zeros(len(texts), 2, dtype=torch.float64, device=self._platform.device)
         with evaluating(self._chunks), without_output_layer(self._chunks) as output:
-            for numbers in self._rounds(order):
-                for micro_batch, answers_b2 in self._run(texts, numbers, output):
-                    is_text = micro_batch.numbers != NOTHING
-                    found.index_add_(0, micro_batch.numbers[is_text], answers_b2[is_text])
-        dist.all_reduce(found, group=self._groups.dp_cp)
-        dist.broadcast(found, dist.get_process_group_ranks(self._groups.pp)[-1], group=self._groups.pp)
-        log_probabilities, misses = found.cpu().unbind(1)
-        return Answers(log_probabilities, misses.long())
+            for text_indices in self._rounds(order):
+                for micro_batch, scores_b2 in self._run(texts, text_indices, output):
+                    is_text = micro_batch.text_indices != NO_TARGET
+                    sums_n2.index_add_(0, micro_batch.text_indices[is_text], scores_b2[is_text])
+        dist.all_reduce(sums_n2, group=self._groups.dp_cp)
+        dist.broadcast(sums_n2, dist.get_process_group_ranks(self._groups.pp)[-1], group=self._groups.pp)
+        log_probabilities, misses = sums_n2.cpu().unbind(1)
+        return NextTokenScores(log_probabilities, misses.long())
 
     def _rounds(self, order: Sequence[int]) -> Iterator[list[int]]:
         """Yield the indices of the texts of each run of the pipeline schedule, over all data-parallel ranks."""
@@ -123,14 +123,14 @@ class NextTokens:
             yield list(order[first : first + per_round])
 
     def _run(
-        self, texts: Sequence[Text], numbers: Sequence[int], output: OutputLayer | None
+        self, texts: Sequence[ScoredText], text_indices: Sequence[int], output: OutputLayer | None
     ) -> list[tuple[_MicroBatch, Tensor]]:
-        """Return this rank's micro-batches with the sums [b, 2] of `_ask`; empty except on the last pipeline stage."""
-        longest = max(len(texts[number].tokens) for number in numbers)
+        """Return this rank's micro-batches with the sums [b, 2] of `_score`; empty before the last pipeline stage."""
+        longest = max(len(texts[index].tokens) for index in text_indices)
         length = -(-longest // self._multiple) * self._multiple
-        batches = [self._micro_batch(texts, numbers, index, length) for index in range(self._groups.pp.size())]
-        answers: list[Tensor] = run_schedule(
-            partial(_forward_step, partial(self._ask, output)),
+        batches = [self._micro_batch(texts, text_indices, index, length) for index in range(self._groups.pp.size())]
+        scores: list[Tensor] = run_schedule(
+            partial(_forward_step, partial(self._score, output)),
             self._chunks,
             batches,
             seq_length=length,
@@ -138,37 +138,39 @@ class NextTokens:
             forward_only=True,
             collects=True,
         )
-        return list(zip(batches, answers, strict=True)) if output is not None else []
+        return list(zip(batches, scores, strict=True)) if output is not None else []
 
-    def _micro_batch(self, texts: Sequence[Text], numbers: Sequence[int], index: int, length: int) -> _MicroBatch:
+    def _micro_batch(
+        self, texts: Sequence[ScoredText], text_indices: Sequence[int], index: int, length: int
+    ) -> _MicroBatch:
         groups, size = self._groups, self._micro_batch_size
-        places = micro_batch_indices(0, index, size, groups.dp.rank(), groups.dp.size())
-        own = [numbers[place] if place < len(numbers) else NOTHING for place in places]
+        slots = micro_batch_indices(0, index, size, groups.dp.rank(), groups.dp.size())
+        local_indices = [text_indices[slot] if slot < len(text_indices) else NO_TARGET for slot in slots]
         tokens = torch.zeros(size, length, dtype=torch.int64)
-        targets = torch.full_like(tokens, NOTHING)
-        for row, number in enumerate(own):
-            if number == NOTHING:
+        targets = torch.full_like(tokens, NO_TARGET)
+        for row, text_index in enumerate(local_indices):
+            if text_index == NO_TARGET:
                 continue
-            text = texts[number]
+            text = texts[text_index]
             end = len(text.tokens)
             tokens[row, :end] = torch.tensor(text.tokens)
             targets[row, end - len(text.targets) : end] = torch.tensor(text.targets, dtype=torch.int64)
         positions = torch.arange(length).expand(size, -1)
-        cut = partial(_cut, rank=groups.cp.rank(), size=groups.cp.size(), device=self._platform.device)
-        placed = torch.tensor(own, device=self._platform.device)
-        return _MicroBatch(cut(tokens), cut(positions), cut(targets), placed)
+        shard = partial(_local_shard, rank=groups.cp.rank(), size=groups.cp.size(), device=self._platform.device)
+        text_indices_b = torch.tensor(local_indices, device=self._platform.device)
+        return _MicroBatch(shard(tokens), shard(positions), shard(targets), text_indices_b)
 
-    def _ask(self, output: OutputLayer | None, batch: _MicroBatch, hidden_tbh: Tensor) -> Tensor:
+    def _score(self, output: OutputLayer | None, batch: _MicroBatch, hidden_tbh: Tensor) -> Tensor:
         """Return the sums of log-probabilities and misses over this rank's positions, float64 [b, 2]."""
-        assert output is not None, "the schedule asks on the last stage"
-        asked = batch.targets != NOTHING
-        hidden_nh = output.whole_sequence(hidden_tbh).transpose(0, 1)[asked]
-        targets_n = batch.targets[asked]
-        log_p_n, best_n = self._vocabulary.ask(hidden_nh, output.weight_vh, targets_n)
-        answers_n2 = torch.stack([log_p_n, (best_n != targets_n).double()], dim=1)
-        rows_n = asked.nonzero()[:, 0]
-        sums_b2 = torch.zeros(len(batch.numbers), 2, dtype=torch.float64, device=answers_n2.device)
-        return sums_b2.index_add_(0, rows_n, answers_n2)
+        assert output is not None, "the schedule collects outputs on the last stage"
+        is_requested = batch.targets != NO_TARGET
+        hidden_nh = output.whole_sequence(hidden_tbh).transpose(0, 1)[is_requested]
+        targets_n = batch.targets[is_requested]
+        log_p_n, best_n = self._vocabulary.score(hidden_nh, output.weight_vh, targets_n)
+        scores_n2 = torch.stack([log_p_n, (best_n != targets_n).double()], dim=1)
+        rows_n = is_requested.nonzero()[:, 0]
+        sums_b2 = torch.zeros(len(batch.text_indices), 2, dtype=torch.float64, device=scores_n2.device)
+        return sums_b2.index_add_(0, rows_n, scores_n2)
 
 
 @dataclass(frozen=True)
@@ -215,12 +217,12 @@ def without_output_layer(chunks: Sequence[torch.nn.Module]) -> Iterator[OutputLa
             last.post_process = True
 
 
-def _forward_step(ask: Any, batches: Iterator[_MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Any]:
+def _forward_step(score: Any, batches: Iterator[_MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Any]:
     batch = next(batches)
     hidden_tbh = model(batch.tokens, batch.positions, attention_mask=None)
-    return hidden_tbh, lambda hidden, non_loss_data: ask(batch, hidden)
+    return hidden_tbh, lambda hidden, non_loss_data: score(batch, hidden)
 
 
-def _cut(whole_bt: Tensor, rank: int, size: int, device: torch.device) -> Tensor:
+def _local_shard(whole_bt: Tensor, rank: int, size: int, device: torch.device) -> Tensor:
     """Return this context-parallel rank's contiguous part of the sequence on the device."""
     return whole_bt.chunk(size, dim=1)[rank].contiguous().to(device)

@@ -22,9 +22,9 @@ class Suite:
 
     Attributes:
         options: dataclass of its options.
-        function: see `evaluation.suite.Test`.
-        checker: see `evaluation.suite.Check`.
-        in_training: it can run between steps. Loss by domain has its own interval, `training.evaluate_every`.
+        function: evaluation function, an `evaluation.suite.Test`.
+        checker: function that checks the options, an `evaluation.suite.Check`.
+        in_training: True if it can run between steps. Loss by domain has its own interval, `training.evaluate_every`.
     """
 
     options: str
@@ -32,11 +32,11 @@ class Suite:
     checker: str
     in_training: bool = True
 
-    def options_of(self, name: str, fields: dict[str, Any]) -> Any:
+    def parse_options(self, name: str, fields: dict[str, Any]) -> Any:
         """Return the validated options.
 
         Args:
-            name: of the suite, for messages.
+            name: name of the suite, for messages.
             fields: options as plain values.
 
         Raises:
@@ -48,48 +48,48 @@ class Suite:
 
     def options_type(self) -> type[Any]:
         """Import and return the options dataclass."""
-        found: type[Any] = resolve_name(self.options)
-        return found
+        resolved: type[Any] = resolve_name(self.options)
+        return resolved
 
     def test(self) -> Callable[..., Any]:
         """Import and return the evaluation function."""
-        found: Callable[..., Any] = resolve_name(self.function)
-        return found
+        resolved: Callable[..., Any] = resolve_name(self.function)
+        return resolved
 
     def check(self) -> Callable[..., None]:
         """Import and return the function that checks the options before anything is computed."""
-        found: Callable[..., None] = resolve_name(self.checker)
-        return found
+        resolved: Callable[..., None] = resolve_name(self.checker)
+        return resolved
 
 
-_TESTING = "megatron_ext.evaluation.suite"
+_SUITES_MODULE = "megatron_ext.evaluation.suite"
 
 SUITES: dict[str, Suite] = {
     "domains": Suite(
         "megatron_ext.evaluation.domain_results:DomainOptions",
-        f"{_TESTING}:domains",
-        f"{_TESTING}:check_domains",
+        f"{_SUITES_MODULE}:domains",
+        f"{_SUITES_MODULE}:check_domains",
         False,
     ),
     "retrieval": Suite(
         "megatron_ext.evaluation.retrieval.options:RetrievalOptions",
-        f"{_TESTING}:retrieval",
-        f"{_TESTING}:check_retrieval_options",
+        f"{_SUITES_MODULE}:retrieval",
+        f"{_SUITES_MODULE}:check_retrieval_options",
     ),
     "fewshot": Suite(
         "megatron_ext.evaluation.fewshot.options:FewshotOptions",
-        f"{_TESTING}:fewshot",
-        f"{_TESTING}:check_fewshot_options",
+        f"{_SUITES_MODULE}:fewshot",
+        f"{_SUITES_MODULE}:check_fewshot_options",
     ),
 }
 
 
 def read_overrides(name: str, overrides: Sequence[str]) -> Any:
-    """Parse the options of a suite from `field=value` strings, see `Suite.options_of`."""
+    """Parse the options of a suite from `field=value` strings, see `Suite.parse_options`."""
     from megatron_ext.config.load import read_fields
 
     suite = SUITES[name]
-    return suite.options_of(name, read_fields(overrides, suite.options_type(), f"{name}."))
+    return suite.parse_options(name, read_fields(overrides, suite.options_type(), f"{name}."))
 
 
 def check_names(where: str, names: Sequence[str], known: Mapping[str, Suite] = SUITES) -> None:
@@ -97,7 +97,7 @@ def check_names(where: str, names: Sequence[str], known: Mapping[str, Suite] = S
 
     Args:
         where: origin of the names, for the message.
-        names: of suites.
+        names: names of suites.
         known: available suites.
 
     Raises:
@@ -114,14 +114,15 @@ def check_suites(config: RunConfig) -> dict[str, Any]:
     Raises:
         UserError: a suite is unknown or cannot run here, or an option is missing, out of range or too long.
     """
-    names, kinds = config.training.evaluate_suites, {name: one for name, one in SUITES.items() if one.in_training}
-    check_names("training.evaluate_suites", names, kinds)
-    for name in kinds:
+    names = config.training.evaluate_suites
+    suites = {name: suite for name, suite in SUITES.items() if suite.in_training}
+    check_names("training.evaluate_suites", names, suites)
+    for name in suites:
         fields = getattr(config, name)
         if fields and name not in names:
             problem = "belongs to a suite that is not in training.evaluate_suites"
             raise UserError(f"{name}.{next(iter(fields))}", problem, f"add {name} there, or remove it")
-    options = {name: kinds[name].options_of(name, getattr(config, name)) for name in dict.fromkeys(names)}
+    options = {name: suites[name].parse_options(name, getattr(config, name)) for name in dict.fromkeys(names)}
     if "retrieval" in options:
         _check_lengths(options["retrieval"], config.model.max_position_embeddings)
     if "fewshot" in options:
@@ -130,7 +131,7 @@ def check_suites(config: RunConfig) -> dict[str, Any]:
 
 
 def _check_lengths(options: Any, longest: int | None) -> None:
-    assert longest is not None, "derived"
+    assert longest is not None, "derived by the configuration"
     too_long = [length for length in options.lengths if length > longest]
     if too_long and options.unfit == "refuse":
         problem = f"{too_long[0]}, but the model supports at most {longest} tokens"

@@ -38,8 +38,8 @@ def evaluate(
     Args:
         folder: run folder.
         suites: options of the requested suites by name, see `evaluation.registry`.
-        step: of the checkpoint; None: the newest.
-        overrides: of the run's configuration, `section.field=value`.
+        step: step of the checkpoint; None: the newest.
+        overrides: overrides of the run's configuration, `section.field=value`.
         output: folder for the results; None: `evaluation/step_N` in the run folder.
 
     Raises:
@@ -50,31 +50,31 @@ def evaluate(
     try:
         _check_layout(run)
         groups = make_process_groups(run.config.parallel, run.seed)
-        unloaded = _evaluated(run, groups)
+        context = _build_context(run, groups)
         for name, options in suites.items():  # check all before the first one computes for minutes
-            _check(name, options, unloaded)
+            _check(name, options, context)
         output = output or results_folder(run.folder, run.record.progress.step)
         raise_on_all_ranks(lambda: make_folder(output))
-        evaluated = replace(unloaded, chunks=load_chunks(run, groups))
+        context = replace(context, chunks=load_chunks(run, groups))
         for name, options in suites.items():
-            tested = SUITES[name].test()(evaluated, options, output)
-            if tested is not None:
-                print(tested.summary)
+            result = SUITES[name].test()(context, options, output)
+            if result is not None:
+                print(result.summary)
     finally:
         dist.destroy_process_group()
 
 
-def _check(name: str, options: Any, unloaded: EvalContext) -> None:
+def _check(name: str, options: Any, context: EvalContext) -> None:
     """Check options and raise one rank's error on all; `check_domains` is itself collective (ranks share reads)."""
     check_options = SUITES[name].check()
     if name == "domains":
-        check_options(unloaded, options)
+        check_options(context, options)
     else:
-        raise_on_all_ranks(lambda: check_options(unloaded, options))
+        raise_on_all_ranks(lambda: check_options(context, options))
 
 
-def _evaluated(run: TrainedRun, groups: ProcessGroupCollection) -> EvalContext:
-    """Return the run to evaluate, still without weights."""
+def _build_context(run: TrainedRun, groups: ProcessGroupCollection) -> EvalContext:
+    """Return the context of an evaluation, still without weights."""
     return EvalContext(
         config=run.config,
         name=run.folder.name,

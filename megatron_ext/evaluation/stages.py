@@ -38,13 +38,13 @@ class Stages:
         """
         alive()
         rank, last = self._group.rank(), self._group.size() - 1
-        for number, chunk in enumerate(self._chunks):
-            if rank or number:
+        for index, chunk in enumerate(self._chunks):
+            if rank or index:
                 unwrap_model(chunk).set_input_tensor(self._receive(tokens_bt))
-            answer: Tensor = chunk(tokens_bt, positions_bt, attention_mask=None)
-            if rank < last or number < len(self._chunks) - 1:
-                dist.send(answer.contiguous(), self._neighbour(1), group=self._group)
-        return answer
+            output: Tensor = chunk(tokens_bt, positions_bt, attention_mask=None)
+            if rank < last or index < len(self._chunks) - 1:
+                dist.send(output.contiguous(), self._neighbour(1), group=self._group)
+        return output
 
     def _receive(self, tokens_bt: Tensor) -> Tensor:
         b, t = tokens_bt.shape
@@ -57,15 +57,15 @@ class Stages:
         """Return the global rank of a neighboring stage. The first stage, with its next chunk, follows the last."""
         return dist.get_global_rank(self._group, (self._group.rank() + step) % self._group.size())
 
-    def said_by_last(self, answer: Tensor) -> Tensor:
-        """Broadcast `answer` from the last stage to all stages; collective over the group.
+    def broadcast_from_last(self, output: Tensor) -> Tensor:
+        """Broadcast `output` from the last stage to all stages; collective over the group.
 
         Args:
-            answer: tensor of the same shape and dtype on every rank. Overwritten except on the last stage.
+            output: tensor of the same shape and dtype on every rank. Overwritten except on the last stage.
 
         Returns:
             The tensor of the last stage.
         """
         if self._group.size() > 1:
-            dist.broadcast(answer, dist.get_process_group_ranks(self._group)[-1], group=self._group)
-        return answer
+            dist.broadcast(output, dist.get_process_group_ranks(self._group)[-1], group=self._group)
+        return output

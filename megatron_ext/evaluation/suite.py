@@ -48,14 +48,14 @@ class EvalContext:
     """Model to evaluate.
 
     Attributes:
-        config: of its run. The layout is the one of `groups`.
-        name: of the run.
-        progress: step, samples and tokens it was trained for.
+        config: configuration of its run, with the layout of `groups`.
+        name: name of the run folder.
+        progress: steps, samples and tokens that it was trained for.
         tokenizer_sha256: digest of the training data's tokenizer; None: unknown.
-        coder: its tokenizer.
+        coder: tokenizer of the run.
         chunks: model chunks of this rank.
         groups: process groups.
-        platform: of this process.
+        platform: device and backend of this process.
     """
 
     config: RunConfig
@@ -81,7 +81,7 @@ class EvalContext:
     def language_model(self) -> ParallelTextModel:
         """Return the model together with its tokenizer."""
         longest = self.config.model.max_position_embeddings
-        assert longest is not None, "derived"
+        assert longest is not None, "derived by the configuration"
         return ParallelTextModel(
             self.chunks,
             self.coder,
@@ -108,7 +108,7 @@ class SuiteResult:
 
     Attributes:
         summary: Markdown table.
-        scores: by name, as the run's records contain them.
+        scores: scores by name, as in the records of `suites.jsonl`.
     """
 
     summary: str
@@ -143,74 +143,79 @@ def make_folder(folder: Path) -> None:
         with TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        doing = "written to" if folder.is_dir() else "made"
+        action = "written to" if folder.is_dir() else "created"
         raise UserError(
-            str(folder), f"cannot be {doing} ({os_error_reason(error)})", "choose another --output"
+            str(folder), f"cannot be {action} ({os_error_reason(error)})", "choose another --output"
         ) from error
 
 
-def domains(evaluated: EvalContext, options: DomainOptions, output: Path) -> SuiteResult | None:
+def domains(context: EvalContext, options: DomainOptions, output: Path) -> SuiteResult | None:
     """Evaluate the loss by domain; see `Test`. `check_domains` has already compared the text's sha256."""
-    config, progress = evaluated.config, evaluated.progress
+    config, progress = context.config, context.progress
     data = config.data
-    manifest, found = _open_domains(evaluated, options, replace(data, verify="size"))
+    manifest, domains_to_evaluate = _open_domains(context, options, replace(data, verify="size"))
     size = config.training.micro_batch_size
-    evaluator = DomainEvaluator(evaluated.token_losses(), found, size, packing_from_config(data), shows_progress=True)
+    evaluator = DomainEvaluator(
+        context.token_losses(), domains_to_evaluate, size, packing_from_config(data), shows_progress=True
+    )
     records = evaluator.evaluate(progress.step, progress.tokens)
     losses = domain_losses(
-        records, manifest, options, lambda i: evaluated.coder.count_bytes(found[i].samples.first_tokens().tolist())
+        records,
+        manifest,
+        options,
+        lambda index: context.coder.count_bytes(domains_to_evaluate[index].samples.first_tokens().tolist()),
     )
     if dist.get_rank() != 0:
         return None
-    summary = write_domains(losses, options, evaluated.about, output)
-    return SuiteResult(summary, {f"{one.split}/{one.domain}": one.loss for one in losses})
+    summary = write_domains(losses, options, context.about, output)
+    return SuiteResult(summary, {f"{loss.split}/{loss.domain}": loss.loss for loss in losses})
 
 
-def check_domains(evaluated: EvalContext, options: DomainOptions) -> None:
+def check_domains(context: EvalContext, options: DomainOptions) -> None:
     """Reject data that is missing, damaged or from another tokenizer; see `Check`. A collective call."""
     for line in options.warnings():
         print_on_first_rank(line)
-    _open_domains(evaluated, options, evaluated.config.data)
+    _open_domains(context, options, context.config.data)
 
 
 def _open_domains(
-    evaluated: EvalContext, options: DomainOptions, data: DataConfig
+    context: EvalContext, options: DomainOptions, data: DataConfig
 ) -> tuple[Manifest, list[EvaluationDomain]]:
     root, manifest, train, test = open_evaluation_data(data)
-    _check_tokens(evaluated, manifest)
+    _check_tokenizer(context, manifest)
     return manifest, evaluation_domains(root, manifest, train, test, data.seq_length, options.sequences)
 
 
-def _check_tokens(evaluated: EvalContext, manifest: Manifest) -> None:
-    if evaluated.tokenizer_sha256 not in (None, manifest.tokenizer.sha256):
-        problem = f"{evaluated.config.data.path} was made with another tokenizer than {evaluated.name}"
+def _check_tokenizer(context: EvalContext, manifest: Manifest) -> None:
+    if context.tokenizer_sha256 not in (None, manifest.tokenizer.sha256):
+        problem = f"{context.config.data.path} was tokenized with another tokenizer than that of {context.name}"
         raise UserError("data.path", problem, "prepare the data with the tokenizer in the run's folder")
 
 
-def retrieval(evaluated: EvalContext, options: RetrievalOptions, output: Path) -> SuiteResult | None:
+def retrieval(context: EvalContext, options: RetrievalOptions, output: Path) -> SuiteResult | None:
     """Evaluate retrieval from the context; see `Test`."""
-    results = evaluate_retrieval(evaluated.language_model(), options)
+    results = evaluate_retrieval(context.language_model(), options)
     if dist.get_rank() != 0:
         return None
-    retrieval_results.write_results(results, evaluated.about, output)
-    scores = {f"{one.task}/{one.length}": one.score for one in results.by_length()}
+    retrieval_results.write_results(results, context.about, output)
+    scores = {f"{summary.task}/{summary.length}": summary.score for summary in results.by_length()}
     return SuiteResult(retrieval_results.markdown(results), scores)
 
 
-def check_retrieval_options(evaluated: EvalContext, options: RetrievalOptions) -> None:
+def check_retrieval_options(context: EvalContext, options: RetrievalOptions) -> None:
     """Reject lengths that do not fit and a haystack that cannot be read; see `Check`."""
-    check_retrieval(evaluated.language_model(), options)
+    check_retrieval(context.language_model(), options)
 
 
-def check_fewshot_options(evaluated: EvalContext, options: FewshotOptions) -> None:
+def check_fewshot_options(context: EvalContext, options: FewshotOptions) -> None:
     """Reject tasks that cannot be loaded; see `Check`."""
-    check_fewshot(options, evaluated.language_model().max_length)
+    check_fewshot(options, context.language_model().max_length)
 
 
-def fewshot(evaluated: EvalContext, options: FewshotOptions, output: Path) -> SuiteResult | None:
+def fewshot(context: EvalContext, options: FewshotOptions, output: Path) -> SuiteResult | None:
     """Evaluate few-shot tasks with lm-eval; see `Test`."""
-    results = evaluate_fewshot(evaluated.language_model(), options)
+    results = evaluate_fewshot(context.language_model(), options)
     if results is None:
         return None
-    fewshot_results.write_results(results, evaluated.about, output)
+    fewshot_results.write_results(results, context.about, output)
     return SuiteResult(fewshot_results.markdown(results), fewshot_results.scores(results))

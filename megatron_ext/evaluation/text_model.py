@@ -26,11 +26,11 @@ class TeacherForcedQuery:
 
     Attributes:
         tokens: tokens of the whole text.
-        asked: positions of the tokens to predict, in ascending order, at least one. Position 0 is not allowed.
+        positions: positions of the tokens to predict, in ascending order, at least one. Position 0 is not allowed.
     """
 
     tokens: Sequence[int]
-    asked: Sequence[int]
+    positions: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Score:
 
 
 @dataclass(frozen=True)
-class Draw:
+class SamplingParameters:
     """Sampling parameters of a continuation.
 
     Attributes:
@@ -97,7 +97,7 @@ class TextModel(Protocol):
         """
 
     def misses(self, texts: Sequence[TeacherForcedQuery]) -> list[int]:
-        """Count the positions in `asked` of each text at which the model's most likely token is not the text's token.
+        """Count the requested positions of each text at which the most likely token is not the text's token.
 
         Every prediction is conditioned on the text's own tokens before the position (teacher forcing). A text takes one
         forward pass, regardless of the number of positions.
@@ -114,7 +114,7 @@ class TextModel(Protocol):
         prompts: Sequence[Sequence[int]],
         max_tokens: int,
         is_done: Callable[[Sequence[int]], bool],
-        draws: Sequence[Draw] | None = None,
+        sampling: Sequence[SamplingParameters] | None = None,
         num_beams: int = 1,
     ) -> list[list[int]]:
         """Generate a continuation of each prompt.
@@ -124,7 +124,7 @@ class TextModel(Protocol):
             max_tokens: maximum number of tokens to generate per prompt.
             is_done: stopping criterion. It is called after each token with all tokens generated for a prompt, and
                 returns True to stop.
-            draws: sampling parameters, one per prompt; None: greedy decoding.
+            sampling: sampling parameters, one per prompt; None: greedy decoding.
             num_beams: number of beams of a beam search without sampling, see `Beams`; 1: no beam search.
 
         Returns:

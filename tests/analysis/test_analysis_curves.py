@@ -76,9 +76,9 @@ def test_many_runs_have_the_colour_of_their_mixer(tmp_path):
     found = styles(architectures, LIGHT)
     assert found.shares_legend
     assert list(found.legend) == ["attention", "mamba"]
-    assert len({style.color for style in found.of.values()}) == 2 * MAX_LEGEND
-    assert found.of[f"mamba (hidden_size {8 * MAX_LEGEND})"].color.lower() == found.legend["mamba"].color.lower()
-    assert {style.marker for label, style in found.of.items() if label.startswith("mamba")} == {"s"}
+    assert len({style.color for style in found.by_label.values()}) == 2 * MAX_LEGEND
+    assert found.by_label[f"mamba (hidden_size {8 * MAX_LEGEND})"].color.lower() == found.legend["mamba"].color.lower()
+    assert {style.marker for label, style in found.by_label.items() if label.startswith("mamba")} == {"s"}
     few = styles(architectures[:MAX_LEGEND], LIGHT)
     assert not few.shares_legend
     assert list(few.legend) == [one.label for one in architectures[:MAX_LEGEND]]

@@ -38,8 +38,8 @@ def note(folder: Path, *decisions: tuple[int, str], **more: Any) -> None:
             file.write(json.dumps(record | {"loss": 3.5, "grad_norm": None} | more) + "\n")
     left_out = {step for step, decision in decisions if decision == "skip"}
     metrics = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
-    kept = [line for line in metrics if json.loads(line)["step"] not in left_out]
-    (folder / "metrics.jsonl").write_text("".join(kept))
+    remaining = [line for line in metrics if json.loads(line)["step"] not in left_out]
+    (folder / "metrics.jsonl").write_text("".join(remaining))
 
 
 def a_run(tmp_path: Path, name: str = "plain", **fields: Any) -> Path:
@@ -132,8 +132,8 @@ def test_shards_that_one_run_did_without(tmp_path: Path) -> None:
     (plain / "skipped_shards.jsonl").write_text(json.dumps(record) + "\n")
     assert data_differences(decisions_of(plain, chunk)) == ["plain skipped 2 shards"]
     assert "plain skipped 2 shards." in words(write_report([plain, chunk], tmp_path / "report"))
-    whole = {**record, "step": 20, "tokens": 0, "samples_an_epoch": 10, "shards": []}
-    (plain / "skipped_shards.jsonl").write_text(f"{json.dumps(record)}\n{json.dumps(whole)}\n")
+    repaired = {**record, "step": 20, "tokens": 0, "samples_an_epoch": 10, "shards": []}
+    (plain / "skipped_shards.jsonl").write_text(f"{json.dumps(record)}\n{json.dumps(repaired)}\n")
     assert data_differences(decisions_of(plain, chunk)) == ["plain skipped 2 shards until step 20"]
     (chunk / "skipped_shards.jsonl").write_text(json.dumps(record | {"step": 4}) + "\n")
     expected = ["plain skipped 2 shards until step 20", "chunk skipped 2 shards after step 4"]

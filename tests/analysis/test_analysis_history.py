@@ -6,7 +6,7 @@ import pytest
 from analysis_synthetic import TOKENS_A_STEP, Synthetic, write_run
 
 from megatron_ext.analysis.cells import NOTHING
-from megatron_ext.analysis.history import differences, duration, history_row, skipped
+from megatron_ext.analysis.history import differences, duration, history_row, read_skipped
 from megatron_ext.analysis.report import write_report
 from megatron_ext.analysis.runs import read_run
 from megatron_ext.utils.errors import UserError
@@ -55,7 +55,7 @@ def skip(folder, *problems, step=0):
 @pytest.mark.usefixtures("unpainted")
 def test_skipped_shards_are_named_until_they_are_whole_again(tmp_path):
     folder = write_run(tmp_path / "run", Synthetic(steps=40))
-    assert skipped(read_run(folder)) == []
+    assert read_skipped(read_run(folder)) == []
     assert "Skipped shards" not in write_report([folder], tmp_path / "report").read_text()
     skip(folder, "train/0.tar: is cut off")
     skip(folder, "train/0.tar: is cut off", "<train/1.tar>: sha256 differs", step=20)
@@ -63,7 +63,7 @@ def test_skipped_shards_are_named_until_they_are_whole_again(tmp_path):
     assert "train/0.tar: is cut off; &lt;train/1.tar&gt;: sha256 differs" in page
     assert "1 234 of 2 000" in page
     skip(folder, step=30)  # one shard was repaired
-    found = skipped(read_run(folder))
+    found = read_skipped(read_run(folder))
     assert [(one.record.step, one.until, len(one.record.shards)) for one in found] == [(0, 20, 1), (20, 30, 2)]
     assert "Skipped shards" in write_report([folder], tmp_path / "report").read_text()
     (folder / "skipped_shards.jsonl").write_text("{}\n")
@@ -82,9 +82,9 @@ def test_only_fields_that_differ_are_named(tmp_path):
     read = [read_run(write_run(tmp_path / run.name, run)) for run in runs]
     fields, values = differences(read)
     assert set(fields) == {"model.pattern", "optimizer.betas", "model.tie"}  # no fields that only one mixer has
-    told = [{field: cell.text for field, cell in zip(fields, cells, strict=True)} for cells in values]
-    assert [one["optimizer.betas"] for one in told] == ["0.9, 0.95", "0.9, 0.99", "0.9, 0.95"]
-    assert [one["model.tie"] for one in told] == [NOTHING.text, NOTHING.text, "true"]
+    rows = [{field: cell.text for field, cell in zip(fields, cells, strict=True)} for cells in values]
+    assert [one["optimizer.betas"] for one in rows] == ["0.9, 0.95", "0.9, 0.99", "0.9, 0.95"]
+    assert [one["model.tie"] for one in rows] == [NOTHING.text, NOTHING.text, "true"]
 
 
 @pytest.mark.parametrize(

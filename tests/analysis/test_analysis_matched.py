@@ -16,7 +16,7 @@ from megatron_ext.analysis.matched import (
     training_loss,
 )
 from megatron_ext.analysis.matched_spread import curve_slope
-from megatron_ext.analysis.matched_tables import precision_table, render_table, unmatched, verdicts
+from megatron_ext.analysis.matched_tables import describe_unmatched, precision_table, render_table, verdicts
 from megatron_ext.analysis.runs import read_run, read_runs
 
 DELTA = {"pattern": "gated_deltanet*4"}
@@ -56,10 +56,10 @@ def test_recovers_a_gap_that_grows(tmp_path):
 
 def test_loss_over_all_domains_is_weighted_by_tokens(tmp_path):
     result = comparison_of(tmp_path, Synthetic())
-    whole, code, maths = (result.select("test", name)[0] for name in ("all", "code", "maths"))
+    pooled, code, maths = (result.select("test", name)[0] for name in ("all", "code", "maths"))
     expected = (code.loss.value * code.tokens + maths.loss.value * maths.tokens) / (code.tokens + maths.tokens)
-    np.testing.assert_allclose(whole.loss.value, expected, rtol=1e-12)
-    assert (whole.documents, whole.tokens) == (50, code.tokens + maths.tokens)
+    np.testing.assert_allclose(pooled.loss.value, expected, rtol=1e-12)
+    assert (pooled.documents, pooled.tokens) == (50, code.tokens + maths.tokens)
 
 
 def test_levels_span_the_overlap_and_end_at_the_lowest_common_loss(tmp_path):
@@ -116,11 +116,11 @@ def test_no_common_training_loss(tmp_path):
         assert one.loss.value.shape == one.gap.low.shape == (0,)
     # Evaluated at steps 20, 40, ... 200. The training loss is the mean of the preceding 20 steps.
     plain = [float(np.mean(2.5 + 4.0 * np.exp(-np.arange(end - 19, end + 1) / 80.0))) for end in (20, 200)]
-    said = unmatched(result)
-    assert f"late was evaluated at training losses of {9 - 0.0105:.4f} to {9 - 0.1905:.4f}, " in said
-    assert f", attention at {plain[0]:.4f} to {plain[1]:.4f}; " in said
-    assert said.endswith("; train late longer, or evaluate attention earlier")
-    assert unmatched(comparison_of(tmp_path / "matched", Synthetic(), Synthetic(**DELTA))) == ""
+    sentence = describe_unmatched(result)
+    assert f"late was evaluated at training losses of {9 - 0.0105:.4f} to {9 - 0.1905:.4f}, " in sentence
+    assert f", attention at {plain[0]:.4f} to {plain[1]:.4f}; " in sentence
+    assert sentence.endswith("; train late longer, or evaluate attention earlier")
+    assert describe_unmatched(comparison_of(tmp_path / "matched", Synthetic(), Synthetic(**DELTA))) == ""
 
 
 def test_one_evaluation_is_one_level(tmp_path):
@@ -139,8 +139,8 @@ def test_standard_error_is_that_of_a_mean_for_independent_documents(tmp_path, do
     tokens = corpus[0].tokens
 
     def textbook(nats):
-        rest = nats - nats.sum() / tokens.sum() * tokens
-        return np.sqrt((rest**2).sum()) / tokens.sum()
+        residuals = nats - nats.sum() / tokens.sum() * tokens
+        return np.sqrt((residuals**2).sum()) / tokens.sum()
 
     loss, gap = result.select("test")[0].loss, result.select("test")[1].gap
     at = result.headline

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from analysis_synthetic import Synthetic, write_run
 
-from megatron_ext.analysis.figure import STACKED, WIDE, draw
+from megatron_ext.analysis.figure import STACKED_SIZE, WIDE_SIZE, draw
 from megatron_ext.analysis.matched import compare
 from megatron_ext.analysis.matched_tables import COLUMNS
 from megatron_ext.analysis.report import write_report
@@ -103,7 +103,9 @@ def test_writes_the_page_and_what_it_shows(written):
 
 
 def test_picture_decodes_and_has_its_size(written):
-    assert png_size((written.parent / "matched_loss.png").read_bytes()) == tuple(round(150 * side) for side in WIDE)
+    assert png_size((written.parent / "matched_loss.png").read_bytes()) == tuple(
+        round(150 * side) for side in WIDE_SIZE
+    )
 
 
 def test_page_needs_nothing_beside_it(page, written):
@@ -115,7 +117,7 @@ def test_page_needs_nothing_beside_it(page, written):
     for address in pictures:
         assert address.startswith("data:image/png;base64,")
         sizes.add(png_size(base64.b64decode(address.partition(",")[2], validate=True)))
-    assert sizes >= {tuple(round(150 * side) for side in size) for size in (WIDE, STACKED)}
+    assert sizes >= {tuple(round(150 * side) for side in size) for size in (WIDE_SIZE, STACKED_SIZE)}
     text = written.read_text(encoding="utf-8")
     assert "http:" not in text
     assert "https:" not in text
@@ -171,15 +173,17 @@ def test_runs_without_a_common_training_loss(folders, tmp_path):
     def above(step):
         return 9.0 - 0.001 * np.asarray(step)
 
-    apart = write_run(tmp_path / "apart", Synthetic(name="<i>apart</i>", pattern="mamba*4", training_loss=above))
-    page = write_report([folders[0], apart], tmp_path / "report")
+    unmatched = write_run(
+        tmp_path / "unmatched", Synthetic(name="<i>apart</i>", pattern="mamba*4", training_loss=above)
+    )
+    page = write_report([folders[0], unmatched], tmp_path / "report")
     text = " ".join(page.read_text(encoding="utf-8").split())
     # Evaluated at the mean of steps 1 to 20, ... 181 to 200.
-    said = f"&lt;i&gt;apart&lt;/i&gt; was evaluated at training losses of {9 - 0.0105:.4f} to {9 - 0.1905:.4f}, "
+    sentence = f"&lt;i&gt;apart&lt;/i&gt; was evaluated at training losses of {9 - 0.0105:.4f} to {9 - 0.1905:.4f}, "
     matched = text[text.index('<h2 id="matched">') : text.index('<h2 id="runs">')]
-    assert matched.count(said) == 1
+    assert matched.count(sentence) == 1
     assert "8.8095</td>" in matched, "the ranges of all runs are a table"
-    assert said in text[text.index('<div class="answer">') : text.index("<nav")]
+    assert sentence in text[text.index('<div class="answer">') : text.index("<nav")]
     assert "nan" not in matched
     parser = Page()
     parser.feed(page.read_text(encoding="utf-8"))
@@ -261,4 +265,4 @@ def test_test_text_of_training_domains_stands_apart(folders, written, tmp_path):
     assert "in domain test: on those in the" in text
     assert "in domain test" not in written.read_text(encoding="utf-8")
     picture = png_size((page.parent / "matched_loss.png").read_bytes())
-    assert picture == (round(150 * 1.4 * WIDE[0]), round(150 * WIDE[1]))
+    assert picture == (round(150 * 1.4 * WIDE_SIZE[0]), round(150 * WIDE_SIZE[1]))

@@ -177,8 +177,8 @@ def test_a_sweep_without_a_common_training_loss_has_laws(runs: Path, tmp_path: P
         config={"model": {"hidden_size": 8}},
         size={"parameters": 500, "embedding_parameters": 10, "output_layer_parameters": 10},
     )
-    apart = write_run(tmp_path / "far", far)
-    assert main(["report", str(runs), str(apart), "--fit", "--output", str(tmp_path / "report")]) == 0
+    outlier = write_run(tmp_path / "far", far)
+    assert main(["report", str(runs), str(outlier), "--fit", "--output", str(tmp_path / "report")]) == 0
     page = " ".join((tmp_path / "report" / "index.html").read_text(encoding="utf-8").split())
     assert "far was evaluated at training losses of 889.5000 to 849.5000" in page
     assert '<h2 id="scaling">' in page

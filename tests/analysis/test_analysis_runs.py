@@ -57,8 +57,8 @@ def test_half_written_last_line_is_ignored_with_a_warning(folder, capsys):
     assert run.steps[-1] == 199
     assert run.evaluation_steps[-1] == 180
     err = capsys.readouterr().err
-    assert f"warning: {folder}/metrics.jsonl:200: half-written last line ignored" in err
-    assert f"warning: {folder}/evaluation.jsonl:30: half-written last line ignored" in err
+    assert f"warning: {folder}/metrics.jsonl:200: incomplete last line ignored" in err
+    assert f"warning: {folder}/evaluation.jsonl:30: incomplete last line ignored" in err
     assert "evaluation at step 200 ignored: it was interrupted before maths (test)" in err
 
 
@@ -94,10 +94,10 @@ def test_pieces_of_a_document_are_one_document(folder):
             record[key] = [record[key][0] // 2, record[key][0] - record[key][0] // 2, *record[key][1:]]
         return record | {"documents": [record["documents"][0], *record["documents"]]}
 
-    whole = read_run(folder).domains
+    unsplit = read_run(folder).domains
     for number in range(1, 31):
         edit_line(folder / "evaluation.jsonl", number, cut_first)
-    for one, other in zip(whole, read_run(folder).domains, strict=True):
+    for one, other in zip(unsplit, read_run(folder).domains, strict=True):
         np.testing.assert_array_equal(one.documents, other.documents)
         np.testing.assert_allclose(one.losses, other.losses, rtol=1e-12)
 

@@ -32,12 +32,12 @@ def test_the_others_are_compared(sweep: Path) -> None:
     found = select_runs([sweep])
     assert [run.path.name for run in found.compared] == ["attention", "delta"]
     assert [run.path.name for run in found.unevaluated] == ["bare"]
-    said = {Path(line.split(": ")[0]).name: line.split(": ", 1)[1] for line in found.left_out}
-    assert said["bare"] == NOT_EVALUATED
-    assert said["damaged"] == f"is not a JSON object ({sweep / 'damaged' / 'metrics.jsonl'}:1)"
-    assert said["converted"].startswith("is missing (")
-    assert said["other"].startswith("domain ")
-    assert len(said) == 4
+    reasons = {Path(line.split(": ")[0]).name: line.split(": ", 1)[1] for line in found.excluded}
+    assert reasons["bare"] == NOT_EVALUATED
+    assert reasons["damaged"] == f"is not a JSON object ({sweep / 'damaged' / 'metrics.jsonl'}:1)"
+    assert reasons["converted"].startswith("is missing (")
+    assert reasons["other"].startswith("domain ")
+    assert len(reasons) == 4
 
 
 def test_a_run_that_is_named_must_be_right(sweep: Path) -> None:

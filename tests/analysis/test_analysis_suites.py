@@ -162,13 +162,13 @@ def test_losses_by_domain_are_those_of_the_file(folders, tested, tmp_path):
             }
             for one in file["domains"]
         }
-    told = json.loads((out / "suites.json").read_text())["domains"]
-    assert [(one["run"], one["step"], one["options"]["confidence"]) for one in told] == [
+    reported = json.loads((out / "suites.json").read_text())["domains"]
+    assert [(one["run"], one["step"], one["options"]["confidence"]) for one in reported] == [
         ("<plain>", 100, 0.95),
         ("chunk", 60, 0.8),
     ]
     assert all(one.pop("first_tokens") == 0 for file in tested for one in file["domains"])  # not a column of the report
-    assert [one["domains"] for one in told] == [file["domains"] for file in tested]
+    assert [one["domains"] for one in reported] == [file["domains"] for file in tested]
 
 
 TABLE = """
@@ -186,8 +186,8 @@ def test_losses_by_domain_in_a_browser(folders, tested, tmp_path):
             window.open(page)
             assert window.complaints() == []
             assert window.run(TABLE) == LOSSES
-            whole, screen = window.run("const d = document.documentElement; return [d.scrollWidth, d.clientWidth]")
-            assert whole <= screen <= width
+            page_width, screen = window.run("const d = document.documentElement; return [d.scrollWidth, d.clientWidth]")
+            assert page_width <= screen <= width
         assert window.run("return document.querySelector('nav a[href=\"#losses\"]').innerText") == "Test loss by domain"
         window.show(1280)
         window.press("#losses ~ .wide th:nth-child(6) button")

@@ -73,7 +73,7 @@ def test_a_run_whose_text_to_evaluate_on_was_changed_is_named(tmp_path: Path) ->
     """The new documents have the same number and lengths as the old ones."""
     path = write_run(tmp_path / "a", Synthetic(name="a")) / "evaluation.jsonl"
     records = [json.loads(line) for line in path.read_text().splitlines()]
-    assert read_run(tmp_path / "a").other_text_until == 0  # records of an earlier version have no digest
+    assert read_run(tmp_path / "a").last_other_text_step == 0  # records of an earlier version have no digest
     steps = sorted({record["step"] for record in records})
     for record in records:
         record["data"] = "old" if record["step"] <= steps[2] else "new"
@@ -99,8 +99,8 @@ def domains_changed(folder: Path, after: int, left: str, *, last: int | None = N
     records = [json.loads(line) for line in path.read_text().splitlines()]
     for record in records:
         record["data"] = "old" if record["step"] <= after else "new"
-    kept = [record for record in records if record["step"] <= after or record["domain"] != left][:last]
-    path.write_text("".join(f"{json.dumps(record)}\n" for record in kept))
+    remaining = [record for record in records if record["step"] <= after or record["domain"] != left][:last]
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in remaining))
     return folder
 
 
@@ -108,28 +108,28 @@ def domains_changed(folder: Path, after: int, left: str, *, last: int | None = N
 def test_a_run_whose_test_domains_were_changed_is_compared_on_those_it_always_had(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole = read_run(write_run(tmp_path / "whole", Synthetic(name="whole")))
-    code = next(domain.domain for domain in whole.domains if domain.split == "test")
+    complete = read_run(write_run(tmp_path / "complete", Synthetic(name="whole")))
+    code = next(domain.domain for domain in complete.domains if domain.split == "test")
     run = read_run(domains_changed(tmp_path / "a", 100, code))
-    said = (
+    problem = (
         f"{code} (test) not used, because only some evaluations have it: data.test_domains was changed during the run"
     )
-    assert capsys.readouterr().err == f"warning: {tmp_path}/a/evaluation.jsonl: {said}\n"
-    assert run.evaluation_steps.tolist() == whole.evaluation_steps.tolist()
-    kept = [domain for domain in whole.domains if domain.domain != code]
-    assert [(one.split, one.domain) for one in run.domains] == [(one.split, one.domain) for one in kept]
-    assert all(np.array_equal(one.losses, other.losses) for one, other in zip(run.domains, kept, strict=True))
+    assert capsys.readouterr().err == f"warning: {tmp_path}/a/evaluation.jsonl: {problem}\n"
+    assert run.evaluation_steps.tolist() == complete.evaluation_steps.tolist()
+    remaining = [domain for domain in complete.domains if domain.domain != code]
+    assert [(one.split, one.domain) for one in run.domains] == [(one.split, one.domain) for one in remaining]
+    assert all(np.array_equal(one.losses, other.losses) for one, other in zip(run.domains, remaining, strict=True))
     (line,) = text_warnings([run])
     assert line.startswith(f"a is evaluated on {code} (test) at only some of its steps, because its test domains were")
     assert line in write_report([tmp_path / "a"], tmp_path / "report").read_text()
-    both = read_runs([tmp_path / "whole", tmp_path / "a"])
-    assert [[one.domain for one in found.domains] for found in both] == [[one.domain for one in kept]] * 2
+    both = read_runs([tmp_path / "complete", tmp_path / "a"])
+    assert [[one.domain for one in found.domains] for found in both] == [[one.domain for one in remaining]] * 2
 
 
 def test_an_interrupted_last_evaluation_on_other_text_is_no_change_of_domains(tmp_path: Path) -> None:
-    whole = write_run(tmp_path / "whole", Synthetic(name="whole")) / "evaluation.jsonl"
-    lines = [json.loads(line) for line in whole.read_text().splitlines()]
+    complete = write_run(tmp_path / "complete", Synthetic(name="whole")) / "evaluation.jsonl"
+    lines = [json.loads(line) for line in complete.read_text().splitlines()]
     steps = sorted({line["step"] for line in lines})
     run = read_run(domains_changed(tmp_path / "a", steps[-2], "", last=len(lines) - 1))
     assert run.evaluation_steps.tolist() == [step for step in steps[:-1] if step > 0]
-    assert run.left_out == ()
+    assert run.partial_domains == ()

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 
-from megatron_ext.commands.quiet import hush_libraries
+from megatron_ext.commands.quiet import ignore_library_warnings
 
 SILENCED = [
     "Detected a Jax installation but could not find the shared object file for the Transformer Engine Jax extension "
@@ -26,6 +26,6 @@ SHOWN = [
 def test_libraries_are_silenced_by_name(text: str) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        hush_libraries()
+        ignore_library_warnings()
         warnings.warn(text, RuntimeWarning, stacklevel=1)
     assert [str(one.message) for one in caught] == [text] * (text in SHOWN)

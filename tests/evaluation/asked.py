@@ -12,7 +12,7 @@ from megatron_ext.config.schema import DataConfig, ModelConfig, ParallelConfig, 
 from megatron_ext.evaluation.beams import Beams
 from megatron_ext.evaluation.generation import Sampler
 from megatron_ext.evaluation.language_model import ParallelTextModel
-from megatron_ext.evaluation.text_model import Draw, Request, Score, TeacherForcedQuery
+from megatron_ext.evaluation.text_model import Request, SamplingParameters, Score, TeacherForcedQuery
 from megatron_ext.model.build import build_model
 from megatron_ext.model.shape import model_shape
 from megatron_ext.parallel.groups import make_process_groups
@@ -136,7 +136,7 @@ def searched_by_hand(rank: int, world_size: int, prompts: list[list[int]], *of_m
 
 
 def drawn(
-    rank: int, world_size: int, parallel: dict[str, Any], prompts: list[list[int]], draws: list[Draw]
+    rank: int, world_size: int, parallel: dict[str, Any], prompts: list[list[int]], draws: list[SamplingParameters]
 ) -> list[list[int]]:
     """Return sampled continuations of at most 9 tokens that stop after a token above 50."""
     chunks, groups, platform = _chunks(parallel, "fp32", False)
@@ -144,7 +144,9 @@ def drawn(
     return model.generate(prompts, 9, lambda tokens: tokens[-1] > 50, draws)
 
 
-def drawn_by_hand(rank: int, world_size: int, prompts: list[list[int]], draws: list[Draw]) -> list[list[int]]:
+def drawn_by_hand(
+    rank: int, world_size: int, prompts: list[list[int]], draws: list[SamplingParameters]
+) -> list[list[int]]:
     """Sample the same continuations in one process, token by token, from the logits of a full pass."""
     (model,), _, _ = _chunks({}, "fp32", False)
     model.eval()
@@ -168,7 +170,7 @@ def too_long(rank: int, world_size: int) -> list[str]:
     chunks, groups, platform = _chunks({}, "fp32", tied=False)
     model = ParallelTextModel(chunks, Numbers(), groups, platform, max_length=10, micro_batch_size=1, multiple=1)
     assert len(model.scores([Request([1] * 5, [2] * 6)])) == 1  # the last token is only scored, never read
-    said = []
+    errors = []
     for call in (
         lambda: model.scores([Request([1] * 5, [2] * 7)]),
         lambda: model.generate([[1] * 5], 6, lambda _: False),
@@ -177,8 +179,8 @@ def too_long(rank: int, world_size: int) -> list[str]:
         try:
             call()
         except ValueError as error:
-            said.append(str(error))
-    return said
+            errors.append(str(error))
+    return errors
 
 
 def by_hand(

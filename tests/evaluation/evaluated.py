@@ -61,9 +61,9 @@ def by_hand(rank: int, world_size: int, root: Path) -> dict[str, dict[int, list[
         for index in range(len(domain.samples)):
             (losses_bt,) = trainer.losses([evaluation_batch(domain.samples, [index])])
             sample = domain.samples[index]
-            for place in range(LENGTH):
-                if sample.document_ids[place] >= 0:
-                    documents.setdefault(int(sample.document_ids[place]), []).append(float(losses_bt[0, place]))
+            for position in range(LENGTH):
+                if sample.document_ids[position] >= 0:
+                    documents.setdefault(int(sample.document_ids[position]), []).append(float(losses_bt[0, position]))
     return found
 
 

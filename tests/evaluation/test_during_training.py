@@ -18,7 +18,7 @@ from launching import ROOT, call, curve, environment, records, write_config
 from questions import write_questions
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron_ext.evaluation.generators import generators_kept
+from megatron_ext.evaluation.generators import preserve_random_states
 
 RETRIEVAL = ["training.evaluate_suites=[retrieval]", "training.evaluate_suites_every=2"]
 BOTH = ["training.evaluate_suites=[retrieval, fewshot]", RETRIEVAL[1]]
@@ -118,7 +118,7 @@ def test_generators_go_on_as_if_nothing_had_been_drawn() -> None:
     random.setstate(states[0])
     np.random.set_state(states[1])
     torch.set_rng_state(states[2])
-    with generators_kept():
+    with preserve_random_states():
         torch.manual_seed(torch.initial_seed() + 1)
         assert draw() != expected
     assert draw() == expected

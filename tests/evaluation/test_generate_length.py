@@ -25,8 +25,8 @@ def test_text_beyond_the_trained_length_is_warned_of(
     _check_length(trained, 4, 60)
     assert capsys.readouterr().err == ""
     _check_length(trained, 5, 60)
-    told = "a prompt of 5 tokens and 60 more exceed the training sequence length 64; text beyond it may be poor"
-    assert capsys.readouterr().err == f"selectron: warning: {told}\n"
+    message = "a prompt of 5 tokens and 60 more exceed the training sequence length 64; text beyond it may be poor"
+    assert capsys.readouterr().err == f"selectron: warning: {message}\n"
 
 
 def test_positions_that_there_are_no_rows_for_are_refused() -> None:

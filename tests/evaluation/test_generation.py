@@ -11,14 +11,14 @@ from torch import Tensor
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from megatron_ext.evaluation import generation
-from megatron_ext.evaluation.generation import Sampler, generate, greedy, text_of
-from megatron_ext.evaluation.text_model import Draw
+from megatron_ext.evaluation.generation import Sampler, decode_stream, generate, greedy
+from megatron_ext.evaluation.text_model import SamplingParameters
 
 PROBABILITIES = torch.tensor([0.05, 0.4, 0.1, 0.3, 0.15])
 
 
 def _sampler(temperature: float, top_p: float, seed: int) -> Sampler:
-    return Sampler(Draw((seed,), temperature, top_p=top_p))
+    return Sampler(SamplingParameters((seed,), temperature, top_p=top_p))
 
 
 def _shares(sampler: Sampler, logits: Tensor, draws: int = 4000) -> Tensor:
@@ -71,7 +71,7 @@ def test_tokens_are_left_out_as_transformers_does(
     scores_1v = logits_v[None].clone()
     for warp in warpers:
         scores_1v = warp(None, scores_1v)
-    p_v, tokens_v = Sampler(Draw((1,), temperature, top_k, top_p, min_p)).likeliest(logits_v)
+    p_v, tokens_v = Sampler(SamplingParameters((1,), temperature, top_k, top_p, min_p)).sampling_weights(logits_v)
     found_v = torch.zeros_like(p_v).scatter(0, tokens_v, p_v / p_v.sum())
     torch.testing.assert_close(found_v, scores_1v[0].softmax(-1))
     assert 1 <= int((found_v > 0).sum()) <= 50
@@ -79,9 +79,9 @@ def test_tokens_are_left_out_as_transformers_does(
 
 def test_what_is_drawn_is_a_function_of_all_numbers_of_the_identity() -> None:
     logits = torch.zeros(1000)
-    drawn = {identity: Sampler(Draw(identity))(logits) for identity in [(1, 2), (2, 1), (12,), (1, 3)]}
+    drawn = {identity: Sampler(SamplingParameters(identity))(logits) for identity in [(1, 2), (2, 1), (12,), (1, 3)]}
     assert len(set(drawn.values())) == 4
-    assert Sampler(Draw((2, 1)))(logits) == drawn[2, 1]
+    assert Sampler(SamplingParameters((2, 1)))(logits) == drawn[2, 1]
 
 
 def test_next_to_no_temperature_is_greedy() -> None:
@@ -123,7 +123,7 @@ def test_the_end_is_not_given_and_ends_it() -> None:
 
 
 def test_a_long_prompt_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generation, "PROMPT_PIECE", 3)
+    monkeypatch.setattr(generation, "MAX_PREFILL_TOKENS", 3)
     decoder = Counting()
     assert _generated(decoder, [0, 0, 0, 1, 1, 1, 2], 2) == [3, 4]
     assert decoder.given == [[0, 0, 0], [1, 1, 1], [2], [3]]
@@ -135,7 +135,7 @@ def _bytes(ids: Sequence[int]) -> str:
 
 
 def _pieces(text: bytes, before: str = "") -> list[str]:
-    return list(text_of(text, _bytes, list(before.encode())))
+    return list(decode_stream(text, _bytes, list(before.encode())))
 
 
 @pytest.mark.parametrize("before", ["", "a", "wie schön", "€" * 9])
@@ -156,5 +156,5 @@ def test_the_text_before_decides_how_a_token_is_written() -> None:
     def decode(ids: Sequence[int]) -> str:
         return " ".join(f"word{i}" for i in ids)
 
-    assert list(text_of([1, 2], decode, before=[0])) == [" word1", " word2", ""]
-    assert list(text_of([1, 2], decode, before=[])) == ["word1", " word2", ""]
+    assert list(decode_stream([1, 2], decode, before=[0])) == [" word1", " word2", ""]
+    assert list(decode_stream([1, 2], decode, before=[])) == ["word1", " word2", ""]

@@ -8,7 +8,7 @@ from typing import Any
 import asked
 import pytest
 
-from megatron_ext.evaluation.text_model import Draw, Request, TeacherForcedQuery
+from megatron_ext.evaluation.text_model import Request, SamplingParameters, TeacherForcedQuery
 
 pytestmark = pytest.mark.slow
 
@@ -76,7 +76,7 @@ def texts_and_misses(pool: Any) -> tuple[list[TeacherForcedQuery], list[int]]:
     _, greedy = pool.run(asked.by_hand, 1, [], [text[:20] for text in whole])[0]
     whole = [[*text[:20], *more, *text[20:50]] for text, more in zip(whole, greedy, strict=True)]  # some are found
     texts = [TeacherForcedQuery(text, sorted(draw.sample(range(1, len(text)), 12))) for text in whole]
-    requests = [Request(one.tokens[:at], [one.tokens[at]]) for one in texts for at in one.asked]
+    requests = [Request(one.tokens[:at], [one.tokens[at]]) for one in texts for at in one.positions]
     right = [is_greedy for _, is_greedy in pool.run(asked.by_hand, 1, requests, [])[0][0]]
     return texts, [12 - sum(right[12 * number : 12 * number + 12]) for number in range(len(texts))]
 
@@ -146,25 +146,25 @@ def test_every_mixer_remembers_under_every_layout(others: tuple[Any, ...], promp
 
 
 @pytest.fixture(scope="module")
-def draws_and_texts(pool: Any, prompts: list[list[int]]) -> tuple[list[Draw], list[list[int]]]:
+def draws_and_texts(pool: Any, prompts: list[list[int]]) -> tuple[list[SamplingParameters], list[list[int]]]:
     """Samplers of several kinds in one batch, and the tokens sampled token by token."""
     shapes = [(1.0, None, 1.0, 0.0), (0.7, 20, 1.0, 0.0), (1.5, None, 0.9, 0.0), (1.2, 40, 0.95, 0.02)]
-    draws = [Draw((3, number), *shapes[number % 4]) for number in range(len(prompts))]
-    return draws, pool.run(asked.drawn_by_hand, 1, prompts, draws)[0]
+    sampling = [SamplingParameters((3, number), *shapes[number % 4]) for number in range(len(prompts))]
+    return sampling, pool.run(asked.drawn_by_hand, 1, prompts, sampling)[0]
 
 
 @EVERY_KIND
 def test_every_layout_draws_what_is_drawn_a_token_at_a_time(
-    parallel: dict[str, Any] | None, prompts: Any, draws_and_texts: tuple[list[Draw], Any], pool: Any
+    parallel: dict[str, Any] | None, prompts: Any, draws_and_texts: tuple[list[SamplingParameters], Any], pool: Any
 ) -> None:
-    draws, expected = draws_and_texts
-    ranks = pool.run(asked.drawn, 1 if parallel is None else 2, parallel or {}, prompts, draws)
+    sampling, expected = draws_and_texts
+    ranks = pool.run(asked.drawn, 1 if parallel is None else 2, parallel or {}, prompts, sampling)
     assert all(texts == expected for texts in ranks)
 
 
 def test_the_same_text_is_drawn_anew_for_another_identity(pool: Any) -> None:
     prompts = [[5, 6, 7]] * 6
-    texts = pool.run(asked.drawn, 1, {}, prompts, [Draw((number,)) for number in (1, 2, 3, 4, 5, 1)])[0]
+    texts = pool.run(asked.drawn, 1, {}, prompts, [SamplingParameters((number,)) for number in (1, 2, 3, 4, 5, 1)])[0]
     assert len({tuple(text) for text in texts}) == 5
     assert texts[0] == texts[5]
 

@@ -126,9 +126,9 @@ def test_a_copy_can_be_launched_while_the_original_runs(
     tmp_path: Path, copy: Path, cancelled: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(slurm, "numbers_by_script", dict)
-    command.refuse_alive(copy)
+    command.check_no_live_job(copy)
     with pytest.raises(UserError, match=r"run has job 7 \(running\)"):
-        command.refuse_alive(tmp_path / "run")
+        command.check_no_live_job(tmp_path / "run")
 
 
 def test_a_copied_lock_is_not_held_by_the_originals_process(tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_a_copied_lock_is_not_held_by_the_originals_process(tmp_path: Path) -> N
     state = lock_state(tmp_path / "copy" / FOLDER)
     assert state is not None
     assert not state.is_held
-    command.refuse_held(tmp_path / "copy")
+    command.check_not_trained(tmp_path / "copy")
     acquire(tmp_path / "copy" / FOLDER, "copy", print_line=lambda line: pytest.fail(line)).release()
     lock.check()  # the original's lock is unaffected
     (tmp_path / "link").symlink_to(tmp_path / "run")

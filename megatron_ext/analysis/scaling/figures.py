@@ -31,44 +31,45 @@ from megatron_ext.analysis.style import (
     style_axes,
 )
 
-WIDE, NARROW = (12.0, 4.8), (4.6, 4.4)
+WIDE_SIZE, PANEL_SIZE = (12.0, 4.8), (4.6, 4.4)
 """Sizes in inches: two panels side by side, and one panel."""
-COLOURS = "viridis"
-BEYOND = 2.0
+COLOR_MAP = "viridis"
+EXTENSION_FACTOR = 2.0
 """Factor by which the plots extend beyond the points."""
 CURVE_POINTS = 80
 SURFACE_POINTS = 40
 """Grid points per axis for the intervals of the surface, which are smooth."""
 
-WIDTHS = np.array([factor * 10.0**power for power in range(-3, 4) for factor in (1, 2, 5)])
+WIDTH_LEVELS = np.array([factor * 10.0**power for power in range(-3, 4) for factor in (1, 2, 5)])
 """Possible boundaries between shades of interval widths, in per cent of the loss. Widths below the first are not
 shown."""
 
-MAX_SHADES, SHADE = 7, 0.11
-"""Maximum number of shades, and the step between them as a fraction of the way from `Theme.paper` to `Theme.muted`."""
+MAX_SHADES, SHADE_STEP = 7, 0.11
+"""Maximum number of shades, and the step between them as a fraction of the distance from `Theme.paper` to
+`Theme.muted`."""
 
-LAW = ("what", "params", "tokens", "flops", "loss", "low", "high")
+LAW_COLUMNS = ("what", "params", "tokens", "flops", "loss", "low", "high")
 """Columns of a law's numbers. Rows are the points, the law at the optimal size for each compute, and the law's surface.
 The law and the surface have 95 % intervals."""
-ISOFLOP = ("what", "flops", "params", "loss")
+ISOFLOP_COLUMNS = ("what", "flops", "params", "loss")
 """Columns of the parabolas' numbers. Rows are points, the curve of each budget, and its minimum."""
-TEST_LOSS = ("what", "mixer", "training_loss", "test_loss", "low", "high")
+TEST_LOSS_COLUMNS = ("what", "mixer", "training_loss", "test_loss", "low", "high")
 """Columns of the numbers of test loss over training loss. Rows are models, and each mixer's line with its 95 %
 interval."""
 
 
-def law_picture(name: str, fitted: Fit, sure: Uncertainty, title: str) -> Picture:
+def law_picture(name: str, fitted: Fit, uncertainty: Uncertainty, title: str) -> Picture:
     """Build the figure of a law: loss over parameters and tokens, shaded by its uncertainty, and over compute."""
 
     def draw(theme: Theme, stacked: bool) -> bytes:
         figure, (surface, frontier) = _figure(2, title, theme, stacked)
-        _draw_surface(surface, fitted, sure, theme)
-        _draw_frontier(frontier, fitted, sure, theme)
+        _draw_surface(surface, fitted, uncertainty, theme)
+        _draw_frontier(frontier, fitted, uncertainty, theme)
         return png(figure)
 
-    interval = "with its 95 % interval" if sure.is_band_known else "whose interval is unknown"
+    interval = "with its 95 % interval" if uncertainty.is_band_known else "whose interval is unknown"
     alt = f"{title}: loss over parameters and tokens, and over compute at the best size, {interval}"
-    return Picture(name, alt, {f"{name}.csv": as_csv(LAW, _law_rows(fitted, sure))}, draw)
+    return Picture(name, alt, {f"{name}.csv": as_csv(LAW_COLUMNS, _law_rows(fitted, uncertainty))}, draw)
 
 
 def budgets_picture(name: str, budgets: Sequence[Budget], title: str) -> Picture:
@@ -84,16 +85,16 @@ def budgets_picture(name: str, budgets: Sequence[Budget], title: str) -> Picture
                 lowest = np.polyval(budget.curve, np.log(budget.best_params))
                 ax.plot(budget.best_params, lowest, "*", color=shade, markersize=13, mec=theme.ink, mew=0.8, zorder=5)
         if any(budget.best_params is not None for budget in budgets):
-            ax.plot([], [], "*", color=theme.ink, mfc="none", markersize=9, label="lowest place")
+            ax.plot([], [], "*", color=theme.ink, mfc="none", markersize=9, label="minimum")
         ax.set(xscale="log", xlabel="parameters", ylabel="loss (nats per token)")
         count_axis(ax.xaxis)
-        place: Literal["outside lower center", "outside right upper"]
-        place, columns = ("outside lower center", 2) if stacked else ("outside right upper", 1)
-        figure.legend(frameon=False, fontsize=8.5, loc=place, ncols=columns, labelcolor=theme.ink)
+        location: Literal["outside lower center", "outside right upper"]
+        location, columns = ("outside lower center", 2) if stacked else ("outside right upper", 1)
+        figure.legend(frameon=False, fontsize=8.5, loc=location, ncols=columns, labelcolor=theme.ink)
         return png(figure)
 
     alt = f"{title}: loss over parameters at equal compute, with one parabola per budget and a star at its minimum"
-    return Picture(name, alt, {f"{name}.csv": as_csv(ISOFLOP, _budget_rows(budgets))}, draw)
+    return Picture(name, alt, {f"{name}.csv": as_csv(ISOFLOP_COLUMNS, _budget_rows(budgets))}, draw)
 
 
 def transfer_picture(name: str, lines: Mapping[str, Line]) -> Picture:
@@ -101,10 +102,10 @@ def transfer_picture(name: str, lines: Mapping[str, Line]) -> Picture:
 
     def draw(theme: Theme, stacked: bool) -> bytes:
         figure, (ax,) = _figure(1, "Test loss over training loss", theme, stacked)
-        for number, (mixer, line) in enumerate(lines.items()):
-            color = [theme.ink, *theme.palette][number % (len(theme.palette) + 1)]
+        for index, (mixer, line) in enumerate(lines.items()):
+            color = [theme.ink, *theme.palette][index % (len(theme.palette) + 1)]
             losses = np.exp(line.log_train), np.exp(line.log_test)
-            marker = MARKERS[number % len(MARKERS)]
+            marker = MARKERS[index % len(MARKERS)]
             ax.plot(*losses, marker, color=color, markersize=5, label=mixer or "models")
             train, test, low, high = _line(line)
             ax.fill_between(train, low, high, color=color, alpha=0.18, linewidth=0)
@@ -118,11 +119,12 @@ def transfer_picture(name: str, lines: Mapping[str, Line]) -> Picture:
         return png(figure)
 
     alt = "Test loss over training loss, one point per model, and each mixer's power law with its 95 % interval"
-    return Picture(name, alt, {f"{name}.csv": as_csv(TEST_LOSS, _transfer_rows(lines))}, draw)
+    return Picture(name, alt, {f"{name}.csv": as_csv(TEST_LOSS_COLUMNS, _transfer_rows(lines))}, draw)
 
 
 def _figure(panels: int, title: str, theme: Theme, stacked: bool) -> tuple[Figure, Sequence[Axes]]:
-    size = (NARROW[0], panels * NARROW[1]) if stacked else (WIDE[0] if panels > 1 else 0.75 * WIDE[0], WIDE[1])
+    width, height = WIDE_SIZE
+    size = (PANEL_SIZE[0], panels * PANEL_SIZE[1]) if stacked else (width if panels > 1 else 0.75 * width, height)
     figure = new_figure(size, theme)
     if panels > 1 and not stacked and (engine := figure.get_layout_engine()) is not None:
         engine.set(wspace=0.05)  # type: ignore[call-arg]
@@ -134,25 +136,25 @@ def _figure(panels: int, title: str, theme: Theme, stacked: bool) -> tuple[Figur
     return figure, axes
 
 
-def _draw_surface(ax: Axes, fitted: Fit, sure: Uncertainty, theme: Theme) -> None:
+def _draw_surface(ax: Axes, fitted: Fit, uncertainty: Uncertainty, theme: Theme) -> None:
     points, law = fitted.points, fitted.law
-    n, d = _reach(fitted, 120)
+    n, d = _axis_values(fitted, 120)
     ax.set(xscale="log", yscale="log", xlim=(n[0], n[-1]), ylim=(d[0], d[-1]), xlabel="parameters", ylabel="tokens")
-    _shade(ax, fitted, sure, theme)
+    _shade(ax, fitted, uncertainty, theme)
     loss_dn = law.loss(n[None], d[:, None])
     norm = Normalize(float(points.losses.min()), float(np.percentile(points.losses, 95)))
     levels = np.linspace(norm.vmin, norm.vmax, 12)  # type: ignore[arg-type]
-    colours = _colours(theme)
-    contours = ax.contour(n, d, loss_dn, levels=levels, cmap=colours, norm=norm, linewidths=1.0)
-    places = _label_places(law, n, d, levels)
-    for number in ax.clabel(contours, fontsize=7.5, fmt="%.2f", manual=places, zorder=4, colors=theme.ink):
-        number.set_path_effects([withStroke(linewidth=2.5, foreground=theme.paper)])
-    shown = ax.scatter(points.params, points.tokens, c=points.losses, cmap=colours, norm=norm, s=26, zorder=3)
-    shown.set(edgecolors=theme.ink, linewidths=0.3)
-    if law.falls:
+    color_map = _color_map(theme)
+    contours = ax.contour(n, d, loss_dn, levels=levels, cmap=color_map, norm=norm, linewidths=1.0)
+    positions = _label_positions(law, n, d, levels)
+    for contour_label in ax.clabel(contours, fontsize=7.5, fmt="%.2f", manual=positions, zorder=4, colors=theme.ink):
+        contour_label.set_path_effects([withStroke(linewidth=2.5, foreground=theme.paper)])
+    markers = ax.scatter(points.params, points.tokens, c=points.losses, cmap=color_map, norm=norm, s=26, zorder=3)
+    markers.set(edgecolors=theme.ink, linewidths=0.3)
+    if law.is_decreasing:
         flops = 6 * np.array([n[0] * d[0], n[-1] * d[-1]])
         best = law.best_params(flops)
-        label = f"best size for a compute{_unsure(sure)}"
+        label = f"best size for a compute{_interval_note(uncertainty)}"
         ax.plot(best, flops / 6 / best, "--", color=theme.ink, linewidth=1.2, label=label)
         legend = ax.legend(fontsize=8.5, loc="lower right", labelcolor=theme.ink, framealpha=0.85)
         legend.get_frame().set(facecolor=theme.paper, edgecolor="none")
@@ -161,105 +163,112 @@ def _draw_surface(ax: Axes, fitted: Fit, sure: Uncertainty, theme: Theme) -> Non
     ax.set_title("loss (nats per token), and the points by colour", loc="left", fontsize=10, color=theme.ink)
 
 
-def _label_places(law: ScalingLaw, n: FloatArray, d: FloatArray, levels: FloatArray) -> list[tuple[float, float]]:
+def _label_positions(law: ScalingLaw, n: FloatArray, d: FloatArray, levels: FloatArray) -> list[tuple[float, float]]:
     """Return the label positions: the crossings of the contours with a line from the lower left to the upper right."""
-    way = np.linspace(0.04, 0.78, 400)
-    x, y = (np.exp(np.log(ends[0]) + at * np.log(ends[-1] / ends[0])) for ends, at in ((n, way), (d, way + 0.17)))
+    fractions = np.linspace(0.04, 0.78, 400)
+    x, y = (
+        np.exp(np.log(axis[0]) + fraction * np.log(axis[-1] / axis[0]))
+        for axis, fraction in ((n, fractions), (d, fractions + 0.17))
+    )
     above = law.loss(x, y)[:, None] > levels
     return [(float(x[i]), float(y[i])) for i in np.flatnonzero((above[1:] != above[:-1]).any(axis=1))]
 
 
-def _shade(ax: Axes, fitted: Fit, sure: Uncertainty, theme: Theme) -> None:
+def _shade(ax: Axes, fitted: Fit, uncertainty: Uncertainty, theme: Theme) -> None:
     """Shade the plot by the width of the loss's 95 % interval in per cent, stronger for wider intervals."""
-    if not sure.is_band_known:
+    if not uncertainty.is_band_known:
         return
-    params, tokens, losses, low, high = _surface(fitted, sure)
-    width = np.clip(100 * (high - low) / losses, WIDTHS[0], WIDTHS[-1])
-    if width.max() <= WIDTHS[0]:
+    params, tokens, losses, low, high = _surface(fitted, uncertainty)
+    width = np.clip(100 * (high - low) / losses, WIDTH_LEVELS[0], WIDTH_LEVELS[-1])
+    if width.max() <= WIDTH_LEVELS[0]:
         return
-    levels = _steps(width)
-    towards = LinearSegmentedColormap.from_list("sure", [theme.paper, theme.muted])
-    shades = towards(SHADE * np.arange(len(levels) - 1))
-    drawn = ax.contourf(params, tokens, width, levels=levels, colors=shades, zorder=0)
-    bar = ax.figure.colorbar(drawn, ax=ax, pad=0.02, spacing="uniform", ticks=levels)
+    levels = _shade_levels(width)
+    color_map = LinearSegmentedColormap.from_list("width", [theme.paper, theme.muted])
+    shades = color_map(SHADE_STEP * np.arange(len(levels) - 1))
+    filled = ax.contourf(params, tokens, width, levels=levels, colors=shades, zorder=0)
+    bar = ax.figure.colorbar(filled, ax=ax, pad=0.02, spacing="uniform", ticks=levels)
     bar.set_label("width of the 95 % interval of the loss (%)", fontsize=9, color=theme.ink)
     bar.ax.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     bar.outline.set_edgecolor(theme.muted)
     bar.ax.tick_params(which="both", colors=theme.muted, labelsize=8.5)
 
 
-def _steps(width: FloatArray) -> FloatArray:
+def _shade_levels(width: FloatArray) -> FloatArray:
     """Return shade boundaries that enclose all widths: from the series 1, 2, 5, 10, thinned to `MAX_SHADES`."""
-    first = max(int(np.searchsorted(WIDTHS, width.min(), side="right")) - 1, 0)
-    last = max(int(np.searchsorted(WIDTHS, width.max())), first + 1)
-    every = -(-(last - first) // MAX_SHADES)
-    levels = WIDTHS[first : last + 1 : every]
-    return levels if levels[-1] >= width.max() else np.append(levels, WIDTHS[last])
+    first = max(int(np.searchsorted(WIDTH_LEVELS, width.min(), side="right")) - 1, 0)
+    last = max(int(np.searchsorted(WIDTH_LEVELS, width.max())), first + 1)
+    stride = -(-(last - first) // MAX_SHADES)
+    levels = WIDTH_LEVELS[first : last + 1 : stride]
+    return levels if levels[-1] >= width.max() else np.append(levels, WIDTH_LEVELS[last])
 
 
-def _reach(fitted: Fit, number: int) -> tuple[FloatArray, FloatArray]:
+def _axis_values(fitted: Fit, number: int) -> tuple[FloatArray, FloatArray]:
     """Return `number` values each of parameters and tokens over the extended range of the points."""
     points = fitted.points
-    n, d = (np.geomspace(x.min() / BEYOND, x.max() * BEYOND, number) for x in (points.params, points.tokens))
+    n, d = (
+        np.geomspace(x.min() / EXTENSION_FACTOR, x.max() * EXTENSION_FACTOR, number)
+        for x in (points.params, points.tokens)
+    )
     return n, d
 
 
-def _surface(fitted: Fit, sure: Uncertainty) -> tuple[FloatArray, ...]:
+def _surface(fitted: Fit, uncertainty: Uncertainty) -> tuple[FloatArray, ...]:
     """Return parameters, tokens, loss and its interval ends on a grid, [D, N] each."""
-    params, tokens = np.meshgrid(*_reach(fitted, SURFACE_POINTS))
-    return (params, tokens, fitted.law.loss(params, tokens), *sure.band(params, tokens))
+    params, tokens = np.meshgrid(*_axis_values(fitted, SURFACE_POINTS))
+    return (params, tokens, fitted.law.loss(params, tokens), *uncertainty.band(params, tokens))
 
 
-def _draw_frontier(ax: Axes, fitted: Fit, sure: Uncertainty, theme: Theme) -> None:
+def _draw_frontier(ax: Axes, fitted: Fit, uncertainty: Uncertainty, theme: Theme) -> None:
     points = fitted.points
-    seen = points.losses
-    if fitted.law.falls:
-        _params, _tokens, grid, losses, low, high = _frontier(fitted, sure)
-        seen = np.concatenate([seen, losses])
-        if sure.is_band_known:
+    shown_losses = points.losses
+    if fitted.law.is_decreasing:
+        _params, _tokens, grid, losses, low, high = _frontier(fitted, uncertainty)
+        shown_losses = np.concatenate([shown_losses, losses])
+        if uncertainty.is_band_known:
             ax.fill_between(grid, low, high, color=theme.palette[0], alpha=0.25, linewidth=0, label="95 % interval")
-        ax.plot(grid, losses, color=theme.palette[0], linewidth=1.6, label=f"law, at the best size{_unsure(sure)}")
+        label = f"law, at the best size{_interval_note(uncertainty)}"
+        ax.plot(grid, losses, color=theme.palette[0], linewidth=1.6, label=label)
         ax.legend(frameon=False, fontsize=8.5, labelcolor=theme.ink)
     flops_p = 6 * points.params * points.tokens
-    shown = ax.scatter(flops_p, points.losses, c=points.params, cmap=_colours(theme), norm=LogNorm(), s=16)
-    bar = ax.figure.colorbar(shown, ax=ax, pad=0.02)
+    markers = ax.scatter(flops_p, points.losses, c=points.params, cmap=_color_map(theme), norm=LogNorm(), s=16)
+    bar = ax.figure.colorbar(markers, ax=ax, pad=0.02)
     bar.set_label("parameters", fontsize=9, color=theme.ink)
     count_axis(bar.ax.yaxis)
     bar.ax.tick_params(which="both", colors=theme.muted, labelsize=8.5)
-    room = 0.15 * float(np.ptp(seen))  # a wide interval must not determine the scale
-    ax.set_ylim(float(seen.min()) - room, float(seen.max()) + room)
+    margin = 0.15 * float(np.ptp(shown_losses))  # a wide interval must not determine the scale
+    ax.set_ylim(float(shown_losses.min()) - margin, float(shown_losses.max()) + margin)
     ax.set(xscale="log", xlabel="compute (FLOPs: 6 x parameters x tokens)", ylabel="loss (nats per token)")
     count_axis(ax.xaxis, power_of_ten)
     ax.set_title("the points, and the law where it is lowest", loc="left", fontsize=10, color=theme.ink)
 
 
-def _unsure(sure: Uncertainty) -> str:
-    return "" if sure.is_band_known else " (interval unknown)"
+def _interval_note(uncertainty: Uncertainty) -> str:
+    return "" if uncertainty.is_band_known else " (interval unknown)"
 
 
-def _frontier(fitted: Fit, sure: Uncertainty) -> tuple[FloatArray, ...]:
+def _frontier(fitted: Fit, uncertainty: Uncertainty) -> tuple[FloatArray, ...]:
     """Return parameters, tokens, compute, loss and its interval ends at the optimal size, [G] each.
 
-    The grid is the extended range of the points' compute. The law must have `falls` True.
+    The grid is the extended range of the points' compute. The law must be decreasing.
     """
     points, law = fitted.points, fitted.law
     flops_p = 6 * points.params * points.tokens
-    grid = np.geomspace(flops_p.min() / BEYOND, flops_p.max() * BEYOND, CURVE_POINTS)
+    grid = np.geomspace(flops_p.min() / EXTENSION_FACTOR, flops_p.max() * EXTENSION_FACTOR, CURVE_POINTS)
     params = law.best_params(grid)
     tokens = grid / 6 / params
-    return (params, tokens, grid, law.loss(params, tokens), *sure.band(params, tokens))
+    return (params, tokens, grid, law.loss(params, tokens), *uncertainty.band(params, tokens))
 
 
-def _law_rows(fitted: Fit, sure: Uncertainty) -> Iterator[tuple[Any, ...]]:
+def _law_rows(fitted: Fit, uncertainty: Uncertainty) -> Iterator[tuple[Any, ...]]:
     points = fitted.points
     for n, d, loss in zip(points.params, points.tokens, points.losses, strict=True):
         yield "point", float(n), float(d), float(6 * n * d), float(loss), "", ""
-    if fitted.law.falls:
-        for numbers in zip(*_frontier(fitted, sure), strict=True):
-            yield "law", *_cells(numbers)
-    params, tokens, losses, low, high = (x.ravel() for x in _surface(fitted, sure))
-    for numbers in zip(params, tokens, 6 * params * tokens, losses, low, high, strict=True):
-        yield "surface", *_cells(numbers)
+    if fitted.law.is_decreasing:
+        for row in zip(*_frontier(fitted, uncertainty), strict=True):
+            yield "law", *_cells(row)
+    params, tokens, losses, low, high = (x.ravel() for x in _surface(fitted, uncertainty))
+    for row in zip(params, tokens, 6 * params * tokens, losses, low, high, strict=True):
+        yield "surface", *_cells(row)
 
 
 def _cells(numbers: Iterable[float]) -> Iterator[float | str]:
@@ -273,38 +282,38 @@ def _parabola(budget: Budget) -> tuple[FloatArray, FloatArray]:
 
 
 def _budget_rows(budgets: Sequence[Budget]) -> Iterator[tuple[Any, ...]]:
-    for one in budgets:
-        best = [] if one.best_params is None else [one.best_params]
-        drawn: dict[str, tuple[Iterable[float], Iterable[float]]] = {
-            "point": (one.points.params, one.points.losses),
-            "curve": _parabola(one),
-            "lowest": (best, [float(np.polyval(one.curve, np.log(x))) for x in best]),
+    for budget in budgets:
+        best = [] if budget.best_params is None else [budget.best_params]
+        rows_by_kind: dict[str, tuple[Iterable[float], Iterable[float]]] = {
+            "point": (budget.points.params, budget.points.losses),
+            "curve": _parabola(budget),
+            "lowest": (best, [float(np.polyval(budget.curve, np.log(x))) for x in best]),
         }
-        for what, pairs in drawn.items():
-            yield from ((what, one.flops, float(n), float(loss)) for n, loss in zip(*pairs, strict=True))
+        for kind, pairs in rows_by_kind.items():
+            yield from ((kind, budget.flops, float(n), float(loss)) for n, loss in zip(*pairs, strict=True))
 
 
 def _line(line: Line) -> tuple[FloatArray, ...]:
     """Return training loss, test loss by the line and its interval ends over the models' range, [G] each."""
     grid = np.linspace(line.log_train.min(), line.log_train.max(), CURVE_POINTS)
-    half = line.half_width(grid)
-    return tuple(np.exp(x) for x in (grid, line.at(grid), line.at(grid) - half, line.at(grid) + half))
+    half_width = line.half_width(grid)
+    return tuple(np.exp(x) for x in (grid, line.at(grid), line.at(grid) - half_width, line.at(grid) + half_width))
 
 
 def _transfer_rows(lines: Mapping[str, Line]) -> Iterator[tuple[Any, ...]]:
     for mixer, line in lines.items():
         models = zip(np.exp(line.log_train), np.exp(line.log_test), strict=True)
         yield from (("model", mixer, float(x), float(y), "", "") for x, y in models)
-        yield from (("line", mixer, *map(float, numbers)) for numbers in zip(*_line(line), strict=True))
+        yield from (("line", mixer, *map(float, row)) for row in zip(*_line(line), strict=True))
 
 
-def _colours(theme: Theme) -> Colormap:
+def _color_map(theme: Theme) -> Colormap:
     """Return viridis without the end that is close to the background: yellow on white, dark violet on black."""
     low, high = (0.22, 1.0) if theme == DARK else (0.0, 0.9)
-    return ListedColormap(colormaps[COLOURS](np.linspace(low, high, 256)))
+    return ListedColormap(colormaps[COLOR_MAP](np.linspace(low, high, 256)))
 
 
 def _shades(number: int, theme: Theme) -> Sequence[tuple[float, float, float, float]]:
     """Return colors in the order of the color map."""
-    colours = _colours(theme)
-    return [colours(place) for place in np.linspace(0.0, 1.0, number)]
+    color_map = _color_map(theme)
+    return [color_map(position) for position in np.linspace(0.0, 1.0, number)]

@@ -17,7 +17,7 @@ from megatron_ext.analysis.scaling.isoflop import Budget
 from megatron_ext.analysis.scaling.run_points import as_csv
 from megatron_ext.analysis.scaling.transfer import Difference, Line
 from megatron_ext.analysis.scaling.uncertainty import PARAMS_EXPONENT, TOKENS_EXPONENT, BackTest
-from megatron_ext.analysis.scaling.unidentifiable import CONSTANTS, names_of
+from megatron_ext.analysis.scaling.unidentifiable import CONSTANTS, undetermined_names
 from megatron_ext.utils.atomic_files import os_error_reason
 from megatron_ext.utils.errors import UserError
 from megatron_ext.utils.markdown import table, write_report
@@ -70,7 +70,7 @@ def to_dict(result: ScalingFit) -> dict[str, Any]:
     if list(by_mixer) == [""]:
         return by_mixer[""]
     pairs = [{"mixer": first, "other": second, **asdict(pair)} for first, second, pair in result.differences]
-    left_out = [{"run": str(run.run), "reason": run.reason} for run in result.runs.left_out]
+    left_out = [{"run": str(run.run), "reason": run.reason} for run in result.runs.excluded]
     return {"mixers": by_mixer, "test_loss_differences": pairs, "left_out": left_out}
 
 
@@ -80,12 +80,12 @@ def _mixer_to_dict(result: MixerFit) -> dict[str, Any]:
     return {
         **asdict(law),
         "objective": result.fitted.objective,
-        PARAMS_EXPONENT: law.params_exponent if law.falls else None,
-        TOKENS_EXPONENT: 1 - law.params_exponent if law.falls else None,
+        PARAMS_EXPONENT: law.params_exponent if law.is_decreasing else None,
+        TOKENS_EXPONENT: 1 - law.params_exponent if law.is_decreasing else None,
         "intervals": {name: _interval_to_list(uncertainty.interval(name)) for name in names},
         "interval_method": INTERVALS,
         "noise": uncertainty.noise,
-        "untold": names_of(uncertainty.unidentifiable),
+        "untold": undetermined_names(uncertainty.unidentifiable),
         "warnings": result.warnings,
         "points": len(result.fitted.points),
         "back_test": _back_test_to_dict(result.back_test),
@@ -116,7 +116,7 @@ def _line_to_dict(line: Line | None) -> dict[str, Any] | None:
         "exponent": line.exponent,
         "exponent_interval": list(line.exponent_interval),
         "deviation": line.deviation,
-        "points": len(line.rest),
+        "points": len(line.residuals),
     }
 
 
@@ -160,8 +160,8 @@ def format_markdown(result: ScalingFit) -> str:
         if own.test_loss is not None:
             lines += [f"{title(mixer, 'Test loss')}: {describe_test_loss(own.test_loss)}", ""]
     lines += _difference_lines(result.differences)
-    if result.runs.left_out:
-        lines += ["Runs that are not used:", "", *(f"- {run}" for run in result.runs.left_out)]
+    if result.runs.excluded:
+        lines += ["Runs that are not used:", "", *(f"- {run}" for run in result.runs.excluded)]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -187,7 +187,7 @@ def format_interval(interval: tuple[float, float], form: str) -> str:
 def _describe_best_size(result: MixerFit) -> str:
     """Describe the growth of the optimal numbers of parameters and tokens with compute by the law."""
     law, uncertainty = result.fitted.law, result.uncertainty
-    if not law.falls:
+    if not law.is_decreasing:
         return f"{NOT_FALLING}."
     params, tokens = (
         format_interval(uncertainty.interval(name), ".3f") or "unknown" for name in (PARAMS_EXPONENT, TOKENS_EXPONENT)
@@ -213,7 +213,9 @@ def describe_isoflop(result: MixerFit) -> str:
     if not result.budgets:
         return "no four sizes have about the same compute."
     num_minima = sum(budget.best_params is not None for budget in result.budgets)
-    doubts = "".join(f" Budget of {one.flops:.3g} FLOPs: {one.doubt}." for one in result.budgets if one.doubt)
+    doubts = "".join(
+        f" Budget of {budget.flops:.3g} FLOPs: {budget.doubt}." for budget in result.budgets if budget.doubt
+    )
     line = f"{num_minima} of {len(result.budgets)} budgets have a lowest loss among their sizes"
     if result.best_size is None:
         return f"{line}.{doubts}"

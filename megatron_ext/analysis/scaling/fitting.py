@@ -15,8 +15,8 @@ from megatron_ext.analysis.scaling.isoflop import Budget, PowerLaw, best_sizes, 
 from megatron_ext.analysis.scaling.law import Fit, check_points, fit
 from megatron_ext.analysis.scaling.points import Points
 from megatron_ext.analysis.scaling.run_points import RunPoints
-from megatron_ext.analysis.scaling.transfer import Difference, Line, difference, line_of
-from megatron_ext.analysis.scaling.uncertainty import NO_FREEDOM, BackTest, Uncertainty, back_test, uncertainty_of
+from megatron_ext.analysis.scaling.transfer import Difference, Line, difference, fit_line
+from megatron_ext.analysis.scaling.uncertainty import NO_FREEDOM, BackTest, Uncertainty, back_test, compute_uncertainty
 from megatron_ext.analysis.style import Picture
 
 NOT_FALLING = "an exponent is not above 0: loss does not fall with it, so the law predicts nothing for larger models"
@@ -54,7 +54,7 @@ class MixerFit:
     @property
     def warnings(self) -> list[str]:
         """Warnings about the law, as sentences without the full stop."""
-        return [*self.interval_warnings, *([] if self.fitted.law.falls else [NOT_FALLING])]
+        return [*self.interval_warnings, *([] if self.fitted.law.is_decreasing else [NOT_FALLING])]
 
 
 @dataclass(frozen=True)
@@ -130,8 +130,8 @@ def _drop_highest(points: Points, num_dropped: int) -> Points:
 def _fit_mixer(points: Points) -> MixerFit:
     fitted = fit(points)
     parabolas = budgets(points)
-    test_loss = None if points.test_losses is None else line_of(points.losses, points.test_losses)
-    return MixerFit(fitted, uncertainty_of(fitted), back_test(points), parabolas, best_sizes(parabolas), test_loss)
+    test_loss = None if points.test_losses is None else fit_line(points.losses, points.test_losses)
+    return MixerFit(fitted, compute_uncertainty(fitted), back_test(points), parabolas, best_sizes(parabolas), test_loss)
 
 
 def _test_loss_lines(mixers: Mapping[str, MixerFit]) -> dict[str, Line]:

@@ -17,9 +17,9 @@ SAME_COMPUTE = 1.12
 """Maximum ratio of the compute of two points of one budget. Compute varies within a budget because tokens are rounded
 to whole batches, and sizes to whole widths."""
 
-CLEAR_GAP, CLEARER = 1.02, 2.0
+MIN_GAP, MIN_GAP_RATIO = 1.02, 2.0
 """Criterion that splits points within `SAME_COMPUTE` into two budgets: a gap in compute by at least the factor
-`CLEAR_GAP`, whose logarithm is also at least `CLEARER` times that of the largest other gap."""
+`MIN_GAP`, whose logarithm is also at least `MIN_GAP_RATIO` times that of the largest other gap."""
 
 SAME_RUN = 1.01
 """Maximum ratio of the compute of repeated runs of one size. A larger ratio suggests that a budget mixes several."""
@@ -27,7 +27,7 @@ SAME_RUN = 1.01
 MIN_SIZES = 4
 """Minimum number of distinct sizes in a budget. A parabola fits any three points exactly."""
 
-SPREAD = 2.0
+MIN_SIZE_RATIO = 2.0
 """Minimum ratio of the largest to the smallest size in a budget. Below it, losses differ mostly by noise."""
 
 CONFIDENCE = 0.95
@@ -83,23 +83,23 @@ def budgets(points: Points) -> list[Budget]:
     return [_budget(points.take(indices)) for indices in _groups(points, order)]
 
 
-def best_sizes(found: list[Budget]) -> PowerLaw | None:
+def best_sizes(budgets: list[Budget]) -> PowerLaw | None:
     """Fit a power law of the optimal number of parameters over compute.
 
     Returns:
         None if fewer than two budgets have an optimal number of parameters.
     """
-    optima = [(budget.flops, budget.best_params) for budget in found if budget.best_params is not None]
+    optima = [(budget.flops, budget.best_params) for budget in budgets if budget.best_params is not None]
     if len(optima) < 2:
         return None
     log_flops, log_params = np.log(np.array(optima, dtype=np.float64)).T
     exponent, log_factor = np.polyfit(log_flops, log_params, 1)
     interval = None
-    if (freedom := len(optima) - 2) > 0:
-        rest = log_params - np.polyval([exponent, log_factor], log_flops)
-        error = math.sqrt(rest @ rest / freedom / np.sum((log_flops - log_flops.mean()) ** 2))
-        half = float(stdtrit(freedom, (1 + CONFIDENCE) / 2)) * error
-        interval = float(exponent) - half, float(exponent) + half
+    if (degrees_of_freedom := len(optima) - 2) > 0:
+        residuals = log_params - np.polyval([exponent, log_factor], log_flops)
+        error = math.sqrt(residuals @ residuals / degrees_of_freedom / np.sum((log_flops - log_flops.mean()) ** 2))
+        half_width = float(stdtrit(degrees_of_freedom, (1 + CONFIDENCE) / 2)) * error
+        interval = float(exponent) - half_width, float(exponent) + half_width
     return PowerLaw(float(np.exp(log_factor)), float(exponent), interval)
 
 
@@ -107,7 +107,7 @@ def _groups(points: Points, order: IntArray) -> Iterator[IntArray]:
     """Yield the indices of the points of each budget. `order` and the result are in ascending order of compute.
 
     Points are split at the largest gap in compute until no group is wider than `SAME_COMPUTE`. A group is split further
-    at a clear gap (`CLEAR_GAP`) if the points on both sides form a budget.
+    at a clear gap (`MIN_GAP`) if the points on both sides form a budget.
     """
     if not _is_budget(points, order):
         return
@@ -124,14 +124,14 @@ def _groups(points: Points, order: IntArray) -> Iterator[IntArray]:
 def _is_budget(points: Points, indices: IntArray) -> bool:
     """Return True if points have enough distinct sizes over a large enough range. Their compute is not checked."""
     sizes = np.unique(points.params[indices])
-    return len(sizes) >= MIN_SIZES and bool(sizes[-1] >= SPREAD * sizes[0])
+    return len(sizes) >= MIN_SIZES and bool(sizes[-1] >= MIN_SIZE_RATIO * sizes[0])
 
 
 def _is_clear(points: Points, order: IntArray, gaps: FloatArray, cut: int) -> bool:
     """Return True if the gap before point `cut` separates two budgets."""
     others = np.delete(gaps, cut - 1)
-    wide = gaps[cut - 1] >= max(math.log(CLEAR_GAP), CLEARER * float(others.max(initial=0.0)))
-    return bool(wide) and all(_is_budget(points, half) for half in (order[:cut], order[cut:]))
+    is_wide = gaps[cut - 1] >= max(math.log(MIN_GAP), MIN_GAP_RATIO * float(others.max(initial=0.0)))
+    return bool(is_wide) and all(_is_budget(points, side) for side in (order[:cut], order[cut:]))
 
 
 def _budget(points: Points) -> Budget:
@@ -152,16 +152,16 @@ def _lowest_interval(points: Points) -> tuple[float, float] | None:
     are quadratic in x. The solutions are the interval between two roots, or an unbounded set if the difference of the
     sides opens downwards.
     """
-    freedom = len(points) - 3
-    if freedom < 1:
+    degrees_of_freedom = len(points) - 3
+    if degrees_of_freedom < 1:
         return None
     log_n = np.log(points.params)
-    middle = log_n.mean()
-    design = np.vander(log_n - middle, 3)
+    center = log_n.mean()
+    design = np.vander(log_n - center, 3)
     (a, b, c), *_ = np.linalg.lstsq(design, points.losses, rcond=None)
-    rest = points.losses - design @ [a, b, c]
-    covariance = float(rest @ rest) / freedom * np.linalg.inv(design.T @ design)
-    t_squared = float(stdtrit(freedom, (1 + CONFIDENCE) / 2)) ** 2
+    residuals = points.losses - design @ [a, b, c]
+    covariance = float(residuals @ residuals) / degrees_of_freedom * np.linalg.inv(design.T @ design)
+    t_squared = float(stdtrit(degrees_of_freedom, (1 + CONFIDENCE) / 2)) ** 2
     square = 4 * (a**2 - t_squared * covariance[0, 0])
     linear = 4 * (a * b - t_squared * covariance[0, 1])
     constant = b**2 - t_squared * covariance[1, 1]
@@ -169,7 +169,7 @@ def _lowest_interval(points: Points) -> tuple[float, float] | None:
     if square <= 0:
         return None
     low, high = ((-linear + sign * math.sqrt(inner)) / (2 * square) for sign in (-1, 1))
-    return math.exp(low + middle), math.exp(high + middle)
+    return math.exp(low + center), math.exp(high + center)
 
 
 def _doubt(points: Points) -> str:
@@ -177,13 +177,13 @@ def _doubt(points: Points) -> str:
     order = np.argsort(points.params)
     log_n = np.log(points.params[order])
     log_flops = np.log(points.params[order] * points.tokens[order])
-    of_size = np.concatenate([[0], np.cumsum(np.diff(log_n) > SAME_SIZE)])
-    spans = [float(np.ptp(log_flops[of_size == size])) for size in range(of_size[-1] + 1)]
-    several = [span for span in spans if span > math.log(SAME_RUN)]
-    if not several:
+    size_index = np.concatenate([[0], np.cumsum(np.diff(log_n) > SAME_SIZE)])
+    spans = [float(np.ptp(log_flops[size_index == size])) for size in range(size_index[-1] + 1)]
+    repeated = [span for span in spans if span > math.log(SAME_RUN)]
+    if not repeated:
         return ""
-    difference = 100 * math.expm1(max(several))
+    difference = 100 * math.expm1(max(repeated))
     return (
-        f"{len(several)} of its {len(spans)} sizes occur more than once, with compute up to {difference:.2g} % apart: "
+        f"{len(repeated)} of its {len(spans)} sizes occur more than once, with compute up to {difference:.2g} % apart: "
         "these may be several budgets that are too close to separate"
     )

@@ -30,23 +30,23 @@ STARTS = {
 }
 """Grid of 4,500 starting points (Hoffmann et al., appendix D.3)."""
 
-FEWEST_POINTS = 5
-"""Minimum number of points, equal to the number of constants."""
+NUM_CONSTANTS = 5
+"""Number of constants of a law, and minimum number of points."""
 
-LARGEST_LOG = 700.0
+MAX_LOG = 700.0
 """Maximum logarithm of a constant; the exponential of 710 overflows double precision."""
 
-ROUNDS = 20
+MAX_ROUNDS = 20
 """Maximum runs of the optimizer. Each run starts where the previous one stopped, with a new curvature estimate that may
 allow further progress."""
 
-STEPS, FIRST_STEPS = 5000, 500
+MAX_STEPS, MAX_START_STEPS = 5000, 500
 """Maximum iterations of a round in the final fit, and of the single round from each start that selects the best one."""
 
-EXACT = 1e-16
+EXACT_OBJECTIVE = 1e-16
 """Value of the scaled objective below which a fit counts as exact: residuals of 1e-11 are rounding errors."""
 
-NEAR_STEPS = 200
+MAX_REFINE_EVALUATIONS = 200
 """Maximum function evaluations of a fit that starts near its optimum."""
 
 SAME_SIZE = 0.05
@@ -57,9 +57,9 @@ the tokens by 5 % lowers the loss by beta * 5 % of the term B / D^beta. This is 
 effect of another seed.
 """
 
-FAINT, RAISED = 1e-2, 0.5
-"""Values of a term, as fractions of the lowest loss. The gradient of a term below `FAINT` is too small for the term to
-grow again. A refit with such a term has a second start, where the term is `RAISED`."""
+VANISHED_FRACTION, RESTART_FRACTION = 1e-2, 0.5
+"""Values of a term, as fractions of the lowest loss. The gradient of a term below `VANISHED_FRACTION` is too small for
+the term to grow again. A refit with such a term has a second start, where the term is `RESTART_FRACTION`."""
 
 SAME_LOSS = 1e-6
 """Relative spread within which losses count as equal. It is smaller than `SAME_SIZE` because losses are not rounded."""
@@ -80,7 +80,7 @@ class ScalingLaw:
         return np.asarray(self.E + self.A * np.power(params, -self.alpha) + self.B * np.power(tokens, -self.beta))
 
     @property
-    def falls(self) -> bool:
+    def is_decreasing(self) -> bool:
         """True if the loss falls with both parameters and tokens."""
         return self.alpha > 0 and self.beta > 0
 
@@ -90,14 +90,14 @@ class ScalingLaw:
 
         NaN if the loss does not fall with both parameters and tokens.
         """
-        return self.beta / (self.alpha + self.beta) if self.falls else float("nan")
+        return self.beta / (self.alpha + self.beta) if self.is_decreasing else float("nan")
 
     def best_params(self, flops: FloatArray | float) -> FloatArray:
         """Return the number of parameters with the lowest loss at a compute of 6 N D (Hoffmann et al., equation 4).
 
         NaN if the loss does not fall with both parameters and tokens.
         """
-        if not self.falls:
+        if not self.is_decreasing:
             return np.full_like(flops, np.nan, dtype=np.float64)
         g = (self.alpha * self.A / (self.beta * self.B)) ** (1.0 / (self.alpha + self.beta))
         return np.asarray(g * (np.asarray(flops) / 6.0) ** (self.beta / (self.alpha + self.beta)))
@@ -129,31 +129,31 @@ class _Objective:
     def __init__(self, points: Points, delta: float = DELTA) -> None:
         self._delta = delta
         self._log_n, self._log_d, self._log_l = (np.log(x) for x in (points.params, points.tokens, points.losses))
-        self.middle_n, self.middle_d = self._log_n.mean(), self._log_d.mean()
-        self._n, self._d = self._log_n - self.middle_n, self._log_d - self.middle_d
+        self.center_n, self.center_d = self._log_n.mean(), self._log_d.mean()
+        self._n, self._d = self._log_n - self.center_n, self._log_d - self.center_d
 
     def __call__(self, at: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Return values [...] and gradients [..., 5] at arguments [..., 5]."""
         u, v, e, alpha, beta = np.moveaxis(at, -1, 0)[..., None]
-        of_params, of_tokens = u - alpha * self._n, v - beta * self._d
-        log_sum_p = np.logaddexp(np.logaddexp(of_params, of_tokens), e)
-        share_3p = np.stack([np.exp(x - log_sum_p) for x in (of_params, of_tokens, e)], axis=-2)
-        rest_p = log_sum_p - self._log_l
-        slope_p = np.clip(rest_p, -self._delta, self._delta)
+        params_term, tokens_term = u - alpha * self._n, v - beta * self._d
+        log_sum_p = np.logaddexp(np.logaddexp(params_term, tokens_term), e)
+        share_3p = np.stack([np.exp(x - log_sum_p) for x in (params_term, tokens_term, e)], axis=-2)
+        residuals_p = log_sum_p - self._log_l
+        slope_p = np.clip(residuals_p, -self._delta, self._delta)
         weighted_3p = share_3p * slope_p[..., None, :]
         exponents_2 = np.stack([-(weighted_3p[..., 0, :] @ self._n), -(weighted_3p[..., 1, :] @ self._d)], axis=-1)
         gradient_5 = np.concatenate([weighted_3p.sum(-1), exponents_2], axis=-1)
-        return (slope_p * (rest_p - slope_p / 2.0)).sum(-1), gradient_5
+        return (slope_p * (residuals_p - slope_p / 2.0)).sum(-1), gradient_5
 
-    def rest(self, at: FloatArray) -> FloatArray:
+    def residuals(self, at: FloatArray) -> FloatArray:
         """Return the residuals [n] at arguments [5]: log losses of the law minus those of the points."""
         return np.logaddexp.reduce(self._terms(at), axis=0) - self._log_l
 
-    def slopes(self, at: FloatArray) -> FloatArray:
-        """Return the derivatives [n, 5] of `rest`."""
+    def jacobian(self, at: FloatArray) -> FloatArray:
+        """Return the derivatives [n, 5] of `residuals`."""
         terms = self._terms(at)
-        of_params, of_tokens, constant = np.exp(terms - np.logaddexp.reduce(terms, axis=0))
-        return np.stack([of_params, of_tokens, constant, -of_params * self._n, -of_tokens * self._d], axis=-1)
+        params_term, tokens_term, constant = np.exp(terms - np.logaddexp.reduce(terms, axis=0))
+        return np.stack([params_term, tokens_term, constant, -params_term * self._n, -tokens_term * self._d], axis=-1)
 
     def _terms(self, at: FloatArray) -> FloatArray:
         u, v, e, alpha, beta = at
@@ -161,11 +161,11 @@ class _Objective:
 
     def refine(self, start: FloatArray) -> FloatArray:
         """Minimize from a nearby start with a trust-region method, in far fewer steps than `_descend`."""
-        options = {"ftol": 1e-12, "xtol": 1e-12, "gtol": 1e-14, "max_nfev": NEAR_STEPS}
-        found = least_squares(
-            self.rest, start, self.slopes, loss="huber", f_scale=self._delta, x_scale="jac", **options
+        options = {"ftol": 1e-12, "xtol": 1e-12, "gtol": 1e-14, "max_nfev": MAX_REFINE_EVALUATIONS}
+        result = least_squares(
+            self.residuals, start, self.jacobian, loss="huber", f_scale=self._delta, x_scale="jac", **options
         )
-        return np.asarray(found.x)
+        return np.asarray(result.x)
 
     def scaled(self, at: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Return value and gradient divided by delta^2, a scale that suits the tolerances of an optimizer."""
@@ -175,11 +175,11 @@ class _Objective:
     def arguments(self, constants: FloatArray) -> FloatArray:
         """Convert log A, log B, log E, alpha and beta [..., 5] to arguments [..., 5]."""
         at = np.array(constants, dtype=np.float64)
-        at[..., 0] -= at[..., 3] * self.middle_n
-        at[..., 1] -= at[..., 4] * self.middle_d
+        at[..., 0] -= at[..., 3] * self.center_n
+        at[..., 1] -= at[..., 4] * self.center_d
         return at
 
-    def arguments_of(self, law: ScalingLaw) -> FloatArray:
+    def law_arguments(self, law: ScalingLaw) -> FloatArray:
         """Return the arguments [5] of a law."""
         terms = np.maximum([law.A, law.B, law.E], np.finfo(np.float64).tiny)  # a vanished term may be 0
         return self.arguments(np.array([*np.log(terms), law.alpha, law.beta]))
@@ -191,13 +191,13 @@ class _Objective:
         until the term's constant overflows.
         """
         u, v, e, alpha, beta = at
-        logs = (u + alpha * self.middle_n, v + beta * self.middle_d, e)
-        return bool(np.isfinite(at).all()) and max(logs) < LARGEST_LOG
+        logs = (u + alpha * self.center_n, v + beta * self.center_d, e)
+        return bool(np.isfinite(at).all()) and max(logs) < MAX_LOG
 
     def law(self, at: FloatArray) -> ScalingLaw:
         """Return the law of arguments [5]."""
         u, v, e, alpha, beta = (float(x) for x in at)
-        a, b = np.exp(u + alpha * self.middle_n), np.exp(v + beta * self.middle_d)
+        a, b = np.exp(u + alpha * self.center_n), np.exp(v + beta * self.center_d)
         return ScalingLaw(float(np.exp(e)), float(a), float(b), alpha, beta)
 
 
@@ -209,11 +209,11 @@ def fit(points: Points) -> Fit:
     """
     check_points(points)
     objective = _Objective(points)
-    ends = [_descend(objective, start, rounds=1, steps=FIRST_STEPS) for start in _starts(objective)]
+    ends = [_descend(objective, start, rounds=1, steps=MAX_START_STEPS) for start in _starts(objective)]
     nearest = min(ends, key=lambda end: float(objective(end)[0]))
     # With as few points as constants, many laws fit exactly. L-BFGS alone would need minutes in this flat region.
     nearest = _best(objective, [nearest, objective.refine(nearest)])
-    best = _best(objective, [nearest, _descend(objective, nearest, ROUNDS)])
+    best = _best(objective, [nearest, _descend(objective, nearest, MAX_ROUNDS)])
     return Fit(objective.law(best), float(objective(best)[0]), points)
 
 
@@ -229,10 +229,10 @@ def refit(points: Points, law: ScalingLaw, delta: float = DELTA) -> ScalingLaw:
         delta: threshold of the Huber loss.
     """
     objective = _Objective(points, delta)
-    starts = [objective.arguments_of(law)]
+    starts = [objective.law_arguments(law)]
     terms, lowest = starts[0][:3], np.log(points.losses.min())
-    if terms.min() < lowest + np.log(FAINT):
-        starts.append(np.concatenate([np.maximum(terms, lowest + np.log(RAISED)), starts[0][3:]]))
+    if terms.min() < lowest + np.log(VANISHED_FRACTION):
+        starts.append(np.concatenate([np.maximum(terms, lowest + np.log(RESTART_FRACTION)), starts[0][3:]]))
     ends = [objective.refine(start) for start in starts]
     return objective.law(_best(objective, [starts[0], *ends]))
 
@@ -243,10 +243,10 @@ def _best(objective: _Objective, ends: list[FloatArray]) -> FloatArray:
     return min(usable, key=lambda end: float(objective(end)[0]))
 
 
-def objective_of(law: ScalingLaw, points: Points) -> float:
+def evaluate_objective(law: ScalingLaw, points: Points) -> float:
     """Return the sum of Huber losses of a law over points."""
     objective = _Objective(points)
-    return float(objective(objective.arguments_of(law))[0])
+    return float(objective(objective.law_arguments(law))[0])
 
 
 def check_points(points: Points, where: str = "points") -> None:
@@ -257,9 +257,9 @@ def check_points(points: Points, where: str = "points") -> None:
             all equal.
     """
     distinct = len(np.unique([points.params, points.tokens], axis=1).T)
-    if distinct < FEWEST_POINTS:
-        problem = f"{distinct} points with distinct params or tokens, but the law has {FEWEST_POINTS} constants"
-        raise UserError(where, problem, f"give {FEWEST_POINTS} points or more")
+    if distinct < NUM_CONSTANTS:
+        problem = f"{distinct} points with distinct params or tokens, but the law has {NUM_CONSTANTS} constants"
+        raise UserError(where, problem, f"give {NUM_CONSTANTS} points or more")
     ratio = points.tokens / points.params
     for name, values, spread, result in (
         ("parameters", points.params, SAME_SIZE, "A and alpha cannot be separated from E"),
@@ -281,10 +281,10 @@ def check_points(points: Points, where: str = "points") -> None:
 
 def num_distinct(values: FloatArray) -> int:
     """Count distinct values; values within `SAME_SIZE` of the smallest value of their group count as one."""
-    left, number = np.sort(np.log(values)), 0
-    while len(left):
-        left, number = left[left > left[0] + SAME_SIZE], number + 1
-    return number
+    remaining, count = np.sort(np.log(values)), 0
+    while len(remaining):
+        remaining, count = remaining[remaining > remaining[0] + SAME_SIZE], count + 1
+    return count
 
 
 def _starts(objective: _Objective) -> Iterator[FloatArray]:
@@ -295,15 +295,15 @@ def _starts(objective: _Objective) -> Iterator[FloatArray]:
         yield starts[objective(starts)[0].argmin()]
 
 
-def _descend(objective: _Objective, start: FloatArray, rounds: int, steps: int = STEPS) -> FloatArray:
+def _descend(objective: _Objective, start: FloatArray, rounds: int, steps: int = MAX_STEPS) -> FloatArray:
     """Minimize with L-BFGS from a start, with restarts until a round makes no progress."""
     at, value = start, np.inf
     for _ in range(rounds):
-        if float(objective.scaled(at)[0]) < EXACT:
+        if float(objective.scaled(at)[0]) < EXACT_OBJECTIVE:
             break
         options = {"maxiter": steps, "maxfun": 4 * steps, "maxcor": 20, "ftol": 1e-15, "gtol": 1e-12}
-        found = minimize(objective.scaled, at, jac=True, method="L-BFGS-B", options=options)
-        if not found.fun < value:
+        result = minimize(objective.scaled, at, jac=True, method="L-BFGS-B", options=options)
+        if not result.fun < value:
             break
-        at, value = found.x, found.fun
+        at, value = result.x, result.fun
     return np.asarray(at)

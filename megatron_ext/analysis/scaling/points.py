@@ -13,7 +13,7 @@ from megatron_ext.analysis.run_files import FloatArray, IntArray
 from megatron_ext.utils.atomic_files import os_error_reason
 from megatron_ext.utils.errors import UserError
 
-NUMBERS = ("params", "tokens", "loss")
+REQUIRED_COLUMNS = ("params", "tokens", "loss")
 MIXER, TEST_LOSS = "mixer", "test_loss"
 
 
@@ -36,10 +36,10 @@ class Points:
     def __len__(self) -> int:
         return len(self.losses)
 
-    def take(self, which: IntArray | np.ndarray) -> Points:
+    def take(self, selection: IntArray | np.ndarray) -> Points:
         """Select points by indices or by a boolean mask."""
-        test_losses = None if self.test_losses is None else self.test_losses[which]
-        return Points(self.params[which], self.tokens[which], self.losses[which], test_losses)
+        test_losses = None if self.test_losses is None else self.test_losses[selection]
+        return Points(self.params[selection], self.tokens[selection], self.losses[selection], test_losses)
 
 
 def read_points(path: Path) -> dict[str, Points]:
@@ -66,25 +66,27 @@ def read_points(path: Path) -> dict[str, Points]:
         raise UserError(str(path), f"is not CSV ({error})", "give a CSV file in UTF-8") from None
     if not rows:
         raise UserError(str(path), "contains no points", "give one line per trained model")
-    numbers = [*NUMBERS, TEST_LOSS] if TEST_LOSS in columns else NUMBERS
-    found: dict[str, list[list[float]]] = {}
+    number_columns = [*REQUIRED_COLUMNS, TEST_LOSS] if TEST_LOSS in columns else REQUIRED_COLUMNS
+    values_by_mixer: dict[str, list[list[float]]] = {}
     for where, row in rows:
         mixer = (row.get(MIXER) or "").strip()
         if MIXER in columns and not mixer:
             raise UserError(where, f"{MIXER} is empty", "give the mixer of every point, or remove the column")
-        found.setdefault(mixer, []).append([_number(where, name, row.get(name)) for name in numbers])
-    return {mixer: Points(*np.array(values).T) for mixer, values in found.items()}
+        values_by_mixer.setdefault(mixer, []).append(
+            [_parse_number(where, name, row.get(name)) for name in number_columns]
+        )
+    return {mixer: Points(*np.array(values).T) for mixer, values in values_by_mixer.items()}
 
 
 def _check_columns(path: Path, columns: list[str]) -> None:
-    missing = [name for name in NUMBERS if name not in columns]
+    missing = [name for name in REQUIRED_COLUMNS if name not in columns]
     if missing:
-        there = ", ".join(columns) or "none"
-        hint = f"name the columns {', '.join(NUMBERS)} (and maybe {MIXER}, {TEST_LOSS}) in the first line"
-        raise UserError(str(path), f"has no column {', '.join(missing)}; its columns are {there}", hint)
+        present = ", ".join(columns) or "none"
+        hint = f"name the columns {', '.join(REQUIRED_COLUMNS)} (and maybe {MIXER}, {TEST_LOSS}) in the first line"
+        raise UserError(str(path), f"has no column {', '.join(missing)}; its columns are {present}", hint)
 
 
-def _number(where: str, name: str, text: str | None) -> float:
+def _parse_number(where: str, name: str, text: str | None) -> float:
     try:
         value = float(text or "")
     except ValueError:

@@ -6,17 +6,17 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_ext.analysis.architecture import differing_settings, mixer_label, recipes_of
+from megatron_ext.analysis.architecture import comparable_recipes, differing_settings, mixer_label
 from megatron_ext.analysis.runs import Run
 
-SIZE = (
+SIZE_FIELDS = (
     *("model.pattern", "model.hidden_size", "model.num_attention_heads", "model.num_query_groups", "model.head_dim"),
     *("model.ffn_hidden_size", "training.steps", "training.global_batch_size"),
     *("optimizer.lr", "optimizer.min_lr", "optimizer.warmup_steps", "optimizer.decay_steps"),
 )
 """Fields in which the runs of one law may differ: those that set size and tokens, and those tuned for them."""
 
-OF_LAW = ": "
+LAW_SEPARATOR = ": "
 """Separator between the mixer and the settings that distinguish several laws of one mixer."""
 
 
@@ -29,14 +29,17 @@ def law_names(runs: Sequence[Run]) -> list[str]:
         runs: all runs of a fit.
     """
     labels = [mixer_label(run) for run in runs]
-    recipes = [{field: value for field, value in one.items() if field not in SIZE} for one in recipes_of(runs)]
+    recipes = [
+        {field: value for field, value in recipe.items() if field not in SIZE_FIELDS}
+        for recipe in comparable_recipes(runs)
+    ]
     names = []
     for label, fields in zip(labels, recipes, strict=True):
-        peers = _distinct([one for other, one in zip(labels, recipes, strict=True) if other == label])
+        peers = _distinct([recipe for other, recipe in zip(labels, recipes, strict=True) if other == label])
         settings = differing_settings(fields, peers) if len(peers) > 1 else []
-        names.append(f"{label}{OF_LAW}{', '.join(settings)}" if settings else label)
+        names.append(f"{label}{LAW_SEPARATOR}{', '.join(settings)}" if settings else label)
     return names
 
 
 def _distinct(recipes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    return list({json.dumps(one, sort_keys=True, default=str): one for one in recipes}.values())
+    return list({json.dumps(recipe, sort_keys=True, default=str): recipe for recipe in recipes}.values())

@@ -25,13 +25,13 @@ import numpy as np
 from scipy.special import stdtrit
 
 from megatron_ext.analysis.run_files import FloatArray
-from megatron_ext.analysis.scaling.law import FEWEST_POINTS, Fit
+from megatron_ext.analysis.scaling.law import NUM_CONSTANTS, Fit
 from megatron_ext.analysis.scaling.points import Points
-from megatron_ext.analysis.scaling.robust import SMALLEST_NOISE, Robust, robust
+from megatron_ext.analysis.scaling.robust import MIN_NOISE, RobustFit, fit_robust
 
 CONFIDENCE = 0.95
 
-SMALLEST_EXPONENT, LARGEST_EXPONENT = -1.0, 4.0
+MIN_EXPONENT, MAX_EXPONENT = -1.0, 4.0
 """Range of the exponents. An interval that reaches an end of this range is unbounded on that side. With a larger
 exponent, a term affects only the smallest models, and the other losses hardly depend on the exponent."""
 
@@ -39,7 +39,7 @@ SEARCH_NODES, NODES = 21, 49
 """Nodes per axis of the search grid and of the final grid. With the final grid, the ends of an interval are accurate to
 about a hundredth of the interval's length."""
 
-ROUNDS = 24
+MAX_MOVES = 24
 """Maximum number of moves of the search grid."""
 
 BLOCK_ELEMENTS = 2**21
@@ -57,16 +57,16 @@ class _Face:
         terms: indices of the F terms.
         terms_kf: [K, F], coefficients of the terms.
         inverse_kff: [K, F, F], inverse of the triangular factor R of the design matrix.
-        rest_k: [K], residual sums of squares; infinite where the terms are collinear.
+        squares_k: [K], residual sums of squares; infinite where the terms are collinear.
     """
 
     terms: tuple[int, ...]
     terms_kf: FloatArray
     inverse_kff: FloatArray
-    rest_k: FloatArray
+    squares_k: FloatArray
 
-    def take(self, which: np.ndarray) -> _Face:
-        return _Face(self.terms, self.terms_kf[which], self.inverse_kff[which], self.rest_k[which])
+    def take(self, selection: np.ndarray) -> _Face:
+        return _Face(self.terms, self.terms_kf[selection], self.inverse_kff[selection], self.squares_k[selection])
 
 
 class _LeastSquares:
@@ -76,14 +76,14 @@ class _LeastSquares:
     losses of the robust law.
     """
 
-    def __init__(self, centre: Robust, points: Points) -> None:
+    def __init__(self, robust_fit: RobustFit, points: Points) -> None:
         log_n, log_d = np.log(points.params), np.log(points.tokens)
-        self.middles = float(log_n.mean()), float(log_d.mean())
-        self.n, self.d = log_n - self.middles[0], log_d - self.middles[1]
-        self.weights = 1 / centre.law.loss(points.params, points.tokens)
+        self.centers = float(log_n.mean()), float(log_d.mean())
+        self.n, self.d = log_n - self.centers[0], log_d - self.centers[1]
+        self.weights = 1 / robust_fit.law.loss(points.params, points.tokens)
         # Log losses are expanded to first order about the robust law's losses `at`: log(m) = log(at) + (m - at) / at.
         # The fit is then linear in the losses m.
-        self.targets = 1 + centre.rest
+        self.targets = 1 + robust_fit.residuals
 
     def columns(self, alpha: FloatArray, beta: FloatArray) -> FloatArray:
         """Return the design matrices [K, n, 3] of E, A and B at K pairs of exponents."""
@@ -96,19 +96,19 @@ class _LeastSquares:
         """Solve the least-squares problem of every face at K pairs of exponents."""
         columns_kn3 = self.columns(alpha, beta)
         q_kn3, r_k33 = np.linalg.qr(columns_kn3)
-        of_targets_k3 = np.einsum("kni,n->ki", q_kn3, self.targets)
-        rest_kn = self.targets - np.einsum("kni,ki->kn", q_kn3, of_targets_k3)
-        return [_face(face, r_k33[..., list(face)], of_targets_k3, (rest_kn**2).sum(-1)) for face in FACES]
+        coordinates_k3 = np.einsum("kni,n->ki", q_kn3, self.targets)
+        residuals_kn = self.targets - np.einsum("kni,ki->kn", q_kn3, coordinates_k3)
+        return [_face(face, r_k33[..., list(face)], coordinates_k3, (residuals_kn**2).sum(-1)) for face in FACES]
 
 
-def _face(face: tuple[int, ...], columns_k3f: FloatArray, targets_k3: FloatArray, rest_k: FloatArray) -> _Face:
+def _face(face: tuple[int, ...], columns_k3f: FloatArray, targets_k3: FloatArray, all_terms_k: FloatArray) -> _Face:
     """Solve the least-squares problem of a face.
 
     Args:
         face: indices of its terms.
         columns_k3f: design columns of the face in the orthonormal basis of all three terms.
         targets_k3: targets in the same basis.
-        rest_k: residual sum of squares of the fit with all three terms.
+        all_terms_k: residual sum of squares of the fit with all three terms.
     """
     lengths_kf = np.linalg.norm(columns_k3f, axis=1)
     q_k3f, r_kff = np.linalg.qr(columns_k3f / lengths_kf[:, None])
@@ -116,15 +116,15 @@ def _face(face: tuple[int, ...], columns_k3f: FloatArray, targets_k3: FloatArray
     inverse_kff = (
         np.linalg.inv(np.where(is_determined_k[:, None, None], r_kff, np.eye(len(face)))) / lengths_kf[..., None]
     )
-    of_targets_kf = np.einsum("kif,ki->kf", q_k3f, targets_k3)
-    rest_k3 = targets_k3 - np.einsum("kif,kf->ki", q_k3f, of_targets_kf)
-    squares_k = np.where(is_determined_k, rest_k + (rest_k3**2).sum(-1), np.inf)
-    return _Face(face, np.einsum("kfg,kg->kf", inverse_kff, of_targets_kf), inverse_kff, squares_k)
+    coordinates_kf = np.einsum("kif,ki->kf", q_k3f, targets_k3)
+    residuals_k3 = targets_k3 - np.einsum("kif,kf->ki", q_k3f, coordinates_kf)
+    squares_k = np.where(is_determined_k, all_terms_k + (residuals_k3**2).sum(-1), np.inf)
+    return _Face(face, np.einsum("kfg,kg->kf", inverse_kff, coordinates_kf), inverse_kff, squares_k)
 
 
 def _constrained_minimum(faces: Sequence[_Face]) -> FloatArray:
     """Return the minimum sums of squares [K] subject to E, A, B >= 0, over the faces without negative terms."""
-    candidates = [np.where((face.terms_kf >= 0).all(-1), face.rest_k, np.inf) for face in faces]
+    candidates = [np.where((face.terms_kf >= 0).all(-1), face.squares_k, np.inf) for face in faces]
     return np.asarray(np.min(candidates, axis=0))
 
 
@@ -137,7 +137,7 @@ class Region:
         beta: float64 [K], exponents of tokens in the region.
         faces: least-squares solutions at the K pairs.
         limit: residual sum of squares at the boundary of the region.
-        middles: mean logarithms of parameters and tokens, at which the values of the terms are given.
+        centers: mean logarithms of parameters and tokens, at which the values of the terms are given.
         noise: estimate of sigma, the relative scatter of losses about the law.
         is_open: True where the region reaches an end of the exponents' range: lower and upper end of alpha, lower and
             upper end of beta.
@@ -147,116 +147,116 @@ class Region:
     beta: FloatArray
     faces: Sequence[_Face]
     limit: float
-    middles: tuple[float, float]
+    centers: tuple[float, float]
     noise: float
     is_open: tuple[bool, bool, bool, bool]
 
-    def exponent(self, number: int) -> tuple[float, float]:
+    def exponent(self, index: int) -> tuple[float, float]:
         """Return the interval of alpha (0) or beta (1), infinite on an open side."""
-        values = (self.alpha, self.beta)[number]
-        below, above = self.is_open[2 * number : 2 * number + 2]
+        values = (self.alpha, self.beta)[index]
+        below, above = self.is_open[2 * index : 2 * index + 2]
         return -math.inf if below else float(values.min()), math.inf if above else float(values.max())
 
-    def share(self) -> tuple[float, float]:
+    def params_exponent(self) -> tuple[float, float]:
         """Return the interval of beta / (alpha + beta), the exponent of the optimal size over compute.
 
         Only laws of the region that fall with both parameters and tokens count; NaN if there are none.
         """
-        falls = (self.alpha > 0) & (self.beta > 0)
-        if not falls.any():
+        is_decreasing = (self.alpha > 0) & (self.beta > 0)
+        if not is_decreasing.any():
             return math.nan, math.nan
-        values = self.beta[falls] / (self.alpha[falls] + self.beta[falls])
-        some = not falls.all()
-        none = self.is_open[1] or (some and bool((self.beta <= 0).any()))
-        one = self.is_open[3] or (some and bool((self.alpha <= 0).any()))
-        return 0.0 if none else float(values.min()), 1.0 if one else float(values.max())
+        values = self.beta[is_decreasing] / (self.alpha[is_decreasing] + self.beta[is_decreasing])
+        has_others = not is_decreasing.all()
+        reaches_zero = self.is_open[1] or (has_others and bool((self.beta <= 0).any()))
+        reaches_one = self.is_open[3] or (has_others and bool((self.alpha <= 0).any()))
+        return 0.0 if reaches_zero else float(values.min()), 1.0 if reaches_one else float(values.max())
 
-    def irreducible(self) -> tuple[float, float]:
+    def irreducible_loss(self) -> tuple[float, float]:
         """Return the interval of E."""
         low, high = self._extremes(np.broadcast_to([1.0, 0.0, 0.0], (1, len(self.alpha), 3)))
         return float(low[0]), float(high[0])
 
-    def factor(self, number: int) -> tuple[float, float]:
+    def factor(self, index: int) -> tuple[float, float]:
         """Return the interval of A (0) or B (1).
 
         Where the interval of its exponent is open, the lower end is 0 and the upper end infinite.
         """
-        exponent = (self.alpha, self.beta)[number]
+        exponent = (self.alpha, self.beta)[index]
         row = np.zeros((1, len(exponent), 3))
-        row[..., 1 + number] = np.exp(exponent * self.middles[number])
+        row[..., 1 + index] = np.exp(exponent * self.centers[index])
         low, high = self._extremes(row)
-        below, above = self.is_open[2 * number : 2 * number + 2]
+        below, above = self.is_open[2 * index : 2 * index + 2]
         return 0.0 if below else float(low[0]), math.inf if above else float(high[0])
 
     def band(self, params: FloatArray, tokens: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Return the interval of the law's loss for each model, without the noise of a single run; arguments [...]."""
-        n, d = np.log(params).ravel() - self.middles[0], np.log(tokens).ravel() - self.middles[1]
-        of_params, of_tokens = np.exp(-np.outer(n, self.alpha)), np.exp(-np.outer(d, self.beta))
-        rows = np.stack([np.ones_like(of_params), of_params, of_tokens], axis=-1)
+        n, d = np.log(params).ravel() - self.centers[0], np.log(tokens).ravel() - self.centers[1]
+        params_term, tokens_term = np.exp(-np.outer(n, self.alpha)), np.exp(-np.outer(d, self.beta))
+        rows = np.stack([np.ones_like(params_term), params_term, tokens_term], axis=-1)
         low, high = self._extremes(rows)
         return low.reshape(np.shape(params)), high.reshape(np.shape(params))
 
     def _extremes(self, rows_pk3: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Return minimum and maximum [P] over the region of linear functions of (E, A, B), given as rows [P, K, 3]."""
-        number, block = len(rows_pk3), max(1, BLOCK_ELEMENTS // rows_pk3.shape[1])
-        low, high = np.full(number, np.inf), np.full(number, -np.inf)
+        num_rows, block = len(rows_pk3), max(1, BLOCK_ELEMENTS // rows_pk3.shape[1])
+        low, high = np.full(num_rows, np.inf), np.full(num_rows, -np.inf)
         for face in self.faces:
-            some = np.flatnonzero(face.rest_k <= self.limit)
-            if not len(some):
+            nodes = np.flatnonzero(face.squares_k <= self.limit)
+            if not len(nodes):
                 continue
-            part = face.take(some)
-            slack_k = np.sqrt(self.limit - part.rest_k)
-            for start in range(0, number, block):
+            selected = face.take(nodes)
+            slack_k = np.sqrt(self.limit - selected.squares_k)
+            for start in range(0, num_rows, block):
                 chosen = slice(start, start + block)
-                rows_pkf = rows_pk3[chosen][:, some][..., list(face.terms)]
-                centre_pk = np.einsum("pkf,kf->pk", rows_pkf, part.terms_kf)
-                gradients_pkf = np.einsum("pkf,kfg->pkg", rows_pkf, part.inverse_kff)
+                rows_pkf = rows_pk3[chosen][:, nodes][..., list(face.terms)]
+                centre_pk = np.einsum("pkf,kf->pk", rows_pkf, selected.terms_kf)
+                gradients_pkf = np.einsum("pkf,kfg->pkg", rows_pkf, selected.inverse_kff)
                 norms_pk = np.linalg.norm(gradients_pkf, axis=-1)
                 unit = gradients_pkf / np.maximum(norms_pk, np.finfo(float).tiny)[..., None]
-                offsets_pkf = slack_k[:, None] * np.einsum("kfg,pkg->pkf", part.inverse_kff, unit)
+                offsets_pkf = slack_k[:, None] * np.einsum("kfg,pkg->pkf", selected.inverse_kff, unit)
                 for sign, ends in ((-1.0, low), (1.0, high)):
                     # An extreme with a negative term is invalid. The valid extreme is then on another face.
-                    inside = (part.terms_kf + sign * offsets_pkf >= 0).all(-1)
+                    inside = (selected.terms_kf + sign * offsets_pkf >= 0).all(-1)
                     values = np.where(inside, centre_pk + sign * slack_k * norms_pk, -sign * np.inf)
                     best = values.min(-1) if sign < 0 else values.max(-1)
                     ends[chosen] = (np.minimum if sign < 0 else np.maximum)(ends[chosen], best)
         return low, high
 
 
-def region_of(fitted: Fit) -> Region | None:
+def confidence_region(fitted: Fit) -> Region | None:
     """Compute the 95 % confidence region of laws of a fit; None if there are not more points than constants."""
-    freedom = len(fitted.points) - FEWEST_POINTS
-    if freedom < 1:
+    degrees_of_freedom = len(fitted.points) - NUM_CONSTANTS
+    if degrees_of_freedom < 1:
         return None
-    centre = robust(fitted)
-    problems = _LeastSquares(centre, fitted.points)
-    threshold = 1 + float(stdtrit(freedom, (1 + CONFIDENCE) / 2)) ** 2 / freedom
-    grid = _Grid(problems, np.array([centre.law.alpha, centre.law.beta]), threshold, freedom)
-    alpha, beta, rest, steps = grid.final_grid()
-    inside = rest <= grid.limit
+    robust_fit = fit_robust(fitted)
+    problems = _LeastSquares(robust_fit, fitted.points)
+    threshold = 1 + float(stdtrit(degrees_of_freedom, (1 + CONFIDENCE) / 2)) ** 2 / degrees_of_freedom
+    grid = _Grid(problems, np.array([robust_fit.law.alpha, robust_fit.law.beta]), threshold, degrees_of_freedom)
+    alpha, beta, squares, steps = grid.final_grid()
+    inside = squares <= grid.limit
     alpha, beta = alpha[inside], beta[inside]
     is_open = tuple(
         bool(x)
         for values, step in ((alpha, steps[0]), (beta, steps[1]))
-        for x in (values.min() < SMALLEST_EXPONENT + step, values.max() > LARGEST_EXPONENT - step)
+        for x in (values.min() < MIN_EXPONENT + step, values.max() > MAX_EXPONENT - step)
     )
-    noise = math.sqrt(grid.minimum / freedom)
+    noise = math.sqrt(grid.minimum / degrees_of_freedom)
     faces = problems.faces(alpha, beta)
-    return Region(alpha, beta, faces, grid.limit, problems.middles, noise, is_open)  # type: ignore[arg-type]
+    return Region(alpha, beta, faces, grid.limit, problems.centers, noise, is_open)  # type: ignore[arg-type]
 
 
 class _Grid:
     """Grid of exponents over the region, along the axes of its ellipse in the limit of small noise."""
 
-    def __init__(self, problems: _LeastSquares, start: FloatArray, threshold: float, freedom: int) -> None:
-        self._problems, self._threshold, self._floor = problems, threshold, freedom * SMALLEST_NOISE**2
-        self._centre = np.clip(start, SMALLEST_EXPONENT + 1e-3, LARGEST_EXPONENT)
+    def __init__(self, problems: _LeastSquares, start: FloatArray, threshold: float, degrees_of_freedom: int) -> None:
+        self._problems, self._threshold, self._floor = problems, threshold, degrees_of_freedom * MIN_NOISE**2
+        self._center = np.clip(start, MIN_EXPONENT + 1e-3, MAX_EXPONENT)
         self.minimum = np.inf
-        self._evaluate(self._centre[:, None])
+        self._evaluate(self._center[:, None])
         self._axes = self._ellipse()
-        corners = np.array(list(product((SMALLEST_EXPONENT, LARGEST_EXPONENT), repeat=2)))
-        reach = np.linalg.solve(self._axes, (corners - self._centre).T)
-        self._reach = reach.min(1), reach.max(1)
+        corners = np.array(list(product((MIN_EXPONENT, MAX_EXPONENT), repeat=2)))
+        limits = np.linalg.solve(self._axes, (corners - self._center).T)
+        self._limits = limits.min(1), limits.max(1)
 
     @property
     def limit(self) -> float:
@@ -271,23 +271,24 @@ class _Grid:
             alpha and beta, [2].
         """
         low, high = np.full(2, -1.5), np.full(2, 1.5)
-        for _ in range(ROUNDS):
+        for _ in range(MAX_MOVES):
             nodes = self._nodes(low, high, SEARCH_NODES)
-            rest, step = self._evaluate(self._centre[:, None] + self._axes @ nodes), (high - low) / (SEARCH_NODES - 1)
-            found = nodes[:, rest <= self.limit]
-            if not found.size:  # the region is smaller than the distance of the nodes
-                found = nodes[:, [int(rest.argmin())]]
-            first, last = found.min(1), found.max(1)
+            squares = self._evaluate(self._center[:, None] + self._axes @ nodes)
+            step = (high - low) / (SEARCH_NODES - 1)
+            inside = nodes[:, squares <= self.limit]
+            if not inside.size:  # the region is smaller than the distance of the nodes
+                inside = nodes[:, [int(squares.argmin())]]
+            first, last = inside.min(1), inside.max(1)
             is_cut = first < low + step / 2, last > high - step / 2
-            new_low = np.maximum(np.where(is_cut[0], low - (high - low) / 2, first - 1.5 * step), self._reach[0])
-            new_high = np.minimum(np.where(is_cut[1], high + (high - low) / 2, last + 1.5 * step), self._reach[1])
+            new_low = np.maximum(np.where(is_cut[0], low - (high - low) / 2, first - 1.5 * step), self._limits[0])
+            new_high = np.minimum(np.where(is_cut[1], high + (high - low) / 2, last + 1.5 * step), self._limits[1])
             change = np.abs([new_low - low, new_high - high]).max(0) / (high - low)
             low, high = new_low, new_high
             if change.max() < 0.1:
                 break
-        exponents = self._centre[:, None] + self._axes @ self._nodes(low, high, NODES)
-        rest, steps = self._evaluate(exponents), np.abs(self._axes) @ (high - low) / (NODES - 1)
-        return exponents[0], exponents[1], rest, steps
+        exponents = self._center[:, None] + self._axes @ self._nodes(low, high, NODES)
+        squares, steps = self._evaluate(exponents), np.abs(self._axes) @ (high - low) / (NODES - 1)
+        return exponents[0], exponents[1], squares, steps
 
     @staticmethod
     def _nodes(low: FloatArray, high: FloatArray, number: int) -> FloatArray:
@@ -295,20 +296,20 @@ class _Grid:
 
     def _evaluate(self, exponents: FloatArray) -> FloatArray:
         """Return minimum sums of squares [K] at exponents [2, K], infinite out of range, and update `minimum`."""
-        inside = ((exponents >= SMALLEST_EXPONENT - 1e-9) & (exponents <= LARGEST_EXPONENT + 1e-9)).all(0)
-        rest = np.full(exponents.shape[1], np.inf)
-        rest[inside] = _constrained_minimum(self._problems.faces(*exponents[:, inside]))
-        self.minimum = min(self.minimum, max(float(rest.min()), self._floor))
-        return rest
+        inside = ((exponents >= MIN_EXPONENT - 1e-9) & (exponents <= MAX_EXPONENT + 1e-9)).all(0)
+        squares = np.full(exponents.shape[1], np.inf)
+        squares[inside] = _constrained_minimum(self._problems.faces(*exponents[:, inside]))
+        self.minimum = min(self.minimum, max(float(squares.min()), self._floor))
+        return squares
 
     def _ellipse(self) -> FloatArray:
         """Return the half axes of the region as columns [2, 2], by a second-order expansion at the center."""
-        (full,) = (face for face in self._problems.faces(*self._centre[:, None]) if len(face.terms) == 3)
-        columns_n3 = self._problems.columns(*self._centre[:, None])[0]
+        (full,) = (face for face in self._problems.faces(*self._center[:, None]) if len(face.terms) == 3)
+        columns_n3 = self._problems.columns(*self._center[:, None])[0]
         slopes_n2 = -columns_n3[:, 1:] * full.terms_kf[0, 1:] * np.stack([self._problems.n, self._problems.d], axis=-1)
         q, _ = np.linalg.qr(columns_n3)
         slopes_n2 -= q @ (q.T @ slopes_n2)
         values, axes = np.linalg.eigh(slopes_n2.T @ slopes_n2)
-        room = self.limit - self.minimum
-        widest = LARGEST_EXPONENT - SMALLEST_EXPONENT
-        return np.asarray(axes * np.sqrt(room / np.maximum(values, room / widest**2)))
+        margin = self.limit - self.minimum
+        widest = MAX_EXPONENT - MIN_EXPONENT
+        return np.asarray(axes * np.sqrt(margin / np.maximum(values, margin / widest**2)))

@@ -15,52 +15,53 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_ext.analysis.run_files import FloatArray
-from megatron_ext.analysis.scaling.law import FEWEST_POINTS, Fit, ScalingLaw, refit
+from megatron_ext.analysis.scaling.law import NUM_CONSTANTS, Fit, ScalingLaw, refit
 
-BOUND = 1.345
+CLIP_THRESHOLD = 1.345
 """Threshold in standard deviations of the scatter. Larger residuals are clipped to the threshold."""
 
-EXPECTED = 0.71016
-"""Mean square of a standard normal variable that is clipped to +-`BOUND`."""
+CLIPPED_VARIANCE = 0.71016
+"""Mean square of a standard normal variable that is clipped to +-`CLIP_THRESHOLD`."""
 
-SMALLEST_NOISE = 1e-8
+MIN_NOISE = 1e-8
 """Minimum standard deviation of log losses. Smaller scatter consists of rounding errors."""
 
-ROUNDS, SETTLED = 10, 0.02
+MAX_ITERATIONS, TOLERANCE = 10, 0.02
 """Maximum iterations of fit and scatter estimate, and the relative change of the scatter at which they stop."""
 
 
 @dataclass(frozen=True)
-class Robust:
+class RobustFit:
     """Robust fit for intervals.
 
     Attributes:
         law: law of the second fit; equal to the fitted law for points without noise.
-        rest: float64 [n], residuals of log losses as pseudo-observations. They are clipped, and scaled so that a
+        residuals: float64 [n], residuals of log losses as pseudo-observations. They are clipped, and scaled so that a
             least-squares fit to them has the variance of the robust fit.
     """
 
     law: ScalingLaw
-    rest: FloatArray
+    residuals: FloatArray
 
 
-def robust(fitted: Fit) -> Robust:
+def fit_robust(fitted: Fit) -> RobustFit:
     """Compute the robust fit, starting at a fitted law. There must be more points than constants."""
-    points, law, freedom = fitted.points, fitted.law, len(fitted.points) - FEWEST_POINTS
-    rest = _residuals(fitted, law)
-    noise = max(math.sqrt(float(rest @ rest) / freedom), SMALLEST_NOISE)
-    for _ in range(ROUNDS):
-        law = refit(points, law, BOUND * noise)
-        rest = _residuals(fitted, law)
-        clipped = np.clip(rest, -BOUND * noise, BOUND * noise)
-        before, noise = noise, max(math.sqrt(float(clipped @ clipped) / (freedom * EXPECTED)), SMALLEST_NOISE)
-        if abs(noise / before - 1) < SETTLED:
+    points, law, degrees_of_freedom = fitted.points, fitted.law, len(fitted.points) - NUM_CONSTANTS
+    residuals = _residuals(fitted, law)
+    noise = max(math.sqrt(float(residuals @ residuals) / degrees_of_freedom), MIN_NOISE)
+    for _ in range(MAX_ITERATIONS):
+        law = refit(points, law, CLIP_THRESHOLD * noise)
+        residuals = _residuals(fitted, law)
+        clipped = np.clip(residuals, -CLIP_THRESHOLD * noise, CLIP_THRESHOLD * noise)
+        variance = float(clipped @ clipped) / (degrees_of_freedom * CLIPPED_VARIANCE)
+        previous, noise = noise, max(math.sqrt(variance), MIN_NOISE)
+        if abs(noise / previous - 1) < TOLERANCE:
             break
-    clipped = np.clip(rest, -BOUND * noise, BOUND * noise)
-    free = max(float((np.abs(rest) < BOUND * noise).mean()), 1 / len(rest))
+    clipped = np.clip(residuals, -CLIP_THRESHOLD * noise, CLIP_THRESHOLD * noise)
+    unclipped = max(float((np.abs(residuals) < CLIP_THRESHOLD * noise).mean()), 1 / len(residuals))
     # Huber's correction of the variance for few points, K in his equation 7.6.
-    correction = 1 + FEWEST_POINTS / len(rest) * (1 - free) / free
-    return Robust(law, clipped * correction / free)
+    correction = 1 + NUM_CONSTANTS / len(residuals) * (1 - unclipped) / unclipped
+    return RobustFit(law, clipped * correction / unclipped)
 
 
 def _residuals(fitted: Fit, law: ScalingLaw) -> FloatArray:

@@ -13,15 +13,15 @@ import numpy as np
 
 from megatron_ext.analysis.run_texts import text_warnings
 from megatron_ext.analysis.runs import Run, read_runs
-from megatron_ext.analysis.scaling.points import MIXER, NUMBERS, TEST_LOSS, Points
-from megatron_ext.analysis.scaling.pooled import OF_LAW, law_names
+from megatron_ext.analysis.scaling.points import MIXER, REQUIRED_COLUMNS, TEST_LOSS, Points
+from megatron_ext.analysis.scaling.pooled import LAW_SEPARATOR, law_names
 from megatron_ext.run_folder.layout import CONFIG, METRICS, MODEL
 from megatron_ext.utils.errors import UserError
 from megatron_ext.utils.markdown import csv_row
 
-_LONGEST_LINE = 1 << 24
+_MAX_LINE_BYTES = 1 << 24
 
-WINDOW = 0.05
+WINDOW_FRACTION = 0.05
 """Final fraction of a run's steps over which its training loss is averaged, because the loss of one batch is noisy."""
 
 MAX_WINDOW = 100
@@ -51,12 +51,12 @@ class RunPoint:
 
 
 @dataclass(frozen=True)
-class LeftOut:
-    """Run that is left out of the fit.
+class ExcludedRun:
+    """Run that is excluded from the fit.
 
     Attributes:
         run: run folder.
-        reason: reason for leaving it out.
+        reason: reason for the exclusion.
     """
 
     run: Path
@@ -71,18 +71,18 @@ class RunPoints(list[RunPoint]):
 
     Args:
         points: points of finished runs.
-        left_out: runs that are left out.
+        excluded: runs that are excluded from the fit.
 
     Attributes:
-        left_out: runs that are left out.
+        excluded: runs that are excluded from the fit.
     """
 
-    def __init__(self, points: Iterable[RunPoint] = (), left_out: Sequence[LeftOut] = ()) -> None:
+    def __init__(self, points: Iterable[RunPoint] = (), excluded: Sequence[ExcludedRun] = ()) -> None:
         super().__init__(points)
-        self.left_out = list(left_out)
+        self.excluded = list(excluded)
 
 
-def points_of_runs(paths: Sequence[Path], *, embeddings: bool = True) -> RunPoints:
+def read_run_points(paths: Sequence[Path], *, embeddings: bool = True) -> RunPoints:
     """Read run folders and return a point for each finished run.
 
     Args:
@@ -98,33 +98,33 @@ def points_of_runs(paths: Sequence[Path], *, embeddings: bool = True) -> RunPoin
     if not folders:
         raise _none_finished(without_steps)
     _warn(without_steps)
-    points = points_of(read_runs(folders, evaluated=False), paths, embeddings=embeddings)
-    return RunPoints(points, [*without_steps, *points.left_out])
+    points = run_points(read_runs(folders, evaluated=False), paths, embeddings=embeddings)
+    return RunPoints(points, [*without_steps, *points.excluded])
 
 
-def points_of(runs: Sequence[Run], named: Sequence[Path] = (), *, embeddings: bool = True) -> RunPoints:
+def run_points(runs: Sequence[Run], given: Sequence[Path] = (), *, embeddings: bool = True) -> RunPoints:
     """Return a point for each finished run.
 
     Args:
         runs: the runs.
-        named: folders given by the user. A run whose own folder is among them must be finished.
+        given: folders given by the user. A run whose own folder is among them must be finished.
         embeddings: whether to count the parameters of embeddings and output layer.
 
     Raises:
-        UserError: a run of `named` is unfinished, no run is finished, or a run has no recorded number of parameters.
+        UserError: a run of `given` is unfinished, no run is finished, or a run has no recorded number of parameters.
     """
-    reasons = {run.path: reason for run in runs if (reason := _unfinished(run))}
-    given = {path.resolve() for path in named}
+    reasons = {run.path: reason for run in runs if (reason := _unfinished_reason(run))}
+    resolved = {path.resolve() for path in given}
     for path, reason in reasons.items():
-        if path.resolve() in given:
+        if path.resolve() in resolved:
             raise UserError(str(path), reason, "finish it with --resume, or remove it")
-    left_out = [LeftOut(path, reason) for path, reason in reasons.items()]
-    if len(left_out) == len(runs):
-        raise _none_finished(left_out)
-    _warn(left_out)
+    excluded = [ExcludedRun(path, reason) for path, reason in reasons.items()]
+    if len(excluded) == len(runs):
+        raise _none_finished(excluded)
+    _warn(excluded)
     finished = [run for run in runs if run.path not in reasons]
     names = law_names(finished)
-    for line in (*text_warnings(finished), *_several_laws(names)):
+    for line in (*text_warnings(finished), *_law_warnings(names)):
         print(f"warning: {line}", file=sys.stderr)
     points = [_point(run, name, embeddings) for run, name in zip(finished, names, strict=True)]
     missing = [point for point in points if point.test_loss is None]
@@ -133,20 +133,20 @@ def points_of(runs: Sequence[Run], named: Sequence[Path] = (), *, embeddings: bo
             f"warning: {missing[0].run} has no test loss after its last step: test losses are not fitted",
             file=sys.stderr,
         )
-    return RunPoints(points, left_out)
+    return RunPoints(points, excluded)
 
 
-def _started_runs(paths: Sequence[Path]) -> tuple[list[Path], list[LeftOut]]:
-    """Return the run folders to read, and the runs without a step inside given folders of runs, which are left out."""
+def _started_runs(paths: Sequence[Path]) -> tuple[list[Path], list[ExcludedRun]]:
+    """Return the run folders to read, and the runs without a step inside given folders of runs, which are excluded."""
     folders: list[Path] = []
-    left_out: list[LeftOut] = []
+    excluded: list[ExcludedRun] = []
     for path in paths:
         runs = [] if (path / CONFIG).exists() or not path.is_dir() else sorted(path.iterdir())
         runs = [run for run in runs if (run / CONFIG).exists()]
-        without = [run for run in runs if not _has_a_step(run / METRICS)]
-        left_out += [LeftOut(run, "has no step yet") for run in without]
-        folders += [run for run in runs if run not in without] or ([] if runs else [path])
-    return folders, left_out
+        unstarted = [run for run in runs if not _has_a_step(run / METRICS)]
+        excluded += [ExcludedRun(run, "has no step yet") for run in unstarted]
+        folders += [run for run in runs if run not in unstarted] or ([] if runs else [path])
+    return folders, excluded
 
 
 def _has_a_step(metrics: Path) -> bool:
@@ -154,62 +154,62 @@ def _has_a_step(metrics: Path) -> bool:
     if not metrics.is_file():
         return False
     with metrics.open("rb") as file:
-        return file.readline(_LONGEST_LINE).endswith(b"\n")
+        return file.readline(_MAX_LINE_BYTES).endswith(b"\n")
 
 
-def _unfinished(run: Run) -> str:
+def _unfinished_reason(run: Run) -> str:
     """Return the reason why a run is unfinished; empty if it is finished."""
     steps, last = int(run.config["training"]["steps"]), int(run.steps[-1])
     return "" if last == steps else f"stopped at step {last} of {steps}"
 
 
-def _none_finished(left_out: Sequence[LeftOut]) -> UserError:
-    first, more = left_out[0], len(left_out) - 1
+def _none_finished(excluded: Sequence[ExcludedRun]) -> UserError:
+    first, more = excluded[0], len(excluded) - 1
     problem = first.reason + (f", and none of the {more} others is finished" if more else "")
     return UserError(str(first.run), problem, "resume some of them with --resume")
 
 
-def _warn(left_out: Sequence[LeftOut]) -> None:
-    for one in left_out:
-        print(f"warning: {one}: it is not used in the fit", file=sys.stderr)
+def _warn(excluded: Sequence[ExcludedRun]) -> None:
+    for run in excluded:
+        print(f"warning: {run}: it is not used in the fit", file=sys.stderr)
 
 
 def by_mixer(points: Sequence[RunPoint]) -> dict[str, Points]:
     """Group points by mixer, in the order of first occurrence. Test losses are included only if all points have one."""
-    tested = _tested(points)
-    found: dict[str, list[list[float]]] = {}
+    has_test_losses = _has_test_losses(points)
+    values_by_mixer: dict[str, list[list[float]]] = {}
     for point in points:
         values = [point.params, point.tokens, point.loss]
-        found.setdefault(point.mixer, []).append([*values, point.test_loss] if tested else values)  # type: ignore[list-item]
-    return {mixer: Points(*np.array(values, dtype=np.float64).T) for mixer, values in found.items()}
+        values_by_mixer.setdefault(point.mixer, []).append([*values, point.test_loss] if has_test_losses else values)  # type: ignore[list-item]
+    return {mixer: Points(*np.array(values, dtype=np.float64).T) for mixer, values in values_by_mixer.items()}
 
 
 def as_csv(points: Sequence[RunPoint]) -> str:
     """Return the points as a CSV file in the format of `read_points`, with a column for the run."""
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
-    tested = _tested(points)
-    writer.writerow([*NUMBERS, MIXER, *([TEST_LOSS] if tested else []), "run"])
+    has_test_losses = _has_test_losses(points)
+    writer.writerow([*REQUIRED_COLUMNS, MIXER, *([TEST_LOSS] if has_test_losses else []), "run"])
     for point in points:
         numbers = [point.params, point.tokens, repr(point.loss)]
-        last = [repr(point.test_loss)] if tested else []
+        last = [repr(point.test_loss)] if has_test_losses else []
         writer.writerow(csv_row([*numbers, point.mixer, *last, point.run]))
     return stream.getvalue()
 
 
-def _tested(points: Sequence[RunPoint]) -> bool:
+def _has_test_losses(points: Sequence[RunPoint]) -> bool:
     return all(point.test_loss is not None for point in points)
 
 
-def _several_laws(names: Sequence[str]) -> list[str]:
+def _law_warnings(names: Sequence[str]) -> list[str]:
     """Return a warning for each mixer whose runs belong to several laws."""
     laws: dict[str, list[str]] = {}
     for name in dict.fromkeys(names):
-        laws.setdefault(name.partition(OF_LAW)[0], []).append(name)
+        laws.setdefault(name.partition(LAW_SEPARATOR)[0], []).append(name)
     return [
-        f"the runs of {mixer} have different settings, and each group gets a law of its own: {'; '.join(some)}"
-        for mixer, some in laws.items()
-        if len(some) > 1
+        f"the runs of {mixer} have different settings, and each group gets a law of its own: {'; '.join(laws_of_mixer)}"
+        for mixer, laws_of_mixer in laws.items()
+        if len(laws_of_mixer) > 1
     ]
 
 
@@ -221,7 +221,7 @@ def _point(run: Run, name: str, embeddings: bool) -> RunPoint:
     params = run.size.parameters
     if not embeddings:
         params -= run.size.embedding_parameters + run.size.output_layer_parameters
-    window = min(max(1, round(WINDOW * last)), MAX_WINDOW)
+    window = min(max(1, round(WINDOW_FRACTION * last)), MAX_WINDOW)
     loss = float(run.losses[run.steps > last - window].mean())
     return RunPoint(run.path, name, params, int(run.tokens[-1]), loss, _test_loss(run))
 

@@ -16,7 +16,7 @@ from megatron_ext.analysis.scaling.fit_output import (
 )
 from megatron_ext.analysis.scaling.fitting import MixerFit, MixerPair, ScalingFit
 from megatron_ext.analysis.scaling.uncertainty import PARAMS_EXPONENT
-from megatron_ext.analysis.scaling.unidentifiable import CONSTANTS, names_of
+from megatron_ext.analysis.scaling.unidentifiable import CONSTANTS, undetermined_names
 from megatron_ext.analysis.style import Picture
 
 SIGNIFICANCE = 0.05
@@ -30,7 +30,7 @@ class Scaling:
     Attributes:
         answers: one line for each pair of mixers on their difference.
         constants: table of the constants of each mixer's law, with intervals.
-        remarks: heading and text of remarks on each mixer and on runs that were left out.
+        remarks: heading and text of remarks on each mixer and on runs that were excluded.
         transfer: table of the laws of test loss over training loss; None: there are no test losses.
         pairs: table of the differences between mixers in these laws; None: there is no pair.
         pictures: figures of laws, IsoFLOP parabolas and test loss.
@@ -49,7 +49,7 @@ class Scaling:
 def section(result: ScalingFit) -> Scaling:
     """Build the section of a fit."""
     remarks = [remark for mixer, own in result.mixers.items() for remark in _remarks(mixer, own)]
-    remarks += [("Left out", f"{run}.") for run in result.runs.left_out]
+    remarks += [("Left out", f"{run}.") for run in result.runs.excluded]
     return Scaling(
         answers=[_answer(pair) for pair in result.differences],
         constants=_constants(result),
@@ -80,13 +80,13 @@ def _constants(result: ScalingFit) -> Table:
             cells.append(Cell(f"{value:.5g}", value, interval))
         rows.append([text(mixer), count(len(own.fitted.points)), *cells, _exponent(own)])
     caption = "L(N, D) = E + A / N^alpha + B / D^beta in nats per token, with 95\u00a0% profile-likelihood intervals"
-    return Table(caption, ["mixer", "runs", *CONSTANTS, "best size grows as compute^"], rows, below=True)
+    return Table(caption, ["mixer", "runs", *CONSTANTS, "best size grows as compute^"], rows, notes_below=True)
 
 
 def _exponent(result: MixerFit) -> Cell:
     """Return the exponent of the optimal size by the law; that of the IsoFLOP parabolas is among the remarks."""
-    law, unidentifiable = result.fitted.law, names_of(result.uncertainty.unidentifiable)
-    if not law.falls or "alpha" in unidentifiable or "beta" in unidentifiable:
+    law, unidentifiable = result.fitted.law, undetermined_names(result.uncertainty.unidentifiable)
+    if not law.is_decreasing or "alpha" in unidentifiable or "beta" in unidentifiable:
         return NOTHING
     interval = format_interval(result.uncertainty.interval(PARAMS_EXPONENT), ".3f") or "interval unknown"
     return Cell(f"{law.params_exponent:.3f}", law.params_exponent, interval)
@@ -108,12 +108,14 @@ def _transfer(result: ScalingFit) -> Table | None:
             exponent = Cell(f"{line.exponent:.4g}", line.exponent, f"{low:.3g} to {high:.3g}")
             deviation = Cell(f"{100 * line.deviation:.2f} %", line.deviation)
             rows.append(
-                [text(mixer), count(len(line.rest)), Cell(f"{line.factor:.4g}", line.factor), exponent, deviation]
+                [text(mixer), count(len(line.residuals)), Cell(f"{line.factor:.4g}", line.factor), exponent, deviation]
             )
     caption = (
         "Test loss = factor * training loss^exponent, with 95\u00a0% intervals, and the deviation of the runs from it"
     )
-    return Table(caption, ["mixer", "runs", "factor", "exponent", "deviation"], rows, below=True) if rows else None
+    return (
+        Table(caption, ["mixer", "runs", "factor", "exponent", "deviation"], rows, notes_below=True) if rows else None
+    )
 
 
 def _pairs(differences: Sequence[MixerPair]) -> Table | None:

@@ -17,9 +17,9 @@ from megatron_ext.analysis.run_files import FloatArray
 MIN_MODELS = 3
 """Minimum number of models of a mixer; two points always lie on a line."""
 
-COVERAGE = 0.95
+CONFIDENCE = 0.95
 
-ROUNDING = 1e-28
+MIN_VARIANCE = 1e-28
 """Variance of log losses below which there are only rounding errors."""
 
 
@@ -33,7 +33,7 @@ class Line:
         log_factor: value of the line at a training loss of 1 nat.
         deviation: standard deviation of the residuals, relative to the loss.
         log_train: float64 [n], logarithms of training losses.
-        rest: float64 [n], residuals: logarithms of test losses minus the line.
+        residuals: float64 [n], logarithms of test losses minus the line.
     """
 
     exponent: float
@@ -41,7 +41,7 @@ class Line:
     log_factor: float
     deviation: float
     log_train: FloatArray
-    rest: FloatArray
+    residuals: FloatArray
 
     @property
     def factor(self) -> float:
@@ -51,12 +51,12 @@ class Line:
     @property
     def log_test(self) -> FloatArray:
         """Logarithms of test losses, float64 [n]."""
-        return self.at(self.log_train) + self.rest
+        return self.at(self.log_train) + self.residuals
 
     @property
-    def freedom(self) -> int:
+    def degrees_of_freedom(self) -> int:
         """Degrees of freedom of the residuals."""
-        return len(self.rest) - 2
+        return len(self.residuals) - 2
 
     def at(self, log_train: FloatArray | float) -> FloatArray:
         """Return the logarithms of test losses by the line at logarithms of training losses."""
@@ -72,11 +72,11 @@ class Line:
         """Return the covariance of the line's value at log training loss `origin` and its slope, float64 [2, 2]."""
         x = self.log_train - origin
         design = np.stack([np.ones_like(x), x], axis=1)
-        return np.asarray(max(self.deviation**2, ROUNDING) * np.linalg.inv(design.T @ design))
+        return np.asarray(max(self.deviation**2, MIN_VARIANCE) * np.linalg.inv(design.T @ design))
 
     def half_width(self, log_train: FloatArray | float) -> FloatArray:
         """Return the half width of the line's 95 % interval at log training losses, in logarithms."""
-        t = float(stdtrit(self.freedom, (1 + COVERAGE) / 2))
+        t = float(stdtrit(self.degrees_of_freedom, (1 + CONFIDENCE) / 2))
         return np.asarray(t * self.deviation * np.sqrt(self.uncertainty(log_train)))
 
 
@@ -99,7 +99,7 @@ class Difference:
     interval: tuple[float, float] | None
 
 
-def line_of(train: FloatArray, test: FloatArray) -> Line | None:
+def fit_line(train: FloatArray, test: FloatArray) -> Line | None:
     """Fit the line of a mixer's models.
 
     Args:
@@ -114,57 +114,62 @@ def line_of(train: FloatArray, test: FloatArray) -> Line | None:
         return None
     centred = x - x.mean()
     exponent = float(centred @ y / (centred @ centred))
-    rest = y - y.mean() - exponent * centred
-    deviation = float(np.sqrt(rest @ rest / (len(x) - 2)))
-    half = float(stdtrit(len(x) - 2, (1 + COVERAGE) / 2)) * deviation / float(np.sqrt(centred @ centred))
+    residuals = y - y.mean() - exponent * centred
+    deviation = float(np.sqrt(residuals @ residuals / (len(x) - 2)))
+    half_width = float(stdtrit(len(x) - 2, (1 + CONFIDENCE) / 2)) * deviation / float(np.sqrt(centred @ centred))
     log_factor = float(y.mean() - exponent * x.mean())
-    return Line(exponent, (exponent - half, exponent + half), log_factor, deviation, x, rest)
+    return Line(exponent, (exponent - half_width, exponent + half_width), log_factor, deviation, x, residuals)
 
 
-def difference(one: Line, other: Line) -> Difference:
+def difference(first: Line, second: Line) -> Difference:
     """Test if two lines are equal, and estimate the ratio of test losses in the middle of the common range.
 
     Each mixer has a separate scatter, so the degrees of freedom are approximate. They follow Welch (1947) for the
     ratio, and Krishnamoorthy & Yu (2004, Statistics & Probability Letters 66) for the test of both constants.
     """
-    p_value = _probability(one, other)
-    low = max(one.log_train.min(), other.log_train.min())
-    high = min(one.log_train.max(), other.log_train.max())
+    p_value = _p_value(first, second)
+    low = max(first.log_train.min(), second.log_train.min())
+    high = min(first.log_train.max(), second.log_train.max())
     if low > high:
         return Difference(p_value, None, None, None)
     middle = float(low + high) / 2
-    log_ratio = float(other.at(middle) - one.at(middle))
-    variances = [max(line.deviation**2, ROUNDING) * float(line.uncertainty(middle)) for line in (one, other)]
-    freedom = sum(variances) ** 2 / sum(v**2 / line.freedom for v, line in zip(variances, (one, other), strict=True))
-    half = float(stdtrit(freedom, (1 + COVERAGE) / 2)) * np.sqrt(sum(variances))
-    ratio, low_ratio, high_ratio = (float(np.exp(x)) for x in (log_ratio, log_ratio - half, log_ratio + half))
+    log_ratio = float(second.at(middle) - first.at(middle))
+    variances = [max(line.deviation**2, MIN_VARIANCE) * float(line.uncertainty(middle)) for line in (first, second)]
+    degrees_of_freedom = sum(variances) ** 2 / sum(
+        v**2 / line.degrees_of_freedom for v, line in zip(variances, (first, second), strict=True)
+    )
+    half_width = float(stdtrit(degrees_of_freedom, (1 + CONFIDENCE) / 2)) * np.sqrt(sum(variances))
+    ratio, low_ratio, high_ratio = (
+        float(np.exp(x)) for x in (log_ratio, log_ratio - half_width, log_ratio + half_width)
+    )
     return Difference(p_value, float(np.exp(middle)), ratio, (low_ratio, high_ratio))
 
 
-def _probability(one: Line, other: Line) -> float:
+def _p_value(first: Line, second: Line) -> float:
     """Return the p-value of the null hypothesis that both lines have the same two constants."""
-    lines = (one, other)
-    if _rest_of_one_line(lines) <= ROUNDING * sum(len(line.rest) for line in lines):
+    lines = (first, second)
+    if _common_line_squares(lines) <= MIN_VARIANCE * sum(len(line.residuals) for line in lines):
         return 1.0  # no noise, and all points on one line
     origin = float(np.mean([line.log_train.mean() for line in lines]))
-    difference = np.array([other.at(origin) - one.at(origin), other.exponent - one.exponent])
+    difference = np.array([second.at(origin) - first.at(origin), second.exponent - first.exponent])
     covariances = [line.covariance(origin) for line in lines]
     inverse = np.linalg.inv(sum(covariances))
     constants, spread = len(difference), 0.0
     for line, covariance in zip(lines, covariances, strict=True):
-        share = covariance @ inverse
-        spread += (np.trace(share @ share) + np.trace(share) ** 2) / line.freedom
-    freedom = constants * (constants + 1) / spread
-    left = freedom - constants + 1
-    if left <= 0:
+        weight = covariance @ inverse
+        spread += (np.trace(weight @ weight) + np.trace(weight) ** 2) / line.degrees_of_freedom
+    degrees_of_freedom = constants * (constants + 1) / spread
+    denominator_freedom = degrees_of_freedom - constants + 1
+    if denominator_freedom <= 0:
         return 1.0  # nearly all scatter is from three models, too few to estimate it
-    return float(fdtrc(constants, left, float(difference @ inverse @ difference) * left / (freedom * constants)))
+    statistic = float(difference @ inverse @ difference) * denominator_freedom / (degrees_of_freedom * constants)
+    return float(fdtrc(constants, denominator_freedom, statistic))
 
 
-def _rest_of_one_line(lines: Sequence[Line]) -> float:
+def _common_line_squares(lines: Sequence[Line]) -> float:
     """Return the residual sum of squares of one line through all points."""
     x = np.concatenate([line.log_train for line in lines])
     y = np.concatenate([line.log_test for line in lines])
     centred = x - x.mean()
-    rest = y - y.mean() - (centred @ y / (centred @ centred)) * centred
-    return float(rest @ rest)
+    residuals = y - y.mean() - (centred @ y / (centred @ centred)) * centred
+    return float(residuals @ residuals)

@@ -9,26 +9,26 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_ext.analysis.run_files import FloatArray
-from megatron_ext.analysis.scaling.law import FEWEST_POINTS, Fit, ScalingLaw, fit
+from megatron_ext.analysis.scaling.law import NUM_CONSTANTS, Fit, ScalingLaw, fit
 from megatron_ext.analysis.scaling.points import Points
-from megatron_ext.analysis.scaling.profile import Region, region_of
-from megatron_ext.analysis.scaling.unidentifiable import Undetermined, names_of, unidentifiable
+from megatron_ext.analysis.scaling.profile import Region, confidence_region
+from megatron_ext.analysis.scaling.unidentifiable import Undetermined, undetermined_names, unidentifiable
 from megatron_ext.utils.errors import UserError
 
-HELD_OUT = 0.1
+HELD_OUT_FRACTION = 0.1
 """Fraction of the points that a back-test holds out. The points of the largest models are held out."""
 
 PARAMS_EXPONENT, TOKENS_EXPONENT = "params_exponent", "tokens_exponent"
 """Exponents a and b of the optimal numbers of parameters and tokens over compute: N ~ C^a, D ~ C^b, a + b = 1."""
 
 NO_FREEDOM = (
-    f"{FEWEST_POINTS} points for {FEWEST_POINTS} constants leave no residual to estimate the noise: no intervals"
+    f"{NUM_CONSTANTS} points for {NUM_CONSTANTS} constants leave no residual to estimate the noise: no intervals"
 )
 
 
 @dataclass(frozen=True)
 class Uncertainty:
-    """95 % profile-likelihood intervals of a law; see `region_of`.
+    """95 % profile-likelihood intervals of a law; see `confidence_region`.
 
     The intervals cover the noise of the points about the law, from each model's seed, batches and evaluated text. The
     noise is assumed independent, normal in the log loss, and of equal variance. The intervals do not cover an error in
@@ -62,24 +62,28 @@ class Uncertainty:
         contain the estimate is extended to the estimate.
         """
         if name in (PARAMS_EXPONENT, TOKENS_EXPONENT):
-            return self._share_interval(name)
-        if self.region is None or name in names_of(self.unidentifiable):
+            return self._exponent_interval(name)
+        if self.region is None or name in undetermined_names(self.unidentifiable):
             return math.nan, math.nan
         region = self.region
-        found = {
-            "E": region.irreducible,
+        interval = {
+            "E": region.irreducible_loss,
             "A": lambda: region.factor(0),
             "B": lambda: region.factor(1),
             "alpha": lambda: region.exponent(0),
             "beta": lambda: region.exponent(1),
         }[name]()
-        return _extended(found, float(getattr(self.fitted.law, name)))
+        return _extend(interval, float(getattr(self.fitted.law, name)))
 
-    def _share_interval(self, name: str) -> tuple[float, float]:
+    def _exponent_interval(self, name: str) -> tuple[float, float]:
         law = self.fitted.law
-        if self.region is None or not law.falls or {"alpha", "beta"} & set(names_of(self.unidentifiable)):
+        if (
+            self.region is None
+            or not law.is_decreasing
+            or {"alpha", "beta"} & set(undetermined_names(self.unidentifiable))
+        ):
             return math.nan, math.nan
-        low, high = _extended(self.region.share(), law.params_exponent)
+        low, high = _extend(self.region.params_exponent(), law.params_exponent)
         return (low, high) if name == PARAMS_EXPONENT else (1 - high, 1 - low)
 
     def band(self, params: FloatArray, tokens: FloatArray) -> tuple[FloatArray, FloatArray]:
@@ -94,13 +98,13 @@ class Uncertainty:
         return np.minimum(low, loss), np.maximum(high, loss)
 
 
-def _extended(interval: tuple[float, float], value: float) -> tuple[float, float]:
+def _extend(interval: tuple[float, float], value: float) -> tuple[float, float]:
     return min(interval[0], value), max(interval[1], value)
 
 
-def uncertainty_of(fitted: Fit) -> Uncertainty:
+def compute_uncertainty(fitted: Fit) -> Uncertainty:
     """Compute the intervals of a fitted law."""
-    return Uncertainty(fitted, region_of(fitted), unidentifiable(fitted))
+    return Uncertainty(fitted, confidence_region(fitted), unidentifiable(fitted))
 
 
 @dataclass(frozen=True)
@@ -126,8 +130,8 @@ def back_test(points: Points) -> BackTest | None:
     Returns:
         None if a law cannot be fitted to the remaining models.
     """
-    smallest = np.sort(points.params)[-max(1, int(HELD_OUT * len(points)))]
-    is_large = points.params >= smallest * (1 - 1e-6)
+    min_params = np.sort(points.params)[-max(1, int(HELD_OUT_FRACTION * len(points)))]
+    is_large = points.params >= min_params * (1 - 1e-6)
     try:
         law = fit(points.take(~is_large)).law
     except UserError:

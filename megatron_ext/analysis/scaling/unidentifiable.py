@@ -17,7 +17,7 @@ MIN_VALUES = 3
 """Minimum number of distinct model sizes, and of distinct token counts. With only two sizes, there is a curve
 E + A / N^alpha through both losses for every E."""
 
-FLAT = float(np.sqrt(np.finfo(np.float64).eps))
+FLAT_TOLERANCE = float(np.sqrt(np.finfo(np.float64).eps))
 """Singular value, relative to the largest, below which a direction is flat. The objective depends on the square of the
 singular value, which is then as small as a rounding error."""
 
@@ -47,14 +47,14 @@ class Undetermined:
 def unidentifiable(fitted: Fit) -> list[Undetermined]:
     """Return the constants that a law's points do not determine, grouped by reason; empty if all are determined."""
     found = list(_undetermined_by_few_values(fitted.points))
-    known = {name for group in found for name in group.constants}
-    flat = _flat(fitted)
-    if not known.issuperset(flat):
+    undetermined = {name for group in found for name in group.constants}
+    flat = _flat_constants(fitted)
+    if not undetermined.issuperset(flat):
         found.append(Undetermined(flat, "other constants give the same losses to all digits"))
     return found
 
 
-def names_of(found: Sequence[Undetermined]) -> list[str]:
+def undetermined_names(found: Sequence[Undetermined]) -> list[str]:
     """Return the names of all undetermined constants, without duplicates, in the order of `CONSTANTS`."""
     return [name for name in CONSTANTS if any(name in group.constants for group in found)]
 
@@ -65,19 +65,19 @@ def _undetermined_by_few_values(points: Points) -> Iterator[Undetermined]:
     Two sizes give two values of E + A / N^alpha for three unknowns. Two token counts likewise give two values of
     E + B / D^beta.
     """
-    for what, values, constants in (
+    for noun, values, constants in (
         ("sizes", points.params, ("E", "A", "alpha")),
         ("token counts", points.tokens, ("E", "B", "beta")),
     ):
         if num_distinct(values) < MIN_VALUES:  # exactly two, because `check_points` rejects one
-            yield Undetermined(constants, f"two {what}")
+            yield Undetermined(constants, f"two {noun}")
 
 
-def _flat(fitted: Fit) -> tuple[str, ...]:
+def _flat_constants(fitted: Fit) -> tuple[str, ...]:
     """Return the constants that change along a direction in which the losses do not change to first order."""
     slopes_pc = _slopes(fitted)
     _, values_c, directions_cc = np.linalg.svd(slopes_pc)
-    flat_c = np.concatenate([values_c, np.zeros(len(CONSTANTS) - len(values_c))]) < FLAT * values_c[0]
+    flat_c = np.concatenate([values_c, np.zeros(len(CONSTANTS) - len(values_c))]) < FLAT_TOLERANCE * values_c[0]
     has_component_c = (np.abs(directions_cc[flat_c]) > MIN_COMPONENT).any(axis=0)
     found = {name for name, has in zip(CONSTANTS, has_component_c, strict=True) if has}
     # A is the value of its term at N = 1, far from all models, so A is undetermined if alpha is. The same holds for B.
@@ -96,10 +96,10 @@ def _slopes(fitted: Fit) -> FloatArray:
     law, points = fitted.law, fitted.points
     n, d = (np.log(x) - np.log(x).mean() for x in (points.params, points.tokens))
     losses = law.loss(points.params, points.tokens)
-    of_params = law.A * np.power(points.params, -law.alpha) / losses
-    of_tokens = law.B * np.power(points.tokens, -law.beta) / losses
-    heights = 1 / losses, np.exp(-law.alpha * n) / losses, np.exp(-law.beta * d) / losses
-    slopes_pc = np.stack([*heights, -n * of_params, -d * of_tokens], axis=-1)
+    params_term = law.A * np.power(points.params, -law.alpha) / losses
+    tokens_term = law.B * np.power(points.tokens, -law.beta) / losses
+    term_slopes = 1 / losses, np.exp(-law.alpha * n) / losses, np.exp(-law.beta * d) / losses
+    slopes_pc = np.stack([*term_slopes, -n * params_term, -d * tokens_term], axis=-1)
     length_c = np.linalg.norm(slopes_pc, axis=0)
     # A vanished term does not determine its exponent.
-    return np.asarray(np.where(length_c > FLAT**2, slopes_pc / np.maximum(length_c, FLAT**2), 0.0))
+    return np.asarray(np.where(length_c > FLAT_TOLERANCE**2, slopes_pc / np.maximum(length_c, FLAT_TOLERANCE**2), 0.0))

@@ -25,25 +25,25 @@ class PublishedSet:
         files: name patterns of each split's file. The first pattern is the authors' file name; the other patterns match
             exported copies.
         to_row: function from a row of the file and the row's index to a row with lm-eval's columns.
-        home: address at which the authors publish the files.
+        url: address at which the authors publish the files.
     """
 
     definition: str
     folder: str
     files: Mapping[str, tuple[str, ...]]
     to_row: Callable[[Row, int], Row]
-    home: str
+    url: str
 
 
-def _piqa(row: Row, number: int) -> Row:
-    return {name: row[name] for name in ("goal", "sol1", "sol2")} | {"label": _one_of(int(row["label"]), (0, 1))}
+def _piqa(row: Row, index: int) -> Row:
+    return {name: row[name] for name in ("goal", "sol1", "sol2")} | {"label": _check_choice(int(row["label"]), (0, 1))}
 
 
-def _arc(row: Row, number: int) -> Row:
+def _arc(row: Row, index: int) -> Row:
     return _multiple_choice(row, "question")
 
 
-def _openbookqa(row: Row, number: int) -> Row:
+def _openbookqa(row: Row, index: int) -> Row:
     return _multiple_choice(row, "question_stem")
 
 
@@ -54,36 +54,36 @@ def _multiple_choice(row: Row, stem_name: str) -> Row:
         choices = {name: [choice[name] for choice in listed] for name in ("text", "label")}
     else:
         stem, choices = row[stem_name], {name: list(row["choices"][name]) for name in ("text", "label")}
-    _one_of(row["answerKey"].lstrip(), choices["label"])
+    _check_choice(row["answerKey"].lstrip(), choices["label"])
     return {"id": row["id"], stem_name: stem, "choices": choices, "answerKey": row["answerKey"]}
 
 
-def _winogrande(row: Row, number: int) -> Row:
+def _winogrande(row: Row, index: int) -> Row:
     if "_" not in row["sentence"]:
         raise ValueError("the sentence has no _")
-    _one_of(row["answer"], ("1", "2"))
+    _check_choice(row["answer"], ("1", "2"))
     return {name: row[name] for name in ("sentence", "option1", "option2", "answer")}
 
 
-def _boolq(row: Row, number: int) -> Row:
+def _boolq(row: Row, index: int) -> Row:
     """Convert a BoolQ row of SuperGLUE or of BoolQ's authors.
 
     In the authors' rows, the title is a separate field and the label is in `answer`.
     """
     title = f"{row['title']} -- " if "title" in row else ""
     label = row["label"] if "label" in row else row["answer"]
-    _one_of(label, (False, True))
-    return {"question": row["question"], "passage": title + row["passage"], "idx": number, "label": int(label)}
+    _check_choice(label, (False, True))
+    return {"question": row["question"], "passage": title + row["passage"], "idx": index, "label": int(label)}
 
 
-def _hellaswag(row: Row, number: int) -> Row:
+def _hellaswag(row: Row, index: int) -> Row:
     """Convert a HellaSwag row of the authors, or of a cleaned copy that has `ctx` instead of `ctx_a` and `ctx_b`.
 
     With an empty `ctx_b`, lm-eval does not capitalize any part of the context.
     """
     context = {name: row[name] for name in ("ctx_a", "ctx_b")} if "ctx_a" in row else {"ctx_a": row["ctx"], "ctx_b": ""}
     endings = list(row["endings"])
-    label = _one_of(int(row["label"]), range(len(endings)))
+    label = _check_choice(int(row["label"]), range(len(endings)))
     return {
         "ind": row["ind"],
         "activity_label": row["activity_label"],
@@ -93,9 +93,9 @@ def _hellaswag(row: Row, number: int) -> Row:
     }
 
 
-def _one_of(value: Any, known: Any) -> Any:
-    if value not in known:
-        raise ValueError(f"the answer {value!r} is not one of {list(known)}")
+def _check_choice(value: Any, choices: Any) -> Any:
+    if value not in choices:
+        raise ValueError(f"the answer {value!r} is not one of {list(choices)}")
     return value
 
 
@@ -178,7 +178,7 @@ def find_file(task: str, split: str, data: Path) -> Path:
             )
         if found:
             return found[0]
-    hint = f"get the file from {test_set.home}"
+    hint = f"get the file from {test_set.url}"
     if split != "validation":
         hint += ", or set fewshot.split=validation to use only the validation rows"
     missing = folder / test_set.files[split][0]
@@ -197,49 +197,49 @@ def read_rows(task: str, path: Path) -> list[Row]:
     """
     to_row = PUBLISHED_SETS[task].to_row
     rows = []
-    for number, (line, given) in enumerate(_with_labels(path)):
+    for index, (line, row) in enumerate(_read_labelled_rows(path)):
         try:
-            rows.append(to_row(given, number))
+            rows.append(to_row(row, index))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             problem = f"no field {error}" if isinstance(error, KeyError) else str(error)
-            raise UserError(f"{path}:{line}", f"not a row of {task}: {problem}", _GET_AGAIN) from error
+            raise UserError(f"{path}:{line}", f"not a row of {task}: {problem}", _HINT) from error
     if not rows:
-        raise UserError(str(path), "has no rows", _GET_AGAIN)
+        raise UserError(str(path), "has no rows", _HINT)
     return rows
 
 
-_GET_AGAIN = "use the file as published by its authors"
+_HINT = "use the file as published by its authors"
 
 
-def _with_labels(path: Path) -> Iterator[tuple[int, Row]]:
+def _read_labelled_rows(path: Path) -> Iterator[tuple[int, Row]]:
     """Yield line numbers and rows, with the labels of a separate `-labels.lst` file if there is one (PIQA)."""
-    rows = list(_parsed(path))
-    beside = path.with_name(f"{path.stem}-labels.lst")
-    if not beside.exists():
+    rows = list(_parse_rows(path))
+    labels_path = path.with_name(f"{path.stem}-labels.lst")
+    if not labels_path.exists():
         yield from rows
         return
-    labels = _content(beside).decode().split()
+    labels = _read_file(labels_path).decode().split()
     if len(labels) != len(rows):
-        raise UserError(str(beside), f"{len(labels)} labels for the {len(rows)} rows of {path.name}", _GET_AGAIN)
+        raise UserError(str(labels_path), f"{len(labels)} labels for the {len(rows)} rows of {path.name}", _HINT)
     for (line, row), label in zip(rows, labels, strict=True):
         yield line, {**row, "label": label}
 
 
-def _content(path: Path) -> bytes:
+def _read_file(path: Path) -> bytes:
     try:
         return read_regular(path)
     except OSError as error:
-        raise UserError(str(path), f"cannot be read ({os_error_reason(error)})", _GET_AGAIN) from None
+        raise UserError(str(path), f"cannot be read ({os_error_reason(error)})", _HINT) from None
 
 
-def _parsed(path: Path) -> Iterator[tuple[int, Row]]:
-    for number, line in enumerate(io.BytesIO(_content(path)), start=1):
+def _parse_rows(path: Path) -> Iterator[tuple[int, Row]]:
+    for number, line in enumerate(io.BytesIO(_read_file(path)), start=1):
         if not line.strip():
             continue
         try:
             row = parse_json(line)
         except ValueError as error:
-            raise UserError(f"{path}:{number}", f"not JSON: {error}", _GET_AGAIN) from error
+            raise UserError(f"{path}:{number}", f"not JSON: {error}", _HINT) from error
         if not isinstance(row, dict):
-            raise UserError(f"{path}:{number}", "a row is an object with named fields", _GET_AGAIN)
+            raise UserError(f"{path}:{number}", "a row is an object with named fields", _HINT)
         yield number, row

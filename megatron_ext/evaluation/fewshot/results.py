@@ -76,50 +76,50 @@ class FewshotResults:
     settings: dict[str, Any]
 
 
-def task_results(found: Mapping[str, Any], sources: Mapping[str, Mapping[str, Path]]) -> tuple[TaskResult, ...]:
+def task_results(output: Mapping[str, Any], sources: Mapping[str, Mapping[str, Path]]) -> tuple[TaskResult, ...]:
     """Convert the results of `lm_eval.evaluate`.
 
     Args:
-        found: return value of `lm_eval.evaluate`.
+        output: return value of `lm_eval.evaluate`.
         sources: the user's files, by task and split.
     """
-    return tuple(_task_result(name, found, sources.get(name, {})) for name in found["results"])
+    return tuple(_task_result(name, output, sources.get(name, {})) for name in output["results"])
 
 
-def _task_result(name: str, found: Mapping[str, Any], sources: Mapping[str, Path]) -> TaskResult:
-    rows = found["n-samples"].get(name, {})
+def _task_result(name: str, output: Mapping[str, Any], sources: Mapping[str, Path]) -> TaskResult:
+    rows = output["n-samples"].get(name, {})
     return TaskResult(
         name=name,
-        version=found["versions"].get(name),
-        num_fewshot=found["n-shot"].get(name),
+        version=output["versions"].get(name),
+        num_fewshot=output["n-shot"].get(name),
         rows=rows.get("effective"),
         rows_there=rows.get("original"),
         sources={split: str(path) for split, path in sources.items()},
-        metrics=tuple(_metrics(found["results"][name], found["higher_is_better"].get(name, {}))),
+        metrics=tuple(_metrics(output["results"][name], output["higher_is_better"].get(name, {}))),
     )
 
 
-def _metrics(numbers: Mapping[str, Any], higher_is_better: Mapping[str, bool | None]) -> list[Metric]:
+def _metrics(values: Mapping[str, Any], higher_is_better: Mapping[str, bool | None]) -> list[Metric]:
     """Return the metrics of a task. lm-eval's keys are `acc,none` and `acc_stderr,none`; others are not metrics."""
     metrics = []
-    for key, value in numbers.items():
-        name, comma, kind = key.partition(",")
+    for key, value in values.items():
+        name, comma, filter_name = key.partition(",")
         if comma and not name.endswith("_stderr"):
-            stderr = numbers.get(f"{name}_stderr,{kind}")
-            known = stderr if isinstance(stderr, float) else None
-            metrics.append(Metric(name, kind, value, known, higher_is_better.get(name)))
+            stderr = values.get(f"{name}_stderr,{filter_name}")
+            known_stderr = stderr if isinstance(stderr, float) else None
+            metrics.append(Metric(name, filter_name, value, known_stderr, higher_is_better.get(name)))
     return metrics
 
 
 def markdown(results: FewshotResults) -> str:
     """Return the results as a Markdown table, with the number of digits that lm-eval prints."""
     lines = table(COLUMNS, [_cells(task, metric) for task in results.tasks for metric in task.metrics])
-    said = [f"lm-eval {results.lm_eval}, {results.seconds:.0f} s."]
+    notes = [f"lm-eval {results.lm_eval}, {results.seconds:.0f} s."]
     if results.truncated:
-        said.append(
+        notes.append(
             f"{results.truncated} of {results.asked} texts exceeded the model's length limit and lost their beginning."
         )
-    return "\n".join([" ".join(said), "", *lines, *_source_lines(results)]) + "\n"
+    return "\n".join([" ".join(notes), "", *lines, *_source_lines(results)]) + "\n"
 
 
 def _cells(task: TaskResult, metric: Metric) -> list[str]:
@@ -159,8 +159,8 @@ def write_results(results: FewshotResults, about: dict[str, Any], folder: Path) 
 
 
 def _to_dict(results: FewshotResults) -> dict[str, Any]:
-    numbers = asdict(results)
-    tasks = {task["name"]: task for task in numbers.pop("tasks")}
+    fields = asdict(results)
+    tasks = {task["name"]: task for task in fields.pop("tasks")}
     for task in tasks.values():
         task["metrics"] = list(task["metrics"])
-    return {**numbers, "tasks": tasks}
+    return {**fields, "tasks": tasks}

@@ -22,12 +22,12 @@ import torch.distributed as dist
 
 from megatron_ext.evaluation.fewshot.options import FewshotOptions
 from megatron_ext.evaluation.fewshot.results import FewshotResults, task_results
-from megatron_ext.evaluation.generators import generators_kept
+from megatron_ext.evaluation.generators import preserve_random_states
 from megatron_ext.evaluation.text_model import TextModel
 from megatron_ext.utils.errors import UserError
 
-BOOTSTRAP_DRAWS = 100_000
-"""Bootstrap draws of standard errors, the default of lm-eval."""
+BOOTSTRAP_ITERATIONS = 100_000
+"""Bootstrap iterations for standard errors, the default of lm-eval."""
 
 
 def evaluate_fewshot(model: TextModel, options: FewshotOptions) -> FewshotResults | None:
@@ -50,17 +50,17 @@ def evaluate_fewshot(model: TextModel, options: FewshotOptions) -> FewshotResult
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     start = time.monotonic()
     with ExitStack() as stack:
-        stack.enter_context(_own_random_numbers())
+        stack.enter_context(_lm_eval_seeds())
         if not is_first:
             stack.enter_context(_silence())
-        found = _evaluate(model, options, is_first)
+        fields = _evaluate(model, options, is_first)
     if not is_first:
         return None
     return FewshotResults(
-        **found,
+        **fields,
         seconds=time.monotonic() - start,
         lm_eval=metadata.version("lm-eval"),
-        settings=asdict(options) | {"data": _text(options.data), "include_path": _text(options.include_path)},
+        settings=asdict(options) | {"data": _path_text(options.data), "include_path": _path_text(options.include_path)},
     )
 
 
@@ -81,7 +81,7 @@ def check_fewshot(options: FewshotOptions, max_length: int) -> None:
         UserError: as in `evaluate_fewshot`.
     """
     check_installed()
-    with _own_random_numbers(), _silence():
+    with _lm_eval_seeds(), _silence():
         from megatron_ext.evaluation.fewshot.tasks import load_tasks
 
         load_tasks(options, max_length)
@@ -90,20 +90,20 @@ def check_fewshot(options: FewshotOptions, max_length: int) -> None:
 @contextmanager
 def _silence() -> Iterator[None]:
     """Context manager that discards standard output and standard error."""
-    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+    with open(os.devnull, "w") as devnull, redirect_stdout(devnull), redirect_stderr(devnull):
         yield
 
 
-def _text(path: Path | None) -> str | None:
+def _path_text(path: Path | None) -> str | None:
     return None if path is None else str(path)
 
 
 @contextmanager
-def _own_random_numbers() -> Iterator[None]:
+def _lm_eval_seeds() -> Iterator[None]:
     """Context manager that seeds the random generators as lm-eval does and restores them afterwards."""
     from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
 
-    with generators_kept():
+    with preserve_random_states():
         random.seed(DEFAULT_RANDOM_SEED)
         np.random.seed(DEFAULT_OTHER_SEED)
         torch.manual_seed(DEFAULT_OTHER_SEED)
@@ -120,14 +120,14 @@ def _evaluate(model: TextModel, options: FewshotOptions, is_first: bool) -> dict
     loaded = load_tasks(options, model.max_length)
     lm = SelectronLM(model, options.seed)
     # lm-eval starts processes to bootstrap some standard errors. One rank is enough for that.
-    draws = BOOTSTRAP_DRAWS if is_first else 0
-    found = evaluate(
+    bootstrap_iters = BOOTSTRAP_ITERATIONS if is_first else 0
+    output = evaluate(
         lm=lm,
         task_dict=loaded,
         limit=options.limit,
         log_samples=False,
-        bootstrap_iters=draws,
+        bootstrap_iters=bootstrap_iters,
         confirm_run_unsafe_code=options.confirm_run_unsafe_code,
     )
     sources = {name: task.sources for name, task in loaded["tasks"].items() if isinstance(task, LocalTask)}
-    return {"tasks": task_results(found, sources), "asked": lm.asked, "truncated": lm.truncated}
+    return {"tasks": task_results(output, sources), "asked": lm.num_texts, "truncated": lm.truncated}

@@ -18,12 +18,12 @@ from lm_eval.tasks import TaskManager
 from lm_eval.tasks._index import Kind
 from lm_eval.tasks._yaml_loader import load_yaml
 
-from megatron_ext.evaluation.fewshot.adapter import generation_of
+from megatron_ext.evaluation.fewshot.adapter import parse_generation_settings
 from megatron_ext.evaluation.fewshot.options import FewshotOptions, Split
 from megatron_ext.evaluation.fewshot.published import PUBLISHED_SETS, Row, find_file, read_rows
 from megatron_ext.utils.errors import UserError
 
-VALIDATION_ALONE = {"training_split": None, "test_split": "validation", "fewshot_split": "validation"}
+VALIDATION_ONLY = {"training_split": None, "test_split": "validation", "fewshot_split": "validation"}
 """Changes of a task's definition that take evaluated rows and few-shot examples from the validation split.
 
 The validation split becomes the test split: only there does lm-eval exclude a row from its own examples."""
@@ -66,13 +66,13 @@ def local_task(task: str, data: Path, num_fewshot: int, split: Split) -> LocalTa
     config = load_yaml(Path(lm_eval.tasks.__file__).parent / PUBLISHED_SETS[task].definition)
     config.pop("tag", None)
     if split == "validation":
-        config |= VALIDATION_ALONE
+        config |= VALIDATION_ONLY
     elif not num_fewshot:
-        config["training_split"] = None  # without examples its rows are not needed
+        config["training_split"] = None  # only examples need its rows
     evaluated = config.get("test_split") or config["validation_split"]
     examples = config.get("fewshot_split") or config["training_split"]
-    wanted = dict.fromkeys([evaluated, examples] if num_fewshot else [evaluated])
-    sources = {name: find_file(task, name, data) for name in wanted}
+    splits = dict.fromkeys([evaluated, examples] if num_fewshot else [evaluated])
+    sources = {name: find_file(task, name, data) for name in splits}
     rows = {name: read_rows(task, path) for name, path in sources.items()}
     if num_fewshot and len(rows[examples]) <= num_fewshot:
         problem = f"{num_fewshot} examples before each question, of the {len(rows[examples])} in {sources[examples]}"
@@ -99,16 +99,16 @@ def load_tasks(options: FewshotOptions, max_length: int) -> dict[str, Any]:
         )
     manager = TaskManager(include_path=options.include_path, include_defaults=False)  # only the user's definitions
     local = set() if options.data is None else set(PUBLISHED_SETS) - set(manager.all_tasks)
-    if others := [name for name in options.tasks if name not in local and not _knows(manager, name)]:
+    if missing := [name for name in options.tasks if name not in local and not _is_known(manager, name)]:
         manager = _all_definitions(options.include_path)
-        for name in others:
+        for name in missing:
             _check_name(name, manager)
-    shots = options.num_fewshot or 0
-    names = dict.fromkeys(inner for name in options.tasks for inner in _members(name, manager))
+    num_fewshot = options.num_fewshot or 0
+    names = dict.fromkeys(task for name in options.tasks for task in _tasks_of_tag(name, manager))
     loaded = _load(
         manager,
         [
-            local_task(name, options.data, shots, options.split) if options.data and name in local else name
+            local_task(name, options.data, num_fewshot, options.split) if options.data and name in local else name
             for name in names
         ],
     )
@@ -124,18 +124,18 @@ def _all_definitions(include_path: Path | None) -> TaskManager:
     return TaskManager(include_path=include_path)
 
 
-def _knows(manager: TaskManager, name: str) -> bool:
+def _is_known(manager: TaskManager, name: str) -> bool:
     return name in manager.task_index or Path(name).is_file()
 
 
 def _check_name(name: str, manager: TaskManager) -> None:
-    if not _knows(manager, name):
+    if not _is_known(manager, name):
         close = difflib.get_close_matches(name, manager.all_tasks, n=5)
         hint = f"did you mean {', '.join(close)}?" if close else "`lm-eval ls tasks` lists all names"
         raise UserError("fewshot.tasks", f"lm-eval has no task, group or tag {name!r}", hint)
 
 
-def _members(name: str, manager: TaskManager) -> list[str]:
+def _tasks_of_tag(name: str, manager: TaskManager) -> list[str]:
     """Return the tasks of a tag, some of which may be local; the name itself if it is not a tag."""
     entry = manager.task_index.get(name)
     return sorted(entry.tags) if entry is not None and entry.kind is Kind.TAG else [name]
@@ -164,14 +164,14 @@ def _not_loaded(problem: str, specs: list[str | LocalTask], error: Exception, hi
 
 def _check_task(name: str, task: Any, options: FewshotOptions, max_length: int) -> None:
     """Raise a `UserError` for a task that a text model cannot run, before the first forward pass."""
-    elsewhere = "remove the task"
+    remove = "remove the task"
     if getattr(task, "UNSAFE_CODE", False) and not options.confirm_run_unsafe_code:
-        hint = f"set fewshot.confirm_run_unsafe_code=true if it may run, or {elsewhere}"
+        hint = f"set fewshot.confirm_run_unsafe_code=true if it may run, or {remove}"
         raise UserError("fewshot.tasks", f"{name} runs code written by a model", hint)
     if getattr(task, "MULTIMODAL", False):
-        raise UserError("fewshot.tasks", f"{name} uses images or audio", elsewhere)
+        raise UserError("fewshot.tasks", f"{name} uses images or audio", remove)
     if task.OUTPUT_TYPE == "generate_until":
-        generation_of(task.config.generation_kwargs or {}, max_length)
+        parse_generation_settings(task.config.generation_kwargs or {}, max_length)
 
 
 def _set_examples(task: Any, options: FewshotOptions) -> None:

@@ -6,7 +6,7 @@ import random
 import string
 from collections.abc import Sequence
 
-from megatron_ext.evaluation.retrieval.samples import Encode, Place, Unfit
+from megatron_ext.evaluation.retrieval.samples import DoesNotFitError, Encode, SampleKey
 from megatron_ext.evaluation.retrieval.words import words
 
 
@@ -25,21 +25,23 @@ def ordinary_tokens(encode: Encode, end_id: int) -> tuple[int, ...]:
     return tuple(sorted({token for text in texts for token in encode(text)} - {end_id}))
 
 
-def draw(rng: random.Random, alphabet: Sequence[int], count: int, place: Place) -> tuple[list[int], list[int]]:
-    """Draw `count` distinct tokens; returns them and the remaining tokens of the alphabet.
+def draw_tokens(
+    rng: random.Random, alphabet: Sequence[int], count: int, sample_key: SampleKey
+) -> tuple[list[int], list[int]]:
+    """Draw `count` distinct tokens, and return them and the remaining tokens of the alphabet.
 
     Raises:
-        Unfit: no token would remain.
+        DoesNotFitError: no token would remain.
     """
     if count >= len(alphabet):
-        raise Unfit(
-            f"{place.task} needs more than {count} different tokens, but there are only {len(alphabet)} ordinary ones"
+        raise DoesNotFitError(
+            f"{sample_key.task} needs more than {count} different tokens, but only {len(alphabet)} are ordinary"
         )
     shuffled = rng.sample(list(alphabet), len(alphabet))
     return shuffled[:count], shuffled[count:]
 
 
-def check_length(place: Place, shortest: int) -> None:
-    """Raise `Unfit` if the place's length is below `shortest`, the minimum of the task."""
-    if place.length < shortest:
-        raise Unfit(f"the shortest sample takes {shortest} tokens")
+def check_min_length(sample_key: SampleKey, min_length: int) -> None:
+    """Raise `DoesNotFitError` if a sample is shorter than `min_length`, the minimum of its task in tokens."""
+    if sample_key.length < min_length:
+        raise DoesNotFitError(f"the shortest sample takes {min_length} tokens")

@@ -18,17 +18,17 @@ from megatron_ext.evaluation.retrieval.results import RetrievalResults, Summary
 from megatron_ext.evaluation.retrieval.tasks import TASKS
 
 DPI = 150
-PAPER, INK, MUTED, EMPTY = "#ffffff", "#1a1a1a", "#5c5c5c", "#e4e4e4"
+PAPER, INK, MUTED, UNTESTED = "#ffffff", "#1a1a1a", "#5c5c5c", "#e4e4e4"
 SCORES = LinearSegmentedColormap.from_list("scores", ["#fdf1e8", "#56B4E9", "#0072B2", "#00263d"])
 """Color map from light to dark, which is readable without color. Gray is reserved for what was not tested."""
 
-WHITE_ABOVE = 0.45
+MIN_SCORE_OF_WHITE_TEXT = 0.45
 """Score above which white letters are easier to read on a cell than black ones."""
 
-COLUMNS = 3
-CELL = (0.56, 0.34)
+MAX_COLUMNS = 3
+CELL_SIZE = (0.56, 0.34)
 """Width and height of a cell in inches."""
-MARGIN = (0.95, 0.95)
+PANEL_MARGIN = (0.95, 0.95)
 """Width and height of a panel's title and labels in inches."""
 
 NO_DEPTH = "tasks without a depth"
@@ -45,18 +45,18 @@ def draw(results: RetrievalResults) -> bytes:
     """
     lengths = sorted(results.options.lengths)
     panels = _panels(results, lengths)
-    columns = min(COLUMNS, len(panels))
-    rows = [panels[at : at + columns] for at in range(0, len(panels), columns)]
-    heights = [max(len(labels) for _, labels, _ in row) * CELL[1] + MARGIN[1] for row in rows]
-    width = columns * (max(len(lengths), 4) * CELL[0] + MARGIN[0]) + 0.8
+    columns = min(MAX_COLUMNS, len(panels))
+    rows = [panels[first : first + columns] for first in range(0, len(panels), columns)]
+    heights = [max(len(labels) for _, labels, _ in row) * CELL_SIZE[1] + PANEL_MARGIN[1] for row in rows]
+    width = columns * (max(len(lengths), 4) * CELL_SIZE[0] + PANEL_MARGIN[0]) + 0.8
     figure = Figure(figsize=(width, sum(heights) + 0.5), dpi=DPI, layout="constrained", facecolor=PAPER)
     FigureCanvasAgg(figure)
     axes = figure.subplots(len(rows), columns, squeeze=False, height_ratios=heights)
     for ax in axes.ravel()[len(panels) :]:
         ax.set_visible(False)
     for ax, (title, labels, grid) in zip(axes.ravel(), panels, strict=False):
-        image = _draw_panel(ax, title, labels, [_length(length) for length in lengths], grid)
-    _draw_scale(figure, image, axes)
+        image = _draw_panel(ax, title, labels, [_format_length(length) for length in lengths], grid)
+    _draw_color_bar(figure, image, axes)
     figure.supxlabel("length in tokens", fontsize=10, color=INK)
     figure.supylabel("depth of the answer in the context", fontsize=10, color=INK)
     buffer = io.BytesIO()
@@ -67,25 +67,25 @@ def draw(results: RetrievalResults) -> bytes:
 def _panels(results: RetrievalResults, lengths: Sequence[int]) -> list[Panel]:
     """Return title, row labels and scores [rows, lengths] of each panel; NaN: not tested."""
     depths = sorted(results.options.depths)
-    found = results.by_depth()
-    with_depth = [task for task in results.options.tasks if TASKS[task].has_depth]
-    without = [task for task in results.options.tasks if not TASKS[task].has_depth]
+    summaries = results.by_depth()
+    depth_tasks = [task for task in results.options.tasks if TASKS[task].has_depth]
+    other_tasks = [task for task in results.options.tasks if not TASKS[task].has_depth]
     labels = [f"{100 * depth:.3g} %" for depth in depths]
     panels: list[Panel] = [
-        (task, labels, _grid(found, [(task, depth) for depth in depths], lengths)) for task in with_depth
+        (task, labels, _grid(summaries, [(task, depth) for depth in depths], lengths)) for task in depth_tasks
     ]
-    if without:
-        panels.append((NO_DEPTH, [*without], _grid(found, [(task, None) for task in without], lengths)))
+    if other_tasks:
+        panels.append((NO_DEPTH, [*other_tasks], _grid(summaries, [(task, None) for task in other_tasks], lengths)))
     return panels
 
 
-def _grid(found: Sequence[Summary], rows: Sequence[tuple[str, float | None]], lengths: Sequence[int]) -> Grid:
-    scores = {(one.task, one.depth, one.length): one.score for one in found}
+def _grid(summaries: Sequence[Summary], rows: Sequence[tuple[str, float | None]], lengths: Sequence[int]) -> Grid:
+    scores = {(summary.task, summary.depth, summary.length): summary.score for summary in summaries}
     return np.array([[scores.get((*row, length), math.nan) for length in lengths] for row in rows])
 
 
 def _draw_panel(ax: Axes, title: str, rows: Sequence[str], columns: Sequence[str], grid: Grid) -> AxesImage:
-    ax.set_facecolor(EMPTY)
+    ax.set_facecolor(UNTESTED)
     image = ax.imshow(grid, cmap=SCORES, vmin=0.0, vmax=1.0, aspect="auto")
     ax.set_title(title, loc="left", fontsize=10.5, color=INK)
     ax.set_xticks(range(len(columns)), columns)
@@ -97,20 +97,20 @@ def _draw_panel(ax: Axes, title: str, rows: Sequence[str], columns: Sequence[str
     ax.vlines(np.arange(1, len(columns)) - 0.5, -0.5, len(rows) - 0.5, color=PAPER, linewidth=0.8)
     for (row, column), score in np.ndenumerate(grid):
         text = "\u2013" if math.isnan(score) else f"{100 * score:.0f}"
-        color = PAPER if score > WHITE_ABOVE else INK
+        color = PAPER if score > MIN_SCORE_OF_WHITE_TEXT else INK
         ax.text(column, row, text, ha="center", va="center", fontsize=8.5, color=color)
     ax.spines[:].set_visible(False)
     return image
 
 
-def _draw_scale(figure: Figure, image: AxesImage, axes: npt.NDArray[np.object_]) -> None:
-    scale = figure.colorbar(image, ax=axes, fraction=0.03, aspect=30, pad=0.01)
-    scale.set_label("mean score", fontsize=9.5, color=INK)
-    scale.set_ticks([0.0, 0.5, 1.0], labels=["0 %", "50 %", "100 %"])
-    scale.ax.tick_params(colors=MUTED, labelsize=8.5, length=0)
-    scale.outline.set_visible(False)
+def _draw_color_bar(figure: Figure, image: AxesImage, axes: npt.NDArray[np.object_]) -> None:
+    color_bar = figure.colorbar(image, ax=axes, fraction=0.03, aspect=30, pad=0.01)
+    color_bar.set_label("mean score", fontsize=9.5, color=INK)
+    color_bar.set_ticks([0.0, 0.5, 1.0], labels=["0 %", "50 %", "100 %"])
+    color_bar.ax.tick_params(colors=MUTED, labelsize=8.5, length=0)
+    color_bar.outline.set_visible(False)
 
 
-def _length(tokens: int) -> str:
+def _format_length(tokens: int) -> str:
     """Format a length, as `128k` for multiples of 1024."""
     return f"{tokens // 1024}k" if tokens % 1024 == 0 else str(tokens)

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_ext.evaluation.retrieval.alphabet import check_length, draw
-from megatron_ext.evaluation.retrieval.samples import Place, TokenSample
+from megatron_ext.evaluation.retrieval.alphabet import check_min_length, draw_tokens
+from megatron_ext.evaluation.retrieval.samples import SampleKey, TokenSample
 
-SEGMENT = 8
+SEGMENT_LENGTH = 8
 
 
-def make(place: Place, alphabet: Sequence[int]) -> TokenSample:
-    """Build random tokens with a segment at the place's depth and a copy of it at the end, to predict.
+def build_sample(sample_key: SampleKey, alphabet: Sequence[int]) -> TokenSample:
+    """Build random tokens with a segment at the depth of the key and a copy of it at the end, to predict.
 
     The first token of the copy is not predicted. The segment's tokens occur nowhere else, so that the preceding token
     determines the answer. The paper repeats the whole sequence. There is no example in the context, although a
     language model was not trained on such sequences.
 
     Raises:
-        Unfit: the sequence is too short, or the alphabet is too small.
+        DoesNotFitError: the sequence is too short, or the alphabet is too small.
     """
-    assert place.depth is not None
-    check_length(place, 2 * SEGMENT)
-    rng = place.random("sequence")
-    segment, others = draw(rng, alphabet, SEGMENT, place)
-    free = place.length - 2 * SEGMENT
-    hay = rng.choices(others, k=free)
-    start = int(free * place.depth)
-    tokens = (*hay[:start], *segment, *hay[start:], *segment)
-    return TokenSample(place, tokens, tuple(range(place.length - SEGMENT + 1, place.length)))
+    assert sample_key.depth is not None
+    check_min_length(sample_key, 2 * SEGMENT_LENGTH)
+    rng = sample_key.random("sequence")
+    segment, others = draw_tokens(rng, alphabet, SEGMENT_LENGTH, sample_key)
+    num_filler = sample_key.length - 2 * SEGMENT_LENGTH
+    filler = rng.choices(others, k=num_filler)
+    start = int(num_filler * sample_key.depth)
+    tokens = (*filler[:start], *segment, *filler[start:], *segment)
+    return TokenSample(sample_key, tokens, tuple(range(sample_key.length - SEGMENT_LENGTH + 1, sample_key.length)))

@@ -11,18 +11,18 @@ from typing import Literal
 
 from megatron_ext.evaluation.retrieval.haystack import NOISE_LINES, Haystack, insert
 from megatron_ext.evaluation.retrieval.options import TaskName
-from megatron_ext.evaluation.retrieval.samples import Draft, Place
-from megatron_ext.evaluation.retrieval.words import Distinct, pair
+from megatron_ext.evaluation.retrieval.samples import Draft, SampleKey
+from megatron_ext.evaluation.retrieval.words import DistinctStrings, adjective_noun
 
 MAX_TOKENS = 128
 
 NEEDLE = "One of the special magic {kind}s for {key} is: {value}."
-ONE = (
+SINGLE_QUESTION = (
     "A special magic {kind} is hidden within the following text. Make sure to memorize it. I will quiz you about the "
     "{kind} afterwards.\n{context}\nWhat is the special magic {kind} for {query} mentioned in the provided text? "
     "The special magic {kind} for {query} mentioned in the provided text is"
 )
-SEVERAL = (
+MULTIPLE_QUESTION = (
     "Some special magic {kind}s are hidden within the following text. Make sure to memorize it. I will quiz you about "
     "the {kind}s afterwards.\n{context}\nWhat are all the special magic {kind}s for {query} mentioned in the provided "
     "text? The special magic {kind}s for {query} mentioned in the provided text are"
@@ -75,48 +75,51 @@ def _uuid(rng: random.Random) -> str:
     return str(uuid.UUID(int=rng.getrandbits(128), version=4))
 
 
-DRAWS = {"word": pair, "number": _number, "uuid": _uuid}
+GENERATORS = {"word": adjective_noun, "number": _number, "uuid": _uuid}
 
 
-def draft(variant: Variant, place: Place, haystack: Haystack) -> Draft:
+def build_draft(variant: Variant, sample_key: SampleKey, haystack: Haystack) -> Draft:
     """Build a context with needles, and a question for the values of the queried keys.
 
-    A single queried needle is at the depth `place.depth`; all other needles are at random depths. All keys are
+    A single queried needle is at the depth `sample_key.depth`; all other needles are at random depths. All keys are
     distinct, and so are all values. A haystack of text begins at a random sentence of the corpus, and ends with the
     last whole sentence that fits. In RULER, all samples begin at the same sentence.
     """
-    keys = Distinct(DRAWS[variant.key], place.random("keys"))
-    values = Distinct(DRAWS[variant.value], place.random("values"))
-    own = [(key, value) for key in range(variant.keys) for value in range(variant.values)]
+    keys = DistinctStrings(GENERATORS[variant.key], sample_key.random("keys"))
+    values = DistinctStrings(GENERATORS[variant.value], sample_key.random("values"))
+    needle_indices = [(key, value) for key in range(variant.keys) for value in range(variant.values)]
     needle = partial(_needle, variant, keys, values)
-    rng = place.random("depths")
-    depths = [rng.random() for _ in own]
-    if place.depth is not None:
-        depths[0] = place.depth
-    hidden = [(depth, needle(key, index)) for index, (depth, (key, _)) in enumerate(zip(depths, own, strict=True))]
+    rng = sample_key.random("depths")
+    depths = [rng.random() for _ in needle_indices]
+    if sample_key.depth is not None:
+        depths[0] = sample_key.depth
+    placed_needles = [
+        (depth, needle(key, index)) for index, (depth, (key, _)) in enumerate(zip(depths, needle_indices, strict=True))
+    ]
     query = _enumerate(keys.first(variant.queries))
-    hay, separator = _hay(variant, place, haystack, needle, len(own))
+    hay, separator = _build_hay(variant, sample_key, haystack, needle, len(needle_indices))
 
     def prompt(size: int) -> str:
-        context = separator.join(insert(hay(size), hidden))
-        return (ONE if variant.has_depth else SEVERAL).format(kind=variant.value, context=context, query=query)
+        context = separator.join(insert(hay(size), placed_needles))
+        question = SINGLE_QUESTION if variant.has_depth else MULTIPLE_QUESTION
+        return question.format(kind=variant.value, context=context, query=query)
 
     return Draft(prompt, tuple(values.first(variant.queries * variant.values)))
 
 
-def _needle(variant: Variant, keys: Distinct, values: Distinct, key: int, value: int) -> str:
+def _needle(variant: Variant, keys: DistinctStrings, values: DistinctStrings, key: int, value: int) -> str:
     """Return the needle with the key and the value of the given indices."""
     return NEEDLE.format(kind=variant.value, key=keys[key], value=values[value])
 
 
-def _hay(
-    variant: Variant, place: Place, haystack: Haystack, needle: Callable[[int, int], str], own: int
+def _build_hay(
+    variant: Variant, sample_key: SampleKey, haystack: Haystack, needle: Callable[[int, int], str], num_needles: int
 ) -> tuple[Callable[[int], list[str]], str]:
-    """Return a function from the number of pieces of hay to the pieces, and the separator of the pieces."""
+    """Return a function from the number of segments of hay to the segments, and the separator of the segments."""
     if variant.hay == "needles":
-        return lambda size: [needle(index, index) for index in range(own, own + size)], "\n"
+        return lambda size: [needle(index, index) for index in range(num_needles, num_needles + size)], "\n"
     source = haystack if variant.hay == "text" else NOISE_LINES
-    start = place.random("start").randrange(len(source.pieces))
+    start = sample_key.random("start").randrange(len(source.segments))
     return partial(source.cut, start), source.separator
 
 

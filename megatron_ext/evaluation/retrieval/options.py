@@ -32,14 +32,14 @@ LENGTHS = tuple(1024 * 2**power for power in range(8))
 """Default lengths in tokens, 1k to 128k."""
 
 
-def _each_once(values: list[TaskName] | list[int] | list[float]) -> list[TaskName] | list[int] | list[float]:
+def _check_distinct(values: list[TaskName] | list[int] | list[float]) -> list[TaskName] | list[int] | list[float]:
     if len(set(values)) != len(values):
         raise PydanticCustomError("each_once", "the same value twice")
     return values
 
 
 Depth = Annotated[float, Field(ge=0.0, le=1.0)]
-Once = AfterValidator(_each_once)
+Unique = AfterValidator(_check_distinct)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -60,9 +60,9 @@ class RetrievalOptions:
             `skip` that length of the task and list it in the results.
     """
 
-    tasks: Annotated[list[TaskName], Field(min_length=1), Once] = Field(default_factory=lambda: list(TASK_NAMES))
-    lengths: Annotated[list[PositiveInt], Field(min_length=1), Once] = Field(default_factory=lambda: list(LENGTHS))
-    depths: Annotated[list[Depth], Field(min_length=1), Once] = Field(
+    tasks: Annotated[list[TaskName], Field(min_length=1), Unique] = Field(default_factory=lambda: list(TASK_NAMES))
+    lengths: Annotated[list[PositiveInt], Field(min_length=1), Unique] = Field(default_factory=lambda: list(LENGTHS))
+    depths: Annotated[list[Depth], Field(min_length=1), Unique] = Field(
         default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0]
     )
     samples: PositiveInt = 20

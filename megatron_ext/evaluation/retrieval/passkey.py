@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from megatron_ext.evaluation.retrieval.haystack import NOISE, Haystack
-from megatron_ext.evaluation.retrieval.samples import Draft, Place
+from megatron_ext.evaluation.retrieval.samples import Draft, SampleKey
 
 MAX_TOKENS = 16
-LARGEST_KEY = 50000
+MAX_KEY = 50000
 
 TASK = (
     "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
@@ -16,17 +16,23 @@ KEY = "The pass key is {key}. Remember it. {key} is the pass key."
 QUESTION = "What is the pass key? The pass key is"
 
 
-def draft(place: Place, _: Haystack) -> Draft:
+def build_draft(sample_key: SampleKey, _: Haystack) -> Draft:
     """Build a prompt with a random number between repetitions of the noise; the haystack is not used.
 
     The noise is repeated as a whole, as in LongLoRA (arXiv 2309.12307). Mohtashami & Jaggi cut it at any character.
     """
-    assert place.depth is not None
-    depth, key = place.depth, str(place.random("key").randint(1, LARGEST_KEY))
+    assert sample_key.depth is not None
+    depth, key = sample_key.depth, str(sample_key.random("key").randint(1, MAX_KEY))
 
     def prompt(size: int) -> str:
-        before = int(size * depth)
-        lines = [TASK, " ".join([NOISE] * before), KEY.format(key=key), " ".join([NOISE] * (size - before)), QUESTION]
+        lines_before = int(size * depth)
+        lines = [
+            TASK,
+            " ".join([NOISE] * lines_before),
+            KEY.format(key=key),
+            " ".join([NOISE] * (size - lines_before)),
+            QUESTION,
+        ]
         return "\n".join(line for line in lines if line)
 
     return Draft(prompt, (key,))

@@ -6,15 +6,15 @@ import heapq
 import random
 from collections.abc import Sequence
 
-from megatron_ext.evaluation.retrieval.alphabet import check_length, draw
-from megatron_ext.evaluation.retrieval.samples import Place, TokenSample
+from megatron_ext.evaluation.retrieval.alphabet import check_min_length, draw_tokens
+from megatron_ext.evaluation.retrieval.samples import SampleKey, TokenSample
 
-PAIRS = 16
-POWER = 0.01
-"""Exponent of the gap distribution: the probability of a gap g is proportional to g^(POWER - 1)."""
+NUM_PAIRS = 16
+GAP_EXPONENT = 0.01
+"""Exponent of the gap distribution: the probability of a gap g is proportional to g^(GAP_EXPONENT - 1)."""
 
 
-def make(place: Place, alphabet: Sequence[int]) -> TokenSample:
+def build_sample(sample_key: SampleKey, alphabet: Sequence[int]) -> TokenSample:
     """Build a sequence of key-value pairs, followed by every key once more with its value to predict.
 
     Keys, values and the tokens between the queries are disjoint sets, so that a key is always followed by its value.
@@ -22,18 +22,18 @@ def make(place: Place, alphabet: Sequence[int]) -> TokenSample:
     context, although a language model was not trained on such sequences.
 
     Raises:
-        Unfit: the sequence is too short, or the alphabet is too small.
+        DoesNotFitError: the sequence is too short, or the alphabet is too small.
     """
-    check_length(place, 4 * PAIRS)
-    rng = place.random("sequence")
-    drawn, between = draw(rng, alphabet, 2 * PAIRS, place)
-    pairs = list(zip(drawn[:PAIRS], drawn[PAIRS:], strict=True))
+    check_min_length(sample_key, 4 * NUM_PAIRS)
+    rng = sample_key.random("sequence")
+    drawn, fillers = draw_tokens(rng, alphabet, 2 * NUM_PAIRS, sample_key)
+    pairs = list(zip(drawn[:NUM_PAIRS], drawn[NUM_PAIRS:], strict=True))
     tokens = [token for pair in pairs for token in pair]
-    tokens += rng.choices(between, k=place.length - len(tokens))
-    starts = [2 * PAIRS + 2 * slot for slot in _slots(rng, (place.length - 2 * PAIRS) // 2)]
+    tokens += rng.choices(fillers, k=sample_key.length - len(tokens))
+    starts = [2 * NUM_PAIRS + 2 * slot for slot in _slots(rng, (sample_key.length - 2 * NUM_PAIRS) // 2)]
     for start, pair in zip(starts, pairs, strict=True):
         tokens[start : start + 2] = pair
-    return TokenSample(place, tuple(tokens), tuple(sorted(start + 1 for start in starts)))
+    return TokenSample(sample_key, tuple(tokens), tuple(sorted(start + 1 for start in starts)))
 
 
 def _slots(rng: random.Random, count: int) -> list[int]:
@@ -41,5 +41,5 @@ def _slots(rng: random.Random, count: int) -> list[int]:
 
     The method is weighted reservoir sampling (Efraimidis & Spirakis 2006).
     """
-    weights = {slot: (slot + 1) ** (POWER - 1) for slot in range(count)}
-    return heapq.nlargest(PAIRS, weights, key=lambda slot: rng.random() ** (1 / weights[slot]))
+    weights = {slot: (slot + 1) ** (GAP_EXPONENT - 1) for slot in range(count)}
+    return heapq.nlargest(NUM_PAIRS, weights, key=lambda slot: rng.random() ** (1 / weights[slot]))

@@ -39,7 +39,7 @@ def write_results(results: RetrievalResults, about: dict[str, Any], folder: Path
         picture.unlink(missing_ok=True)  # a figure of an earlier test
     texts = {
         "md": markdown(results),
-        "csv": tidy(results),
+        "csv": to_csv(results),
         "json": json.dumps({**about, **to_dict(results)}, indent=1) + "\n",
     }
     for suffix, text in texts.items():
@@ -54,19 +54,21 @@ def to_dict(results: RetrievalResults) -> dict[str, Any]:
         "haystack": results.haystack,
         "max_length": results.max_length,
         "confidence": CONFIDENCE,
-        "by_length": [asdict(one) for one in results.by_length()],
-        "by_depth": [asdict(one) for one in results.by_depth()],
-        "skipped": [asdict(one) for one in results.skipped],
-        "records": [asdict(one) for one in results.records],
+        "by_length": [asdict(summary) for summary in results.by_length()],
+        "by_depth": [asdict(summary) for summary in results.by_depth()],
+        "skipped": [asdict(entry) for entry in results.skipped],
+        "records": [asdict(record) for record in results.records],
     }
 
 
-def tidy(results: RetrievalResults) -> str:
+def to_csv(results: RetrievalResults) -> str:
     """Return a CSV table with a row per task, length and depth; the depth is empty for a task without one."""
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow([field.name for field in fields(Summary)])
-    writer.writerows(csv_row("" if cell is None else cell for cell in astuple(one)) for one in results.by_depth())
+    writer.writerows(
+        csv_row("" if cell is None else cell for cell in astuple(summary)) for summary in results.by_depth()
+    )
     return buffer.getvalue()
 
 
@@ -74,8 +76,8 @@ def markdown(results: RetrievalResults) -> str:
     """Return a Markdown table of tasks by lengths, followed by a list of what was skipped."""
     options = results.options
     lengths = sorted(options.lengths)
-    found = {(one.task, one.length): one for one in results.by_length()}
-    rows = [[task, *(_cell(found.get((task, length))) for length in lengths)] for task in options.tasks]
+    summaries = {(summary.task, summary.length): summary for summary in results.by_length()}
+    rows = [[task, *(_cell(summaries.get((task, length))) for length in lengths)] for task in options.tasks]
     lines = [
         f"Mean scores in per cent, with Wilson's interval of {100 * CONFIDENCE:.0f} %; {options.samples} samples per "
         f"task, length and depth; depths {', '.join(f'{100 * depth:.3g} %' for depth in options.depths)}; "
@@ -87,10 +89,12 @@ def markdown(results: RetrievalResults) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _cell(one: Summary | None) -> str:
-    return "\u2013" if one is None else f"{100 * one.score:.1f} ({100 * one.low:.1f} to {100 * one.high:.1f})"
+def _cell(summary: Summary | None) -> str:
+    if summary is None:
+        return "\u2013"
+    return f"{100 * summary.score:.1f} ({100 * summary.low:.1f} to {100 * summary.high:.1f})"
 
 
 def _skipped_lines(results: RetrievalResults) -> Sequence[str]:
-    lines = [f"* {one.task} at {one.length} tokens: {one.reason}" for one in results.skipped]
+    lines = [f"* {entry.task} at {entry.length} tokens: {entry.reason}" for entry in results.skipped]
     return ["", "Not tested:", "", *lines] if lines else []

@@ -9,13 +9,20 @@ from megatron_ext.evaluation.retrieval.alphabet import ordinary_tokens
 from megatron_ext.evaluation.retrieval.haystack import read_haystack
 from megatron_ext.evaluation.retrieval.options import RetrievalOptions, TaskName
 from megatron_ext.evaluation.retrieval.results import Record, RetrievalResults, Skipped
-from megatron_ext.evaluation.retrieval.samples import Material, Place, Sample, TextSample, TokenSample, Unfit
+from megatron_ext.evaluation.retrieval.samples import (
+    DoesNotFitError,
+    Sample,
+    SampleInputs,
+    SampleKey,
+    TextSample,
+    TokenSample,
+)
 from megatron_ext.evaluation.retrieval.tasks import TASKS, TextTask
 from megatron_ext.evaluation.text_model import TeacherForcedQuery, TextModel
 from megatron_ext.utils.errors import UserError
 
-TOGETHER = 1 << 22
-"""Approximate number of sample tokens in memory at a time; as Python lists they take some hundred megabytes."""
+MAX_BATCH_TOKENS = 1 << 22
+"""Approximate number of sample tokens in memory at a time; as Python lists they take a few hundred megabytes."""
 
 
 def evaluate_retrieval(model: TextModel, options: RetrievalOptions) -> RetrievalResults:
@@ -30,15 +37,15 @@ def evaluate_retrieval(model: TextModel, options: RetrievalOptions) -> Retrieval
     Raises:
         UserError: the haystack cannot be read, or a length does not fit and `options.unfit` is `refuse`.
     """
-    material, cells, skipped = _plan(model, options)
-    found: dict[Place, Record] = {}
-    with progress(None, "Retrieval", "sample", total=sum(map(len, cells))) as bar:
-        for places in _parts(cells):
-            bar.set_postfix_str(f"{places[0].length} tokens")
-            found |= zip(places, _run(model, places, material), strict=True)
-            bar.update(len(places))
-    records = [found[place] for cell in cells for place in cell]
-    return RetrievalResults(options, material.haystack.name, model.max_length, records, skipped)
+    inputs, key_groups, skipped = _plan(model, options)
+    records_by_key: dict[SampleKey, Record] = {}
+    with progress(None, "Retrieval", "sample", total=sum(map(len, key_groups))) as bar:
+        for sample_keys in _batches(key_groups):
+            bar.set_postfix_str(f"{sample_keys[0].length} tokens")
+            records_by_key |= zip(sample_keys, _run_batch(model, sample_keys, inputs), strict=True)
+            bar.update(len(sample_keys))
+    records = [records_by_key[sample_key] for group in key_groups for sample_key in group]
+    return RetrievalResults(options, inputs.haystack.name, model.max_length, records, skipped)
 
 
 def check_retrieval(model: TextModel, options: RetrievalOptions) -> None:
@@ -50,64 +57,65 @@ def check_retrieval(model: TextModel, options: RetrievalOptions) -> None:
     _plan(model, options)
 
 
-def _plan(model: TextModel, options: RetrievalOptions) -> tuple[Material, list[list[Place]], list[Skipped]]:
-    """Return the material, the places of each task and length that fits, and the lengths that do not fit."""
+def _plan(model: TextModel, options: RetrievalOptions) -> tuple[SampleInputs, list[list[SampleKey]], list[Skipped]]:
+    """Return the inputs of samples, the keys of each task and length that fits, and the lengths that do not fit."""
     alphabet = ordinary_tokens(model.encode, model.end_id)
-    material = Material(model.encode, read_haystack(options.haystack), alphabet)
-    cells, skipped = [], []
+    inputs = SampleInputs(model.encode, read_haystack(options.haystack), alphabet)
+    key_groups, skipped = [], []
     for name in options.tasks:
         for length in options.lengths:
-            here = _places(name, length, options)
-            reason = _why_not(model, here, material)
+            keys = _sample_keys(name, length, options)
+            reason = _misfit_reason(model, keys, inputs)
             if reason is None:
-                cells.append(here)
+                key_groups.append(keys)
             elif options.unfit == "refuse":
                 hint = "remove it, or set retrieval.unfit=skip"
                 raise UserError("retrieval.lengths", f"{length} does not fit {name}: {reason}", hint)
             else:
                 skipped.append(Skipped(name, length, reason))
-    return material, cells, skipped
+    return inputs, key_groups, skipped
 
 
-def _parts(cells: Sequence[Sequence[Place]]) -> Iterator[Sequence[Place]]:
-    """Yield the places of samples that run together: of one length, and with the same generation settings."""
-    alike: dict[Hashable, list[Place]] = {}
-    for cell in cells:
-        task = TASKS[cell[0].task]
-        asked = (task.max_tokens, task.is_over) if isinstance(task, TextTask) else None
-        alike.setdefault((asked, cell[0].length), []).extend(cell)
-    for places in alike.values():
-        size = max(1, TOGETHER // places[0].length)
-        yield from (places[first : first + size] for first in range(0, len(places), size))
+def _batches(key_groups: Sequence[Sequence[SampleKey]]) -> Iterator[Sequence[SampleKey]]:
+    """Yield the keys of samples that run in one batch: of one length, and with the same generation settings."""
+    groups: dict[Hashable, list[SampleKey]] = {}
+    for group in key_groups:
+        task = TASKS[group[0].task]
+        settings = (task.max_tokens, task.is_over) if isinstance(task, TextTask) else None
+        groups.setdefault((settings, group[0].length), []).extend(group)
+    for sample_keys in groups.values():
+        size = max(1, MAX_BATCH_TOKENS // sample_keys[0].length)
+        yield from (sample_keys[first : first + size] for first in range(0, len(sample_keys), size))
 
 
-def _places(name: TaskName, length: int, options: RetrievalOptions) -> list[Place]:
-    """Return the places of all samples of a task and length, by depth."""
+def _sample_keys(name: TaskName, length: int, options: RetrievalOptions) -> list[SampleKey]:
+    """Return the keys of all samples of a task and length, by depth."""
     depths: Sequence[float | None] = options.depths if TASKS[name].has_depth else [None]
-    return [Place(name, length, depth, options.seed, i) for depth in depths for i in range(options.samples)]
+    return [SampleKey(name, length, depth, options.seed, i) for depth in depths for i in range(options.samples)]
 
 
-def _why_not(model: TextModel, places: Sequence[Place], material: Material) -> str | None:
-    place = places[0]
-    if place.length > model.max_length:
+def _misfit_reason(model: TextModel, sample_keys: Sequence[SampleKey], inputs: SampleInputs) -> str | None:
+    sample_key = sample_keys[0]
+    if sample_key.length > model.max_length:
         return f"the model supports at most {model.max_length} tokens"
-    task = TASKS[place.task]
+    task = TASKS[sample_key.task]
     try:
         # The length of a token sequence does not depend on the sample. That of a text does, through its words.
-        for one in places if isinstance(task, TextTask) else [place]:
-            task.check(one, material)
-    except Unfit as reason:
-        return str(reason)
+        for checked in sample_keys if isinstance(task, TextTask) else [sample_key]:
+            task.check(checked, inputs)
+    except DoesNotFitError as error:
+        return str(error)
     return None
 
 
-def _run(model: TextModel, places: Sequence[Place], material: Material) -> list[Record]:
-    samples = [TASKS[place.task].sample(place, material) for place in places]
-    texts = [sample for sample in samples if isinstance(sample, TextSample)]
-    return _write(model, texts) + _foretell(model, [sample for sample in samples if isinstance(sample, TokenSample)])
+def _run_batch(model: TextModel, sample_keys: Sequence[SampleKey], inputs: SampleInputs) -> list[Record]:
+    samples = [TASKS[sample_key.task].sample(sample_key, inputs) for sample_key in sample_keys]
+    text_samples = [sample for sample in samples if isinstance(sample, TextSample)]
+    token_samples = [sample for sample in samples if isinstance(sample, TokenSample)]
+    return _generate_answers(model, text_samples) + _score_tokens(model, token_samples)
 
 
-def _write(model: TextModel, samples: Sequence[TextSample]) -> list[Record]:
+def _generate_answers(model: TextModel, samples: Sequence[TextSample]) -> list[Record]:
     """Generate and score the answers of text samples, whose tasks have the same generation settings."""
     if not samples:
         return []
@@ -122,12 +130,12 @@ def _write(model: TextModel, samples: Sequence[TextSample]) -> list[Record]:
 
 
 def _text_task(sample: TextSample) -> TextTask:
-    task = TASKS[sample.place.task]
-    assert isinstance(task, TextTask), "it makes texts"
+    task = TASKS[sample.key.task]
+    assert isinstance(task, TextTask), "only text tasks build text samples"
     return task
 
 
-def _foretell(model: TextModel, samples: Sequence[TokenSample]) -> list[Record]:
+def _score_tokens(model: TextModel, samples: Sequence[TokenSample]) -> list[Record]:
     """Score token samples with teacher forcing, one forward pass per sample."""
     if not samples:
         return []
@@ -135,14 +143,14 @@ def _foretell(model: TextModel, samples: Sequence[TokenSample]) -> list[Record]:
     return [
         _record(
             sample,
-            1 - wrong / len(sample.scored),
-            tuple(model.decode([sample.tokens[at]]) for at in sample.scored),
+            1 - num_wrong / len(sample.scored),
+            tuple(model.decode([sample.tokens[position]]) for position in sample.scored),
             None,
         )
-        for sample, wrong in zip(samples, misses, strict=True)
+        for sample, num_wrong in zip(samples, misses, strict=True)
     ]
 
 
 def _record(sample: Sample, score: float, references: tuple[str, ...], generated: str | None) -> Record:
-    at = sample.place
-    return Record(at.task, at.length, at.depth, at.index, len(sample.tokens), score, references, generated)
+    key = sample.key
+    return Record(key.task, key.length, key.depth, key.index, len(sample.tokens), score, references, generated)

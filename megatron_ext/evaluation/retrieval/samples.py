@@ -12,19 +12,19 @@ from megatron_ext.evaluation.retrieval.options import TaskName
 Encode = Callable[[str], list[int]]
 """Function that tokenizes a text without special tokens."""
 
-FIRST_STEP = 8
-"""Number of pieces of hay by which the second size that is tried exceeds the smallest size."""
+FIRST_INCREMENT = 8
+"""Number of segments of hay by which the second size that is tried exceeds the minimum."""
 
-GUESSES = 12
+MAX_INTERPOLATIONS = 12
 """Maximum number of tries by interpolation. The search then continues by bisection, which always terminates."""
 
 
-class Unfit(Exception):
+class DoesNotFitError(Exception):
     """Exception for a task that does not fit into a length in tokens of the model."""
 
 
 @dataclass(frozen=True)
-class Place:
+class SampleKey:
     """Key of a sample, which determines the sample together with the tokenizer and the haystack.
 
     Attributes:
@@ -48,7 +48,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Material:
+class SampleInputs:
     """Inputs from which samples are built.
 
     Attributes:
@@ -67,16 +67,16 @@ class Draft:
     """Text sample whose amount of hay is not fixed yet. Random choices are equal at every size, as far as possible.
 
     Attributes:
-        prompt: deterministic function from the number of pieces of hay to the whole prompt.
+        prompt: deterministic function from the number of segments of hay to the whole prompt.
         references: texts that an answer must contain.
-        smallest: minimum number of pieces of hay of a valid sample.
-        largest: maximum number of pieces of hay; None: unlimited.
+        min_size: minimum number of segments of hay of a valid sample.
+        max_size: maximum number of segments of hay; None: unlimited.
     """
 
     prompt: Callable[[int], str]
     references: tuple[str, ...]
-    smallest: int = 1
-    largest: int | None = None
+    min_size: int = 1
+    max_size: int | None = None
 
 
 @dataclass(frozen=True)
@@ -84,14 +84,14 @@ class TextSample:
     """Prompt for the model to continue.
 
     Attributes:
-        place: key of the sample.
+        key: key of the sample.
         text: the prompt.
-        tokens: tokens of the prompt. Their number plus `max_tokens` is at most `place.length`.
+        tokens: tokens of the prompt. Their number plus `max_tokens` is at most `key.length`.
         references: texts that an answer must contain.
         max_tokens: maximum number of tokens to generate.
     """
 
-    place: Place
+    key: SampleKey
     text: str = field(repr=False)
     tokens: tuple[int, ...] = field(repr=False)
     references: tuple[str, ...]
@@ -103,12 +103,12 @@ class TokenSample:
     """Token sequence in which the model predicts some tokens from all tokens before them.
 
     Attributes:
-        place: key of the sample.
-        tokens: the sequence, `place.length` tokens.
+        key: key of the sample.
+        tokens: the sequence, `key.length` tokens.
         scored: positions of the tokens to predict, in ascending order.
     """
 
-    place: Place
+    key: SampleKey
     tokens: tuple[int, ...] = field(repr=False)
     scored: tuple[int, ...]
 
@@ -116,52 +116,56 @@ class TokenSample:
 Sample = TextSample | TokenSample
 
 
-def fit(draft: Draft, place: Place, encode: Encode, max_tokens: int) -> TextSample:
-    """Build the sample with as much hay as fits into `place.length`.
+def fit(draft: Draft, sample_key: SampleKey, encode: Encode, max_tokens: int) -> TextSample:
+    """Build the sample with as much hay as fits into `sample_key.length`.
 
     Args:
         draft: sample whose amount of hay is not fixed yet.
-        place: key of the sample.
+        sample_key: key of the sample.
         encode: encode function of the model's tokenizer.
         max_tokens: tokens reserved for the answer.
 
     Raises:
-        Unfit: even the smallest amount of hay does not fit.
+        DoesNotFitError: even the smallest amount of hay does not fit.
     """
-    found = shortest(draft, place, encode, max_tokens)
-    size, tokens = _largest_size(draft, encode, found, place.length - max_tokens)
-    return TextSample(place, draft.prompt(size), tuple(tokens), draft.references, max_tokens)
+    shortest_tokens = encode_shortest(draft, sample_key, encode, max_tokens)
+    size, tokens = _max_fitting_size(draft, encode, shortest_tokens, sample_key.length - max_tokens)
+    return TextSample(sample_key, draft.prompt(size), tuple(tokens), draft.references, max_tokens)
 
 
-def shortest(draft: Draft, place: Place, encode: Encode, max_tokens: int) -> list[int]:
+def encode_shortest(draft: Draft, sample_key: SampleKey, encode: Encode, max_tokens: int) -> list[int]:
     """Return the tokens of the prompt with the smallest amount of hay.
 
     Raises:
-        Unfit: the tokens plus `max_tokens` exceed `place.length`.
+        DoesNotFitError: the tokens plus `max_tokens` exceed `sample_key.length`.
     """
-    tokens = encode(draft.prompt(draft.smallest))
-    if len(tokens) + max_tokens > place.length:
-        raise Unfit(f"the shortest sample takes {len(tokens) + max_tokens} tokens of this model")
+    tokens = encode(draft.prompt(draft.min_size))
+    if len(tokens) + max_tokens > sample_key.length:
+        raise DoesNotFitError(f"the shortest sample takes {len(tokens) + max_tokens} tokens of this model")
     return tokens
 
 
-def _largest_size(draft: Draft, encode: Encode, found: list[int], room: int) -> tuple[int, list[int]]:
+def _max_fitting_size(
+    draft: Draft, encode: Encode, shortest_tokens: list[int], max_prompt_tokens: int
+) -> tuple[int, list[int]]:
     """Return the largest amount of hay that fits, with its tokens, by an interpolating search.
 
     Tokenizing a long prompt is slow. The number of tokens grows about linearly with the amount of hay, so that linear
     interpolation through the last two sizes takes a few tries. Bisection would take a dozen or more.
     """
-    low = draft.smallest
-    high = low + room + 1 if draft.largest is None else draft.largest + 1  # a piece has at least one token
-    last, guess, tries = (low, len(found)), low + FIRST_STEP, 0
+    low, low_tokens = draft.min_size, shortest_tokens
+    # A segment has at least one token, so that more segments than tokens cannot fit.
+    high = low + max_prompt_tokens + 1 if draft.max_size is None else draft.max_size + 1
+    last, guess, num_tries = (low, len(low_tokens)), low + FIRST_INCREMENT, 0
     while high - low > 1:
         size = min(max(guess, low + 1), high - 1)
         tokens = encode(draft.prompt(size))
         slope = max((len(tokens) - last[1]) / (size - last[0]), 1.0) if size != last[0] else 1.0
-        last, tries = (size, len(tokens)), tries + 1
-        if len(tokens) <= room:
-            low, found = size, tokens
+        last, num_tries = (size, len(tokens)), num_tries + 1
+        if len(tokens) <= max_prompt_tokens:
+            low, low_tokens = size, tokens
         else:
             high = size
-        guess = size + int((room - len(tokens)) // slope) if tries < GUESSES else (low + high) // 2
-    return low, found
+        interpolated = size + int((max_prompt_tokens - len(tokens)) // slope)
+        guess = interpolated if num_tries < MAX_INTERPOLATIONS else (low + high) // 2
+    return low, low_tokens

@@ -9,7 +9,15 @@ from functools import partial
 from megatron_ext.evaluation.retrieval import copying, frequent_words, induction, needles, passkey, recall, variables
 from megatron_ext.evaluation.retrieval.haystack import Haystack
 from megatron_ext.evaluation.retrieval.options import TaskName
-from megatron_ext.evaluation.retrieval.samples import Draft, Material, Place, TextSample, TokenSample, fit, shortest
+from megatron_ext.evaluation.retrieval.samples import (
+    Draft,
+    SampleInputs,
+    SampleKey,
+    TextSample,
+    TokenSample,
+    encode_shortest,
+    fit,
+)
 from megatron_ext.evaluation.retrieval.scoring import first_integer, integer_is_over, string_match_all
 
 
@@ -29,19 +37,19 @@ class TextTask:
         is_over: stopping criterion: returns True if more text cannot change the score.
     """
 
-    draft: Callable[[Place, Haystack], Draft]
+    draft: Callable[[SampleKey, Haystack], Draft]
     max_tokens: int
     has_depth: bool = False
     score: Callable[[str, Sequence[str]], float] = string_match_all
     is_over: Callable[[str], bool] = _never
 
-    def sample(self, place: Place, material: Material) -> TextSample:
-        """Build the sample with the key `place`. Raises `Unfit` if `place.length` is too short."""
-        return fit(self.draft(place, material.haystack), place, material.encode, self.max_tokens)
+    def sample(self, sample_key: SampleKey, inputs: SampleInputs) -> TextSample:
+        """Build the sample with the key `sample_key`. Raises `DoesNotFitError` if `sample_key.length` is too short."""
+        return fit(self.draft(sample_key, inputs.haystack), sample_key, inputs.encode, self.max_tokens)
 
-    def check(self, place: Place, material: Material) -> None:
-        """Raise `Unfit` if `place.length` is too short for the task, without building the whole sample."""
-        shortest(self.draft(place, material.haystack), place, material.encode, self.max_tokens)
+    def check(self, sample_key: SampleKey, inputs: SampleInputs) -> None:
+        """Raise `DoesNotFitError` if `sample_key.length` is too short, without building the whole sample."""
+        encode_shortest(self.draft(sample_key, inputs.haystack), sample_key, inputs.encode, self.max_tokens)
 
 
 @dataclass(frozen=True)
@@ -53,30 +61,30 @@ class TokenTask:
         has_depth: True if the answer is at a single position of the context, so that its depth can be varied.
     """
 
-    make: Callable[[Place, Sequence[int]], TokenSample]
+    make: Callable[[SampleKey, Sequence[int]], TokenSample]
     has_depth: bool = False
 
-    def sample(self, place: Place, material: Material) -> TokenSample:
-        """Build the sample with the key `place`. Raises `Unfit` if `place.length` is too short."""
-        return self.make(place, material.alphabet)
+    def sample(self, sample_key: SampleKey, inputs: SampleInputs) -> TokenSample:
+        """Build the sample with the key `sample_key`. Raises `DoesNotFitError` if `sample_key.length` is too short."""
+        return self.make(sample_key, inputs.alphabet)
 
-    def check(self, place: Place, material: Material) -> None:
-        """Raise `Unfit` if `place.length` is too short for the task."""
-        self.sample(place, material)
+    def check(self, sample_key: SampleKey, inputs: SampleInputs) -> None:
+        """Raise `DoesNotFitError` if `sample_key.length` is too short for the task."""
+        self.sample(sample_key, inputs)
 
 
 Task = TextTask | TokenTask
 
 TASKS: dict[TaskName, Task] = {
-    "passkey": TextTask(passkey.draft, passkey.MAX_TOKENS, True, first_integer, integer_is_over),
+    "passkey": TextTask(passkey.build_draft, passkey.MAX_TOKENS, True, first_integer, integer_is_over),
     **{
-        name: TextTask(partial(needles.draft, variant), needles.MAX_TOKENS, variant.has_depth)
+        name: TextTask(partial(needles.build_draft, variant), needles.MAX_TOKENS, variant.has_depth)
         for name, variant in needles.VARIANTS.items()
     },
-    "vt": TextTask(variables.draft, variables.MAX_TOKENS),
+    "vt": TextTask(variables.build_draft, variables.MAX_TOKENS),
     "cwe": TextTask(frequent_words.common_words, frequent_words.COMMON_TOKENS),
     "fwe": TextTask(frequent_words.frequent_words, frequent_words.FREQUENT_TOKENS),
-    "mqar": TokenTask(recall.make),
-    "selective_copying": TokenTask(copying.make),
-    "induction": TokenTask(induction.make, has_depth=True),
+    "mqar": TokenTask(recall.build_sample),
+    "selective_copying": TokenTask(copying.build_sample),
+    "induction": TokenTask(induction.build_sample, has_depth=True),
 }

@@ -6,11 +6,11 @@ import random
 import string
 
 from megatron_ext.evaluation.retrieval.haystack import NOISE, Haystack, insert
-from megatron_ext.evaluation.retrieval.samples import Draft, Place
-from megatron_ext.evaluation.retrieval.words import Distinct
+from megatron_ext.evaluation.retrieval.samples import Draft, SampleKey
+from megatron_ext.evaluation.retrieval.words import DistinctStrings
 
 MAX_TOKENS = 30
-HOPS = 4
+NUM_HOPS = 4
 NAME_LETTERS, EXAMPLE_NAME_LETTERS = 5, 3
 EXAMPLE_LINES = 10
 """Lines of noise in the example, which has about 500 tokens with its assignments."""
@@ -25,30 +25,31 @@ PROMPT = (
 )
 
 
-def draft(place: Place, _: Haystack) -> Draft:
+def build_draft(sample_key: SampleKey, _: Haystack) -> Draft:
     """Build an example with its answer, and a chain of one value and four hops in order between lines of noise.
 
     The prompt ends with a space, as in RULER.
     """
-    rng = place.random("example")
-    value, other = (str(number) for number in rng.sample(range(10000, 100000), 2))
-    example_names = _names(rng, EXAMPLE_NAME_LETTERS)
-    example = _text(rng, example_names, other, EXAMPLE_LINES) + " ".join(example_names)
-    names = _names(place.random("names"), NAME_LETTERS)
+    rng = sample_key.random("example")
+    value, example_value = (str(number) for number in rng.sample(range(10000, 100000), 2))
+    example_names = _draw_names(rng, EXAMPLE_NAME_LETTERS)
+    example = _format_question(rng, example_names, example_value, EXAMPLE_LINES) + " ".join(example_names)
+    names = _draw_names(sample_key.random("names"), NAME_LETTERS)
 
     def prompt(size: int) -> str:
-        return f"{example}\n\n{_text(place.random('depths'), names, value, size)}"
+        return f"{example}\n\n{_format_question(sample_key.random('depths'), names, value, size)}"
 
     return Draft(prompt, tuple(names))
 
 
-def _names(rng: random.Random, letters: int) -> list[str]:
+def _draw_names(rng: random.Random, letters: int) -> list[str]:
     """Draw the names of a chain's variables, none of which is the keyword."""
-    drawn = Distinct(lambda rng: "".join(rng.choices(string.ascii_uppercase, k=letters)), rng).first(HOPS + 2)
-    return [name for name in drawn if name != KEYWORD][: HOPS + 1]
+    stream = DistinctStrings(lambda rng: "".join(rng.choices(string.ascii_uppercase, k=letters)), rng)
+    drawn = stream.first(NUM_HOPS + 2)
+    return [name for name in drawn if name != KEYWORD][: NUM_HOPS + 1]
 
 
-def _text(rng: random.Random, names: list[str], value: str, lines: int) -> str:
+def _format_question(rng: random.Random, names: list[str], value: str, lines: int) -> str:
     """Return the question for a chain in noise, up to the start of the answer."""
     sources = [value, *(f"{KEYWORD} {name}" for name in names[:-1])]
     chain = [f"{KEYWORD} {name} = {source}" for name, source in zip(names, sources, strict=True)]

@@ -23,17 +23,17 @@ def words(kind: str) -> tuple[str, ...]:
     return tuple(file.read_text(encoding="utf-8").split())
 
 
-def pair(rng: random.Random) -> str:
+def adjective_noun(rng: random.Random) -> str:
     """Draw an adjective and a noun in the format of RULER's keys, such as `brave-falcon`."""
     return f"{rng.choice(words('adjectives'))}-{rng.choice(words('nouns'))}"
 
 
-def coded(rng: random.Random) -> str:
+def random_letters(rng: random.Random) -> str:
     """Draw six random lower-case letters."""
     return "".join(rng.choices(LETTERS, k=6))
 
 
-class Distinct:
+class DistinctStrings:
     """Stream of distinct random strings. The first n do not depend on how many are requested.
 
     Args:
@@ -42,12 +42,12 @@ class Distinct:
     """
 
     def __init__(self, draw: Callable[[random.Random], str], rng: random.Random) -> None:
-        self._found: list[str] = []
+        self._drawn: list[str] = []
         self._stream = self._draw(draw, rng)
 
     def __getitem__(self, index: int) -> str:
-        self._found += islice(self._stream, max(0, index + 1 - len(self._found)))
-        return self._found[index]
+        self._drawn += islice(self._stream, max(0, index + 1 - len(self._drawn)))
+        return self._drawn[index]
 
     def first(self, count: int) -> list[str]:
         """Return the first `count` strings."""
@@ -57,7 +57,7 @@ class Distinct:
     def _draw(draw: Callable[[random.Random], str], rng: random.Random) -> Iterator[str]:
         seen = set()
         while True:
-            one = draw(rng)
-            if one not in seen:
-                seen.add(one)
-                yield one
+            text = draw(rng)
+            if text not in seen:
+                seen.add(text)
+                yield text

@@ -44,27 +44,27 @@ def test_one_law(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     points = without_mixer(write(tmp_path / "points.csv", {"attention": LAWS["attention"]}))
     output = tmp_path / "new" / "fit"
     assert main(["fit", str(points), "--output", str(output), "--json"]) == 0
-    numbers = json.loads(capsys.readouterr().out)
+    results = json.loads(capsys.readouterr().out)
     files = {"files": ["scaling.png", "scaling.csv", "isoflop.png", "isoflop.csv"]}
-    assert numbers | files == json.loads((output / "fit.json").read_text())
+    assert results | files == json.loads((output / "fit.json").read_text())
     law = LAWS["attention"]
     for name in ("E", "A", "B", "alpha", "beta"):
-        assert numbers[name] == pytest.approx(getattr(law, name), rel=1e-4)
-        low, high = numbers["intervals"][name]
-        assert low <= high == pytest.approx(numbers[name], rel=1e-2)
-    assert 0 <= numbers["objective"] < 1e-10
-    assert numbers["points"] == 20
-    assert numbers["noise"] < 1e-5
-    assert numbers["params_exponent"] == pytest.approx(law.beta / (law.alpha + law.beta), abs=1e-4)
+        assert results[name] == pytest.approx(getattr(law, name), rel=1e-4)
+        low, high = results["intervals"][name]
+        assert low <= high == pytest.approx(results[name], rel=1e-2)
+    assert 0 <= results["objective"] < 1e-10
+    assert results["points"] == 20
+    assert results["noise"] < 1e-5
+    assert results["params_exponent"] == pytest.approx(law.beta / (law.alpha + law.beta), abs=1e-4)
     for interval in (
-        numbers["intervals"]["params_exponent"],
-        numbers["isoflop"]["params_of_flops"]["exponent_interval"],
+        results["intervals"]["params_exponent"],
+        results["isoflop"]["params_of_flops"]["exponent_interval"],
     ):
         assert len(interval) == 2
-    assert numbers["back_test"]["held_out"] == 2
-    assert numbers["back_test"]["largest_error"] < 1e-4
-    assert len(numbers["isoflop"]["budgets"]) == 4
-    assert numbers["isoflop"]["params_of_flops"]["exponent"] == pytest.approx(
+    assert results["back_test"]["held_out"] == 2
+    assert results["back_test"]["largest_error"] < 1e-4
+    assert len(results["isoflop"]["budgets"]) == 4
+    assert results["isoflop"]["params_of_flops"]["exponent"] == pytest.approx(
         law.beta / (law.alpha + law.beta), abs=0.01
     )
     assert sorted(path.name for path in output.iterdir()) == sorted(["fit.json", "fit.md", *files["files"]])
@@ -78,14 +78,14 @@ def test_the_published_points(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     arguments = ["fit", str(points), "--drop-highest", "5", "--json"]
     assert main([*arguments, "--output", str(tmp_path / "fit")]) == 0
     printed = capsys.readouterr()
-    numbers = json.loads(printed.out)
-    assert numbers["points"] == 240
-    assert numbers["objective"] <= 0.0010183
-    assert [round(numbers[name], 3) for name in ("E", "alpha", "beta")] == [1.817, 0.347, 0.367]
-    assert (numbers["untold"], numbers["warnings"], printed.err) == ([], [], "fitting a law to 240 points\n")
-    for name, (low, high) in numbers["intervals"].items():
-        assert low < numbers[name] < high, name
-    low, high = numbers["intervals"]["alpha"]
+    results = json.loads(printed.out)
+    assert results["points"] == 240
+    assert results["objective"] <= 0.0010183
+    assert [round(results[name], 3) for name in ("E", "alpha", "beta")] == [1.817, 0.347, 0.367]
+    assert (results["untold"], results["warnings"], printed.err) == ([], [], "fitting a law to 240 points\n")
+    for name, (low, high) in results["intervals"].items():
+        assert low < results[name] < high, name
+    low, high = results["intervals"]["alpha"]
     assert 0.02 < high - low < 0.06  # 0.05 by the bootstrap of Besiroglu et al.
 
 
@@ -104,8 +104,8 @@ def test_the_surface_has_intervals(tmp_path: Path) -> None:
     n, d, flops, loss, low, high = np.array([[float(row[name]) for name in columns] for row in rows]).T
     np.testing.assert_allclose(flops, 6 * n * d, rtol=1e-6)
     assert (len(set(n)), len(set(d)), len(rows)) == (40, 40, 1600)
-    numbers = json.loads((tmp_path / "fit" / "fit.json").read_text())
-    law = ScalingLaw(*(numbers[name] for name in ("E", "A", "B", "alpha", "beta")))
+    results = json.loads((tmp_path / "fit" / "fit.json").read_text())
+    law = ScalingLaw(*(results[name] for name in ("E", "A", "B", "alpha", "beta")))
     np.testing.assert_allclose(loss, law.loss(n, d), rtol=1e-6)
     assert (low <= high).all()
     width = ((high - low) / loss).reshape(40, 40)
@@ -117,11 +117,14 @@ def test_the_surface_has_intervals(tmp_path: Path) -> None:
 def test_a_law_for_each_mixer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     points = write(tmp_path / "points.csv", LAWS)
     assert main(["fit", str(points), "--output", str(tmp_path / "fit")]) == 0
-    said = capsys.readouterr().out
-    assert said == (tmp_path / "fit" / "fit.md").read_text() + "\n"
-    assert "| attention | 20 | 1.7 (" in said
-    assert "Back-test: mamba/2 (new): the law without the 2 largest models (from " in said
-    assert "IsoFLOP: attention: 4 of 4 budgets have a lowest loss among their sizes; the best number of param" in said
+    printed_text = capsys.readouterr().out
+    assert printed_text == (tmp_path / "fit" / "fit.md").read_text() + "\n"
+    assert "| attention | 20 | 1.7 (" in printed_text
+    assert "Back-test: mamba/2 (new): the law without the 2 largest models (from " in printed_text
+    assert (
+        "IsoFLOP: attention: 4 of 4 budgets have a lowest loss among their sizes; the best number of param"
+        in printed_text
+    )
     assert list(json.loads((tmp_path / "fit" / "fit.json").read_text())["mixers"]) == list(LAWS)
     assert (tmp_path / "fit" / "scaling_mamba_2_new_.png").is_file()
 
@@ -139,10 +142,10 @@ def test_five_points_have_a_law_and_no_intervals(tmp_path: Path, capsys: pytest.
     reason = "5 points for 5 constants leave no residual to estimate the noise: no intervals"
     assert f"warning: {tmp_path / 'points.csv'}: {reason}\n" in printed.err
     assert f"Warning: {reason}.\n" in printed.out
-    numbers = json.loads((tmp_path / "fit" / "fit.json").read_text())
-    assert numbers["objective"] < 1e-10
-    assert numbers["back_test"] is None
-    assert set(numbers["intervals"].values()) == {None}
+    results = json.loads((tmp_path / "fit" / "fit.json").read_text())
+    assert results["objective"] < 1e-10
+    assert results["back_test"] is None
+    assert set(results["intervals"].values()) == {None}
 
 
 @pytest.mark.usefixtures("few_starts", "unpainted")
@@ -164,9 +167,9 @@ def test_options_of_the_former_bootstrap_are_passed_over(tmp_path: Path, capsys:
     points = without_mixer(write(tmp_path / "points.csv", {"attention": LAWS["attention"]}))
     arguments = ["fit", str(points), "--output", str(tmp_path / "fit"), "--bootstrap", "1000", "--seed", "3"]
     assert main(arguments) == 0
-    said = capsys.readouterr().err
+    printed_text = capsys.readouterr().err
     for option in ("--bootstrap", "--seed"):
-        assert f"warning: {option} has no effect: intervals are computed without random draws\n" in said
+        assert f"warning: {option} has no effect: intervals are computed without random draws\n" in printed_text
 
 
 def with_test_loss(path: Path) -> Path:
@@ -185,19 +188,22 @@ def with_test_loss(path: Path) -> Path:
 def test_test_loss_over_training_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     points = with_test_loss(write(tmp_path / "points.csv", LAWS))
     assert main(["fit", str(points), "--output", str(tmp_path / "fit")]) == 0
-    said = capsys.readouterr().out
-    numbers = json.loads((tmp_path / "fit" / "fit.json").read_text())
+    printed_text = capsys.readouterr().out
+    results = json.loads((tmp_path / "fit" / "fit.json").read_text())
     for mixer, factor in zip(LAWS, (1.2, 1.3), strict=True):
-        line = numbers["mixers"][mixer]["test_loss"]
+        line = results["mixers"][mixer]["test_loss"]
         assert line["exponent"] == pytest.approx(0.9, abs=0.02)
         assert line["factor"] == pytest.approx(factor, rel=0.02)
         assert line["deviation"] == pytest.approx(0.002, rel=0.5)
-        assert f"Test loss: {mixer}: {line['factor']:.4g} * loss^{line['exponent']:.4g} (exponent 0." in said
-    (apart,) = numbers["test_loss_differences"]
-    assert (apart["mixer"], apart["other"]) == tuple(LAWS)
-    assert apart["p_value"] < 1e-9
-    assert apart["interval"][0] < 1.3 / 1.2 < apart["interval"][1]
-    assert f"| attention | mamba/2 (new) | {apart['p_value']:.2g} | {apart['train_loss']:.4g} | +8." in said
+        assert f"Test loss: {mixer}: {line['factor']:.4g} * loss^{line['exponent']:.4g} (exponent 0." in printed_text
+    (difference,) = results["test_loss_differences"]
+    assert (difference["mixer"], difference["other"]) == tuple(LAWS)
+    assert difference["p_value"] < 1e-9
+    assert difference["interval"][0] < 1.3 / 1.2 < difference["interval"][1]
+    assert (
+        f"| attention | mamba/2 (new) | {difference['p_value']:.2g} | {difference['train_loss']:.4g} | +8."
+        in printed_text
+    )
     assert min(size_of_picture(tmp_path / "fit" / "test_loss.png")) > 600
 
 
@@ -223,8 +229,8 @@ def test_a_folder_of_an_earlier_fit_keeps_none_of_its_pictures(tmp_path: Path) -
         "test_loss.png",
     }
     (output / "scaling_of_mine.png").touch()
-    one = without_mixer(write(tmp_path / "one.csv", {"attention": LAWS["attention"]}))
-    assert main(["fit", str(one), "--output", str(output)]) == 0
+    single = without_mixer(write(tmp_path / "one.csv", {"attention": LAWS["attention"]}))
+    assert main(["fit", str(single), "--output", str(output)]) == 0
     assert {path.name for path in output.glob("*.png")} == {"scaling.png", "isoflop.png", "scaling_of_mine.png"}
 
 
@@ -246,13 +252,13 @@ def test_points_of_an_earlier_fit_of_runs_go_but_not_those_that_are_read(tmp_pat
     points, output = without_mixer(write(tmp_path / "one.csv", {"a": LAWS["attention"]})), tmp_path / "fit"
     output.mkdir()
     (output / "fit.json").write_text(json.dumps({"files": ["points.csv"]}))
-    kept = output / "points.csv"
-    kept.write_bytes(points.read_bytes())
-    assert main(["fit", str(kept), "--output", str(output)]) == 0
-    assert kept.read_bytes() == points.read_bytes()
+    copy = output / "points.csv"
+    copy.write_bytes(points.read_bytes())
+    assert main(["fit", str(copy), "--output", str(output)]) == 0
+    assert copy.read_bytes() == points.read_bytes()
     (output / "fit.json").write_text(json.dumps({"files": ["points.csv"]}))
     assert main(["fit", str(points), "--output", str(output)]) == 0
-    assert not kept.exists()
+    assert not copy.exists()
 
 
 @pytest.mark.usefixtures("few_starts", "unpainted")
@@ -268,8 +274,8 @@ def test_the_points_are_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFi
     before = points.read_bytes()
     assert main(["fit", str(points), "--output", str(tmp_path)]) == 2
     problem = "would be overwritten by a file of the fit; give another folder with --output"
-    said = ["fitting a law to 20 points", f"selectron: error: {points}: {problem}"]
-    assert capsys.readouterr().err.splitlines() == said
+    lines = ["fitting a law to 20 points", f"selectron: error: {points}: {problem}"]
+    assert capsys.readouterr().err.splitlines() == lines
     assert list(tmp_path.iterdir()) == [points]
     assert points.read_bytes() == before
 
@@ -280,14 +286,14 @@ def test_the_highest_losses_can_be_left_out(tmp_path: Path, capsys: pytest.Captu
     points.write_text(points.read_text() + "1e9,2e10,50\n")
     arguments = ["fit", str(points), "--output", str(tmp_path / "fit"), "--json"]
     assert main([*arguments, "--drop-highest", "1"]) == 0
-    numbers = json.loads(capsys.readouterr().out)
-    assert (numbers["points"], numbers["objective"] < 1e-10) == (20, True)
+    results = json.loads(capsys.readouterr().out)
+    assert (results["points"], results["objective"] < 1e-10) == (20, True)
     assert main(arguments) == 0
     assert json.loads(capsys.readouterr().out)["objective"] > 1e-4
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "message"),
     [
         (["--drop-highest", "-1"], "--drop-highest: -1 is below 0; "),
         (
@@ -296,10 +302,10 @@ def test_the_highest_losses_can_be_left_out(tmp_path: Path, capsys: pytest.Captu
         ),
     ],
 )
-def test_bad_options(more: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_options(more: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     points = without_mixer(write(tmp_path / "points.csv", {"attention": LAWS["attention"]}))
     assert main(["fit", str(points), "--output", str(tmp_path / "fit"), *more]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "fit").exists()
 
 

@@ -34,9 +34,9 @@ def test_the_lowest_place_is_that_of_the_law() -> None:
 
 
 def test_points_in_any_order_and_of_about_the_same_compute() -> None:
-    dice, some = np.random.default_rng(2), points()
-    jitter = np.exp(dice.uniform(-0.03, 0.03, len(some)))
-    shuffled = Points(some.params, some.tokens * jitter, some.losses).take(dice.permutation(len(some)))
+    dice, models = np.random.default_rng(2), points()
+    jitter = np.exp(dice.uniform(-0.03, 0.03, len(models)))
+    shuffled = Points(models.params, models.tokens * jitter, models.losses).take(dice.permutation(len(models)))
     assert [len(one.points) for one in budgets(shuffled)] == [9] * 5
 
 
@@ -46,17 +46,17 @@ def test_too_few_sizes_are_no_budget() -> None:
 
 
 def test_a_lowest_place_beyond_the_sizes_is_none() -> None:
-    some = points()
-    rising = some.take(some.params >= np.repeat(LAW.best_params(FLOPS), 9) * 1.2)
+    models = points()
+    rising = models.take(models.params >= np.repeat(LAW.best_params(FLOPS), 9) * 1.2)
     assert {one.best_params for one in budgets(rising)} == {None}
     assert best_sizes(budgets(rising)) is None
 
 
 def test_other_points_between_the_budgets_do_not_join_them() -> None:
-    some, dice = points(), np.random.default_rng(4)
+    models, dice = points(), np.random.default_rng(4)
     n, d = (np.exp(dice.uniform(*np.log(bounds), 12)) for bounds in ((1e8, 1e10), (1e9, 1e11)))
     both = Points(
-        *(np.concatenate(pair) for pair in ((some.params, n), (some.tokens, d), (some.losses, LAW.loss(n, d))))
+        *(np.concatenate(pair) for pair in ((models.params, n), (models.tokens, d), (models.losses, LAW.loss(n, d))))
     )
     found = budgets(both)
     assert len(found) == 5
@@ -67,10 +67,10 @@ def test_sizes_that_are_nearly_the_same_are_no_budget() -> None:
     assert budgets(points(width=1.3)) == []
 
 
-@pytest.mark.parametrize("apart", [1.03, 1.06, 1.11])
-def test_budgets_a_little_apart_are_two(apart: float) -> None:
+@pytest.mark.parametrize("ratio", [1.03, 1.06, 1.11])
+def test_budgets_a_little_apart_are_two(ratio: float) -> None:
     """Budgets within 12 % of each other used to be merged."""
-    compute = np.array([1e19, apart * 1e19])
+    compute = np.array([1e19, ratio * 1e19])
     n = np.concatenate([LAW.best_params(c) * np.geomspace(1 / 3, 3, 6) for c in compute])
     d = np.repeat(compute, 6) / 6 / n
     found = budgets(Points(n, d, LAW.loss(n, d)))
@@ -92,8 +92,8 @@ def test_budgets_that_overlap_are_one_with_a_doubt() -> None:
 
 def test_the_lowest_place_has_the_interval_that_its_slope_says() -> None:
     """Fieller's interval ends where a t-test of the slope, in another parametrisation of the parabola, has p = 0.05."""
-    dice, some = np.random.default_rng(3), points(sizes=7)
-    noisy = Points(some.params, some.tokens, some.losses * np.exp(0.002 * dice.normal(size=len(some))))
+    dice, models = np.random.default_rng(3), points(sizes=7)
+    noisy = Points(models.params, models.tokens, models.losses * np.exp(0.002 * dice.normal(size=len(models))))
     for one in budgets(noisy):
         assert one.best_interval is not None
         assert one.best_params is not None
@@ -101,14 +101,14 @@ def test_the_lowest_place_has_the_interval_that_its_slope_says() -> None:
         for end in one.best_interval:
             x = np.log(one.points.params / end)  # the coefficient of x is the slope at the interval's end
             design = np.stack([np.ones_like(x), x, x**2], axis=1)
-            solved, rest, *_ = np.linalg.lstsq(design, one.points.losses, rcond=None)
-            error = np.sqrt(rest[0] / 4 * np.linalg.inv(design.T @ design)[1, 1])
+            solved, squares, *_ = np.linalg.lstsq(design, one.points.losses, rcond=None)
+            error = np.sqrt(squares[0] / 4 * np.linalg.inv(design.T @ design)[1, 1])
             assert abs(solved[1] / error) == pytest.approx(stats.t.ppf(0.975, 4), rel=1e-6)
 
 
 def test_losses_that_are_all_noise_bound_no_lowest_place() -> None:
-    dice, some = np.random.default_rng(3), points(sizes=5)
-    noisy = Points(some.params, some.tokens, some.losses * np.exp(0.05 * dice.normal(size=len(some))))
+    dice, models = np.random.default_rng(3), points(sizes=5)
+    noisy = Points(models.params, models.tokens, models.losses * np.exp(0.05 * dice.normal(size=len(models))))
     assert any(one.best_params is not None for one in budgets(noisy))
     assert {one.best_interval for one in budgets(noisy)} == {None}
 

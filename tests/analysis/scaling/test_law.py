@@ -14,9 +14,9 @@ from megatron_ext.analysis.scaling.law import (
     Fit,
     ScalingLaw,
     _Objective,
+    evaluate_objective,
     fit,
     num_distinct,
-    objective_of,
     refit,
 )
 from megatron_ext.analysis.scaling.points import Points, read_points
@@ -54,14 +54,14 @@ def of_chinchilla(chinchilla: Points) -> Fit:
 def by_hand(law: ScalingLaw, points: Points) -> float:
     total = 0.0
     for n, d, loss in zip(points.params, points.tokens, points.losses, strict=True):
-        rest = abs(np.log(law.E + law.A / n**law.alpha + law.B / d**law.beta) - np.log(loss))
-        total += rest**2 / 2 if rest <= DELTA else DELTA * (rest - DELTA / 2)
+        residual = abs(np.log(law.E + law.A / n**law.alpha + law.B / d**law.beta) - np.log(loss))
+        total += residual**2 / 2 if residual <= DELTA else DELTA * (residual - DELTA / 2)
     return total
 
 
 def test_the_objective_is_the_sum_of_hubers_losses() -> None:
     for law in (KNOWN, ScalingLaw(1.701, 400.0, 1500.0, 0.34, 0.36), ScalingLaw(1.0, 30.0, 90.0, 0.2, 0.1)):
-        assert objective_of(law, grid(noise=1e-3)) == pytest.approx(by_hand(law, grid(noise=1e-3)), rel=1e-9)
+        assert evaluate_objective(law, grid(noise=1e-3)) == pytest.approx(by_hand(law, grid(noise=1e-3)), rel=1e-9)
 
 
 @pytest.mark.parametrize("e", [0.2, 0.5306, 1.4])
@@ -102,7 +102,7 @@ def test_no_way_down_is_left(of_chinchilla: Fit) -> None:
     for _ in range(10):
         near = ScalingLaw(*(np.array(astuple(of_chinchilla.law)) * np.exp(0.02 * dice.normal(size=5))))
         again = refit(of_chinchilla.points, near)
-        assert objective_of(again, of_chinchilla.points) >= of_chinchilla.objective * (1 - 1e-6)
+        assert evaluate_objective(again, of_chinchilla.points) >= of_chinchilla.objective * (1 - 1e-6)
 
 
 @pytest.mark.parametrize("gone", [{"E": 2e-13}, {"E": 0.0}, {"A": 1e-9}, {"B": 0.0}], ids=str)
@@ -127,8 +127,8 @@ def of_plan(sizes: np.ndarray, step: int) -> Points:
 
 def test_tokens_a_parameter_that_are_a_tenth_apart_can_be_fitted() -> None:
     some = of_plan(np.geomspace(2e7, 2e9, 6), 131_072)
-    apart = Points(some.params, some.tokens * np.array([1, 1.1, 1, 1.1, 1, 1.1]), some.losses)
-    assert len(fit(apart).points) == 6
+    separable = Points(some.params, some.tokens * np.array([1, 1.1, 1, 1.1, 1, 1.1]), some.losses)
+    assert len(fit(separable).points) == 6
 
 
 def test_values_that_are_unlike() -> None:

@@ -11,7 +11,7 @@ import pytest
 from analysis_synthetic import TOKENS_A_STEP, Synthetic, write_run
 
 from megatron_ext.analysis.scaling.law import ScalingLaw
-from megatron_ext.analysis.scaling.run_points import by_mixer, points_of_runs
+from megatron_ext.analysis.scaling.run_points import by_mixer, read_run_points
 from megatron_ext.cli import main
 from megatron_ext.utils.errors import UserError
 
@@ -45,7 +45,7 @@ def sweep(folder: Path, steps: tuple[int, ...] = (20, 60)) -> Path:
 
 def test_a_point_is_a_runs_end(tmp_path: Path) -> None:
     folder = sweep(tmp_path / "sweep", steps=(60,))
-    points = points_of_runs([folder])
+    points = read_run_points([folder])
     assert [(point.run.name, point.mixer) for point in points] == [
         *((f"attention_{layers}_60", "attention") for layers in SIZES),
         *((f"mamba_{layers}_60", "mamba") for layers in SIZES),
@@ -53,7 +53,7 @@ def test_a_point_is_a_runs_end(tmp_path: Path) -> None:
     for point, params in zip(points, [*SIZES.values()] * 2, strict=True):
         assert (point.params, point.tokens) == (params + 2 * VOCABULARY, 60 * TOKENS_A_STEP)
         assert point.loss == pytest.approx(float(LAWS[point.mixer].loss(params, point.tokens)), rel=1e-12)
-    assert [point.params for point in points_of_runs([folder], embeddings=False)] == [*SIZES.values()] * 2
+    assert [point.params for point in read_run_points([folder], embeddings=False)] == [*SIZES.values()] * 2
 
 
 def test_a_test_loss_is_that_of_all_documents_after_the_last_step(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_a_test_loss_is_that_of_all_documents_after_the_last_step(tmp_path: Path
     lines = [json.loads(line) for line in (folder / "evaluation.jsonl").read_text().splitlines()]
     last = [line for line in lines if line["step"] == 200 and line["split"] == "test"]
     nats, tokens = (sum(sum(line[f"document_{of}"]) for line in last) for of in ("loss", "tokens"))
-    (point,) = points_of_runs([folder])
+    (point,) = read_run_points([folder])
     assert point.test_loss == pytest.approx(nats / tokens, rel=1e-12)
     assert len(last) == 2
 
@@ -74,17 +74,17 @@ def test_a_law_for_each_mixer_of_a_folder_of_runs(tmp_path: Path, capsys: pytest
     folder, output = sweep(tmp_path / "sweep"), tmp_path / "fit"
     arguments = ["fit", str(folder), "--output", str(output), "--json", "--without-embeddings"]
     assert main(arguments) == 0
-    numbers = json.loads(capsys.readouterr().out)
-    assert list(numbers["mixers"]) == list(LAWS)
+    results = json.loads(capsys.readouterr().out)
+    assert list(results["mixers"]) == list(LAWS)
     for mixer, law in LAWS.items():
-        found = ScalingLaw(*(numbers["mixers"][mixer][name] for name in ("E", "A", "B", "alpha", "beta")))
+        found = ScalingLaw(*(results["mixers"][mixer][name] for name in ("E", "A", "B", "alpha", "beta")))
         for params in SIZES.values():
             for tokens in (20 * TOKENS_A_STEP, 60 * TOKENS_A_STEP):
                 assert float(found.loss(params, tokens)) == pytest.approx(float(law.loss(params, tokens)), rel=1e-4)
-        assert numbers["mixers"][mixer]["points"] == 6
-        assert numbers["mixers"][mixer]["test_loss"]["points"] == 6
-    (apart,) = numbers["test_loss_differences"]
-    assert apart["ratio"] > 1.03
+        assert results["mixers"][mixer]["points"] == 6
+        assert results["mixers"][mixer]["test_loss"]["points"] == 6
+    (difference,) = results["test_loss_differences"]
+    assert difference["ratio"] > 1.03
     assert (output / "test_loss.png").is_file()
     with (output / "points.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -93,7 +93,7 @@ def test_a_law_for_each_mixer_of_a_folder_of_runs(tmp_path: Path, capsys: pytest
     # The written points can be fitted again, without being deleted.
     again = ["fit", str(output / "points.csv"), "--output", str(output), "--json"]
     assert main(again) == 0
-    assert json.loads(capsys.readouterr().out) == numbers
+    assert json.loads(capsys.readouterr().out) == results
     assert (output / "points.csv").is_file()
 
 
@@ -118,11 +118,11 @@ def test_some_runs_without_a_test_loss(tmp_path: Path, capsys: pytest.CaptureFix
 def test_runs_at_fault(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", Synthetic())
     with pytest.raises(UserError, match=r"run/model\.json: is missing: the number of parameters is unknown; "):
-        points_of_runs([folder])
+        read_run_points([folder])
     metrics = folder / "metrics.jsonl"
     metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:150]))
     with pytest.raises(UserError, match=r"run: stopped at step 150 of 200; finish it with --resume, or remove it"):
-        points_of_runs([folder])
+        read_run_points([folder])
 
 
 def cut(run: Path, steps: int) -> None:
@@ -152,9 +152,9 @@ def test_runs_of_a_folder_that_are_not_finished_are_left_out(
         *(f"warning: {line}: it is not used in the fit" for line in expected),
         *("fitting a law to 7 points of attention", "fitting a law to 8 points of mamba"),
     ]
-    numbers = json.loads(printed.out)
-    assert [mixer["points"] for mixer in numbers["mixers"].values()] == [7, 8]
-    assert numbers["left_out"] == [{"run": f"{folder}/{name}", "reason": why} for name, why in left_out.items()]
+    results = json.loads(printed.out)
+    assert [mixer["points"] for mixer in results["mixers"].values()] == [7, 8]
+    assert results["left_out"] == [{"run": f"{folder}/{name}", "reason": why} for name, why in left_out.items()]
     said = (output / "fit.md").read_text()
     assert said.endswith("Runs that are not used:\n\n" + "".join(f"- {line}\n" for line in expected))
     with (output / "points.csv").open() as file:
@@ -234,7 +234,7 @@ def test_runs_of_other_recipes_are_no_points_of_one_law(tmp_path: Path, capsys: 
     for name, config in changes.items():
         data = text if name != "other" else {**text, "train": "b" * 64}
         write_run(tmp_path / "runs" / name, Synthetic(name=name, config=config, size=size | {"data": data}))
-    names = {point.run.name: point.mixer for point in points_of_runs([tmp_path / "runs"])}
+    names = {point.run.name: point.mixer for point in read_run_points([tmp_path / "runs"])}
     assert names["base"] == names["wide"] == names["batch"]
     assert len({names[name] for name in ("base", "long", "decay", "mixed", "other")}) == 5
     assert "seq_length 1024" in names["long"]
@@ -243,4 +243,4 @@ def test_runs_of_other_recipes_are_no_points_of_one_law(tmp_path: Path, capsys: 
     said = capsys.readouterr().err
     assert "warning: other is trained on different text from base: its domains have a different order" in said
     assert "warning: the runs of attention have different settings, and each group gets a law of its own: " in said
-    assert set(by_mixer(points_of_runs([tmp_path / "runs"]))) == set(names.values())
+    assert set(by_mixer(read_run_points([tmp_path / "runs"]))) == set(names.values())

@@ -15,7 +15,7 @@ from megatron_ext.analysis.scaling.uncertainty import (
     TOKENS_EXPONENT,
     Uncertainty,
     back_test,
-    uncertainty_of,
+    compute_uncertainty,
 )
 
 LAW = ScalingLaw(1.7, 400.0, 1500.0, 0.34, 0.36)
@@ -35,19 +35,19 @@ def fitted(few_starts_in_module: None) -> Fit:
 
 
 @pytest.fixture(scope="module")
-def sure(fitted: Fit) -> Uncertainty:
-    return uncertainty_of(fitted)
+def uncertainty(fitted: Fit) -> Uncertainty:
+    return compute_uncertainty(fitted)
 
 
-def test_intervals_are_about_as_wide_as_other_noise_makes_the_constants(sure: Uncertainty) -> None:
+def test_intervals_are_about_as_wide_as_other_noise_makes_the_constants(uncertainty: Uncertainty) -> None:
     """Compare one experiment's interval with the spread of sixteen experiments with independent noise."""
     experiments = [refit(grid(2e-3, seed), LAW) for seed in range(16)]
     for name in ("E", "alpha", "beta"):
-        low, high = sure.interval(name)
+        low, high = uncertainty.interval(name)
         spread = np.std([getattr(law, name) for law in experiments], ddof=1)
         assert 0.5 < (high - low) / (3.92 * spread) < 2.0, name
         assert abs((low + high) / 2 - getattr(LAW, name)) < high - low, name  # twice the half-width of a 95 % interval
-    assert sure.noise == pytest.approx(2e-3, rel=0.3)
+    assert uncertainty.noise == pytest.approx(2e-3, rel=0.3)
 
 
 def smallest_rest(points: Points, name: str, value: float, near: ScalingLaw) -> float:
@@ -69,11 +69,11 @@ def smallest_rest(points: Points, name: str, value: float, near: ScalingLaw) -> 
 @pytest.mark.parametrize("name", ["E", "A", "B", "alpha", "beta"])
 def test_an_interval_ends_where_the_sum_of_squares_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """F-test by brute force: with the constant fixed at an end of its interval, p = 0.05."""
-    monkeypatch.setattr(robust, "BOUND", 100.0)  # ordinary least squares
-    monkeypatch.setattr(robust, "EXPECTED", 1.0)
+    monkeypatch.setattr(robust, "CLIP_THRESHOLD", 100.0)  # ordinary least squares
+    monkeypatch.setattr(robust, "CLIPPED_VARIANCE", 1.0)
     points = grid(2e-3)
     fitted = Fit(refit(points, LAW), 0.0, points)
-    ends, freedom = uncertainty_of(fitted).interval(name), len(points) - 5
+    ends, freedom = compute_uncertainty(fitted).interval(name), len(points) - 5
     law = refit(points, fitted.law, 1.0)
     least = float((np.log(points.losses / law.loss(points.params, points.tokens)) ** 2).sum())
     for end in ends:
@@ -81,52 +81,52 @@ def test_an_interval_ends_where_the_sum_of_squares_says(name: str, monkeypatch: 
         assert float(stats.f.sf(ratio, 1, freedom)) == pytest.approx(0.05, abs=0.006), end
 
 
-def test_the_exponent_of_tokens_has_the_rest_of_that_of_parameters(sure: Uncertainty) -> None:
-    low, high = sure.interval(PARAMS_EXPONENT)
+def test_the_exponent_of_tokens_has_the_rest_of_that_of_parameters(uncertainty: Uncertainty) -> None:
+    low, high = uncertainty.interval(PARAMS_EXPONENT)
     assert low < LAW.params_exponent < high
-    assert sure.interval(TOKENS_EXPONENT) == pytest.approx((1 - high, 1 - low))
+    assert uncertainty.interval(TOKENS_EXPONENT) == pytest.approx((1 - high, 1 - low))
 
 
-def test_the_band_widens_beyond_the_points(sure: Uncertainty) -> None:
+def test_the_band_widens_beyond_the_points(uncertainty: Uncertainty) -> None:
     params, tokens = np.array([1e9, 1e11]), np.array([2e10, 1e12])
-    low, high = sure.band(params, tokens)
+    low, high = uncertainty.band(params, tokens)
     assert (low < LAW.loss(params, tokens)).all()
     assert (LAW.loss(params, tokens) < high).all()
     relative = (high - low) / low
     assert relative[1] > 2 * relative[0]
 
 
-def test_points_far_off_the_law_widen_intervals_little(sure: Uncertainty) -> None:
+def test_points_far_off_the_law_widen_intervals_little(uncertainty: Uncertainty) -> None:
     points = grid(2e-3)
     points.losses[[5, 20]] *= 1.05
-    far = uncertainty_of(Fit(refit(points, LAW), 0.0, points))
+    far = compute_uncertainty(Fit(refit(points, LAW), 0.0, points))
     for name in ("E", "alpha", "beta"):
-        (low, high), (low_far, high_far) = sure.interval(name), far.interval(name)
+        (low, high), (low_far, high_far) = uncertainty.interval(name), far.interval(name)
         assert high_far - low_far < 1.6 * (high - low)  # although the standard deviation is seven times as large
         assert abs((low_far + high_far) / 2 - getattr(LAW, name)) < high_far - low_far
 
 
 def test_five_points_have_no_intervals() -> None:
     few = Fit(LAW, 0.0, grid(0.0).take(np.array([0, 8, 16, 24, 32])))
-    sure = uncertainty_of(few)
-    assert sure.region is None
-    assert sure.noise is None
-    assert np.isnan([sure.interval(name) for name in ("E", "A", "B", "alpha", "beta", PARAMS_EXPONENT)]).all()
-    assert np.isnan(sure.band(np.array([1e9]), np.array([2e10]))).all()
+    uncertainty = compute_uncertainty(few)
+    assert uncertainty.region is None
+    assert uncertainty.noise is None
+    assert np.isnan([uncertainty.interval(name) for name in ("E", "A", "B", "alpha", "beta", PARAMS_EXPONENT)]).all()
+    assert np.isnan(uncertainty.band(np.array([1e9]), np.array([2e10]))).all()
 
 
 def test_points_without_noise_have_narrow_intervals() -> None:
-    sure = uncertainty_of(Fit(LAW, 0.0, grid(0.0)))
+    uncertainty = compute_uncertainty(Fit(LAW, 0.0, grid(0.0)))
     for name in ("E", "alpha", "beta"):
-        assert sure.interval(name) == pytest.approx((getattr(LAW, name),) * 2, rel=1e-4)
+        assert uncertainty.interval(name) == pytest.approx((getattr(LAW, name),) * 2, rel=1e-4)
 
 
 def test_six_noisy_points_do_not_bound_all_constants() -> None:
     points = grid(2e-2, 5).take(np.array([0, 9, 16, 23, 33, 41]))
-    sure = uncertainty_of(Fit(refit(points, LAW), 0.0, points))
-    assert sure.interval("alpha")[1] == np.inf
-    assert sure.interval("A")[1] == np.inf
-    assert np.isfinite(sure.interval("E")).all()  # bounded by 0 and the lowest losses
+    uncertainty = compute_uncertainty(Fit(refit(points, LAW), 0.0, points))
+    assert uncertainty.interval("alpha")[1] == np.inf
+    assert uncertainty.interval("A")[1] == np.inf
+    assert np.isfinite(uncertainty.interval("E")).all()  # bounded by 0 and the lowest losses
 
 
 def test_the_largest_models_are_foretold_by_the_others() -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_ext.analysis.scaling.law import Fit, ScalingLaw, objective_of
+from megatron_ext.analysis.scaling.law import Fit, ScalingLaw, evaluate_objective
 from megatron_ext.analysis.scaling.points import Points
-from megatron_ext.analysis.scaling.uncertainty import uncertainty_of
+from megatron_ext.analysis.scaling.uncertainty import compute_uncertainty
 from megatron_ext.analysis.scaling.unidentifiable import CONSTANTS, unidentifiable
 from megatron_ext.cli import main
 
@@ -35,14 +35,14 @@ def test_two_numbers_of_tokens_have_many_laws(beta: float) -> None:
     b = (ends[0] - ends[1]) / (TOKENS[0] ** -beta - TOKENS[1] ** -beta)
     other = ScalingLaw(LAW.E + ends[0] - b * TOKENS[0] ** -beta, LAW.A, b, LAW.alpha, beta)
     assert abs(other.E - LAW.E) > 0.1
-    assert objective_of(other, points) < 1e-25
+    assert evaluate_objective(other, points) < 1e-25
     for law in (LAW, other):
         assert [str(one) for one in unidentifiable(Fit(law, 0.0, points))] == [FEW_TOKENS]
 
 
 @pytest.mark.parametrize("jitter", [0.0, 0.02], ids=["exact", "rounded"])
 @pytest.mark.parametrize(
-    ("shape", "said", "unknown"),
+    ("shape", "reasons", "unknown"),
     [
         ((3, 2), [FEW_TOKENS], ("E", "B", "beta")),
         ((2, 3), [FEW_SIZES], ("E", "A", "alpha")),
@@ -51,12 +51,12 @@ def test_two_numbers_of_tokens_have_many_laws(beta: float) -> None:
     ids=str,
 )
 def test_what_a_grid_does_not_tell(
-    shape: tuple[int, int], said: list[str], unknown: tuple[str, ...], jitter: float
+    shape: tuple[int, int], reasons: list[str], unknown: tuple[str, ...], jitter: float
 ) -> None:
-    sure = uncertainty_of(Fit(LAW, 0.0, grid(*shape, jitter=jitter)))
-    assert [str(one) for one in sure.unidentifiable] == said
-    assert {name for name in CONSTANTS if np.isnan(sure.interval(name)).any()} == set(unknown)
-    band = sure.band(SIZES, TOKENS)
+    uncertainty = compute_uncertainty(Fit(LAW, 0.0, grid(*shape, jitter=jitter)))
+    assert [str(one) for one in uncertainty.unidentifiable] == reasons
+    assert {name for name in CONSTANTS if np.isnan(uncertainty.interval(name)).any()} == set(unknown)
+    band = uncertainty.band(SIZES, TOKENS)
     assert np.isnan(band).all() if unknown else (band[0] <= band[1]).all()
 
 
@@ -82,26 +82,26 @@ def refused(constant: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "said", "unknown"),
+    ("shape", "reasons", "unknown"),
     [((3, 2), FEW_TOKENS, ("E", "B", "beta")), ((2, 3), FEW_SIZES, ("E", "A", "alpha")), ((4, 4), "", ())],
     ids=str,
 )
 def test_the_command_says_so_everywhere(
-    shape: tuple[int, int], said: str, unknown: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    shape: tuple[int, int], reasons: str, unknown: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     points, output = written(tmp_path / "points.csv", grid(*shape)), tmp_path / "fit"
     assert main(["fit", str(points), "--output", str(output)]) == 0
     printed = capsys.readouterr()
     assert [line for line in printed.err.splitlines() if line.startswith("warning")] == (
-        [f"warning: {points}: {said}"] if said else []
+        [f"warning: {points}: {reasons}"] if reasons else []
     )
     text = (output / "fit.md").read_text()
-    assert (f"Warning: {said}.\n" in text) == bool(said)
+    assert (f"Warning: {reasons}.\n" in text) == bool(reasons)
     assert text.count("unknown)") == len(unknown) + (2 if unknown else 0)
-    numbers = json.loads((output / "fit.json").read_text(), parse_constant=refused)
-    assert {name for name in CONSTANTS if numbers["intervals"][name] is None} == set(unknown) == set(numbers["untold"])
-    assert numbers["warnings"] == ([said] if said else [])
-    assert numbers["objective"] < 1e-15
+    results = json.loads((output / "fit.json").read_text(), parse_constant=refused)
+    assert {name for name in CONSTANTS if results["intervals"][name] is None} == set(unknown) == set(results["untold"])
+    assert results["warnings"] == ([reasons] if reasons else [])
+    assert results["objective"] < 1e-15
     surface = [row.split(",") for row in (output / "scaling.csv").read_text().splitlines() if row.startswith("surface")]
     assert len(surface) == 1600
     assert {row[5:] == ["", ""] for row in surface} == {bool(unknown)}

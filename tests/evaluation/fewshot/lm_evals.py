@@ -26,8 +26,8 @@ DEFINITIONS = {
 
 def definitions(folder: Path, **changes: Any) -> Path:
     """Write lm-eval's task definitions with the rows in `columns` in place of the hub's."""
-    there = folder / ("lm_eval" + "_".join(changes))
-    there.mkdir(exist_ok=True)
+    target = folder / ("lm_eval" + "_".join(changes))
+    target.mkdir(exist_ok=True)
     for task, path in DEFINITIONS.items():
         splits = ", ".join(f"{split}: {folder}/columns/{task}/{split}.jsonl" for split in SETS[task][1])
         lines = [
@@ -38,16 +38,16 @@ def definitions(folder: Path, **changes: Any) -> Path:
             f"dataset_kwargs: {{cache_dir: {folder}/cache, data_files: {{{splits}}}}}",
             *(f"{name}: {value}" for name, value in changes.items()),
         ]
-        (there / f"{task}.yaml").write_text("\n".join(lines))
-    return there
+        (target / f"{task}.yaml").write_text("\n".join(lines))
+    return target
 
 
 def lm_evals_numbers(own: Any, tasks: list[str], include: Path, **options: Any) -> dict[tuple[str, str, str], Any]:
     manager = TaskManager(include_path=str(include), include_defaults=False)
-    found = simple_evaluate(model=own, tasks=list(tasks), task_manager=manager, **options)
+    output = simple_evaluate(model=own, tasks=list(tasks), task_manager=manager, **options)
     return {
         (task, *key.split(",")): value
-        for task, numbers in found["results"].items()
+        for task, numbers in output["results"].items()
         for key, value in numbers.items()
         if "," in key
     }

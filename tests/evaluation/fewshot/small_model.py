@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from megatron_ext.evaluation.beams import Beams
 from megatron_ext.evaluation.generation import Choose, Sampler, greedy
-from megatron_ext.evaluation.text_model import Draw, Request, Score
+from megatron_ext.evaluation.text_model import Request, SamplingParameters, Score
 
 END = "<|endoftext|>"
 MAX_LENGTH = 128
@@ -92,13 +92,13 @@ class PlainModel:
         prompts: Sequence[Sequence[int]],
         max_tokens: int,
         is_done: Callable[[Sequence[int]], bool],
-        draws: Sequence[Draw] | None = None,
+        sampling: Sequence[SamplingParameters] | None = None,
         num_beams: int = 1,
     ) -> list[list[int]]:
-        self.asked.append((list(prompts), max_tokens, draws))
+        self.asked.append((list(prompts), max_tokens, sampling))
         if num_beams > 1:
             return [self._search(prompt, Beams(num_beams, max_tokens, self.end_id, is_done)) for prompt in prompts]
-        choices = [greedy] * len(prompts) if draws is None else [Sampler(draw) for draw in draws]
+        choices = [greedy] * len(prompts) if sampling is None else [Sampler(draw) for draw in sampling]
         return [
             self._continue(list(prompt), max_tokens, is_done, choose)
             for prompt, choose in zip(prompts, choices, strict=True)

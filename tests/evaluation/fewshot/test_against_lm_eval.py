@@ -95,14 +95,17 @@ def test_seven_tasks_are_lm_evals_own(shots: int, both: tuple[PlainModel, Any], 
 def test_validation_rows_can_be_all_there_is(both: tuple[PlainModel, Any], folder: Path) -> None:
     """Few-shot examples come from the evaluated split, but never include the question itself. The seed selects them."""
     model, own = both
-    asked = {"num_fewshot": 2, "limit": 4}
+    shared_options = {"num_fewshot": 2, "limit": 4}
     include = definitions(folder, training_split="null", test_split="validation", fewshot_split="validation")
     found = {}
     for seed in (1234, 7):
-        options = FewshotOptions(data=folder / "published", split="validation", seed=seed, **asked)
+        options = FewshotOptions(data=folder / "published", split="validation", seed=seed, **shared_options)
         model.asked.clear()
         results = evaluate_fewshot(model, options)
-        same(our_numbers(results), lm_evals_numbers(own, list(DEFINITIONS), include, fewshot_random_seed=seed, **asked))
+        same(
+            our_numbers(results),
+            lm_evals_numbers(own, list(DEFINITIONS), include, fewshot_random_seed=seed, **shared_options),
+        )
         assert results is not None
         assert {(task.rows, task.rows_there, *task.sources) for task in results.tasks} == {(4, 6, "validation")}
         found[seed] = str(model.asked)
@@ -136,15 +139,15 @@ def requests(kind: str, arguments: list[tuple[Any, ...]]) -> list[Instance]:
 )
 def test_texts_are_cut_into_tokens_alike(context: str, continuation: str, both: tuple[PlainModel, Any]) -> None:
     model, own = both
-    asked = requests("loglikelihood", [(context, continuation)])
-    assert SelectronLM(model).loglikelihood(asked) == own.loglikelihood(asked)
+    instances = requests("loglikelihood", [(context, continuation)])
+    assert SelectronLM(model).loglikelihood(instances) == own.loglikelihood(instances)
 
 
 def test_whole_texts_are_read_window_by_window(both: tuple[PlainModel, Any]) -> None:
     model, own = both
-    asked = requests("loglikelihood_rolling", [(text,) for text in [*texts(), ""]])
+    instances = requests("loglikelihood_rolling", [(text,) for text in [*texts(), ""]])
     model.asked.clear()
-    assert SelectronLM(model).loglikelihood_rolling(asked) == own.loglikelihood_rolling(asked)
+    assert SelectronLM(model).loglikelihood_rolling(instances) == own.loglikelihood_rolling(instances)
     assert max(len(request.context) + len(request.continuation) for (request, *_) in model.asked) == MAX_LENGTH + 1
 
 
@@ -154,10 +157,10 @@ def test_the_likeliest_tokens_are_known_as_such(both: tuple[PlainModel, Any]) ->
     context = model.encode("the kettle rolls")
     (likeliest,) = model.generate([context], 6, lambda _: False)
     others = [[*likeliest[:place], 7, *likeliest[place + 1 :]] for place in range(6)]
-    asked = [(("", str(tokens)), context, tokens) for tokens in [likeliest, *others]]
-    found = SelectronLM(model)._loglikelihood_tokens(asked)
+    instances = [(("", str(tokens)), context, tokens) for tokens in [likeliest, *others]]
+    found = SelectronLM(model)._loglikelihood_tokens(instances)
     assert [is_greedy for _, is_greedy in found] == [True] + [False] * 6
-    assert found == own._loglikelihood_tokens(asked)
+    assert found == own._loglikelihood_tokens(instances)
 
 
 def generation(until: Any, max_tokens: int) -> list[tuple[str, dict[str, Any]]]:
@@ -167,26 +170,26 @@ def generation(until: Any, max_tokens: int) -> list[tuple[str, dict[str, Any]]]:
 def test_generated_texts_are_the_same(both: tuple[PlainModel, Any]) -> None:
     """Long prompts are truncated to leave room for the generated text."""
     model, own = both
-    asked = requests("generate_until", generation([], 1) + generation("e", 100) + generation(["\n\n"], 12))
-    assert SelectronLM(model).generate_until(asked) == own.generate_until(asked)
+    instances = requests("generate_until", generation([], 1) + generation("e", 100) + generation(["\n\n"], 12))
+    assert SelectronLM(model).generate_until(instances) == own.generate_until(instances)
 
 
 @pytest.mark.parametrize("num_beams", [2, 5])
 def test_texts_that_beams_find_are_the_same(num_beams: int, both: tuple[PlainModel, Any]) -> None:
     model, own = both
     plain = generation([], 1) + generation("e", 60) + generation(["\n\n", " t"], 12)
-    asked = requests("generate_until", [(text, more | {"num_beams": num_beams}) for text, more in plain])
-    found = SelectronLM(model).generate_until(asked)
-    assert found == own.generate_until(asked)
+    instances = requests("generate_until", [(text, more | {"num_beams": num_beams}) for text, more in plain])
+    found = SelectronLM(model).generate_until(instances)
+    assert found == own.generate_until(instances)
     assert found != SelectronLM(model).generate_until(requests("generate_until", plain))
 
 
 def test_the_only_token_that_may_be_drawn_is_that_of_lm_evals_model(both: tuple[PlainModel, Any]) -> None:
     model, own = both
     shape = {"do_sample": True, "temperature": 0.9, "top_k": 1}
-    asked = requests("generate_until", [(text, more | shape) for text, more in generation("e", 30)])
+    instances = requests("generate_until", [(text, more | shape) for text, more in generation("e", 30)])
     model.asked.clear()
-    assert SelectronLM(model).generate_until(asked) == own.generate_until(asked)
+    assert SelectronLM(model).generate_until(instances) == own.generate_until(instances)
     assert all(len(set(draws)) == len(draws) > 0 for _, _, draws in model.asked)
 
 
@@ -198,9 +201,9 @@ def test_tokens_are_drawn_as_often_as_by_lm_evals_model(top_k: int | None, both:
     """
     model, own = both
     times, more = 1500, {"until": [], "max_gen_toks": 1, "do_sample": True, "temperature": 0.8}
-    asked = requests("generate_until", [(texts()[1], more if top_k is None else more | {"top_k": top_k})] * times)
+    instances = requests("generate_until", [(texts()[1], more if top_k is None else more | {"top_k": top_k})] * times)
     torch.manual_seed(6)
-    ours, theirs = (Counter(lm.generate_until(asked, disable_tqdm=True)) for lm in (SelectronLM(model, 3), own))
+    ours, theirs = (Counter(lm.generate_until(instances, disable_tqdm=True)) for lm in (SelectronLM(model, 3), own))
     assert set(ours) == set(theirs)
     assert len(ours) > (1 if top_k else 20)
     for token in ours | theirs:
@@ -211,8 +214,8 @@ def test_tokens_are_drawn_as_often_as_by_lm_evals_model(top_k: int | None, both:
 def test_a_seed_draws_the_same_and_a_text_asked_twice_differently(both: tuple[PlainModel, Any]) -> None:
     model, _ = both
     more = {"until": [], "max_gen_toks": 8, "temperature": 1.0}  # samples by default, because do_sample is not given
-    asked = requests("generate_until", [(texts()[2], more)] * 300)  # more than one batch
-    first, again, other = (SelectronLM(model, seed).generate_until(asked, True) for seed in (1, 1, 2))
+    instances = requests("generate_until", [(texts()[2], more)] * 300)  # more than one batch
+    first, again, other = (SelectronLM(model, seed).generate_until(instances, True) for seed in (1, 1, 2))
     assert first == again
     assert len(set(first)) > 290
     assert sum(one == two for one, two in zip(first, other, strict=True)) < 10
@@ -222,27 +225,27 @@ def test_texts_end_before_what_ends_them(both: tuple[PlainModel, Any]) -> None:
     """A stop string may be part of a token or span several tokens. The earliest of several stop strings applies."""
     model, own = both
     free = SelectronLM(model).generate_until(requests("generate_until", generation([], 40)))
-    asked, expected = [], []
+    pairs, expected = [], []
     for whole, (text, arguments) in zip(free, generation([], 40), strict=True):
         for until in ([whole[10]], [whole[12:17]], [whole[20:23], whole[6:9]], ["never there", whole[15:17]]):
-            asked.append((text, arguments | {"until": until}))
+            pairs.append((text, arguments | {"until": until}))
             expected.append(whole[: min(whole.find(stop) for stop in until if stop in whole)])
-    instances = requests("generate_until", asked)
+    instances = requests("generate_until", pairs)
     assert SelectronLM(model).generate_until(instances) == own.generate_until(instances) == expected
 
 
 def test_the_end_of_a_document_ends_a_text(both: tuple[PlainModel, Any]) -> None:
     """The modified model sooner or later generates the end-of-document token."""
     model, own = both
-    asked = requests("generate_until", [(text, {"until": [], "max_gen_toks": 30}) for text in texts()])
-    free = SelectronLM(model).generate_until(asked)
+    instances = requests("generate_until", [(text, {"until": [], "max_gen_toks": 30}) for text in texts()])
+    free = SelectronLM(model).generate_until(instances)
     end_row = own.model.lm_head.weight[model.end_id]
     kept = end_row.clone()
     with torch.no_grad():
         end_row.copy_(1.5 * own.model.lm_head.weight[model.encode(free[-1])[2]])
     try:
-        ended = SelectronLM(model).generate_until(asked)
-        assert ended == own.generate_until(asked)
+        ended = SelectronLM(model).generate_until(instances)
+        assert ended == own.generate_until(instances)
         assert ended != free
     finally:
         with torch.no_grad():

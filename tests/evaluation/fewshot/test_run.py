@@ -17,11 +17,11 @@ from questions import write_questions
 from small_model import MAX_LENGTH, PlainModel, small_llama, small_tokenizer
 
 from megatron_ext.config.validate import validate
-from megatron_ext.evaluation.fewshot.adapter import Generation, generation_of
+from megatron_ext.evaluation.fewshot.adapter import GenerationSettings, parse_generation_settings
 from megatron_ext.evaluation.fewshot.options import FewshotOptions
 from megatron_ext.evaluation.fewshot.results import write_results
 from megatron_ext.evaluation.fewshot.run import evaluate_fewshot
-from megatron_ext.evaluation.text_model import Draw
+from megatron_ext.evaluation.text_model import SamplingParameters
 from megatron_ext.utils.errors import UserError
 
 
@@ -151,16 +151,16 @@ def test_rows_that_cannot_be_read(model: PlainModel, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ("generation_kwargs: {do_sample: true, max_gen_toks: 4, temperature: 0}\n", "draws with temperature=0"),
-        ("generation_kwargs: {temperature: 0.7, max_gen_toks: 4, top_p: 1.5}\n", "draws with top_p=1.5"),
-        ("generation_kwargs: {do_sample: true, max_gen_toks: 4, top_k: -1}\n", "draws with top_k=-1"),
+        ("generation_kwargs: {do_sample: true, max_gen_toks: 4, temperature: 0}\n", "sets temperature=0"),
+        ("generation_kwargs: {temperature: 0.7, max_gen_toks: 4, top_p: 1.5}\n", "sets top_p=1.5"),
+        ("generation_kwargs: {do_sample: true, max_gen_toks: 4, top_k: -1}\n", "sets top_k=-1"),
         (
             "generation_kwargs: {do_sample: true, max_gen_toks: 4, typical_p: 0.2}\n",
             "unsupported option: typical_p=0.2",
         ),
         ("generation_kwargs: {do_sample: true, num_beams: 4}\n", "unsupported option: do_sample=True, num_beams=4"),
         ("generation_kwargs: {num_beams: 4, length_penalty: 2.0}\n", "unsupported option: length_penalty=2.0"),
-        ("generation_kwargs: {num_beams: 0, max_gen_toks: 4}\n", "searches with num_beams=0"),
+        ("generation_kwargs: {num_beams: 0, max_gen_toks: 4}\n", "sets num_beams=0"),
         ("generation_kwargs: {until: ['x']}\n", f"up to 256 tokens, but the model supports {MAX_LENGTH}"),
         ("generation_kwargs: {until: ['x'], max_gen_toks: 4}\nunsafe_code: true\n", "runs code"),
         ("generation_kwargs: {until: ['x'], max_gen_toks: 4}\ndoc_to_image: text\n", "uses images"),
@@ -210,14 +210,15 @@ def test_a_task_whose_code_fails_is_named(code: str, said: str, hint: str, model
 
 def test_arguments_that_are_greedy_all_the_same() -> None:
     given = {"until": "x", "do_sample": False, "temperature": 0.8, "top_p": 0.95, "num_beams": 1, "max_new_tokens": 9}
-    generation = generation_of(given, 64)
-    assert generation == Generation(("x",), 9)
+    generation = parse_generation_settings(given, 64)
+    assert generation == GenerationSettings(("x",), 9)
 
 
 def test_what_a_task_leaves_out_of_a_draw_is_as_transformers_has_it() -> None:
     given = {"until": "x", "do_sample": True, "temperature": 0.8, "max_gen_toks": 9, "top_p": None}
-    assert generation_of(given, 64).draw == Draw((), 0.8, 50, 1.0, 0.0)
-    assert generation_of(given | {"top_k": 0, "min_p": 0.1}, 64).draw == Draw((), 0.8, None, 1.0, 0.1)
+    assert parse_generation_settings(given, 64).sampling == SamplingParameters((), 0.8, 50, 1.0, 0.0)
+    sampling = parse_generation_settings(given | {"top_k": 0, "min_p": 0.1}, 64).sampling
+    assert sampling == SamplingParameters((), 0.8, None, 1.0, 0.1)
 
 
 def test_a_task_that_takes_no_examples_takes_none(model: PlainModel, tmp_path: Path) -> None:
@@ -247,8 +248,8 @@ def test_an_answer_longer_than_the_model_takes_is_told(model: PlainModel, tmp_pa
     (tmp_path / "own.yaml").write_text((tmp_path / "own.yaml").read_text().replace("generate_until", "loglikelihood"))
     (tmp_path / "rows.txt").write_text("#" * (MAX_LENGTH + 1))
     error = refused(model, options)
-    assert f"{MAX_LENGTH + 1} tokens are asked for after" in error.problem
-    assert f"at most {MAX_LENGTH}" in error.hint
+    assert f"a continuation of {MAX_LENGTH + 1} tokens" in error.problem
+    assert f"1 to {MAX_LENGTH} tokens" in error.hint
 
 
 def test_a_group_is_its_tasks_together(model: PlainModel, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from megatron_ext.evaluation.text_model import Draw, Request, Score, TeacherForcedQuery
+from megatron_ext.evaluation.text_model import Request, SamplingParameters, Score, TeacherForcedQuery
 
 END = 0
 
@@ -37,17 +37,17 @@ class Letters:
         return [Score(0.0, self._next_token(one.context) == one.continuation[0]) for one in requests]
 
     def misses(self, texts: Sequence[TeacherForcedQuery]) -> list[int]:
-        return [sum(self._next_token(one.tokens[:at]) != one.tokens[at] for at in one.asked) for one in texts]
+        return [sum(self._next_token(one.tokens[:at]) != one.tokens[at] for at in one.positions) for one in texts]
 
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
         max_tokens: int,
         is_done: Callable[[Sequence[int]], bool],
-        draws: Sequence[Draw] | None = None,
+        sampling: Sequence[SamplingParameters] | None = None,
         num_beams: int = 1,
     ) -> list[list[int]]:
-        assert (draws, num_beams) == (None, 1)
+        assert (sampling, num_beams) == (None, 1)
         found = []
         for prompt in prompts:
             self.prompts.append(self.decode(prompt))
@@ -95,9 +95,9 @@ def _variables(prompt: str) -> str:
 def after_the_last_one_like_it(context: Sequence[int]) -> int:
     """Return the token after the previous occurrence of the last token, as associative recall and induction require."""
     last = context[-1]
-    for place in range(len(context) - 2, -1, -1):
-        if context[place] == last:
-            return context[place + 1]
+    for position in range(len(context) - 2, -1, -1):
+        if context[position] == last:
+            return context[position + 1]
     return END
 
 

@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from megatron_ext.evaluation.text_model import Draw, Request, Score, TeacherForcedQuery
+from megatron_ext.evaluation.text_model import Request, SamplingParameters, Score, TeacherForcedQuery
 
 END = 0
 
@@ -60,10 +60,10 @@ class FakeModel:
         prompts: Sequence[Sequence[int]],
         max_tokens: int,
         is_done: Callable[[Sequence[int]], bool],
-        draws: Sequence[Draw] | None = None,
+        sampling: Sequence[SamplingParameters] | None = None,
         num_beams: int = 1,
     ) -> list[list[int]]:
-        assert (draws, num_beams) == (None, 1)
+        assert (sampling, num_beams) == (None, 1)
         assert all(len(prompt) + max_tokens <= self.max_length for prompt in prompts)
         self.asked += len(prompts)
         return [self._write(prompt, max_tokens, is_done) for prompt in prompts]
@@ -82,9 +82,9 @@ class FakeModel:
         return [Score(-1.0, self.foretell(one.context) == list(one.continuation)) for one in requests]
 
     def misses(self, texts: Sequence[TeacherForcedQuery]) -> list[int]:
-        assert all(one.asked[-1] <= self.max_length for one in texts)
+        assert all(one.positions[-1] <= self.max_length for one in texts)
         self.asked += len(texts)
-        return [sum(self.foretell(one.tokens[:at]) != [one.tokens[at]] for at in one.asked) for one in texts]
+        return [sum(self.foretell(one.tokens[:at]) != [one.tokens[at]] for at in one.positions) for one in texts]
 
     def foretell(self, context: Sequence[int]) -> list[int]:
         """Predict by induction, or, in a selective copying task, return the next token to copy.

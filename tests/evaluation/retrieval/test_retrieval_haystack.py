@@ -28,7 +28,7 @@ def test_text_is_cut_in_sentences(tmp_path: Path) -> None:
     (tmp_path / "c.bin").write_bytes(b"\xff")
     long = ["No stop" + " word" * 58, " ".join(["word"] * 12)]
     hay = read_haystack(str(tmp_path))
-    assert list(hay.pieces) == ["One is here.", "Is two?", "Yes!", *long, "Last."]
+    assert list(hay.segments) == ["One is here.", "Is two?", "Yes!", *long, "Last."]
     assert hay.cut(5, 3) == ["Last.", "One is here.", "Is two?"]
 
 
@@ -42,7 +42,7 @@ def test_records_are_read_whatever_they_are_packed_in(tmp_path: Path) -> None:
         member = tarfile.TarInfo("0.txt")
         member.size = len(b"Of course. It is.")
         tar.addfile(member, io.BytesIO(b"Of course. It is."))
-    assert list(read_haystack(str(tmp_path)).pieces) == ["Of course.", "It is."] * 5
+    assert list(read_haystack(str(tmp_path)).segments) == ["Of course.", "It is."] * 5
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from retrieval_fakes import END, Characters, Words, coded, listed, resolve
 from megatron_ext.evaluation.retrieval.alphabet import ordinary_tokens
 from megatron_ext.evaluation.retrieval.haystack import NOISE, read_haystack
 from megatron_ext.evaluation.retrieval.options import LENGTHS, TASK_NAMES
-from megatron_ext.evaluation.retrieval.samples import Material, Place, TextSample, TokenSample, Unfit
+from megatron_ext.evaluation.retrieval.samples import DoesNotFitError, SampleInputs, SampleKey, TextSample, TokenSample
 from megatron_ext.evaluation.retrieval.tasks import TASKS, TextTask
 from megatron_ext.evaluation.retrieval.words import words
 
@@ -32,23 +32,23 @@ def stories(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def _material(haystack: Path | None = None, tokenizer: Any = None) -> Material:
+def _inputs(haystack: Path | None = None, tokenizer: Any = None) -> SampleInputs:
     encode = (tokenizer or Words()).encode
-    return Material(encode, read_haystack(haystack and str(haystack)), ordinary_tokens(encode, END))
+    return SampleInputs(encode, read_haystack(haystack and str(haystack)), ordinary_tokens(encode, END))
 
 
-def _place(name: Any, length: int, depth: float = 0.5, index: int = 0) -> Place:
-    return Place(name, length, depth if TASKS[name].has_depth else None, 1, index)
+def _sample_key(name: Any, length: int, depth: float = 0.5, index: int = 0) -> SampleKey:
+    return SampleKey(name, length, depth if TASKS[name].has_depth else None, 1, index)
 
 
 def _text(name: str, length: int = 4096, depth: float = 0.5, index: int = 0, hay: Path | None = None) -> TextSample:
-    sample = TASKS[name].sample(_place(name, length, depth, index), _material(hay))  # type: ignore[index]
+    sample = TASKS[name].sample(_sample_key(name, length, depth, index), _inputs(hay))  # type: ignore[index]
     assert isinstance(sample, TextSample)
     return sample
 
 
 def _tokens(name: str, length: int = 512, depth: float = 0.5, index: int = 0) -> TokenSample:
-    sample = TASKS[name].sample(_place(name, length, depth, index), _material())  # type: ignore[index]
+    sample = TASKS[name].sample(_sample_key(name, length, depth, index), _inputs())  # type: ignore[index]
     assert isinstance(sample, TokenSample)
     return sample
 
@@ -59,15 +59,15 @@ def test_every_task_that_can_be_chosen_is_there() -> None:
 
 @pytest.mark.parametrize("name", TASK_NAMES)
 def test_samples_fill_their_length(name: str) -> None:
-    material = _material()
+    inputs = _inputs()
     for length in (*LENGTHS[:5], 3000):
-        task, place = TASKS[name], _place(name, length)  # type: ignore[index]
-        sample = task.sample(place, material)
+        task, sample_key = TASKS[name], _sample_key(name, length)  # type: ignore[index]
+        sample = task.sample(sample_key, inputs)
         room = length - (sample.max_tokens if isinstance(sample, TextSample) else 0)
         one_more = {"cwe": 3 * 5, "fwe": 40, "niah_multikey_3": 50}.get(name, 35)
         assert room - one_more < len(sample.tokens) <= room
         if isinstance(sample, TextSample):
-            assert list(sample.tokens) == material.encode(sample.text)
+            assert list(sample.tokens) == inputs.encode(sample.text)
 
 
 @pytest.mark.parametrize("name", ["passkey", "niah_multikey_2", "cwe", "fwe"])
@@ -79,36 +79,36 @@ def test_samples_fill_128k_tokens(name: str) -> None:
 @pytest.mark.parametrize("name", TEXT_TASKS)
 def test_no_more_hay_would_fit(name: str) -> None:
     """A linear search over all haystack sizes ends at the same prompt."""
-    task, material, place = TASKS[name], _material(), _place(name, 1500)  # type: ignore[index]
+    task, inputs, sample_key = TASKS[name], _inputs(), _sample_key(name, 1500)  # type: ignore[index]
     assert isinstance(task, TextTask)
-    draft, sample = task.draft(place, material.haystack), task.sample(place, material)
-    size = draft.smallest
+    draft, sample = task.draft(sample_key, inputs.haystack), task.sample(sample_key, inputs)
+    size = draft.min_size
     assert isinstance(sample, TextSample)
-    while len(material.encode(draft.prompt(size + 1))) + task.max_tokens <= 1500:
+    while len(inputs.encode(draft.prompt(size + 1))) + task.max_tokens <= 1500:
         size += 1
     assert sample.text == draft.prompt(size)
 
 
 @pytest.mark.parametrize("name", TASK_NAMES)
 def test_samples_are_their_places(name: str) -> None:
-    """A sample depends only on its place: index, seed and length. Samples generated earlier do not change it."""
-    task, material, place = TASKS[name], _material(), _place(name, 2048)  # type: ignore[index]
-    first = task.sample(place, material)
+    """A sample depends only on its key: index, seed and length. Samples generated earlier do not change it."""
+    task, inputs, sample_key = TASKS[name], _inputs(), _sample_key(name, 2048)  # type: ignore[index]
+    first = task.sample(sample_key, inputs)
     others = [
-        task.sample(Place(place.task, length, place.depth, seed, index), material)
+        task.sample(SampleKey(sample_key.task, length, sample_key.depth, seed, index), inputs)
         for length, seed, index in [(2048, 1, 1), (2048, 2, 0), (1800, 1, 0)]
     ]
-    assert task.sample(place, material) == first
+    assert task.sample(sample_key, inputs) == first
     assert len({sample.tokens for sample in (first, *others)}) == 4
 
 
 def test_samples_are_the_same_in_another_process() -> None:
     code = (
-        "from megatron_ext.evaluation.retrieval.samples import Place\n"
-        "print(Place('vt', 4096, None, 7, 3).random('names').getrandbits(64))"
+        "from megatron_ext.evaluation.retrieval.samples import SampleKey\n"
+        "print(SampleKey('vt', 4096, None, 7, 3).random('names').getrandbits(64))"
     )
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert int(printed) == Place("vt", 4096, None, 7, 3).random("names").getrandbits(64)
+    assert int(printed) == SampleKey("vt", 4096, None, 7, 3).random("names").getrandbits(64)
 
 
 @pytest.mark.parametrize("depth", [0.0, 0.25, 0.5, 1.0])
@@ -127,13 +127,13 @@ def test_the_needle_stands_at_its_depth(name: str, depth: float, stories: Path) 
     sample = _text(name, 2048, depth, hay=stories)
     (query,) = re.findall(r"text\? The special magic \w+ for (\S+) mentioned", sample.text)
     context = sample.text.split("afterwards.\n")[1].split("\nWhat is")[0]
-    pieces = re.findall(r"One of the .*?\.(?=\s|$)|Sentence \d+ is of no account\.|The grass .*? again\.", context)
-    needle = [at for at, piece in enumerate(pieces) if f"for {query} is: {sample.references[0]}." in piece]
+    segments = re.findall(r"One of the .*?\.(?=\s|$)|Sentence \d+ is of no account\.|The grass .*? again\.", context)
+    needle = [at for at, piece in enumerate(segments) if f"for {query} is: {sample.references[0]}." in piece]
     assert len(needle) == 1
     others = {"niah_multikey_1": 3}.get(name, 0)
-    assert abs(needle[0] - (len(pieces) - 1) * depth) <= others + 1
+    assert abs(needle[0] - (len(segments) - 1) * depth) <= others + 1
     if depth in (0.0, 1.0):
-        assert needle[0] == (len(pieces) - 1) * int(depth)
+        assert needle[0] == (len(segments) - 1) * int(depth)
 
 
 @pytest.mark.parametrize(
@@ -250,14 +250,14 @@ def test_the_segment_comes_again(depth: float) -> None:
 
 
 def test_a_length_too_short_is_told() -> None:
-    characters = _material(tokenizer=Characters())
-    with pytest.raises(Unfit, match=r"the shortest sample takes 19\d\d tokens"):
-        TASKS["cwe"].sample(_place("cwe", 1024), characters)
-    with pytest.raises(Unfit, match="64 tokens"):
-        TASKS["mqar"].sample(_place("mqar", 63), characters)
-    few = Material(characters.encode, characters.haystack, range(20))
-    with pytest.raises(Unfit, match="only 20 ordinary ones"):
-        TASKS["mqar"].sample(_place("mqar", 512), few)
+    characters = _inputs(tokenizer=Characters())
+    with pytest.raises(DoesNotFitError, match=r"the shortest sample takes 19\d\d tokens"):
+        TASKS["cwe"].sample(_sample_key("cwe", 1024), characters)
+    with pytest.raises(DoesNotFitError, match="64 tokens"):
+        TASKS["mqar"].sample(_sample_key("mqar", 63), characters)
+    few = SampleInputs(characters.encode, characters.haystack, range(20))
+    with pytest.raises(DoesNotFitError, match="only 20 are ordinary"):
+        TASKS["mqar"].sample(_sample_key("mqar", 512), few)
 
 
 def test_no_word_holds_another_one() -> None:
