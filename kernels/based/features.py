@@ -38,8 +38,8 @@ def by_features(
     Returns:
         o [b, t, h, e] in the values' dtype.
     """
-    sums_bthx = scan(*_featured(q_bthf, k_bthf, v_bthe, dtype))
-    return _over_weights(sums_bthx, v_bthe.shape[-1], v_bthe.dtype)
+    sums_bthx = scan(*_with_features(q_bthf, k_bthf, v_bthe, dtype))
+    return _divide_by_weights(sums_bthx, v_bthe.shape[-1], v_bthe.dtype)
 
 
 def num_features(width: int) -> int:
@@ -48,7 +48,7 @@ def num_features(width: int) -> int:
 
 
 @fused
-def _featured(q_bthf: Tensor, k_bthf: Tensor, v_bthe: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def _with_features(q_bthf: Tensor, k_bthf: Tensor, v_bthe: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     q, k = (taylor_features(x, dtype) for x in (q_bthf, k_bthf))
     return q, k, pad(v_bthe.to(dtype), (0, 1), value=1.0)
 
@@ -66,17 +66,17 @@ def taylor_features(x_bthf: Tensor, dtype: torch.dtype) -> Tensor:
     width = x_bthf.shape[-1]
     x_bthf = x_bthf.to(torch.promote_types(dtype, torch.float32)) * width**-0.25
     pairs = [x_bthf.square() * 0.5**0.5]
-    pairs += [x_bthf * x_bthf.roll(apart, -1) for apart in range(1, (width + 1) // 2)]
+    pairs += [x_bthf * x_bthf.roll(distance, -1) for distance in range(1, (width + 1) // 2)]
     if width % 2 == 0:
         left, right = x_bthf.chunk(2, -1)
         pairs.append(left * right)
-    one = x_bthf.new_ones(*x_bthf.shape[:-1], 1)
+    ones = x_bthf.new_ones(*x_bthf.shape[:-1], 1)
     # Each part is converted separately, so that compiled code writes it directly to its place.
-    return torch.cat([part.to(dtype) for part in (one, x_bthf, *pairs)], -1)
+    return torch.cat([part.to(dtype) for part in (ones, x_bthf, *pairs)], -1)
 
 
 @fused
-def _over_weights(sums_bthx: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+def _divide_by_weights(sums_bthx: Tensor, width: int, dtype: torch.dtype) -> Tensor:
     """Divide the weighted sums of values [..., :width] by the sum of weights after them: [..., width]."""
     sums_bthx = sums_bthx.to(torch.promote_types(sums_bthx.dtype, torch.float32))
     return (sums_bthx[..., :width] / sums_bthx[..., width : width + 1]).to(dtype)

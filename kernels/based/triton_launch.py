@@ -37,8 +37,8 @@ CHUNK = 256
 SUM_ROWS, SUM_ROWS_OF_NARROW, NARROW = 64, 32, 64
 """State rows per program of `sum_chunks`; fewer for values up to NARROW wide."""
 
-ACCUMULATE_BLOCK, FALLS = 512, 32
-"""State elements per program of `accumulate_chunks`, and tokens per program of `find_falls`."""
+ACCUMULATE_BLOCK, NEG_DELTA_TOKENS = 512, 32
+"""State elements per program of `accumulate_chunks`, and tokens per program of `write_neg_deltas`."""
 
 
 class Problem(NamedTuple):
@@ -107,19 +107,19 @@ def backward(
     problem: Problem, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v, from the output's gradient and the inputs and outputs of `forward`."""
-    dq, dk, dv, falls = (torch.empty_like(x) for x in (q, k, v, sums))
+    dq, dk, dv, neg_deltas = (torch.empty_like(x) for x in (q, k, v, sums))
     with on_device(q):
-        triton_backward.find_falls[-(-sums.numel() // FALLS),](
-            dout, out, falls, sums.numel(), E=problem.value, BLOCK_E=tile(problem.value), T=FALLS
+        triton_backward.write_neg_deltas[-(-sums.numel() // NEG_DELTA_TOKENS),](
+            dout, out, neg_deltas, sums.numel(), E=problem.value, BLOCK_E=tile(problem.value), T=NEG_DELTA_TOKENS
         )
         states = _states(problem, k, v, None)
         triton_backward.write_query_gradients[problem.tiles(WRITE_QUERIES)](
-            dout, q, k, v, sums, falls, states, dq, *problem.scalar_arguments, **problem.launch(WRITE_QUERIES)
+            dout, q, k, v, sums, neg_deltas, states, dq, *problem.scalar_arguments, **problem.launch(WRITE_QUERIES)
         )
         del states  # free them before the reverse states, which are as large, are allocated
-        states = _states(problem, q, dout, (sums, falls))
+        states = _states(problem, q, dout, (sums, neg_deltas))
         triton_backward.write_key_value_gradients[problem.tiles(WRITE_KEYS)](
-            dout, q, k, v, sums, falls, states, dk, dv, *problem.scalar_arguments, **problem.launch(WRITE_KEYS)
+            dout, q, k, v, sums, neg_deltas, states, dk, dv, *problem.scalar_arguments, **problem.launch(WRITE_KEYS)
         )
     return dq, dk, dv
 
@@ -128,10 +128,10 @@ def _states(problem: Problem, x: Tensor, y: Tensor, weights: tuple[Tensor, Tenso
     """Return the state before each chunk; with `weights` (sums, falls), the reverse state of the chunks after it."""
     size = problem.features * (problem.value + 1)
     states = torch.empty(problem.num_sequences, problem.chunks, size, dtype=torch.float32, device=x.device)
-    sums, falls = (states, states) if weights is None else weights
+    sums, neg_deltas = (states, states) if weights is None else weights
     lefts = max(1, (SUM_ROWS if problem.value > NARROW else SUM_ROWS_OF_NARROW) // tile(problem.width))
     triton_forward.sum_chunks[-(-(problem.width + 2) // lefts), problem.chunks, problem.num_sequences](
-        x, y, sums, falls, states, *problem.scalar_arguments,
+        x, y, sums, neg_deltas, states, *problem.scalar_arguments,
         **problem.launch(SUM, LEFTS=lefts, GRADIENT=weights is not None),
     )  # fmt: skip
     triton_forward.accumulate_chunks[-(-size // ACCUMULATE_BLOCK), problem.num_sequences](

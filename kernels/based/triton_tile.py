@@ -14,7 +14,7 @@ import triton.language as tl
 
 
 @triton.jit
-def place_rows(left, j, W: tl.constexpr):
+def state_rows(left, j, W: tl.constexpr):
     """Return the state rows of the products of elements `left` and j.
 
     `left` = W selects the rows of the single elements j, and `left` = W + 1 with j = 0 the row of the constant feature.
@@ -24,16 +24,16 @@ def place_rows(left, j, W: tl.constexpr):
 
 
 @triton.jit
-def place_tokens(t, place, length, sample_stride, time_stride, H: tl.constexpr):
+def token_indices(t, sequence, length, sample_stride, time_stride, H: tl.constexpr):
     """Return the int64 positions in [rows, H] of one head's tokens t of a sample, and a mask of the existing ones."""
-    sample, head = (place // H).to(tl.int64), place % H
+    sample, head = (sequence // H).to(tl.int64), sequence % H
     return (sample * sample_stride + t.to(tl.int64) * time_stride) * H + head, t < length
 
 
 @triton.jit
-def load_left(x, at, valid, left, root, W: tl.constexpr):
+def load_element(x, index, valid, left, root, W: tl.constexpr):
     """Load element `left` of each token times `root`, in fp32; 1 for `left` >= W."""
-    features = tl.load(x + at * W + left, mask=valid & (left < W), other=0.0).to(tl.float32) * root
+    features = tl.load(x + index * W + left, mask=valid & (left < W), other=0.0).to(tl.float32) * root
     return tl.where(left < W, features, 1.0)
 
 
@@ -43,19 +43,19 @@ def load_state_rows(
 ):
     """Load a state's rows of `left` for the values, [BLOCK_W, BLOCK_E], and for the sum of weights, [BLOCK_W]."""
     j, e = tl.arange(0, BLOCK_W), tl.arange(0, BLOCK_E)
-    row = place_rows(left, j, W)
+    row = state_rows(left, j, W)
     rows = tl.load(state + row[:, None] * E + e[None, :], mask=(j < W)[:, None] & (e < E)[None, :], other=0.0)
     return rows, tl.load(state + F * E + row, mask=j < W, other=0.0)
 
 
 @triton.jit
-def load_state_alone(state, E: tl.constexpr, F: tl.constexpr, BLOCK_E: tl.constexpr):
+def load_constant_row(state, E: tl.constexpr, F: tl.constexpr, BLOCK_E: tl.constexpr):
     """Load a state's row of the constant feature: the values [BLOCK_E], and a scalar for the sum of weights."""
     e, row = tl.arange(0, BLOCK_E), F - 1
     return tl.load(state + row * E + e, mask=e < E, other=0.0), tl.load(state + F * E + row)
 
 
 @triton.jit
-def load_factors(sums, falls, at, valid):
+def load_factors(sums, neg_deltas, index, valid):
     """Load the reciprocal sums of weights, and -do.o (see `triton_backward`)."""
-    return 1.0 / tl.load(sums + at, mask=valid, other=1.0), tl.load(falls + at, mask=valid, other=0.0)
+    return 1.0 / tl.load(sums + index, mask=valid, other=1.0), tl.load(neg_deltas + index, mask=valid, other=0.0)

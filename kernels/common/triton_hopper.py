@@ -22,6 +22,6 @@ def shared_layout(rows: int, width: int, dtype: torch.dtype) -> gl.NVMMASharedLa
     return gl.NVMMASharedLayout.get_default_for([rows, width], DTYPES[dtype])
 
 
-def tiles_of(matrix: Tensor, rows: int, width: int) -> TensorDescriptor:
+def tile_descriptor(matrix: Tensor, rows: int, width: int) -> TensorDescriptor:
     """Return the TMA descriptor that loads tiles [rows, width] of a contiguous matrix."""
     return TensorDescriptor.from_tensor(matrix, [rows, width], shared_layout(rows, width, matrix.dtype))

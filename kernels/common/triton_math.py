@@ -76,7 +76,7 @@ def store_rows(base, index, valid, stride, x, HEAD_DIM: tl.constexpr, BLOCK_D: t
 
 
 @triton.jit
-def load_numbers(x, rows, valid, head, heads):
+def load_token_scalars(x, rows, valid, head, heads):
     """Load one number per token for a head from [rows, heads]: fp32 [C], 0 where not valid."""
     return tl.load(x + rows * heads + head, mask=valid, other=0.0).to(tl.float32)
 
@@ -100,14 +100,14 @@ def next_power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-LEAST_TILE = 16
+MIN_TILE = 16
 """Minimum size of a tile's dimension in `tl.dot`."""
 
 
-def tile(size: int, most: int | None = None) -> int:
-    """Return the tile width for a dimension: a power of two of at least 16, at most `most`."""
-    whole = max(LEAST_TILE, next_power_of_two(size))
-    return whole if most is None else min(whole, most)
+def tile(size: int, max_size: int | None = None) -> int:
+    """Return the tile width for a dimension: a power of two of at least 16, at most `max_size`."""
+    padded = max(MIN_TILE, next_power_of_two(size))
+    return padded if max_size is None else min(padded, max_size)
 
 
 def multiprocessors(x: Tensor) -> int:

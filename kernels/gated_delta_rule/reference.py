@@ -67,31 +67,35 @@ def chunked(
     size = min(CHUNK_SIZE, length)
     q, k, v, g, beta = (to_chunks(x, size) for x in (q_bthd, k_bthd, v_bthe, g_bth[..., None], beta_bth[..., None]))
     total = g.cumsum(dim=-2)
-    kept = total.exp()
-    decay = pair_decay(total)
-    own, reads = _solve_chunks(k, v, beta, kept, decay)
-    to_end = (total[..., -1:, :] - total).exp() * k
-    state_bhde, states, updates = _scan(own, reads, to_end, kept[..., -1:, :], state_bhde)
+    decay_from_start = total.exp()
+    pair_decays = pair_decay(total)
+    local_u, w = _solve_chunks(k, v, beta, decay_from_start, pair_decays)
+    keys_to_end = (total[..., -1:, :] - total).exp() * k
+    state_bhde, states, updates = _scan(local_u, w, keys_to_end, decay_from_start[..., -1:, :], state_bhde)
     q = q * scale
-    out_bhnce = (q * kept) @ states + (q @ k.mT * decay) @ updates
+    out_bhnce = (q * decay_from_start) @ states + (q @ k.mT * pair_decays) @ updates
     return out_bhnce.flatten(2, 3)[:, :, :length].transpose(1, 2), state_bhde
 
 
-def _solve_chunks(k: Tensor, v: Tensor, beta: Tensor, kept: Tensor, decay: Tensor) -> tuple[Tensor, Tensor]:
-    """Solve the chunks' triangular systems, so that u = own - reads @ S: [b, h, n, c, dv] and [b, h, n, c, dk]."""
-    system = (beta * (k @ k.mT) * decay).tril(-1)
-    right = torch.cat([beta * v, beta * kept * k], dim=-1)
-    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-    own, reads = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
-    return own, reads
+def _solve_chunks(
+    k: Tensor, v: Tensor, beta: Tensor, decay_from_start: Tensor, pair_decays: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Solve the chunks' triangular systems, so that u = local_u - w @ S: [b, h, n, c, dv] and [b, h, n, c, dk]."""
+    system = (beta * (k @ k.mT) * pair_decays).tril(-1)
+    rhs = torch.cat([beta * v, beta * decay_from_start * k], dim=-1)
+    solved = torch.linalg.solve_triangular(system, rhs, upper=False, unitriangular=True)
+    local_u, w = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
+    return local_u, w
 
 
-def _scan(own: Tensor, reads: Tensor, to_end: Tensor, kept: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _scan(
+    local_u: Tensor, w: Tensor, keys_to_end: Tensor, decay_from_start: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Scan the state over the chunks. Return the final state, each chunk's initial state and each chunk's u."""
     states, updates = [], []
-    for n in range(own.shape[2]):
-        u = own[:, :, n] - reads[:, :, n] @ state
+    for n in range(local_u.shape[2]):
+        u = local_u[:, :, n] - w[:, :, n] @ state
         states.append(state)
         updates.append(u)
-        state = kept[:, :, n] * state + to_end[:, :, n].mT @ u
+        state = decay_from_start[:, :, n] * state + keys_to_end[:, :, n].mT @ u
     return state, torch.stack(states, dim=2), torch.stack(updates, dim=2)

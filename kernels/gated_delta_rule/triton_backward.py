@@ -18,14 +18,14 @@ factors' exponents. No two programs write the same output, so the order of summa
 import triton
 import triton.language as tl
 
-from kernels.common.triton_math import load_numbers, load_rows, product
+from kernels.common.triton_math import load_rows, load_token_scalars, product
 from kernels.gated_delta_rule.triton_tile import (
+    column_offsets,
     load_totals,
-    place_columns,
-    place_columns_as_rows,
-    place_of,
-    place_of_scan,
     rows_of_chunk,
+    scan_position,
+    split_program,
+    transposed_column_offsets,
 )
 
 
@@ -45,25 +45,25 @@ def scan_chunks_back(
         dbeta: fp32 [blocks of E, samples, length, H], written; the caller sums over the blocks.
         dfirst: fp32 [samples, H, D, E], written.
     """
-    place, sample, head, e, exists, within = place_of_scan(H, D, E, BLOCK_D, BLOCK_E)
+    sequence, sample, head, e, state_mask, state_offsets = scan_position(H, D, E, BLOCK_D, BLOCK_E)
     i, samples = tl.arange(0, C), tl.num_programs(1) // H
     dbeta += tl.program_id(0).to(tl.int64) * samples * length * H
-    dstate = tl.load(dlast + place * D * E + within, mask=exists, other=0.0)
+    dstate = tl.load(dlast + sequence * D * E + state_offsets, mask=state_mask, other=0.0)
     for step in range(chunks):
         chunk = chunks - 1 - step
         rows, valid = rows_of_chunk(sample, chunk, length, C)
         q_id = load_rows(q + head * D, rows, valid, H * D, D, BLOCK_D)
         k_id = load_rows(k + head * D, rows, valid, H * D, D, BLOCK_D)
-        there, token_offsets = place_columns_as_rows(rows, valid, e, head, H, E)
-        do = tl.load(dout + token_offsets, mask=there, other=0.0)
-        u = tl.load(updates + token_offsets, mask=there, other=0.0)
-        below = load_rows(solved + (place * chunks + chunk) * C * C, i, i >= 0, C, C, C)
-        pairs_ij = load_rows(pairs + (place * chunks + chunk) * C * C, i, i >= 0, C, C, C)
-        strength = load_numbers(beta, rows, valid, head, H)
+        token_mask, token_offsets = transposed_column_offsets(rows, valid, e, head, H, E)
+        do = tl.load(dout + token_offsets, mask=token_mask, other=0.0)
+        u = tl.load(updates + token_offsets, mask=token_mask, other=0.0)
+        below = load_rows(solved + (sequence * chunks + chunk) * C * C, i, i >= 0, C, C, C)
+        pairs_ij = load_rows(pairs + (sequence * chunks + chunk) * C * C, i, i >= 0, C, C, C)
+        strength = load_token_scalars(beta, rows, valid, head, H)
         total, end = load_totals(totals, sample, chunk, length, head, H, C, DECAYS)
-        rounded = dstate.to(k_id.dtype)
-        tl.store(dstates + (place * chunks + chunk) * D * E + within, rounded, mask=exists)
-        du = product(rounded, tl.trans(k_id))
+        dstate_rounded = dstate.to(k_id.dtype)
+        tl.store(dstates + (sequence * chunks + chunk) * D * E + state_offsets, dstate_rounded, mask=state_mask)
+        du = product(dstate_rounded, tl.trans(k_id))
         if DECAYS:
             du *= tl.exp2(end - total)[None, :]
         du += scale * product(do, pairs_ij)
@@ -71,14 +71,14 @@ def scan_chunks_back(
         dbeta_i = tl.sum(y * u, 0) / tl.where(strength == 0, 1.0, strength)
         tl.store(dbeta + rows * H + head, dbeta_i, mask=valid)
         dv_ei = strength[None, :] * y
-        tl.store(dv + token_offsets, dv_ei.to(dv.dtype.element_ty), mask=there)
+        tl.store(dv + token_offsets, dv_ei.to(dv.dtype.element_ty), mask=token_mask)
         if DECAYS:
-            left = tl.exp2(total)[None, :]
-            do, dv_ei = (do * left).to(do.dtype), dv_ei * left
+            decay_from_start = tl.exp2(total)[None, :]
+            do, dv_ei = (do * decay_from_start).to(do.dtype), dv_ei * decay_from_start
             dstate *= tl.exp2(end)
         dstate += scale * product(do, q_id)
         dstate -= product(dv_ei.to(k_id.dtype), k_id)
-    tl.store(dfirst + place * D * E + within, dstate, mask=exists)
+    tl.store(dfirst + sequence * D * E + state_offsets, dstate, mask=state_mask)
 
 
 @triton.jit
@@ -95,46 +95,49 @@ def write_gradients(
         dq, dk: [samples, length, H, D], written.
         dg: fp32 [blocks of D, samples, length, H], written; the caller sums over the blocks.
     """
-    sample, head, chunk = place_of(tl.program_id(0), chunks, H)
+    sample, head, chunk = split_program(tl.program_id(0), chunks, H)
     rows, valid = rows_of_chunk(sample, chunk, length, C)
     first_d = tl.program_id(1) * BLOCK_D
     d, i = first_d + tl.arange(0, BLOCK_D), tl.arange(0, C)
     here = tl.program_id(0).to(tl.int64) * D * E
-    dq_id, later_id = tl.zeros([C, BLOCK_D], tl.float32), tl.zeros([C, BLOCK_D], tl.float32)
-    earlier_id = tl.zeros([C, BLOCK_D], tl.float32)
-    kept = 0.0
+    dq_id, dk_later_id = tl.zeros([C, BLOCK_D], tl.float32), tl.zeros([C, BLOCK_D], tl.float32)
+    dk_earlier_id = tl.zeros([C, BLOCK_D], tl.float32)
+    dlog_decay = 0.0
     for first_e in range(0, E, BLOCK_E):
         e = first_e + tl.arange(0, BLOCK_E)
-        there, token_offsets = place_columns(rows, valid, e, head, H, E)
-        do = tl.load(dout + token_offsets, mask=there, other=0.0)
-        u = tl.load(updates + token_offsets, mask=there, other=0.0)
-        dv_ie = tl.load(dv + token_offsets, mask=there, other=0.0)
-        exists, within = (d < D)[:, None] & (e < E)[None, :], here + d[:, None] * E + e[None, :]
-        state = tl.load(states + within, mask=exists, other=0.0)
-        dstate = tl.load(dstates + within, mask=exists, other=0.0)
+        token_mask, token_offsets = column_offsets(rows, valid, e, head, H, E)
+        do = tl.load(dout + token_offsets, mask=token_mask, other=0.0)
+        u = tl.load(updates + token_offsets, mask=token_mask, other=0.0)
+        dv_ie = tl.load(dv + token_offsets, mask=token_mask, other=0.0)
+        state_mask, state_offsets = (d < D)[:, None] & (e < E)[None, :], here + d[:, None] * E + e[None, :]
+        state = tl.load(states + state_offsets, mask=state_mask, other=0.0)
+        dstate = tl.load(dstates + state_offsets, mask=state_mask, other=0.0)
         dq_id += product(do, tl.trans(state))
-        later_id += product(dv_ie, tl.trans(state))
-        earlier_id += product(u, tl.trans(dstate))
+        dk_later_id += product(dv_ie, tl.trans(state))
+        dk_earlier_id += product(u, tl.trans(dstate))
         if DECAYS:
-            kept += tl.sum(state.to(tl.float32) * dstate.to(tl.float32))
-    there, token_offsets = place_columns(rows, valid, d, head, H, D)
-    q_id, k_id = tl.load(q + token_offsets, mask=there, other=0.0), tl.load(k + token_offsets, mask=there, other=0.0)
+            dlog_decay += tl.sum(state.to(tl.float32) * dstate.to(tl.float32))
+    token_mask, token_offsets = column_offsets(rows, valid, d, head, H, D)
+    q_id = tl.load(q + token_offsets, mask=token_mask, other=0.0)
+    k_id = tl.load(k + token_offsets, mask=token_mask, other=0.0)
     total, end = load_totals(totals, sample, chunk, length, head, H, C, DECAYS)
     if DECAYS:
-        left = tl.exp2(total)[:, None]
-        dq_id, later_id, earlier_id = dq_id * left, later_id * left, earlier_id * tl.exp2(end - total)[:, None]
-        kept = kept * tl.exp2(end) + tl.sum(k_id * earlier_id)
+        decay_from_start = tl.exp2(total)[:, None]
+        dq_id *= decay_from_start
+        dk_later_id *= decay_from_start
+        dk_earlier_id *= tl.exp2(end - total)[:, None]
+        dlog_decay = dlog_decay * tl.exp2(end) + tl.sum(k_id * dk_earlier_id)
     pair_place = tl.program_id(0).to(tl.int64) * C * C
     ds_ij = load_rows(ds + pair_place, i, i >= 0, C, C, C)
     dm_ij = load_rows(dm + pair_place, i, i >= 0, C, C, C)
     dq_id = scale * dq_id + product(ds_ij, k_id)
-    later_id = -later_id - product(dm_ij, k_id)
-    earlier_id += product(tl.trans(ds_ij), q_id) - product(tl.trans(dm_ij), k_id)
-    tl.store(dq + token_offsets, dq_id.to(dq.dtype.element_ty), mask=there)
-    tl.store(dk + token_offsets, (later_id + earlier_id).to(dk.dtype.element_ty), mask=there)
+    dk_later_id = -dk_later_id - product(dm_ij, k_id)
+    dk_earlier_id += product(tl.trans(ds_ij), q_id) - product(tl.trans(dm_ij), k_id)
+    tl.store(dq + token_offsets, dq_id.to(dq.dtype.element_ty), mask=token_mask)
+    tl.store(dk + token_offsets, (dk_later_id + dk_earlier_id).to(dk.dtype.element_ty), mask=token_mask)
     if DECAYS:
-        exponent = tl.sum(q_id * dq_id + k_id * (later_id - earlier_id), 1)
-        exponent += tl.where(i == C - 1, kept, 0.0)
+        dexponent_i = tl.sum(q_id * dq_id + k_id * (dk_later_id - dk_earlier_id), 1)
+        dexponent_i += tl.where(i == C - 1, dlog_decay, 0.0)
         samples = tl.num_programs(0) // (H * chunks)
         dg += tl.program_id(1).to(tl.int64) * samples * length * H
-        tl.store(dg + rows * H + head, tl.cumsum(exponent, 0, reverse=True), mask=valid)
+        tl.store(dg + rows * H + head, tl.cumsum(dexponent_i, 0, reverse=True), mask=valid)

@@ -24,15 +24,15 @@ which avoids wgmma, or tiles wide enough for it.
 import triton
 import triton.language as tl
 
-from kernels.common.triton_math import LOG2E, load_numbers, load_rows, product, store_rows
+from kernels.common.triton_math import LOG2E, load_rows, load_token_scalars, product, store_rows
 from kernels.gated_delta_rule.triton_tile import (
-    between,
+    column_offsets,
     load_totals,
-    place_columns,
-    place_columns_as_rows,
-    place_of,
-    place_of_scan,
+    mask_and_decay,
     rows_of_chunk,
+    scan_position,
+    split_program,
+    transposed_column_offsets,
     unit_lower_inverse,
 )
 
@@ -51,16 +51,16 @@ def solve_chunks(
         solved: [samples, H, chunks, C, C] in k's dtype, written.
         totals: fp32 [samples, length, H], written: running sum of g within the chunk, in units of log2.
     """
-    sample, head, chunk = place_of(tl.program_id(0), chunks, H)
+    sample, head, chunk = split_program(tl.program_id(0), chunks, H)
     rows, valid = rows_of_chunk(sample, chunk, length, C)
     i = tl.arange(0, C)
     k_id = load_rows(k + head * D, rows, valid, H * D, D, BLOCK_D)
-    strength = load_numbers(beta, rows, valid, head, H)
+    strength = load_token_scalars(beta, rows, valid, head, H)
     total = tl.zeros([C], tl.float32)
     if DECAYS:
-        total = tl.cumsum(load_numbers(g, rows, valid, head, H), 0) * LOG2E
+        total = tl.cumsum(load_token_scalars(g, rows, valid, head, H), 0) * LOG2E
         tl.store(totals + rows * H + head, total, mask=valid)
-    pairs = between(product(k_id, tl.trans(k_id)), total, True, DECAYS, C)
+    pairs = mask_and_decay(product(k_id, tl.trans(k_id)), total, True, DECAYS, C)
     inverse = unit_lower_inverse(strength[:, None] * pairs, C)
     below = tl.where(i[:, None] > i[None, :], inverse, 0.0)
     store_rows(solved + tl.program_id(0).to(tl.int64) * C * C, i, i >= 0, C, below, C, C)
@@ -80,17 +80,17 @@ def multiply_pairs(
 
     With STRICT, the products of j = i are 0.
     """
-    sample, head, chunk = place_of(tl.program_id(0), chunks, H)
+    sample, head, chunk = split_program(tl.program_id(0), chunks, H)
     rows, valid = rows_of_chunk(sample, chunk, length, C)
     pairs = tl.zeros([C, C], tl.float32)
     for first_d in range(0, D, BLOCK_D):
         d = first_d + tl.arange(0, BLOCK_D)
-        there, token_offsets = place_columns(rows, valid, d, head, H, D)
-        x_id = tl.load(x + token_offsets, mask=there, other=0.0)
-        y_id = tl.load(y + token_offsets, mask=there, other=0.0)
+        token_mask, token_offsets = column_offsets(rows, valid, d, head, H, D)
+        x_id = tl.load(x + token_offsets, mask=token_mask, other=0.0)
+        y_id = tl.load(y + token_offsets, mask=token_mask, other=0.0)
         pairs += product(x_id, tl.trans(y_id))
     total, _ = load_totals(totals, sample, chunk, length, head, H, C, DECAYS)
-    pairs = between(pairs * scale, total, STRICT, DECAYS, C)
+    pairs = mask_and_decay(pairs * scale, total, STRICT, DECAYS, C)
     i = tl.arange(0, C)
     store_rows(out + tl.program_id(0).to(tl.int64) * C * C, i, i >= 0, C, pairs, C, C)
 
@@ -110,30 +110,30 @@ def scan_chunks(
         updates: [samples, length, H, E], written: u.
         last: fp32 [samples, H, D, E], written: the final state.
     """
-    place, sample, head, e, exists, within = place_of_scan(H, D, E, BLOCK_D, BLOCK_E)
+    sequence, sample, head, e, state_mask, state_offsets = scan_position(H, D, E, BLOCK_D, BLOCK_E)
     i = tl.arange(0, C)
-    state = tl.load(first + place * D * E + within, mask=exists, other=0.0)
+    state = tl.load(first + sequence * D * E + state_offsets, mask=state_mask, other=0.0)
     for chunk in range(chunks):
         rows, valid = rows_of_chunk(sample, chunk, length, C)
         k_id = load_rows(k + head * D, rows, valid, H * D, D, BLOCK_D)
-        there, token_offsets = place_columns_as_rows(rows, valid, e, head, H, E)
-        v_ei = tl.load(v + token_offsets, mask=there, other=0.0)
-        below = load_rows(solved + (place * chunks + chunk) * C * C, i, i >= 0, C, C, C)
-        strength = load_numbers(beta, rows, valid, head, H)
+        token_mask, token_offsets = transposed_column_offsets(rows, valid, e, head, H, E)
+        v_ei = tl.load(v + token_offsets, mask=token_mask, other=0.0)
+        below = load_rows(solved + (sequence * chunks + chunk) * C * C, i, i >= 0, C, C, C)
+        strength = load_token_scalars(beta, rows, valid, head, H)
         total, end = load_totals(totals, sample, chunk, length, head, H, C, DECAYS)
         rounded = state.to(k_id.dtype)
-        tl.store(states + (place * chunks + chunk) * D * E + within, rounded, mask=exists)
-        found = product(rounded, tl.trans(k_id))
+        tl.store(states + (sequence * chunks + chunk) * D * E + state_offsets, rounded, mask=state_mask)
+        predicted = product(rounded, tl.trans(k_id))
         if DECAYS:
-            found *= tl.exp2(total)[None, :]
-        missing = strength[None, :] * (v_ei - found)
-        u = missing + product(missing.to(k_id.dtype), tl.trans(below))
-        tl.store(updates + token_offsets, u.to(k_id.dtype), mask=there)
+            predicted *= tl.exp2(total)[None, :]
+        scaled_error = strength[None, :] * (v_ei - predicted)
+        u = scaled_error + product(scaled_error.to(k_id.dtype), tl.trans(below))
+        tl.store(updates + token_offsets, u.to(k_id.dtype), mask=token_mask)
         if DECAYS:
             u *= tl.exp2(end - total)[None, :]
             state *= tl.exp2(end)
         state += product(u.to(k_id.dtype), k_id)
-    tl.store(last + place * D * E + within, state, mask=exists)
+    tl.store(last + sequence * D * E + state_offsets, state, mask=state_mask)
 
 
 @triton.jit
@@ -149,17 +149,17 @@ def read_states(
         pairs: pair products of q and k without scale, see `multiply_pairs`.
         out: [samples, length, H, E].
     """
-    sample, head, chunk = place_of(tl.program_id(0), chunks, H)
+    sample, head, chunk = split_program(tl.program_id(0), chunks, H)
     rows, valid = rows_of_chunk(sample, chunk, length, C)
     here = tl.program_id(0).to(tl.int64)
     d, e, i = tl.arange(0, BLOCK_D), tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E), tl.arange(0, C)
     q_id = load_rows(q + head * D, rows, valid, H * D, D, BLOCK_D)
     total, _ = load_totals(totals, sample, chunk, length, head, H, C, DECAYS)
-    exists, within = (d < D)[:, None] & (e < E)[None, :], d[:, None] * E + e[None, :]
-    o = product(q_id, tl.load(states + here * D * E + within, mask=exists, other=0.0))
+    state_mask, state_offsets = (d < D)[:, None] & (e < E)[None, :], d[:, None] * E + e[None, :]
+    o = product(q_id, tl.load(states + here * D * E + state_offsets, mask=state_mask, other=0.0))
     if DECAYS:
         o *= tl.exp2(total)[:, None]
-    there, token_offsets = place_columns(rows, valid, e, head, H, E)
-    u = tl.load(updates + token_offsets, mask=there, other=0.0)
+    token_mask, token_offsets = column_offsets(rows, valid, e, head, H, E)
+    u = tl.load(updates + token_offsets, mask=token_mask, other=0.0)
     o += product(load_rows(pairs + here * C * C, i, i >= 0, C, C, C), u)
-    tl.store(out + token_offsets, (o * scale).to(out.dtype.element_ty), mask=there)
+    tl.store(out + token_offsets, (o * scale).to(out.dtype.element_ty), mask=token_mask)

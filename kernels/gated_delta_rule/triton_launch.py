@@ -35,8 +35,8 @@ class Tuning(NamedTuple):
 SOLVE = Tuning(num_warps=1, num_stages=1)
 MULTIPLY = Tuning(num_warps=2, num_stages=2, block=64)
 READ = Tuning(num_warps=4, num_stages=2, block=128)
-WALK = Tuning(num_warps=4, num_stages=2, block=32)
-WALK_ALONE = Tuning(num_warps=4, num_stages=3, block=16)
+SCAN = Tuning(num_warps=4, num_stages=2, block=32)
+SCAN_FEW_PROGRAMS = Tuning(num_warps=4, num_stages=3, block=16)
 """Parameters of the scans if WALK gives fewer programs than the GPU has multiprocessors."""
 WRITE_GRADIENTS = Tuning(num_warps=4, num_stages=2, block=64)
 
@@ -76,9 +76,9 @@ class Problem(NamedTuple):
 
     def scan_constants(self, x: Tensor) -> dict[str, Any]:
         """Return the constants of the scans, in which a program iterates over all chunks of a sample."""
-        wide = self.value_block_constants(WALK)
+        wide = self.value_block_constants(SCAN)
         programs = self.num_sequences * -(-self.value // wide["BLOCK_E"])
-        return wide if programs >= multiprocessors(x) else self.value_block_constants(WALK_ALONE)
+        return wide if programs >= multiprocessors(x) else self.value_block_constants(SCAN_FEW_PROGRAMS)
 
     def key_block_constants(self, tuning: Tuning) -> dict[str, Any]:
         """Return the constants of a kernel with a block of key columns that iterates over all value columns."""
@@ -86,7 +86,7 @@ class Problem(NamedTuple):
         return self.launch(tuning, D=self.key, E=self.value, **blocks)
 
 
-def with_few_warps(constants: dict[str, Any]) -> dict[str, Any]:
+def limit_warps(constants: dict[str, Any]) -> dict[str, Any]:
     """Return a kernel's constants, limited to FEW_WARPS if one of its tiles is narrower than WIDE."""
     if min(constants[name] for name in ("BLOCK_D", "BLOCK_E") if name in constants) >= WIDE:
         return constants
@@ -136,7 +136,7 @@ def multiply(
     constants = problem.launch(MULTIPLY, D=width, BLOCK_D=tile(width, MULTIPLY.block), STRICT=strict)
     with on_device(x):
         triton_forward.multiply_pairs[problem.num_sequences * problem.chunks,](
-            x, y, out, solved.totals, problem.length, problem.chunks, scale, **with_few_warps(constants)
+            x, y, out, solved.totals, problem.length, problem.chunks, scale, **limit_warps(constants)
         )
     return out
 
@@ -173,7 +173,7 @@ def scan(problem: Problem, k: Tensor, v: Tensor, beta: Tensor, solved: Solved, f
 def read(problem: Problem, q: Tensor, k: Tensor, solved: Solved, scanned: Scanned) -> Tensor:
     """Return the output [b, t, h, dv]."""
     out, pairs = torch.empty_like(scanned.updates), multiply(problem, q, k, solved)
-    constants = with_few_warps(problem.value_block_constants(READ))
+    constants = limit_warps(problem.value_block_constants(READ))
     with on_device(k):
         triton_forward.read_states[problem.num_sequences * problem.chunks, -(-problem.value // constants["BLOCK_E"])](
             q, solved.totals, pairs, scanned.states, scanned.updates, out,
@@ -205,7 +205,7 @@ def backward(
     pairs = multiply(problem, q, k, solved)
     dstates, dv, dfirst = torch.empty_like(states), torch.empty_like(v), torch.empty_like(first)
     dq, dk = torch.empty_like(q), torch.empty_like(k)
-    values, keys = problem.scan_constants(k), with_few_warps(problem.key_block_constants(WRITE_GRADIENTS))
+    values, keys = problem.scan_constants(k), limit_warps(problem.key_block_constants(WRITE_GRADIENTS))
     blocks, key_blocks = -(-problem.value // values["BLOCK_E"]), -(-problem.key // keys["BLOCK_D"])
     dbeta = beta.new_empty(blocks, *beta.shape)
     dg = beta.new_empty(key_blocks, *beta.shape) if problem.decays else dbeta

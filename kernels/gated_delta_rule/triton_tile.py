@@ -11,15 +11,15 @@ from kernels.common.triton_math import product_tf32
 CHUNK = 64
 """Tokens per chunk."""
 
-SOLVED = tl.constexpr(16)
+DIAGONAL_BLOCK = tl.constexpr(16)
 """Size of the diagonal blocks that are inverted row by row."""
 
 
 @triton.jit
-def place_of(program, chunks, heads):
+def split_program(program, chunks, heads):
     """Return a program's sample (int64), head and chunk, in a one-dimensional grid of samples * heads * chunks."""
-    place, chunk = program // chunks, program % chunks
-    return (place // heads).to(tl.int64), place % heads, chunk
+    sequence, chunk = program // chunks, program % chunks
+    return (sequence // heads).to(tl.int64), sequence % heads, chunk
 
 
 @triton.jit
@@ -30,31 +30,31 @@ def rows_of_chunk(sample, chunk, length, C: tl.constexpr):
 
 
 @triton.jit
-def place_columns(rows, valid, columns, head, heads, WIDTH: tl.constexpr):
+def column_offsets(rows, valid, columns, head, heads, WIDTH: tl.constexpr):
     """Return the mask and the addresses of token columns in [rows, heads, WIDTH]: two tiles [C, columns]."""
     return valid[:, None] & (columns < WIDTH)[None, :], (rows * heads + head)[:, None] * WIDTH + columns[None, :]
 
 
 @triton.jit
-def place_columns_as_rows(rows, valid, columns, head, heads, WIDTH: tl.constexpr):
-    """Return the transposes of `place_columns`: two tiles [columns, C]."""
+def transposed_column_offsets(rows, valid, columns, head, heads, WIDTH: tl.constexpr):
+    """Return the transposes of `column_offsets`: two tiles [columns, C]."""
     return (columns < WIDTH)[:, None] & valid[None, :], (rows * heads + head)[None, :] * WIDTH + columns[:, None]
 
 
 @triton.jit
-def place_of_scan(H: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr):
+def scan_position(H: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr):
     """Return the indices of a scan's program, for a grid of (blocks of E, samples * H) programs.
 
     Returns:
-        place: index of the (sample, head) pair, int64; then the sample, int64, and the head, int32.
+        sequence: index of the (sample, head) pair, int64; then the sample, int64, and the head, int32.
         e: value columns.
-        exists, within: mask and addresses of the state's elements in [D, E]: [BLOCK_E, BLOCK_D].
+        state_mask, state_offsets: mask and addresses of the state's elements in [D, E]: [BLOCK_E, BLOCK_D].
     """
-    place = tl.program_id(1).to(tl.int64)
-    sample, head = place // H, (place % H).to(tl.int32)
+    sequence = tl.program_id(1).to(tl.int64)
+    sample, head = sequence // H, (sequence % H).to(tl.int32)
     e, d = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_D)
-    exists, within = (e < E)[:, None] & (d < D)[None, :], d[None, :] * E + e[:, None]
-    return place, sample, head, e, exists, within
+    state_mask, state_offsets = (e < E)[:, None] & (d < D)[None, :], d[None, :] * E + e[:, None]
+    return sequence, sample, head, e, state_mask, state_offsets
 
 
 @triton.jit
@@ -72,7 +72,7 @@ def load_totals(totals, sample, chunk, length, head, heads, C: tl.constexpr, DEC
 
 
 @triton.jit
-def between(pairs, total, STRICT: tl.constexpr, DECAYS: tl.constexpr, C: tl.constexpr):
+def mask_and_decay(pairs, total, STRICT: tl.constexpr, DECAYS: tl.constexpr, C: tl.constexpr):
     """Multiply the products of token pairs (i, j), [C, C], by the decay from j to i. Set products with j > i to 0.
 
     If STRICT, also set the diagonal to 0.
@@ -95,21 +95,21 @@ def unit_lower_inverse(below, C: tl.constexpr):
         below: the matrix.
         C: 64.
     """
-    i, r = tl.arange(0, C), tl.arange(0, SOLVED)
-    mine = (i // SOLVED)[:, None] == tl.arange(0, C // SOLVED)[None, :]
-    blocks = tl.sum(tl.where(mine[:, :, None], tl.reshape(below, [C, C // SOLVED, SOLVED]), 0.0), 1)
-    blocks = tl.reshape(blocks, [C // SOLVED, SOLVED, SOLVED])
+    i, r = tl.arange(0, C), tl.arange(0, DIAGONAL_BLOCK)
+    in_block = (i // DIAGONAL_BLOCK)[:, None] == tl.arange(0, C // DIAGONAL_BLOCK)[None, :]
+    blocks = tl.sum(tl.where(in_block[:, :, None], tl.reshape(below, [C, C // DIAGONAL_BLOCK, DIAGONAL_BLOCK]), 0.0), 1)
+    blocks = tl.reshape(blocks, [C // DIAGONAL_BLOCK, DIAGONAL_BLOCK, DIAGONAL_BLOCK])
     inverse = tl.zeros_like(blocks) + (r[:, None] == r[None, :]).to(tl.float32)[None]
-    for step in range(1, SOLVED):
+    for step in range(1, DIAGONAL_BLOCK):
         here = (r == step)[None, :, None]
         row = tl.sum(tl.where(here, blocks, 0.0), 1)
-        known = tl.sum(row[:, :, None] * inverse, 1)
-        inverse = tl.where(here, inverse - known[:, None, :], inverse)
-    inverse = tl.reshape(inverse, [C, SOLVED])[:, None, :]
-    inverse = tl.reshape(tl.where(mine[:, :, None], inverse, 0.0), [C, C])
+        correction = tl.sum(row[:, :, None] * inverse, 1)
+        inverse = tl.where(here, inverse - correction[:, None, :], inverse)
+    inverse = tl.reshape(inverse, [C, DIAGONAL_BLOCK])[:, None, :]
+    inverse = tl.reshape(tl.where(in_block[:, :, None], inverse, 0.0), [C, C])
     for join in tl.static_range(2):
-        of, other = i[:, None] // (SOLVED << join), i[None, :] // (SOLVED << join)
-        joined = (of // 2 == other // 2) & (of != other)
-        left = product_tf32(inverse, tl.where(joined, below, 0.0))
+        row_block, column_block = i[:, None] // (DIAGONAL_BLOCK << join), i[None, :] // (DIAGONAL_BLOCK << join)
+        is_connection = (row_block // 2 == column_block // 2) & (row_block != column_block)
+        left = product_tf32(inverse, tl.where(is_connection, below, 0.0))
         inverse -= product_tf32(left, inverse)
     return inverse

@@ -74,10 +74,10 @@ def chunked(
     return out_bhnce.flatten(2, 3)[:, :, :length].transpose(1, 2), state_bhde
 
 
-def _scan(written_bhnde: Tensor, kept_bhnf1: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+def _scan(written_bhnde: Tensor, decay_bhnf1: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """Scan the state over the chunks. Return the final state and each chunk's initial state."""
     states = []
     for n in range(written_bhnde.shape[2]):
         states.append(state)
-        state = kept_bhnf1[:, :, n] * state + written_bhnde[:, :, n]
+        state = decay_bhnf1[:, :, n] * state + written_bhnde[:, :, n]
     return state, torch.stack(states, dim=2)

@@ -58,10 +58,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx: Any, hidden_nh: Tensor, weight_vh: Tensor, label_n: Tensor, counted_n: Tensor, options: tuple[Any, ...]
     ) -> Tensor:
         first_label, num_columns, group, chunk_size, rows, with_gradients = options
-        wide = torch.promote_types(hidden_nh.dtype, torch.float32)
-        losses_n = torch.empty(len(hidden_nh), dtype=wide, device=hidden_nh.device)
+        accumulation_dtype = torch.promote_types(hidden_nh.dtype, torch.float32)
+        losses_n = torch.empty(len(hidden_nh), dtype=accumulation_dtype, device=hidden_nh.device)
         if with_gradients:
-            dhidden_nh, dweight_vh = torch.empty_like(hidden_nh), torch.zeros_like(weight_vh, dtype=wide)
+            dhidden_nh, dweight_vh = torch.empty_like(hidden_nh), torch.zeros_like(weight_vh, dtype=accumulation_dtype)
         for begin in range(0, len(hidden_nh), chunk_size):
             chunk = slice(begin, begin + chunk_size)
             logits_cv = hidden_nh[chunk] @ weight_vh.T

@@ -15,7 +15,7 @@ BLOCK, WARPS = 4096, 8
 
 
 @triton.jit(do_not_specialize=["first_label"])
-def row_statistics(logits, label, found, num_rows, row_size, num_columns, first_label, BLOCK: tl.constexpr):
+def row_statistics(logits, label, output, num_rows, row_size, num_columns, first_label, BLOCK: tl.constexpr):
     """Write the statistics of each row of logits [num_rows, row_size]. Grid (num_rows).
 
     The first num_columns columns are labels. label: int64 [num_rows]; found: fp32 [3, num_rows], written.
@@ -29,11 +29,11 @@ def row_statistics(logits, label, found, num_rows, row_size, num_columns, first_
         higher = tl.maximum(highest, tl.max(x, 0))
         total = total * tl.exp(highest - higher) + tl.sum(tl.exp(x - higher), 0)
         highest = higher
-    own = tl.load(label + row) - first_label
-    is_here = (own >= 0) & (own < num_columns)
-    tl.store(found + row, highest)
-    tl.store(found + num_rows + row, total)
-    tl.store(found + 2 * num_rows + row, tl.load(logits + own, mask=is_here, other=0.0).to(tl.float32))
+    label_column = tl.load(label + row) - first_label
+    is_here = (label_column >= 0) & (label_column < num_columns)
+    tl.store(output + row, highest)
+    tl.store(output + num_rows + row, total)
+    tl.store(output + 2 * num_rows + row, tl.load(logits + label_column, mask=is_here, other=0.0).to(tl.float32))
 
 
 @triton.jit(do_not_specialize=["first_label"])
@@ -44,12 +44,12 @@ def row_gradient(logits, lse, label, counted, row_size, num_columns, first_label
     """
     row = tl.program_id(0).to(tl.int64)
     logits += row * row_size
-    own = tl.load(label + row) - first_label
-    lse_of_row, is_counted = tl.load(lse + row), tl.load(counted + row) != 0
+    label_column = tl.load(label + row) - first_label
+    row_lse, is_counted = tl.load(lse + row), tl.load(counted + row) != 0
     for start in range(0, row_size, BLOCK):
         column = start + tl.arange(0, BLOCK)
         x = tl.load(logits + column, mask=column < num_columns, other=0.0).to(tl.float32)
-        gradient = tl.exp(x - lse_of_row) - tl.where(column == own, 1.0, 0.0)
+        gradient = tl.exp(x - row_lse) - tl.where(column == label_column, 1.0, 0.0)
         # Not a product with zero: a NaN loss that is not counted must not produce NaN gradients.
         gradient = tl.where(is_counted & (column < num_columns), gradient, 0.0)
         tl.store(logits + column, gradient.to(logits.dtype.element_ty), mask=column < row_size)
@@ -58,12 +58,12 @@ def row_gradient(logits, lse, label, counted, row_size, num_columns, first_label
 def statistics(logits_nv: Tensor, label_n: Tensor, first_label: int, num_columns: int) -> Tensor:
     """Implement `rows.statistics` for contiguous logits in fp32 or 16 bits."""
     num_rows, row_size = logits_nv.shape
-    found = torch.empty(3, num_rows, dtype=torch.float32, device=logits_nv.device)
+    output = torch.empty(3, num_rows, dtype=torch.float32, device=logits_nv.device)
     with on_device(logits_nv):
         row_statistics[(num_rows,)](
-            logits_nv, label_n, found, num_rows, row_size, num_columns, first_label, **_tile(row_size)
+            logits_nv, label_n, output, num_rows, row_size, num_columns, first_label, **_tile(row_size)
         )
-    return found
+    return output
 
 
 def differentiate(

@@ -52,5 +52,5 @@ def select_blocks(
         block = n[None, :]
         importance = tl.where((block == 0) | (block == own - 1), float("inf"), importance)
         values, blocks = insert_tile(values, blocks, tl.where(block < own, importance, -float("inf")), first)
-    place = ((b * num_queries + t) * G + g) * TOP_K
-    store_list(chosen, chosen, values, blocks, place, t < num_queries, 1, TOP_K, False)
+    offset = ((b * num_queries + t) * G + g) * TOP_K
+    store_list(chosen, chosen, values, blocks, offset, t < num_queries, 1, TOP_K, False)

@@ -90,15 +90,15 @@ def chunked(
     r, k, v, g, a, b = (to_chunks(x, size) for x in (r_bthd * scale, k_bthd, v_bthe, g_bthd, a_bthd, b_bthd))
     total = g.cumsum(dim=-2)
     (ab, ak), (rb, rk) = _products(a, r, b, k, total)
-    own, reads = _solve_chunks(ab, ak @ v, _down(total).exp() * a)
-    fade = (total[..., -1:, :] - total).exp()
-    written = (fade * k).mT @ v
-    state_bhde, states, updates = _scan(own, reads, fade * b, written, total[..., -1:, :].exp().mT, state_bhde)
+    local_u, w = _solve_chunks(ab, ak @ v, _shift_down(total).exp() * a)
+    decay_to_end = (total[..., -1:, :] - total).exp()
+    written = (decay_to_end * k).mT @ v
+    state_bhde, states, updates = _scan(local_u, w, decay_to_end * b, written, total[..., -1:, :].exp().mT, state_bhde)
     out_bhnce = (r * total.exp()) @ states + rb @ updates + rk @ v
     return out_bhnce.flatten(2, 3)[:, :, :length].transpose(1, 2), state_bhde
 
 
-def _down(x_c1: Tensor) -> Tensor:
+def _shift_down(x_c1: Tensor) -> Tensor:
     """Shift a chunk's rows, [..., c, any], down by one; the first row becomes zero."""
     return pad(x_c1[..., :-1, :], (0, 0, 1, 0))
 
@@ -107,27 +107,27 @@ def _products(a: Tensor, r: Tensor, b: Tensor, k: Tensor, total: Tensor) -> Tens
     """Return ((<a'_i, b_j>, <a'_i, k_j>), (<r_i, b_j>, <r_i, k_j>)): [2, 2, b, h, n, i, j], zero for non-causal j."""
     # a is shifted up by one row, so that the rows of a and r decay to G_i. The products of a are shifted back down.
     left = torch.stack([pad(a[..., 1:, :], (0, 0, 0, 1)), r])
-    faded = left.mT[..., None] * pair_decay(total.mT[..., None])
-    products_a, products_r = torch.einsum("xbhndij,ybhnjd->xybhnij", faded, torch.stack([b, k]))
-    return torch.stack([_down(products_a), products_r])
+    decayed = left.mT[..., None] * pair_decay(total.mT[..., None])
+    products_a, products_r = torch.einsum("xbhndij,ybhnjd->xybhnij", decayed, torch.stack([b, k]))
+    return torch.stack([_shift_down(products_a), products_r])
 
 
-def _solve_chunks(ab: Tensor, own: Tensor, reads: Tensor) -> tuple[Tensor, Tensor]:
-    """Solve the chunks' triangular systems, so that u = own + reads @ S: [b, h, n, c, dv] and [b, h, n, c, dk]."""
-    right = torch.cat([own, reads], dim=-1)
-    solved = torch.linalg.solve_triangular(-ab, right, upper=False, unitriangular=True)
-    own, reads = solved.split([own.shape[-1], reads.shape[-1]], dim=-1)
-    return own, reads
+def _solve_chunks(ab: Tensor, local_u: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """Solve the chunks' triangular systems, so that u = local_u + w @ S: [b, h, n, c, dv] and [b, h, n, c, dk]."""
+    rhs = torch.cat([local_u, w], dim=-1)
+    solved = torch.linalg.solve_triangular(-ab, rhs, upper=False, unitriangular=True)
+    local_u, w = solved.split([local_u.shape[-1], w.shape[-1]], dim=-1)
+    return local_u, w
 
 
 def _scan(
-    own: Tensor, reads: Tensor, to_end: Tensor, written: Tensor, kept_bhnd1: Tensor, state: Tensor
+    local_u: Tensor, w: Tensor, b_to_end: Tensor, written: Tensor, decay_bhnd1: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Scan the state over the chunks. Return the final state, each chunk's initial state and each chunk's u."""
     states, updates = [], []
-    for n in range(own.shape[2]):
-        u = own[:, :, n] + reads[:, :, n] @ state
+    for n in range(local_u.shape[2]):
+        u = local_u[:, :, n] + w[:, :, n] @ state
         states.append(state)
         updates.append(u)
-        state = kept_bhnd1[:, :, n] * state + to_end[:, :, n].mT @ u + written[:, :, n]
+        state = decay_bhnd1[:, :, n] * state + b_to_end[:, :, n].mT @ u + written[:, :, n]
     return state, torch.stack(states, dim=2), torch.stack(updates, dim=2)

@@ -36,8 +36,8 @@ class _Scan(torch.autograd.Function):
         from kernels.selective_scan import triton_launch
 
         *scanned, _ = inputs
-        y, last, kept = triton_launch.forward(rows, training and any(ctx.needs_input_grad), *inputs)
-        ctx.save_for_backward(*scanned, kept)
+        y, last, saved_states = triton_launch.forward(rows, training and any(ctx.needs_input_grad), *inputs)
+        ctx.save_for_backward(*scanned, saved_states)
         ctx.rows = rows
         return y, last
 

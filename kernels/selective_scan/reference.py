@@ -34,9 +34,9 @@ def recurrent(
     """
     outputs = []
     for t in range(x_btge.shape[1]):
-        kept = (dt_btge[:, t, ..., None] * A_gen).exp()
-        written = (dt_btge[:, t] * x_btge[:, t])[..., None] * B_btgn[:, t, :, None]
-        state_bgen = kept * state_bgen + written
+        decay = (dt_btge[:, t, ..., None] * A_gen).exp()
+        update = (dt_btge[:, t] * x_btge[:, t])[..., None] * B_btgn[:, t, :, None]
+        state_bgen = decay * state_bgen + update
         outputs.append((state_bgen * C_btgn[:, t, :, None]).sum(-1))
     return torch.stack(outputs, dim=1), state_bgen
 
@@ -61,39 +61,41 @@ def chunked(
     """
     outputs = []
     # Without a backward pass, activation checkpointing would only import torch's compiler, 0.4 s in the first call.
-    scan: Callable[..., tuple[Tensor, Tensor]] = _rescanned if torch.is_grad_enabled() else _chunk
+    scan: Callable[..., tuple[Tensor, Tensor]] = _checkpointed_chunk if torch.is_grad_enabled() else _chunk
     for parts in zip(*(y.split(CHUNK_SIZE, dim=1) for y in (x_btge, dt_btge, B_btgn, C_btgn)), strict=True):
         y_bsge, state_bgen = scan(*parts, A_gen, state_bgen)
         outputs.append(y_bsge)
     return torch.cat(outputs, dim=1), state_bgen
 
 
-def _rescanned(*arguments: Tensor) -> tuple[Tensor, Tensor]:
+def _checkpointed_chunk(*arguments: Tensor) -> tuple[Tensor, Tensor]:
     """Run `_chunk` with activation checkpointing, so that the backward pass recomputes its states."""
-    found: tuple[Tensor, Tensor] = checkpoint(_chunk, *arguments, use_reentrant=False, preserve_rng_state=False)
-    return found
+    outputs_and_state: tuple[Tensor, Tensor] = checkpoint(
+        _chunk, *arguments, use_reentrant=False, preserve_rng_state=False
+    )
+    return outputs_and_state
 
 
 def _chunk(
     x_bsge: Tensor, dt_bsge: Tensor, B_bsgn: Tensor, C_bsgn: Tensor, A_gen: Tensor, state_bgen: Tensor
 ) -> tuple[Tensor, Tensor]:
-    kept_bsgen = (dt_bsge[..., None] * A_gen).exp()
-    written_bsgen = (dt_bsge * x_bsge)[..., None] * B_bsgn[..., None, :]
-    first = written_bsgen[:, :1] + kept_bsgen[:, :1] * state_bgen[:, None]
-    states_bsgen = _all_states(kept_bsgen, torch.cat([first, written_bsgen[:, 1:]], dim=1))
+    decay_bsgen = (dt_bsge[..., None] * A_gen).exp()
+    update_bsgen = (dt_bsge * x_bsge)[..., None] * B_bsgn[..., None, :]
+    first = update_bsgen[:, :1] + decay_bsgen[:, :1] * state_bgen[:, None]
+    states_bsgen = _all_states(decay_bsgen, torch.cat([first, update_bsgen[:, 1:]], dim=1))
     # A view of the last state would keep the whole chunk's states in memory.
     return torch.einsum("bsgen,bsgn->bsge", states_bsgen, C_bsgn), states_bsgen[:, -1].clone()
 
 
-def _all_states(kept_bsgen: Tensor, written_bsgen: Tensor) -> Tensor:
-    """Solve h_i = kept_i h_{i-1} + written_i from h = 0 by recursive doubling (Hillis-Steele scan).
+def _all_states(decay_bsgen: Tensor, update_bsgen: Tensor) -> Tensor:
+    """Solve h_i = decay_i h_{i-1} + update_i from h = 0 by recursive doubling (Hillis-Steele scan).
 
     Hillis, Steele 1986, "Data parallel algorithms". It only multiplies factors in [0, 1], so nothing overflows.
     """
-    span, size = 1, kept_bsgen.shape[1]
+    span, size = 1, decay_bsgen.shape[1]
     while span < size:
-        joined = written_bsgen[:, span:] + kept_bsgen[:, span:] * written_bsgen[:, :-span]
-        written_bsgen = torch.cat([written_bsgen[:, :span], joined], dim=1)
-        kept_bsgen = torch.cat([kept_bsgen[:, :span], kept_bsgen[:, span:] * kept_bsgen[:, :-span]], dim=1)
+        combined = update_bsgen[:, span:] + decay_bsgen[:, span:] * update_bsgen[:, :-span]
+        update_bsgen = torch.cat([update_bsgen[:, :span], combined], dim=1)
+        decay_bsgen = torch.cat([decay_bsgen[:, :span], decay_bsgen[:, span:] * decay_bsgen[:, :-span]], dim=1)
         span *= 2
-    return written_bsgen
+    return update_bsgen

@@ -63,9 +63,9 @@ def find_chunk_starts(
         next_dy, next_dt, next_C = load_token(dy, dt, C, row, t + 1 < end, exists, n, e, channels, G * N)
         carry = tl.exp2(dt_t * rate) * (carry + dy_t * C_t)
         total += dt_t
-    place = (sample.to(tl.int64) * chunks + chunk) * channels + channel + e
-    tl.store(starts + place * N + n, carry, mask=exists)
-    tl.store(dt_sums + place, total, mask=exists & e_writer)
+    index = (sample.to(tl.int64) * chunks + chunk) * channels + channel + e
+    tl.store(starts + index * N + n, carry, mask=exists)
+    tl.store(dt_sums + index, total, mask=exists & e_writer)
 
 
 @triton.jit
@@ -95,7 +95,7 @@ def _states_of_step(
 
 @triton.jit(do_not_specialize=["unit"])
 def scan_backward(
-    dy, x, dt, A, B, C, D, kept, after, dx, ddt, dA, dB, dC, dD, dfirst, length, rows, chunk_length, chunks,
+    dy, x, dt, A, B, C, D, saved_states, after, dx, ddt, dA, dB, dC, dD, dfirst, length, rows, chunk_length, chunks,
     parts, part_blocks, group_blocks, group_channels, sample_stride, time_stride, unit,
     G: tl.constexpr, N: tl.constexpr, NR: tl.constexpr, ER: tl.constexpr, NL: tl.constexpr, EL: tl.constexpr,
     SPAN: tl.constexpr, STEP: tl.constexpr, WHOLE: tl.constexpr,
@@ -106,7 +106,7 @@ def scan_backward(
 
     Tensors and numbers as in `triton_forward.scan_forward`, and:
         dy: [rows, channels], gradient of the output.
-        kept: fp32 [samples, spans, channels, N], the state before every SPAN tokens.
+        saved_states: fp32 [samples, spans, channels, N], the state before every SPAN tokens.
         after: fp32 [samples, chunks, channels, N], the adjoint of the state after each chunk, from all later tokens.
         dx, ddt: [rows, channels], written; ddt is fp32.
         dA: fp32 [samples * chunks, channels, N], written.
@@ -124,7 +124,7 @@ def scan_backward(
     channels = G * group_channels
     begin, end = chunk * chunk_length, tl.minimum((chunk + 1) * chunk_length, length)
     sample = sample.to(tl.int64)
-    place = sample * chunks + chunk
+    index = sample * chunks + chunk
     B, C = B + group * N, C + group * N
     dB, dC = dB + (part.to(tl.int64) * rows * G + group) * N, dC + (part.to(tl.int64) * rows * G + group) * N
     for block in range(part * part_blocks, tl.minimum((part + 1) * part_blocks, group_blocks)):
@@ -133,7 +133,7 @@ def scan_backward(
         x_c, dt_c, dy_c, dx_c, ddt_c = x + channel, dt + channel, dy + channel, dx + channel, ddt + channel
         rate = load_float(A + (channel + e) * N + n, exists) * LOG2E
         skip = load_float(D + channel + e, exists)
-        carry = load_float(after + (place * channels + channel + e) * N + n, exists)
+        carry = load_float(after + (index * channels + channel + e) * N + n, exists)
         dA_e, dD_e = tl.zeros([NR, ER, NL, EL], tl.float32), tl.zeros([1, ER, NL, EL], tl.float32)
         added = block > part * part_blocks
         for j in range(tl.cdiv(end - begin, STEP)):
@@ -146,7 +146,7 @@ def scan_backward(
                 valid = WHOLE or step + i < end
                 dys += (load_float(dy_c + (step_row + i * time_stride) * channels + e, exists & valid),)
             span_row = sample * sample_stride + (step // SPAN * SPAN).to(tl.int64) * time_stride
-            state = load_float(kept + (span * channels + channel + e) * N + n, exists)
+            state = load_float(saved_states + (span * channels + channel + e) * N + n, exists)
             states = _states_of_step(
                 state, rate, x_c, dt_c, B, span_row, time_stride, end - step // SPAN * SPAN, step % SPAN,
                 exists, n, e, channels, G * N, STEP, WHOLE,
@@ -173,8 +173,8 @@ def scan_backward(
                 tl.store(ddt_c + row * channels + e, ddt_t, mask=exists & e_writer & valid)
                 tl.store(dB + row * G * N + n, dB_t, mask=n_writer & valid)
                 tl.store(dC + row * G * N + n, dC_t, mask=n_writer & valid)
-        tl.store(dA + (place * channels + channel + e) * N + n, dA_e, mask=exists)
-        tl.store(dD + place * channels + channel + e, dD_e, mask=exists & e_writer)
+        tl.store(dA + (index * channels + channel + e) * N + n, dA_e, mask=exists)
+        tl.store(dD + index * channels + channel + e, dD_e, mask=exists & e_writer)
         # All threads must have written dB and dC before the next block adds to them.
         tl.debug_barrier()
         if chunk == 0:

@@ -78,9 +78,9 @@ def find_chunk_ends(
         next_x, next_dt, next_B = load_token(x, dt, B, row, t + 1 < end, exists, n, e, channels, G * N)
         state = tl.exp2(dt_t * rate) * state + (dt_t * x_t) * B_t
         total += dt_t
-    place = (sample.to(tl.int64) * chunks + chunk) * channels + channel + e
-    tl.store(ends + place * N + n, state, mask=exists)
-    tl.store(dt_sums + place, total, mask=exists & e_writer)
+    index = (sample.to(tl.int64) * chunks + chunk) * channels + channel + e
+    tl.store(ends + index * N + n, state, mask=exists)
+    tl.store(dt_sums + index, total, mask=exists & e_writer)
 
 
 @triton.jit
@@ -120,7 +120,7 @@ def join_chunks(
 
 @triton.jit(do_not_specialize=["unit"])
 def scan_forward(
-    x, dt, A, B, C, D, before, y, kept, last, length, chunk_length, chunks, group_blocks, group_channels,
+    x, dt, A, B, C, D, before, y, saved_states, last, length, chunk_length, chunks, group_blocks, group_channels,
     sample_stride, time_stride, unit,
     G: tl.constexpr, N: tl.constexpr, NR: tl.constexpr, ER: tl.constexpr, NL: tl.constexpr, EL: tl.constexpr,
     WHOLE: tl.constexpr, SPAN: tl.constexpr, KEEP: tl.constexpr,
@@ -132,8 +132,8 @@ def scan_forward(
         D: fp32 [channels].
         before: fp32 [samples, chunks, channels, N], the state before each chunk.
         y: [rows, channels], written.
-        kept: fp32 [samples, spans, channels, N], written if KEEP: the state before every SPAN tokens. SPAN divides
-            chunk_length if there are several chunks.
+        saved_states: fp32 [samples, spans, channels, N], written if KEEP: the state before every SPAN tokens. SPAN
+            divides chunk_length if there are several chunks.
         last: fp32 [samples, channels, N], written: the state after the last token.
     """
     sample, chunk, group, channel, count = place_in_grid(
@@ -153,7 +153,7 @@ def scan_forward(
     for t in range(begin, end):
         if KEEP and t % SPAN == 0:
             span = sample * tl.cdiv(length, SPAN) + t // SPAN
-            tl.store(kept + (span * channels + channel + e) * N + n, state, mask=exists)
+            tl.store(saved_states + (span * channels + channel + e) * N + n, state, mask=exists)
         x_t, dt_t, B_t, C_t = next_x, next_dt, next_B, next_C
         outputs = y + row * channels + e
         row += time_stride

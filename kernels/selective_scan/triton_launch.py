@@ -91,9 +91,9 @@ def cut_channels(A: Tensor, groups: int, elements: int) -> Blocks:
 def cut_tokens(x: Tensor, rows: Rows, programs: int) -> Chunks:
     """Choose chunks that occupy the GPU, given the number of programs per chunk of a sample."""
     programs, processors = rows.samples * programs, multiprocessors(x)
-    wanted = 1 if programs >= TUNING.alone * processors else -(-TUNING.programs * processors // programs)
-    chunk_length = max(TUNING.least_chunk, -(-rows.length // (wanted * TUNING.span)) * TUNING.span)
-    if wanted == 1 or chunk_length >= rows.length:
+    num_chunks = 1 if programs >= TUNING.alone * processors else -(-TUNING.programs * processors // programs)
+    chunk_length = max(TUNING.least_chunk, -(-rows.length // (num_chunks * TUNING.span)) * TUNING.span)
+    if num_chunks == 1 or chunk_length >= rows.length:
         return Chunks(rows.length, 1)
     return Chunks(chunk_length, -(-rows.length // chunk_length))
 
@@ -117,21 +117,21 @@ def forward(
     Returns:
         y: of x's shape and dtype.
         last: the state after the last token, fp32 [samples, c, n].
-        kept: states between spans, fp32 [samples, spans, c, n]; empty unless training.
+        saved_states: states between spans, fp32 [samples, spans, c, n]; empty unless training.
     """
     blocks = cut_channels(A, B.shape[-2], TUNING.forward_elements)
     chunks = cut_tokens(x, rows, blocks.groups * blocks.group_blocks)
     before = first
     if chunks.chunks > 1:
-        before = _joined_chunks(triton_forward.find_chunk_ends, rows, chunks, x, dt, A, B, first, reverse=False)
+        before = _combine_chunks(triton_forward.find_chunk_ends, rows, chunks, x, dt, A, B, first, reverse=False)
     spans = -(-rows.length // TUNING.span) if training else 0
-    y, last, kept = torch.empty_like(x), torch.empty_like(first), A.new_empty(rows.samples, spans, *A.shape)
+    y, last, saved_states = torch.empty_like(x), torch.empty_like(first), A.new_empty(rows.samples, spans, *A.shape)
     with on_device(x):
         triton_forward.scan_forward[_programs(rows, chunks, blocks),](
-            x, dt, A, B, C, D, before, y, kept, last, *_scalar_arguments(rows, chunks, blocks),
+            x, dt, A, B, C, D, before, y, saved_states, last, *_scalar_arguments(rows, chunks, blocks),
             WHOLE=blocks.whole, SPAN=TUNING.span, KEEP=training, **blocks.constants(TUNING.forward_registers),
         )  # fmt: skip
-    return y, last, kept
+    return y, last, saved_states
 
 
 def _programs(rows: Rows, chunks: Chunks, blocks: Blocks) -> int:
@@ -144,7 +144,7 @@ def _scalar_arguments(rows: Rows, chunks: Chunks, blocks: Blocks) -> tuple[int, 
     return (rows.length, *cuts, rows.sample_stride, rows.time_stride, 1)
 
 
-def _joined_chunks(
+def _combine_chunks(
     find: Any, rows: Rows, chunks: Chunks, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, first: Tensor, *, reverse: bool
 ) -> Tensor:
     """Return each chunk's initial state, or in reverse its final adjoint, fp32 [samples, chunks, c, n].
@@ -168,7 +168,7 @@ def _joined_chunks(
 
 def backward(
     rows: Rows, dy: Tensor, dlast: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor,
-    kept: Tensor,
+    saved_states: Tensor,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Return the gradients (dx, ddt, dA, dB, dC, dD, dfirst), given those of y and last.
 
@@ -181,14 +181,14 @@ def backward(
     chunks = cut_tokens(x, rows, blocks.groups * parts)
     after = dlast
     if chunks.chunks > 1:
-        after = _joined_chunks(triton_backward.find_chunk_starts, rows, chunks, dy, dt, A, C, dlast, reverse=True)
+        after = _combine_chunks(triton_backward.find_chunk_starts, rows, chunks, dy, dt, A, C, dlast, reverse=True)
     num_chunks, num_rows = rows.samples * chunks.chunks, rows.samples * rows.length
     dx, ddt, dfirst = torch.empty_like(x), torch.empty_like(dt), torch.empty_like(dlast)
     dA, dD = A.new_empty(num_chunks, *A.shape), A.new_empty(num_chunks, A.shape[0])
     dB, dC = (A.new_empty(parts, *B.shape) for _ in "BC")
     with on_device(x):
         triton_backward.scan_backward[num_chunks * blocks.groups * parts,](
-            dy, x, dt, A, B, C, D, kept, after, dx, ddt, dA, dB, dC, dD, dfirst, rows.length, num_rows, *chunks,
+            dy, x, dt, A, B, C, D, saved_states, after, dx, ddt, dA, dB, dC, dD, dfirst, rows.length, num_rows, *chunks,
             parts, part_blocks, blocks.group_blocks, blocks.group_channels, rows.sample_stride, rows.time_stride, 1,
             WHOLE=blocks.whole and rows.length % step == 0, SPAN=TUNING.span, STEP=step,
             **blocks.constants(TUNING.backward_registers),

@@ -6,8 +6,8 @@ With z the convolution, a = z sigmoid(z), y = r a, and r the inverse norm of a (
     dx_t = sum over j of weight_j dz_{t + K - 1 - j};  dweight_j = sum over t of dz_t x_{t - (K - 1 - j)}
 
 z is recomputed from x. A program also reads the K - 1 rows after its chunk, for their contribution to its gradients.
-No two programs write the same output. `sum_shares` adds the programs' sums over a chunk. There are no atomics, and the
-order of summation is deterministic.
+No two programs write the same output. `sum_partials` adds the programs' sums over a chunk. There are no atomics, and
+the order of summation is deterministic.
 """
 
 # mypy: ignore-errors
@@ -17,18 +17,18 @@ import triton
 import triton.language as tl
 
 from kernels.short_convolution.triton_tile import (
-    inverse_length,
+    grid_position,
+    inverse_norm,
     load_history,
     load_taps,
-    place_in_grid,
-    place_in_row,
     sum_over_taps,
+    tile_position,
 )
 
 
 @triton.jit(do_not_specialize=["length", "chunk_length", "batch"])
 def differentiate(
-    x, before, weight, bias, gradients, dx, dbefore, shares, length, chunk_length, batch, time_stride, batch_stride,
+    x, before, weight, bias, gradients, dx, dbefore, partials, length, chunk_length, batch, time_stride, batch_stride,
     unit_stride,
     U: tl.constexpr, W: tl.constexpr, K: tl.constexpr, SEGMENTS: tl.constexpr, PROGRAMS: tl.constexpr,
     STEP: tl.constexpr, EPSILON: tl.constexpr, ALIGN: tl.constexpr,
@@ -39,19 +39,19 @@ def differentiate(
         gradients: a tuple with one [batch, length, U, width] tensor per segment.
         dx: [length, batch, U, W], written.
         dbefore: [K - 1, batch, U, W], written.
-        shares: fp32 [chunks * batch, K + 1, U, W], written: each chunk's dweight for the K taps, then dbias;
+        partials: fp32 [chunks * batch, K + 1, U, W], written: each chunk's dweight for the K taps, then dbias;
             [chunks * batch, K, U, W] without a bias.
     """
-    place, share, sample, begin, end = place_in_grid(PROGRAMS, batch, length, chunk_length)
+    tile, partial, sample, begin, end = grid_position(PROGRAMS, batch, length, chunk_length)
     time_stride, batch_stride, unit_stride = time_stride * ALIGN, batch_stride * ALIGN, unit_stride * ALIGN
     x += sample * batch_stride
     before, dx, dbefore = before + sample * U * W, dx + sample * U * W, dbefore + sample * U * W
-    shares += share.to(tl.int64) * (K if bias is None else K + 1) * U * W
+    partials += partial.to(tl.int64) * (K if bias is None else K + 1) * U * W
     for s in tl.static_range(len(SEGMENTS)):
-        if (place >= SEGMENTS[s].first) & (place < SEGMENTS[s].end):
+        if (tile >= SEGMENTS[s].first) & (tile < SEGMENTS[s].end):
             differentiate_segment(
-                x, before, weight, bias, gradients[s] + sample * length * U * SEGMENTS[s].width, dx, dbefore, shares,
-                place - SEGMENTS[s].first, begin, end, length, batch, time_stride, unit_stride,
+                x, before, weight, bias, gradients[s] + sample * length * U * SEGMENTS[s].width, dx, dbefore, partials,
+                tile - SEGMENTS[s].first, begin, end, length, batch, time_stride, unit_stride,
                 U, W, K, STEP, EPSILON, SEGMENTS[s].start, SEGMENTS[s].width, SEGMENTS[s].unit_length,
                 SEGMENTS[s].units, SEGMENTS[s].block,
             )  # fmt: skip
@@ -59,20 +59,20 @@ def differentiate(
 
 @triton.jit
 def differentiate_segment(
-    x, before, weight, bias, gradient, dx, dbefore, shares, place, begin, end, length, batch, time_stride, unit_stride,
+    x, before, weight, bias, gradient, dx, dbefore, partials, tile, begin, end, length, batch, time_stride, unit_stride,
     U: tl.constexpr, W: tl.constexpr, K: tl.constexpr, STEP: tl.constexpr, EPSILON: tl.constexpr,
     START: tl.constexpr, WIDTH: tl.constexpr, UNIT_LENGTH: tl.constexpr, UNITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Process one tile of a segment (see `triton_launch.Segment`).
 
-    The pointers are offset to the sample, and `shares` to the chunk's share.
+    The pointers are offset to the sample, and `partials` to the chunk's part.
     """
-    unit, column, exists = place_in_row(place, U, WIDTH, UNITS, BLOCK)
+    unit, column, exists = tile_position(tile, U, WIDTH, UNITS, BLOCK)
     channel = unit * W + START + column
     taps, shift = load_taps(weight, bias, channel, exists, K)
     x += unit * unit_stride + START + column
     gradient += unit * WIDTH + column
-    before, dx, dbefore, shares = before + channel, dx + channel, dbefore + channel, shares + channel
+    before, dx, dbefore, partials = before + channel, dx + channel, dbefore + channel, partials + channel
     window = load_history(x, before, begin, time_stride, batch * U * W, exists, K)
     pending, sums, zero = (), (), tl.zeros(channel.shape, tl.float32)
     for _ in tl.static_range(K - 1):
@@ -90,20 +90,20 @@ def differentiate_segment(
             window += (rows[i][0].to(tl.float32),)
             z = sum_over_taps(window, taps, shift, K)
             dz = differentiate_activation(z, rows[i][1].to(tl.float32), UNIT_LENGTH, EPSILON)
-            own = tl.where(start + i < end, dz, 0.0)
-            bias_sum += own
-            sums = add_products(sums, window, own, K)
+            own_dz = tl.where(start + i < end, dz, 0.0)
+            bias_sum += own_dz
+            sums = add_products(sums, window, own_dz, K)
             pending += (zero,)
             pending = add_products(pending, taps, dz, K)
             row = start + i - (K - 1)
-            done = pending[0].to(dx.dtype.element_ty)
-            tl.store(dx + row * batch * U * W, done, mask=exists & (row >= begin) & (row < end))
-            tl.store(dbefore + (row + K - 1) * batch * U * W, done, mask=exists & (row < 0))
+            dx_row = pending[0].to(dx.dtype.element_ty)
+            tl.store(dx + row * batch * U * W, dx_row, mask=exists & (row >= begin) & (row < end))
+            tl.store(dbefore + (row + K - 1) * batch * U * W, dx_row, mask=exists & (row < 0))
             window, pending = window[1:], pending[1:]
     for j in tl.static_range(K):
-        tl.store(shares + j * U * W, sums[j], mask=exists)
+        tl.store(partials + j * U * W, sums[j], mask=exists)
     if bias is not None:
-        tl.store(shares + K * U * W, bias_sum, mask=exists)
+        tl.store(partials + K * U * W, bias_sum, mask=exists)
 
 
 @triton.jit
@@ -112,7 +112,7 @@ def differentiate_activation(z, dy, UNIT_LENGTH: tl.constexpr, EPSILON: tl.const
     gate = tl.sigmoid(z)
     if UNIT_LENGTH:
         a = z * gate
-        r = inverse_length(a, EPSILON)
+        r = inverse_norm(a, EPSILON)
         dy = r * (dy - a * (r * r * tl.sum(a * dy, 1, keep_dims=True)))
     return dy * gate * (1 + z * (1 - gate))
 
@@ -127,13 +127,13 @@ def add_products(totals, factors, x, K: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["count"])
-def sum_shares(
-    shares, dweight, dbias, count, channels: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+def sum_partials(
+    partials, dweight, dbias, count, channels: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Sum dweight and dbias over the chunks. Grid (channel blocks, K + 1), or (channel blocks, K) without a bias.
 
     Tensors:
-        shares: fp32 [count, K + 1, channels], or [count, K, channels] without a bias.
+        partials: fp32 [count, K + 1, channels], or [count, K, channels] without a bias.
         dweight: [channels, K], written.
         dbias: [channels], written, or None.
     """
@@ -142,9 +142,9 @@ def sum_shares(
     exists = channel < channels
     total = tl.zeros([ROWS, BLOCK], tl.float32)
     for start in range(0, count, ROWS):
-        share = start + tl.arange(0, ROWS)[:, None]
-        pointers = shares + (share.to(tl.int64) * taps + tap) * channels + channel[None, :]
-        total += tl.load(pointers, mask=(share < count) & exists[None, :], other=0.0)
+        partial = start + tl.arange(0, ROWS)[:, None]
+        pointers = partials + (partial.to(tl.int64) * taps + tap) * channels + channel[None, :]
+        total += tl.load(pointers, mask=(partial < count) & exists[None, :], other=0.0)
     total = tl.sum(total, 0)
     tl.store(dweight + channel * K + tap, total.to(dweight.dtype.element_ty), mask=exists & (tap < K))
     if dbias is not None:

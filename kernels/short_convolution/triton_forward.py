@@ -7,12 +7,12 @@ import triton
 import triton.language as tl
 
 from kernels.short_convolution.triton_tile import (
-    inverse_length,
+    grid_position,
+    inverse_norm,
     load_history,
     load_taps,
-    place_in_grid,
-    place_in_row,
     sum_over_taps,
+    tile_position,
 )
 
 
@@ -33,15 +33,15 @@ def convolve(
 
     SEGMENTS: see `triton_launch.Segment`; PROGRAMS: number of tiles per row; STEP: rows that are loaded at a time.
     """
-    place, _, sample, begin, end = place_in_grid(PROGRAMS, batch, length, chunk_length)
+    tile, _, sample, begin, end = grid_position(PROGRAMS, batch, length, chunk_length)
     time_stride, batch_stride, unit_stride = time_stride * ALIGN, batch_stride * ALIGN, unit_stride * ALIGN
     x += sample * batch_stride
     before += sample * U * W
     for s in tl.static_range(len(SEGMENTS)):
-        if (place >= SEGMENTS[s].first) & (place < SEGMENTS[s].end):
+        if (tile >= SEGMENTS[s].first) & (tile < SEGMENTS[s].end):
             convolve_segment(
                 x, before, weight, bias, outputs[s] + sample * length * U * SEGMENTS[s].width,
-                place - SEGMENTS[s].first, begin, end, batch, time_stride, unit_stride,
+                tile - SEGMENTS[s].first, begin, end, batch, time_stride, unit_stride,
                 U, W, K, STEP, EPSILON, SEGMENTS[s].start, SEGMENTS[s].width, SEGMENTS[s].unit_length,
                 SEGMENTS[s].units, SEGMENTS[s].block,
             )  # fmt: skip
@@ -49,12 +49,12 @@ def convolve(
 
 @triton.jit
 def convolve_segment(
-    x, before, weight, bias, output, place, begin, end, batch, time_stride, unit_stride,
+    x, before, weight, bias, output, tile, begin, end, batch, time_stride, unit_stride,
     U: tl.constexpr, W: tl.constexpr, K: tl.constexpr, STEP: tl.constexpr, EPSILON: tl.constexpr,
     START: tl.constexpr, WIDTH: tl.constexpr, UNIT_LENGTH: tl.constexpr, UNITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Process one tile of a segment (see `triton_launch.Segment`). The pointers are offset to the sample."""
-    unit, column, exists = place_in_row(place, U, WIDTH, UNITS, BLOCK)
+    unit, column, exists = tile_position(tile, U, WIDTH, UNITS, BLOCK)
     channel = unit * W + START + column
     taps, shift = load_taps(weight, bias, channel, exists, K)
     x += unit * unit_stride + START + column
@@ -69,7 +69,7 @@ def convolve_segment(
             y = sum_over_taps(window, taps, shift, K)
             y = y * tl.sigmoid(y)
             if UNIT_LENGTH:
-                y = y * inverse_length(y, EPSILON)
+                y = y * inverse_norm(y, EPSILON)
             pointers = output + (start + i) * U * WIDTH
             tl.store(pointers, y.to(output.dtype.element_ty), mask=exists & (start + i < end))
             window = window[1:]

@@ -37,8 +37,8 @@ FORWARD = Tuning(row_bytes=256, step=4, least_chunk=32, most_chunk=64, programs=
 BACKWARD = Tuning(row_bytes=256, step=2, least_chunk=32, most_chunk=256, programs=64)
 """Parameters in use. A benchmark may assign others."""
 
-SHARE_ROWS, SHARE_BLOCK = 32, 32
-"""Number of chunks and of channels that `sum_shares` loads at a time."""
+PARTIAL_ROWS, PARTIAL_BLOCK = 32, 32
+"""Number of chunks and of channels that `sum_partials` loads at a time."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,10 @@ class Segment:
 
 
 class LaunchPlan(NamedTuple):
-    """Launch plan: rows per chunk, shares, grid size and compile-time constants."""
+    """Launch plan: rows per chunk, number of partial sums, grid size and compile-time constants."""
 
     chunk_length: int
-    shares: int
+    partials: int
     programs: int
     constants: dict[str, Any]
 
@@ -95,13 +95,16 @@ def plan(
     tuning: Tuning,
     processors: int,
 ) -> LaunchPlan:
-    """Return the launch plan for a shape and dtype of x. It is cached, because making it takes longer than a launch."""
+    """Return the launch plan for a shape and dtype of x.
+
+    The plan is cached, because computing it takes longer than a launch.
+    """
     length, batch, num_head_groups, width = shape
     segments = cut_row(widths, unit_length, num_head_groups, tuning.row_bytes // dtype.itemsize)
     tiles = segments[-1].end
-    wanted = -(-length * batch * tiles // (tuning.programs * processors))
-    chunk_length = min(max(tuning.least_chunk, -(-wanted // tuning.step) * tuning.step), tuning.most_chunk)
-    shares = -(-length // chunk_length) * batch
+    rows_per_program = -(-length * batch * tiles // (tuning.programs * processors))
+    chunk_length = min(max(tuning.least_chunk, -(-rows_per_program // tuning.step) * tuning.step), tuning.most_chunk)
+    partials = -(-length // chunk_length) * batch
     constants = {
         "U": num_head_groups,
         "W": width,
@@ -110,7 +113,7 @@ def plan(
         "PROGRAMS": tiles,
         "STEP": tuning.step,
     }
-    return LaunchPlan(chunk_length, shares, shares * tiles, {**constants, "EPSILON": EPSILON, "num_warps": 1})
+    return LaunchPlan(chunk_length, partials, partials * tiles, {**constants, "EPSILON": EPSILON, "num_warps": 1})
 
 
 def forward(
@@ -123,12 +126,12 @@ def forward(
 ) -> list[Tensor]:
     """Run the forward kernel. Arguments and results as in `op.forward_operator`."""
     length, batch, num_head_groups, _ = x.shape
-    cut = plan(x.shape, x.dtype, weight.shape[-1], widths, unit_length, FORWARD, multiprocessors(x))
+    launch_plan = plan(x.shape, x.dtype, weight.shape[-1], widths, unit_length, FORWARD, multiprocessors(x))
     outputs = [x.new_empty(batch, length, num_head_groups, width) for width in widths]
     with on_device(x):
-        triton_forward.convolve[cut.programs,](
-            *_inputs(x, before, weight, bias), tuple(outputs), length, cut.chunk_length, batch, **_strides(x),
-            **cut.constants,
+        triton_forward.convolve[launch_plan.programs,](
+            *_inputs(x, before, weight, bias), tuple(outputs), length, launch_plan.chunk_length, batch, **_strides(x),
+            **launch_plan.constants,
         )  # fmt: skip
     return outputs
 
@@ -143,20 +146,20 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Run the backward kernels. Arguments and results as in `op.backward_operator`."""
     length, batch, num_head_groups, width = x.shape
-    taps, sums = weight.shape[-1], weight.shape[-1] + (bias is not None)
+    taps, num_sums = weight.shape[-1], weight.shape[-1] + (bias is not None)
     widths = tuple(y.shape[-1] for y in gradients)
-    cut = plan(x.shape, x.dtype, taps, widths, unit_length, BACKWARD, multiprocessors(x))
+    launch_plan = plan(x.shape, x.dtype, taps, widths, unit_length, BACKWARD, multiprocessors(x))
     dx, dbefore, dweight = (y.new_empty(y.shape) for y in (x, before, weight))
     dbias = weight.new_empty(0) if bias is None else bias.new_empty(bias.shape)
-    shares = x.new_empty(cut.shares, sums, num_head_groups, width, dtype=torch.float32)
+    partials = x.new_empty(launch_plan.partials, num_sums, num_head_groups, width, dtype=torch.float32)
     with on_device(x):
-        triton_backward.differentiate[cut.programs,](
-            *_inputs(x, before, weight, bias), tuple(y.contiguous() for y in gradients), dx, dbefore, shares,
-            length, cut.chunk_length, batch, **_strides(x), **cut.constants,
+        triton_backward.differentiate[launch_plan.programs,](
+            *_inputs(x, before, weight, bias), tuple(y.contiguous() for y in gradients), dx, dbefore, partials,
+            length, launch_plan.chunk_length, batch, **_strides(x), **launch_plan.constants,
         )  # fmt: skip
-        triton_backward.sum_shares[-(-num_head_groups * width // SHARE_BLOCK), sums](
-            shares, dweight, None if bias is None else dbias, cut.shares, num_head_groups * width,
-            K=taps, ROWS=SHARE_ROWS, BLOCK=SHARE_BLOCK, num_warps=4,
+        triton_backward.sum_partials[-(-num_head_groups * width // PARTIAL_BLOCK), num_sums](
+            partials, dweight, None if bias is None else dbias, launch_plan.partials, num_head_groups * width,
+            K=taps, ROWS=PARTIAL_ROWS, BLOCK=PARTIAL_BLOCK, num_warps=4,
         )  # fmt: skip
     return dx, dbefore, dweight, dbias
 

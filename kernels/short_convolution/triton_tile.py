@@ -13,33 +13,33 @@ import triton.language as tl
 
 
 @triton.jit
-def place_in_grid(PROGRAMS: tl.constexpr, batch, length, chunk_length):
+def grid_position(PROGRAMS: tl.constexpr, batch, length, chunk_length):
     """Return a program's position in the grid chunks * batch * PROGRAMS; consecutive programs share a row.
 
     Returns:
-        place: index of the program's tile within a row, from 0 to PROGRAMS - 1.
-        share: chunk * batch + sample.
+        tile: index of the program's tile within a row, from 0 to PROGRAMS - 1.
+        partial: chunk * batch + sample.
         sample: int64.
         begin, end: first position and end of the chunk, int64.
     """
     program = tl.program_id(0)
-    place, share = program % PROGRAMS, program // PROGRAMS
-    sample, begin = (share % batch).to(tl.int64), (share // batch).to(tl.int64) * chunk_length
-    return place, share, sample, begin, tl.minimum(begin + chunk_length, length)
+    tile, partial = program % PROGRAMS, program // PROGRAMS
+    sample, begin = (partial % batch).to(tl.int64), (partial // batch).to(tl.int64) * chunk_length
+    return tile, partial, sample, begin, tl.minimum(begin + chunk_length, length)
 
 
 @triton.jit
-def place_in_row(place, U: tl.constexpr, WIDTH: tl.constexpr, UNITS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the units and columns of tile `place` of a segment.
+def tile_position(tile, U: tl.constexpr, WIDTH: tl.constexpr, UNITS: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the units and columns of a segment's tile.
 
     Returns:
         unit: int [UNITS, 1].
-        column: int [1, BLOCK], relative to the segment's first.
+        column: int [1, BLOCK], relative to the segment's first column.
         exists: bool [UNITS, BLOCK].
     """
     blocks: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
-    unit = (place // blocks) * UNITS + tl.arange(0, UNITS)[:, None]
-    column = (place % blocks) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    unit = (tile // blocks) * UNITS + tl.arange(0, UNITS)[:, None]
+    column = (tile % blocks) * BLOCK + tl.arange(0, BLOCK)[None, :]
     # For masks that are constant at compile time, the compiler generates no masked access.
     exists = tl.full([UNITS, BLOCK], True, tl.int1)
     if U % UNITS:
@@ -93,6 +93,6 @@ def sum_over_taps(window, taps, bias, K: tl.constexpr):
 
 
 @triton.jit
-def inverse_length(x, EPSILON: tl.constexpr):
+def inverse_norm(x, EPSILON: tl.constexpr):
     """Return the inverse L2 norm of each unit's vector, [UNITS, 1]."""
     return tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) + EPSILON)

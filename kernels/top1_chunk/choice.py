@@ -13,9 +13,9 @@ from kernels.common.attention_math import query_key_products, query_positions
 from kernels.common.dispatch import choose_triton_or_reference, full_precision, resolve_scale
 from kernels.common.documents import flat_tokens
 from kernels.top1_chunk import reference
-from kernels.top1_chunk.chunks import Layout, table_of_some_keys
+from kernels.top1_chunk.chunks import Layout, local_chunk_table
 from kernels.top1_chunk.interface import Implementation, Score, chunk_unsupported_reason
-from kernels.top1_chunk.op import by_query, chunks_of_slots
+from kernels.top1_chunk.op import chunks_of_slots, to_query_layout
 
 
 class Best(NamedTuple):
@@ -42,7 +42,7 @@ def mean_keys(k: Tensor, chunk_size: int, *, implementation: Implementation = "a
     Returns:
         [b, tk // chunk_size, hkv, d]; fp32 or float64 from the reference, k's dtype from Triton.
     """
-    if _takes_triton("mean_keys", implementation, k, chunk_size):
+    if _uses_triton("mean_keys", implementation, k, chunk_size):
         from kernels.top1_chunk import triton_launch_choice
 
         problem = _problem(k, k.shape[2], k.shape[1], chunk_size, 0)
@@ -73,11 +73,11 @@ def best_by_mean(
     Returns:
         int64 [b, tq, hq, top_k], best first, the lowest index first among equals, -1 for a missing chunk.
     """
-    if _takes_triton("best_by_mean", implementation, q, chunk_size):
+    if _uses_triton("best_by_mean", implementation, q, chunk_size):
         from kernels.top1_chunk import triton_launch_choice
 
         problem = _problem(q, means.shape[2], means.shape[1] * chunk_size, chunk_size, query_offset)
-        chosen = _new_choice(problem, top_k)
+        chosen = _empty_choice(problem, top_k)
         triton_launch_choice.select_by_mean(problem, flat_tokens(q), flat_tokens(means), chosen)
         return chunks_of_slots(chosen, problem.table, problem.layout)
     with full_precision(q):
@@ -117,16 +117,16 @@ def best_by_keys(
     scale = resolve_scale(scale, q.shape[3] ** -0.5)
     # Offset relative to the given keys.
     offset = query_offset - first_chunk * chunk_size
-    if _takes_triton("best_by_keys", implementation, q, chunk_size):
+    if _uses_triton("best_by_keys", implementation, q, chunk_size):
         from kernels.top1_chunk import triton_launch_choice
 
         problem = _problem(q, k.shape[2], k.shape[1], chunk_size, min(offset, k.shape[1]), scale)
-        chosen = _new_choice(problem, top_k)
+        chosen = _empty_choice(problem, top_k)
         scores = torch.empty_like(chosen, dtype=torch.float32)
         limit = k.shape[1] // chunk_size
         options: dict[str, Any] = {"lse": score == "exact_lse", "limit": limit, "scores": scores}
         triton_launch_choice.select_by_keys(problem, flat_tokens(q), flat_tokens(k), chosen, **options)
-        best = Best(by_query(scores, problem.layout), chunks_of_slots(chosen, problem.table, problem.layout))
+        best = Best(to_query_layout(scores, problem.layout), chunks_of_slots(chosen, problem.table, problem.layout))
     else:
         with full_precision(q):
             scores_bhtn = reference.chunk_scores(q, k, chunk_size=chunk_size, score=score, scale=scale)
@@ -145,22 +145,24 @@ def merge(a: Best, b: Best) -> Best:
     return Best(best.values[..., :top_k], chunks.gather(-1, best.indices[..., :top_k]))
 
 
-def _takes_triton(op: str, implementation: str, q: Tensor, chunk_size: int) -> bool:
+def _uses_triton(op: str, implementation: str, q: Tensor, chunk_size: int) -> bool:
     return (
         choose_triton_or_reference(op, implementation, q, chunk_unsupported_reason(q, q, chunk_size)).name == "triton"
     )
 
 
-def _problem(q: Tensor, num_groups: int, num_held: int, chunk_size: int, query_offset: int, scale: float = 1.0) -> Any:
-    """Build the problem of queries over each sample's first `num_held` keys, which may end before the queries."""
+def _problem(
+    q: Tensor, num_groups: int, num_local_keys: int, chunk_size: int, query_offset: int, scale: float = 1.0
+) -> Any:
+    """Build the problem of queries over each sample's first `num_local_keys` keys, which may end before the queries."""
     from kernels.top1_chunk.triton_problem import Problem
 
     batch, num_queries, num_heads, head_dim = q.shape
-    num_keys = max(num_held, query_offset + num_queries)
+    num_keys = max(num_local_keys, query_offset + num_queries)
     layout = Layout(batch, num_queries, num_keys, query_offset, chunk_size)
-    table = table_of_some_keys(layout, num_held, q.device)
+    table = local_chunk_table(layout, num_local_keys, q.device)
     return Problem(table, layout, num_heads, num_groups, head_dim, q.dtype, scale, True, num_keys)
 
 
-def _new_choice(problem: Any, top_k: int) -> Tensor:
+def _empty_choice(problem: Any, top_k: int) -> Tensor:
     return torch.empty(top_k, problem.num_groups, problem.rows, dtype=torch.int32, device=problem.table.device)

@@ -82,17 +82,17 @@ def first_slots(table: Tensor, layout: Layout) -> Tensor:
     return torch.repeat_interleave(first, count, output_size=layout.batch * layout.num_queries)
 
 
-def table_of_some_keys(layout: Layout, num_held: int, device: torch.device) -> Tensor:
+def local_chunk_table(layout: Layout, num_local_keys: int, device: torch.device) -> Tensor:
     """Return the chunk table for rows of which only the first keys are in memory.
 
     Only chunks of these keys may be selected or read.
 
     Args:
         layout: layout of the rows with all keys up to the last query.
-        num_held: number of keys of each row in memory, complete chunks.
+        num_local_keys: number of keys of each row in memory, complete chunks.
         device: device of the table.
     """
     table = chunk_table(layout, None, device).clone()
     row = torch.arange(layout.batch, device=device).repeat_interleave(len(table) // layout.batch)
-    table[:, KEY_START] -= (row * (layout.num_keys - num_held)).to(torch.int32)
+    table[:, KEY_START] -= (row * (layout.num_keys - num_local_keys)).to(torch.int32)
     return table

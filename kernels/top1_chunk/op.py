@@ -56,8 +56,8 @@ def top1_chunk(
 
     problem = _problem(q, k, cu_seqlens, chunk_size, local, scale, query_offset)
     flat = [flat_tokens(x) for x in (q, k, v)]
-    given = None if selection is None else _slots(selection, q, k, chunk_size, query_offset)
-    out, lse, chosen = triton_launch.forward(problem, *flat, top_k=top_k, score=score, given=given)
+    selected_slots = None if selection is None else _to_slots(selection, q, k, chunk_size, query_offset)
+    out, lse, chosen = triton_launch.forward(problem, *flat, top_k=top_k, score=score, selected_slots=selected_slots)
     return out.view(q.shape), lse, chosen
 
 
@@ -156,18 +156,18 @@ def relative_choice(
 
 def chunks_of_slots(chosen_mgr: Tensor, table: Tensor, layout: Layout) -> Tensor:
     """Convert slots [top_k, hkv, rows] to chunk indices within the row or document, int64 [b, tq, hq, top_k]."""
-    chosen_bthm, first_slot_n = by_query(chosen_mgr, layout).long(), first_slots(table, layout)
+    chosen_bthm, first_slot_n = to_query_layout(chosen_mgr, layout).long(), first_slots(table, layout)
     first_slot_bt = first_slot_n.view(layout.batch, layout.num_queries)
     return torch.where(chosen_bthm >= 0, chosen_bthm - first_slot_bt[..., None, None], -1)
 
 
-def by_query(x_mgr: Tensor, layout: Layout) -> Tensor:
+def to_query_layout(x_mgr: Tensor, layout: Layout) -> Tensor:
     """Permute [top_k, hkv, b * tq * R] to [b, tq, hq, top_k]."""
     x_mgbtr = x_mgr.unflatten(2, (layout.batch, layout.num_queries, -1))
     return x_mgbtr.permute(2, 3, 1, 4, 0).flatten(2, 3)
 
 
-def _slots(selection_bthm: Tensor, q: Tensor, k: Tensor, chunk_size: int, query_offset: int) -> Tensor:
+def _to_slots(selection_bthm: Tensor, q: Tensor, k: Tensor, chunk_size: int, query_offset: int) -> Tensor:
     """Invert `relative_choice` for rows without packed documents: int32 [top_k, hkv, b * tq * R]."""
     layout, _ = _layout_and_bounds(q, k, None, chunk_size, query_offset)
     first_slot_n = first_slots(chunk_table(layout, None, q.device), layout)

@@ -59,7 +59,7 @@ def attend(
     M: tl.constexpr = queries.shape[0]
     highest = tl.full([M], -float("inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
-    mixed = tl.zeros([M, BLOCK_D], tl.float32)
+    acc = tl.zeros([M, BLOCK_D], tl.float32)
     for j in range(0, seen, BLOCK_N):
         n = j + tl.arange(0, BLOCK_N)
         keys = load_rows(k, key_start + n, n < seen, STRIDE, HEAD_DIM, BLOCK_D)
@@ -67,35 +67,35 @@ def attend(
         scores = product(queries, keys.T) * scale_log2
         if CAUSAL:
             scores = tl.where((n < seen)[None, :] & (n[None, :] <= position[:, None]), scores, -float("inf"))
-        top = tl.maximum(highest, tl.max(scores, 1))
-        # If all scores are -inf, `top` is replaced, because -inf - -inf is NaN.
-        level = tl.where(top == -float("inf"), 0.0, top)
-        weights = tl.exp2(scores - level[:, None])
-        decay = tl.exp2(highest - level)
+        new_highest = tl.maximum(highest, tl.max(scores, 1))
+        # If all scores are -inf, `new_highest` is replaced, because -inf - -inf is NaN.
+        safe_highest = tl.where(new_highest == -float("inf"), 0.0, new_highest)
+        weights = tl.exp2(scores - safe_highest[:, None])
+        decay = tl.exp2(highest - safe_highest)
         total = total * decay + tl.sum(weights, 1)
-        mixed = mixed * decay[:, None] + product(weights.to(values.dtype), values)
-        highest = top
+        acc = acc * decay[:, None] + product(weights.to(values.dtype), values)
+        highest = new_highest
     # One division per row instead of per element, because a division takes about ten instructions.
-    return mixed * (1.0 / tl.where(total > 0, total, 1.0))[:, None], highest + tl.log2(total)
+    return acc * (1.0 / tl.where(total > 0, total, 1.0))[:, None], highest + tl.log2(total)
 
 
 @triton.jit
-def shares(level_a, level_b):
+def shares(lse_a, lse_b):
     """Return the shares of two sets of keys, a and b, in their joint softmax, from their log-sum-exps [M].
 
     Returns:
         (share of a, share of b, log-sum-exp of both); 0, 0 and -inf if both log-sum-exps are -inf.
     """
-    top = tl.maximum(level_a, level_b)
-    level = tl.where(top == -float("inf"), 0.0, top)
-    weight_a, weight_b = tl.exp2(level_a - level), tl.exp2(level_b - level)
+    highest = tl.maximum(lse_a, lse_b)
+    safe_highest = tl.where(highest == -float("inf"), 0.0, highest)
+    weight_a, weight_b = tl.exp2(lse_a - safe_highest), tl.exp2(lse_b - safe_highest)
     total = weight_a + weight_b
     inverse = 1.0 / tl.where(total > 0, total, 1.0)
-    return weight_a * inverse, weight_b * inverse, level + tl.log2(total)
+    return weight_a * inverse, weight_b * inverse, safe_highest + tl.log2(total)
 
 
 @triton.jit
-def join(a, level_a, b, level_b):
+def join(a, lse_a, b, lse_b):
     """Combine the attention to two sets of keys, each an output [M, BLOCK_D] with its log-sum-exp [M]."""
-    share_a, share_b, level = shares(level_a, level_b)
-    return a * share_a[:, None] + b * share_b[:, None], level
+    share_a, share_b, lse = shares(lse_a, lse_b)
+    return a * share_a[:, None] + b * share_b[:, None], lse

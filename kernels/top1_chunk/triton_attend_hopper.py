@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernels.common.triton_hopper import GROUP_M, shared_layout, tiles_of
+from kernels.common.triton_hopper import GROUP_M, shared_layout, tile_descriptor
 from kernels.common.triton_math import multiprocessors
 from kernels.top1_chunk import triton_attend
 from kernels.top1_chunk.triton_attend import COLUMNS
@@ -53,12 +53,12 @@ def _tile(i, work, num_tiles, G: gl.constexpr, R: gl.constexpr, TILES: gl.conste
     if LOCAL:
         slot = i // G // TILES
         entry = work + slot * COLUMNS
-        there = i < num_tiles
-        start = gl.load(entry + 2, mask=there, other=0) * R
+        exists = i < num_tiles
+        start = gl.load(entry + 2, mask=exists, other=0) * R
         begin = start + i // G % TILES * BLOCK_M
-        end = start + gl.load(entry + 3, mask=there, other=0) * R
-        key = gl.load(entry, mask=there, other=0)
-        return there, begin, end, i % G, key, start - gl.load(entry + 4, mask=there, other=0) * R
+        end = start + gl.load(entry + 3, mask=exists, other=0) * R
+        key = gl.load(entry, mask=exists, other=0)
+        return exists, begin, end, i % G, key, start - gl.load(entry + 4, mask=exists, other=0) * R
     else:
         item = work + i * ITEM_COLUMNS
         inside = i < num_tiles
@@ -87,9 +87,9 @@ def _load(
     m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, ROWS_LAYOUT))
     d = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, ROWS_LAYOUT))
     i, n = gl.program_id(0), 0
-    there, begin, end, g, key, _ = _tile(i, work, num_tiles, G, R, TILES, LOCAL)
+    exists, begin, end, g, key, _ = _tile(i, work, num_tiles, G, R, TILES, LOCAL)
     row = _rows(begin + m, end, order, LOCAL)
-    while there:
+    while exists:
         stage = n % STAGES
         mbarrier.wait(free.index(stage), (n // STAGES & 1) ^ 1)
         mbarrier.expect(keys_ready.index(stage), k_tiles.block_type.nbytes)
@@ -101,7 +101,7 @@ def _load(
         tma.async_copy_global_to_shared(v_tiles, [key, g * HEAD_DIM], values_ready.index(stage), values.index(stage))
         i += gl.num_programs(0)
         n += 1
-        there, begin, end, g, key, _ = _tile(i, work, num_tiles, G, R, TILES, LOCAL)
+        exists, begin, end, g, key, _ = _tile(i, work, num_tiles, G, R, TILES, LOCAL)
         row = _rows(begin + m, end, order, LOCAL)
 
 
@@ -119,60 +119,60 @@ def _attend(
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, min(CHUNK, HEAD_DIM), 16])
     left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     m = group * GROUP_M + gl.arange(0, GROUP_M, layout=gl.SliceLayout(1, layout))
-    m_whole = group * GROUP_M + gl.arange(0, GROUP_M, layout=gl.SliceLayout(1, ROWS_LAYOUT))
+    m_rows = group * GROUP_M + gl.arange(0, GROUP_M, layout=gl.SliceLayout(1, ROWS_LAYOUT))
     d = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, layout))
-    d_whole = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, ROWS_LAYOUT))
+    d_rows = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, ROWS_LAYOUT))
     column = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, layout))
     no_scores = gl.zeros([GROUP_M, CHUNK], gl.float32, layout=layout)
     no_output = gl.zeros([GROUP_M, HEAD_DIM], gl.float32, layout=layout)
     i, n = gl.program_id(0), 0
-    there, begin, end, g, _, first_row = _tile(i, work, num_tiles, G, R, TILES, LOCAL)
-    while there:
+    exists, begin, end, g, _, first_row = _tile(i, work, num_tiles, G, R, TILES, LOCAL)
+    while exists:
         stage, phase = n % STAGES, n // STAGES & 1
         valid = begin + m < end
         row = _rows(begin + m, end, order, LOCAL)
-        row_whole = _rows(begin + m_whole, end, order, LOCAL)
-        at = g.to(gl.int64) * rows + row
+        store_row = _rows(begin + m_rows, end, order, LOCAL)
+        index = g.to(gl.int64) * rows + row
         if LOCAL:
             # Loaded early to hide the latency; used at the end.
-            written = gl.load(chosen + at, mask=valid, other=-1) >= 0
-            level_before = gl.load(lse + at, mask=written, other=-float("inf"))
+            is_written = gl.load(chosen + index, mask=valid, other=-1) >= 0
+            lse_before = gl.load(lse + index, mask=is_written, other=-float("inf"))
             pointers = out + head_rows(row, g, G, R)[:, None] * HEAD_DIM + d[None, :]
-            before = gl.load(pointers, mask=written[:, None], other=0.0)
-        own = queries.index(stage).slice(group * GROUP_M, GROUP_M)
+            old_out = gl.load(pointers, mask=is_written[:, None], other=0.0)
+        group_buffer = queries.index(stage).slice(group * GROUP_M, GROUP_M)
         mbarrier.wait(queries_ready.index(stage), phase)
-        own_queries = own.load(left)
+        group_queries = group_buffer.load(left)
         mbarrier.wait(keys_ready.index(stage), phase)
         keys_dn = keys.index(stage).permute((1, 0))
-        scores = warpgroup_mma(own_queries, keys_dn, no_scores, use_acc=False, is_async=True)
+        scores = warpgroup_mma(group_queries, keys_dn, no_scores, use_acc=False, is_async=True)
         i += gl.num_programs(0)
-        there, next_begin, next_end, next_g, _, next_first = _tile(i, work, num_tiles, G, R, TILES, LOCAL)
+        exists, next_begin, next_end, next_g, _, next_first = _tile(i, work, num_tiles, G, R, TILES, LOCAL)
         scores = warpgroup_mma_wait(0, deps=[scores])
         if LOCAL:
             position = (begin + m - first_row) // R
             scores = gl.where(column[None, :] <= position[:, None], scores, -float("inf"))
-        level = gl.max(scores, 1) * scale_log2
-        # If all scores are -inf, `level` is replaced, because -inf - -inf is NaN.
-        weights = gl.exp2(scores * scale_log2 - gl.where(level == -float("inf"), 0.0, level)[:, None])
+        lse_m = gl.max(scores, 1) * scale_log2
+        # If all scores are -inf, `lse_m` is replaced, because -inf - -inf is NaN.
+        weights = gl.exp2(scores * scale_log2 - gl.where(lse_m == -float("inf"), 0.0, lse_m)[:, None])
         total = gl.sum(weights, 1)
-        level += gl.log2(total)
+        lse_m += gl.log2(total)
         share = 1.0 / gl.where(total > 0, total, 1.0)
         weights = gl.convert_layout(weights.to(values.dtype), left)
         mbarrier.wait(values_ready.index(stage), phase)
-        mixed = warpgroup_mma(weights, values.index(stage), no_output, use_acc=False, is_async=True)
+        out_md = warpgroup_mma(weights, values.index(stage), no_output, use_acc=False, is_async=True)
         if LOCAL:
-            share_before, share_own, level = shares(level_before, level)
+            share_before, share_own, lse_m = shares(lse_before, lse_m)
             share *= share_own
-        gl.store(lse + at, level, mask=valid)
-        mixed = warpgroup_mma_wait(0, deps=[mixed]) * share[:, None]
+        gl.store(lse + index, lse_m, mask=valid)
+        out_md = warpgroup_mma_wait(0, deps=[out_md]) * share[:, None]
         if LOCAL:
-            mixed += before * share_before[:, None]
+            out_md += old_out * share_before[:, None]
         # The output passes through the queries' shared memory. This changes its layout, so that whole rows are written.
-        own.store(mixed.to(values.dtype))
-        mixed_whole = own.load(ROWS_LAYOUT)
+        group_buffer.store(out_md.to(values.dtype))
+        out_rows = group_buffer.load(ROWS_LAYOUT)
         mbarrier.arrive(free.index(stage), count=1)
-        pointers = out + head_rows(row_whole, g, G, R)[:, None] * HEAD_DIM + d_whole[None, :]
-        gl.store(pointers, mixed_whole, mask=(begin + m_whole < end)[:, None])
+        pointers = out + head_rows(store_row, g, G, R)[:, None] * HEAD_DIM + d_rows[None, :]
+        gl.store(pointers, out_rows, mask=(begin + m_rows < end)[:, None])
         n += 1
         begin, end, g, first_row = next_begin, next_end, next_g, next_first
 
@@ -252,8 +252,8 @@ def _launch(
     rows_layout = gl.BlockedLayout([1, 8], [256 // width, width // 8], [4, 1], [1, 0])
     stages = SHARED_BYTES // ((BLOCK_M.value + 2 * size) * width * q.element_size())
     attend_hopper[(min(multiprocessors(q), num_tiles),)](
-        tiles_of(k.flatten(1), size, width), tiles_of(v.flatten(1), size, width), q, out, lse, chosen, order, work,
-        num_tiles, problem.rows, problem.scale / LN2,
+        tile_descriptor(k.flatten(1), size, width), tile_descriptor(v.flatten(1), size, width), q, out, lse, chosen,
+        order, work, num_tiles, problem.rows, problem.scale / LN2,
         G=problem.num_groups, R=problem.heads_per_group, HEAD_DIM=width, STAGES=stages,
         TILES=problem.row_tiles(BLOCK_M.value), LOCAL=local, ROWS_LAYOUT=rows_layout,
         QUERIES_LAYOUT=shared_layout(BLOCK_M.value, width, q.dtype), num_warps=4,

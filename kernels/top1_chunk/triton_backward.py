@@ -54,22 +54,22 @@ def differentiate_local(
     dv_nd = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     scale_log2 = scale * LOG2E
     # Rows before the first key of the key block see none of the block's keys.
-    skipped = tl.maximum(FIRST_KEY - shift, 0) * R // BLOCK_M * BLOCK_M
-    for start in range(skipped, query_count * R, BLOCK_M):
+    first_start = tl.maximum(FIRST_KEY - shift, 0) * R // BLOCK_M * BLOCK_M
+    for start in range(first_start, query_count * R, BLOCK_M):
         m = start + tl.arange(0, BLOCK_M)
         valid = m < query_count * R
         row = query_start * R + m
         heads = head_rows(row, g, G, R)
         queries = load_rows(q, heads, valid, HEAD_DIM, HEAD_DIM, BLOCK_D)
         grads = load_rows(grad, heads, valid, HEAD_DIM, HEAD_DIM, BLOCK_D)
-        at = g.to(tl.int64) * rows + row
+        index = g.to(tl.int64) * rows + row
         if FIRST_KEY == 0:
-            mixed = load_rows(out, heads, valid, HEAD_DIM, HEAD_DIM, BLOCK_D)
-            delta_m = tl.sum(mixed.to(tl.float32) * grads.to(tl.float32), 1)
-            tl.store(delta + at, delta_m, mask=valid)
+            out_md = load_rows(out, heads, valid, HEAD_DIM, HEAD_DIM, BLOCK_D)
+            delta_m = tl.sum(out_md.to(tl.float32) * grads.to(tl.float32), 1)
+            tl.store(delta + index, delta_m, mask=valid)
         else:
-            delta_m = tl.load(delta + at, mask=valid, other=0.0)
-        lse_m = tl.load(lse + at, mask=valid, other=0.0)
+            delta_m = tl.load(delta + index, mask=valid, other=0.0)
+        lse_m = tl.load(lse + index, mask=valid, other=0.0)
         visible = attends & exists[:, None] & valid[None, :] & (n[:, None] <= (shift + m // R)[None, :])
         p_nm, ds_nm = _tile_gradients(queries, grads, keys, values, visible, lse_m, delta_m, scale_log2)
         dv_nd += product(p_nm.to(grads.dtype), grads)
@@ -101,9 +101,9 @@ def differentiate_chosen(
     if begin < end:
         part = tl.load(item + 4)
         token = tl.load(item + 3) + FIRST_KEY + tl.arange(0, BLOCK_N)
-        always = token >= 0
-        keys = load_rows(k + g * HEAD_DIM, token, always, G * HEAD_DIM, HEAD_DIM, BLOCK_D)
-        values = load_rows(v + g * HEAD_DIM, token, always, G * HEAD_DIM, HEAD_DIM, BLOCK_D)
+        all_valid = token >= 0
+        keys = load_rows(k + g * HEAD_DIM, token, all_valid, G * HEAD_DIM, HEAD_DIM, BLOCK_D)
+        values = load_rows(v + g * HEAD_DIM, token, all_valid, G * HEAD_DIM, HEAD_DIM, BLOCK_D)
         dk_nd = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
         dv_nd = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
         scale_log2 = scale * LOG2E
@@ -114,9 +114,9 @@ def differentiate_chosen(
             heads = head_rows(row, g, G, R)
             queries = load_rows(q, heads, valid, HEAD_DIM, HEAD_DIM, BLOCK_D)
             grads = load_rows(grad, heads, valid, HEAD_DIM, HEAD_DIM, BLOCK_D)
-            at = g.to(tl.int64) * rows + row
-            lse_m = tl.load(lse + at, mask=valid, other=0.0)
-            delta_m = tl.load(delta + at, mask=valid, other=0.0)
+            index = g.to(tl.int64) * rows + row
+            lse_m = tl.load(lse + index, mask=valid, other=0.0)
+            delta_m = tl.load(delta + index, mask=valid, other=0.0)
             p_nm, ds_nm = _tile_gradients(queries, grads, keys, values, valid[None, :], lse_m, delta_m, scale_log2)
             dv_nd += product(p_nm.to(grads.dtype), grads)
             ds = ds_nm.to(queries.dtype)
@@ -126,14 +126,14 @@ def differentiate_chosen(
             store_rows(dq, heads, valid, HEAD_DIM, dq_md, HEAD_DIM, BLOCK_D)
         dk_nd *= scale
         if part < 0:
-            dk_nd += load_rows(dk + g * HEAD_DIM, token, always, G * HEAD_DIM, HEAD_DIM, BLOCK_D)
-            dv_nd += load_rows(dv + g * HEAD_DIM, token, always, G * HEAD_DIM, HEAD_DIM, BLOCK_D)
-            store_rows(dk + g * HEAD_DIM, token, always, G * HEAD_DIM, dk_nd, HEAD_DIM, BLOCK_D)
-            store_rows(dv + g * HEAD_DIM, token, always, G * HEAD_DIM, dv_nd, HEAD_DIM, BLOCK_D)
+            dk_nd += load_rows(dk + g * HEAD_DIM, token, all_valid, G * HEAD_DIM, HEAD_DIM, BLOCK_D)
+            dv_nd += load_rows(dv + g * HEAD_DIM, token, all_valid, G * HEAD_DIM, HEAD_DIM, BLOCK_D)
+            store_rows(dk + g * HEAD_DIM, token, all_valid, G * HEAD_DIM, dk_nd, HEAD_DIM, BLOCK_D)
+            store_rows(dv + g * HEAD_DIM, token, all_valid, G * HEAD_DIM, dv_nd, HEAD_DIM, BLOCK_D)
         else:
-            place = part.to(tl.int64) * (2 * BLOCK_N) + tl.arange(0, BLOCK_N)
-            store_rows(parts, place, always, HEAD_DIM, dk_nd, HEAD_DIM, BLOCK_D)
-            store_rows(parts, place + BLOCK_N, always, HEAD_DIM, dv_nd, HEAD_DIM, BLOCK_D)
+            part_index = part.to(tl.int64) * (2 * BLOCK_N) + tl.arange(0, BLOCK_N)
+            store_rows(parts, part_index, all_valid, HEAD_DIM, dk_nd, HEAD_DIM, BLOCK_D)
+            store_rows(parts, part_index + BLOCK_N, all_valid, HEAD_DIM, dv_nd, HEAD_DIM, BLOCK_D)
 
 
 @triton.jit
@@ -153,14 +153,14 @@ def add_parts(
     if count > 0:
         g, slot = bin // (slots + 1), bin % (slots + 1)
         n = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-        always = n >= 0
+        all_valid = n >= 0
         token = tl.load(table + slot * COLUMNS) + FIRST_KEY + n
         first = tl.load(part_ends + bin) - count
-        dk_nd = load_rows(dk + g * HEAD_DIM, token, always, G * HEAD_DIM, HEAD_DIM, BLOCK_D).to(tl.float32)
-        dv_nd = load_rows(dv + g * HEAD_DIM, token, always, G * HEAD_DIM, HEAD_DIM, BLOCK_D).to(tl.float32)
+        dk_nd = load_rows(dk + g * HEAD_DIM, token, all_valid, G * HEAD_DIM, HEAD_DIM, BLOCK_D).to(tl.float32)
+        dv_nd = load_rows(dv + g * HEAD_DIM, token, all_valid, G * HEAD_DIM, HEAD_DIM, BLOCK_D).to(tl.float32)
         for i in range(count):
-            place = (first + i).to(tl.int64) * (2 * BLOCK_N) + n
-            dk_nd += load_rows(parts, place, always, HEAD_DIM, HEAD_DIM, BLOCK_D)
-            dv_nd += load_rows(parts, place + BLOCK_N, always, HEAD_DIM, HEAD_DIM, BLOCK_D)
-        store_rows(dk + g * HEAD_DIM, token, always, G * HEAD_DIM, dk_nd, HEAD_DIM, BLOCK_D)
-        store_rows(dv + g * HEAD_DIM, token, always, G * HEAD_DIM, dv_nd, HEAD_DIM, BLOCK_D)
+            part_index = (first + i).to(tl.int64) * (2 * BLOCK_N) + n
+            dk_nd += load_rows(parts, part_index, all_valid, HEAD_DIM, HEAD_DIM, BLOCK_D)
+            dv_nd += load_rows(parts, part_index + BLOCK_N, all_valid, HEAD_DIM, HEAD_DIM, BLOCK_D)
+        store_rows(dk + g * HEAD_DIM, token, all_valid, G * HEAD_DIM, dk_nd, HEAD_DIM, BLOCK_D)
+        store_rows(dv + g * HEAD_DIM, token, all_valid, G * HEAD_DIM, dv_nd, HEAD_DIM, BLOCK_D)

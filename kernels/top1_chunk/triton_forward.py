@@ -41,16 +41,16 @@ def attend_chosen(
         row = tl.load(order + m, mask=valid, other=0)
         heads = head_rows(row, g, G, R)
         queries = load_rows(q, heads, valid, HEAD_DIM, HEAD_DIM, BLOCK_D)
-        mixed, level = attend(
+        out_md, lse_m = attend(
             queries, k + g * HEAD_DIM, v + g * HEAD_DIM, key_start, m, CHUNK, scale_log2,
             False, G * HEAD_DIM, HEAD_DIM, BLOCK_D, BLOCK_N,
         )  # fmt: skip
         lse_g = lse + g.to(tl.int64) * rows + row
         if JOINS:
-            before = load_rows(out, heads, valid, HEAD_DIM, HEAD_DIM, BLOCK_D)
-            mixed, level = join(before, tl.load(lse_g, mask=valid, other=0.0), mixed, level)
-        store_rows(out, heads, valid, HEAD_DIM, mixed, HEAD_DIM, BLOCK_D)
-        tl.store(lse_g, level, mask=valid)
+            old_out = load_rows(out, heads, valid, HEAD_DIM, HEAD_DIM, BLOCK_D)
+            out_md, lse_m = join(old_out, tl.load(lse_g, mask=valid, other=0.0), out_md, lse_m)
+        store_rows(out, heads, valid, HEAD_DIM, out_md, HEAD_DIM, BLOCK_D)
+        tl.store(lse_g, lse_m, mask=valid)
 
 
 @triton.jit
@@ -75,14 +75,14 @@ def attend_local(
     if not LOCAL:
         seen = tl.where(slot == first_slot(table, slot), seen, 0)
     heads = head_rows(row, g, G, R)
-    at = g.to(tl.int64) * rows + row
+    index = g.to(tl.int64) * rows + row
     queries = load_rows(q, heads, valid, HEAD_DIM, HEAD_DIM, BLOCK_D)
-    mixed, level = attend(
+    out_md, lse_m = attend(
         queries, k + g * HEAD_DIM, v + g * HEAD_DIM, tl.load(table + slot * COLUMNS), position, seen, scale_log2,
         True, G * HEAD_DIM, HEAD_DIM, BLOCK_D, BLOCK_N,
     )  # fmt: skip
-    there = tl.load(chosen + at, mask=valid, other=-1) >= 0
-    before = load_rows(out, heads, there, HEAD_DIM, HEAD_DIM, BLOCK_D)
-    mixed, level = join(before, tl.load(lse + at, mask=there, other=-float("inf")), mixed, level)
-    store_rows(out, heads, valid, HEAD_DIM, mixed, HEAD_DIM, BLOCK_D)
-    tl.store(lse + at, level, mask=valid)
+    is_written = tl.load(chosen + index, mask=valid, other=-1) >= 0
+    old_out = load_rows(out, heads, is_written, HEAD_DIM, HEAD_DIM, BLOCK_D)
+    out_md, lse_m = join(old_out, tl.load(lse + index, mask=is_written, other=-float("inf")), out_md, lse_m)
+    store_rows(out, heads, valid, HEAD_DIM, out_md, HEAD_DIM, BLOCK_D)
+    tl.store(lse + index, lse_m, mask=valid)

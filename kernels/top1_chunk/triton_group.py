@@ -35,7 +35,7 @@ def sort_blocks(chosen, keys, rows, slots, blocks, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _later(a, b):
+def _maximum(a, b):
     return tl.maximum(a, b)
 
 
@@ -49,7 +49,7 @@ def _runs(keys, BLOCK: tl.constexpr):
     bin = key // BLOCK
     begins = (i == 0) | (before // BLOCK != bin)
     ends = (i == BLOCK - 1) | (after // BLOCK != bin)
-    start = tl.associative_scan(tl.where(begins, i, 0), 0, _later)
+    start = tl.associative_scan(tl.where(begins, i, 0), 0, _maximum)
     return bin, key % BLOCK, i - start, ends
 
 
@@ -61,8 +61,8 @@ def count_runs(keys, counts, slots, blocks, BLOCK: tl.constexpr):
         counts: int32 [G, slots + 1, blocks], written; zero before.
     """
     block, g = tl.program_id(0), tl.program_id(1)
-    bin, _, place, ends = _runs(keys + (g.to(tl.int64) * blocks + block) * BLOCK, BLOCK)
-    tl.store(counts + (g.to(tl.int64) * (slots + 1) + bin) * blocks + block, place + 1, mask=ends)
+    bin, _, position, ends = _runs(keys + (g.to(tl.int64) * blocks + block) * BLOCK, BLOCK)
+    tl.store(counts + (g.to(tl.int64) * (slots + 1) + bin) * blocks + block, position + 1, mask=ends)
 
 
 @triton.jit
@@ -76,15 +76,15 @@ def place_rows(keys, ends, counts, order, slots, blocks, BLOCK: tl.constexpr):
         order: int32 [G * blocks * BLOCK], written: rows, by g, then slot, then row.
     """
     block, g = tl.program_id(0), tl.program_id(1)
-    bin, i, place, _ = _runs(keys + (g.to(tl.int64) * blocks + block) * BLOCK, BLOCK)
+    bin, i, position, _ = _runs(keys + (g.to(tl.int64) * blocks + block) * BLOCK, BLOCK)
     run = (g.to(tl.int64) * (slots + 1) + bin) * blocks + block
-    tl.store(order + tl.load(ends + run) - tl.load(counts + run) + place, block * BLOCK + i)
+    tl.store(order + tl.load(ends + run) - tl.load(counts + run) + position, block * BLOCK + i)
 
 
 @triton.jit
-def _bin_end(ends, bin, stride, capacity, there):
-    """Return the end of a bin in the order; 0 where the mask `there` is False."""
-    return tl.minimum(tl.load(ends + (bin.to(tl.int64) + 1) * stride - 1, mask=there, other=0), capacity)
+def _bin_end(ends, bin, stride, capacity, exists):
+    """Return the end of a bin in the order; 0 where the mask `exists` is False."""
+    return tl.minimum(tl.load(ends + (bin.to(tl.int64) + 1) * stride - 1, mask=exists, other=0), capacity)
 
 
 @triton.jit
@@ -119,28 +119,28 @@ def cut_segments(
             index of the part or -1 for a bin's only segment, slot of the chunk. Unused items have begin = end.
     """
     item = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    place = item + tl.load(running + bins - 1)  # position in the running sum, where segments follow all parts
-    # Bisection for the first bin whose segments end beyond `place`.
+    position = item + tl.load(running + bins - 1)  # position in the running sum, where segments follow all parts
+    # Bisection for the first bin whose segments end beyond `position`.
     low = tl.zeros([BLOCK], tl.int32)
     high = tl.zeros([BLOCK], tl.int32) + bins
     for _ in tl.static_range(STEPS):
         middle = (low + high) // 2
-        beyond = tl.load(running + bins + middle, mask=middle < bins, other=MAX_INT32) > place
+        beyond = tl.load(running + bins + middle, mask=middle < bins, other=MAX_INT32) > position
         high = tl.where(beyond, middle, high)
         low = tl.where(beyond, low, tl.minimum(middle + 1, bins))
-    there = low < bins
-    last = tl.load(running + bins + low, mask=there, other=0)
-    segment = place - last + tl.load(counts + bins + low, mask=there, other=0)
-    end = _bin_end(ends, low, stride, capacity, there)
-    begin = _bin_end(ends, low - 1, stride, capacity, there & (low > 0)) + segment * SEGMENT
-    part_count = tl.load(counts + low, mask=there, other=0)
-    part = tl.load(running + low, mask=there, other=0) - part_count + segment
+    exists = low < bins
+    end_of_segments = tl.load(running + bins + low, mask=exists, other=0)
+    segment = position - end_of_segments + tl.load(counts + bins + low, mask=exists, other=0)
+    end = _bin_end(ends, low, stride, capacity, exists)
+    begin = _bin_end(ends, low - 1, stride, capacity, exists & (low > 0)) + segment * SEGMENT
+    part_count = tl.load(counts + low, mask=exists, other=0)
+    part = tl.load(running + low, mask=exists, other=0) - part_count + segment
     slot = low % (slots + 1)
     out = items + item * ITEM_COLUMNS
     inside = item < num_items
-    tl.store(out, tl.where(there, begin, 0), mask=inside)
-    tl.store(out + 1, tl.where(there, tl.minimum(begin + SEGMENT, end), 0), mask=inside)
+    tl.store(out, tl.where(exists, begin, 0), mask=inside)
+    tl.store(out + 1, tl.where(exists, tl.minimum(begin + SEGMENT, end), 0), mask=inside)
     tl.store(out + 2, low // (slots + 1), mask=inside)
-    tl.store(out + 3, tl.load(table + slot * COLUMNS, mask=there, other=0), mask=inside)
+    tl.store(out + 3, tl.load(table + slot * COLUMNS, mask=exists, other=0), mask=inside)
     tl.store(out + 4, tl.where(part_count > 0, part, -1), mask=inside)
     tl.store(out + 5, slot, mask=inside)

@@ -6,7 +6,7 @@ from torch import Tensor
 from kernels.common.triton_math import on_device, on_hopper
 from kernels.top1_chunk import triton_attend_hopper, triton_backward, triton_forward
 from kernels.top1_chunk.triton_launch_choice import choose
-from kernels.top1_chunk.triton_launch_order import cut, group
+from kernels.top1_chunk.triton_launch_order import cut_into_segments, order_by_chunk
 from kernels.top1_chunk.triton_problem import LN2, Problem
 
 
@@ -21,9 +21,9 @@ def backward_segment(problem: Problem) -> int:
 
 
 def forward(
-    problem: Problem, q: Tensor, k: Tensor, v: Tensor, *, top_k: int, score: str, given: Tensor | None = None
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, *, top_k: int, score: str, selected_slots: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the forward pass. If given, `given` is used as `chosen` and no chunks are selected.
+    """Run the forward pass. If `selected_slots` is given, it is returned as `chosen`, and no chunks are selected.
 
     Returns:
         out: [tokens, hq, d] in v's dtype.
@@ -35,11 +35,11 @@ def forward(
     out = torch.empty(q.shape, dtype=v.dtype if top_k == 1 else torch.float32, device=q.device)
     lse = torch.empty(problem.num_groups, problem.rows, dtype=torch.float32, device=q.device)
     with on_device(q):
-        if given is None:
+        if selected_slots is None:
             chosen = torch.empty(top_k, problem.num_groups, problem.rows, dtype=torch.int32, device=q.device)
             choose(problem, q, k, chosen, score, scratch=out)
         else:
-            chosen = given
+            chosen = selected_slots
         for rank, chosen_gr in enumerate(chosen):
             attend_chosen(problem, q, k, v, chosen_gr, out, lse, joins=rank > 0)
         attend_local(problem, q, k, v, chosen[0], out, lse)
@@ -58,17 +58,17 @@ def attend_chosen(
 
     The result is written to `out` and `lse`, or combined with their contents if `joins`.
     """
-    order = group(problem, chosen_gr)
+    order = order_by_chunk(problem, chosen_gr)
     if _hopper_kernels_fit(problem, q, out) and not joins:
-        items = cut(problem, order, triton_attend_hopper.BLOCK_M.value, chosen_gr.numel()).items
+        items = cut_into_segments(problem, order, triton_attend_hopper.BLOCK_M.value, chosen_gr.numel()).items
         triton_attend_hopper.attend_chosen(problem, q, k, v, out, lse, order.rows, items)
         return
     tiles = problem.tiles("chosen")
-    items = cut(problem, order, tiles.block_m, chosen_gr.numel()).items
+    items = cut_into_segments(problem, order, tiles.block_m, chosen_gr.numel()).items
     triton_forward.attend_chosen[(len(items),)](
         q, k, v, out, lse, order.rows, items, problem.rows, problem.scale / LN2,
         R=problem.heads_per_group, CHUNK=problem.layout.chunk_size, JOINS=joins,
-        **problem.keys_and_launch(tiles), **problem.shape,
+        **problem.key_loop_options(tiles), **problem.shape,
     )  # fmt: skip
 
 
@@ -87,7 +87,7 @@ def attend_local(
     triton_forward.attend_local[(problem.num_groups * problem.slots * row_tiles,)](
         q, k, v, out, lse, chosen_gr, problem.table, problem.rows, problem.scale / LN2,
         R=problem.heads_per_group, TILES=row_tiles, LOCAL=problem.local,
-        **problem.keys_and_launch(tiles), **problem.shape,
+        **problem.key_loop_options(tiles), **problem.shape,
     )  # fmt: skip
 
 
@@ -96,23 +96,25 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients (dq, dk, dv) in the inputs' dtype."""
     num_groups, rows, slots = problem.num_groups, problem.rows, problem.slots
-    local, remote = problem.tiles("local_backward"), problem.tiles("chosen_backward")
-    block_n = min(local.block_n, problem.layout.chunk_size)
+    local_tiles, chosen_tiles = problem.tiles("local_backward"), problem.tiles("chosen_backward")
+    block_n = min(local_tiles.block_n, problem.layout.chunk_size)
     launches = problem.layout.chunk_size // block_n
     # Every launch after the first adds to the gradients. In the inputs' dtype, each addition would round them again.
-    once = len(chosen) == 1 and launches == 1
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype if once else torch.float32, device=x.device) for x in (q, k, v))
+    is_single_launch = len(chosen) == 1 and launches == 1
+    dq, dk, dv = (
+        torch.empty(x.shape, dtype=x.dtype if is_single_launch else torch.float32, device=x.device) for x in (q, k, v)
+    )
     delta = torch.empty_like(lse)
     shape = {"R": problem.heads_per_group, **problem.shape}
     with on_device(q):
         for first_key in range(0, launches * block_n, block_n):
             triton_backward.differentiate_local[slots, num_groups](
                 q, k, v, out, grad, lse, delta, dq, dk, dv, problem.table, rows, problem.scale,
-                FIRST_KEY=first_key, LOCAL=problem.local, **problem.keys_and_launch(local), **shape,
+                FIRST_KEY=first_key, LOCAL=problem.local, **problem.key_loop_options(local_tiles), **shape,
             )  # fmt: skip
         for chosen_gr in chosen:
-            order = group(problem, chosen_gr)
-            segments = cut(problem, order, backward_segment(problem), chosen_gr.numel())
+            order = order_by_chunk(problem, chosen_gr)
+            segments = cut_into_segments(problem, order, backward_segment(problem), chosen_gr.numel())
             parts = torch.empty(
                 max(segments.num_parts, 1), 2, block_n, problem.head_dim, dtype=torch.float32, device=q.device
             )
@@ -120,7 +122,7 @@ def backward(
                 triton_backward.differentiate_chosen[(len(segments.items),)](
                     q, k, v, grad, lse, delta, dq, dk, dv, parts, order.rows, segments.items,
                     rows, problem.scale,
-                    FIRST_KEY=first_key, **problem.keys_and_launch(remote), **shape,
+                    FIRST_KEY=first_key, **problem.key_loop_options(chosen_tiles), **shape,
                 )  # fmt: skip
                 if segments.num_parts:
                     part_rows = min(32, block_n)

@@ -33,7 +33,7 @@ class Segments(NamedTuple):
     """Upper bound of the sum of `part_counts`."""
 
 
-def group(problem: Problem, chosen_gr: Tensor) -> Order:
+def order_by_chunk(problem: Problem, chosen_gr: Tensor) -> Order:
     """Order the rows stably by their slot in `chosen_gr`, int32 [hkv, rows]."""
     num_groups, rows, slots, device = problem.num_groups, problem.rows, problem.slots, chosen_gr.device
     size = triton_group.ORDER_BLOCK
@@ -49,14 +49,14 @@ def group(problem: Problem, chosen_gr: Tensor) -> Order:
     return Order(order, ends)
 
 
-def cut(problem: Problem, order: Order, size: int, most: int) -> Segments:
+def cut_into_segments(problem: Problem, order: Order, size: int, max_rows: int) -> Segments:
     """Divide each bin's rows into segments of `size`; a head's last bin, of rows without a choice, is left out.
 
     Args:
         problem: problem whose key heads are ordered.
         order: order of the problem's rows.
         size: maximum rows per segment.
-        most: upper bound of the number of rows with a choice.
+        max_rows: upper bound of the number of rows with a choice.
     """
     ends, capacity = order.ends, len(order.rows)
     (bins, stride), block = ends.shape, 128
@@ -66,10 +66,10 @@ def cut(problem: Problem, order: Order, size: int, most: int) -> Segments:
         ends, counts, bins, stride, capacity, problem.slots, SEGMENT=size, BLOCK=block
     )
     running = counts.view(-1).cumsum(0, dtype=torch.int32).view_as(counts)
-    num_items = problem.num_groups * problem.slots + most // size
+    num_items = problem.num_groups * problem.slots + max_rows // size
     items = torch.empty(num_items, triton_group.ITEM_COLUMNS.value, dtype=torch.int32, device=ends.device)
     triton_group.cut_segments[(-(-num_items // block),)](
         running, counts, ends, problem.table, items, num_items, bins, stride, capacity, problem.slots,
         SEGMENT=size, STEPS=bins.bit_length(), BLOCK=block,
     )  # fmt: skip
-    return Segments(items, running[0], counts[0], 2 * (most // size))
+    return Segments(items, running[0], counts[0], 2 * (max_rows // size))

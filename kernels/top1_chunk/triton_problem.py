@@ -66,7 +66,7 @@ class Problem(NamedTuple):
         """Return the number of tiles of the rows of one chunk."""
         return -(-self.rows_per_chunk // block_m)
 
-    def keys_and_launch(self, tiles: Tiles) -> dict[str, Any]:
+    def key_loop_options(self, tiles: Tiles) -> dict[str, Any]:
         """Return the constants and launch options of a kernel that iterates over a chunk's keys."""
         block_n = min(tiles.block_n, self.layout.chunk_size)
         return {"BLOCK_M": tiles.block_m, "BLOCK_N": block_n, **tiles.launch()}

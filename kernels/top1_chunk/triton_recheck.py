@@ -15,9 +15,9 @@ import triton.language as tl
 from kernels.common.triton_math import MAX_INT32, load_rows, product
 from kernels.top1_chunk.triton_attend import COLUMNS, first_slot, head_rows, own_rows
 from kernels.top1_chunk.triton_group import ITEM_COLUMNS
-from kernels.top1_chunk.triton_screen import LARGEST, SMALLEST, chunk_number, upper_bound
+from kernels.top1_chunk.triton_screen import LARGEST, SMALLEST, chunk_index, upper_bound
 
-NONE_YET = tl.constexpr(-(2**63))
+INITIAL_RANK = tl.constexpr(-(2**63))
 """Initial value of a row's highest `_rank`, below every rank."""
 
 COUNTERS = tl.constexpr(32)
@@ -34,10 +34,10 @@ def _counter(counts, g, slots, slot, program):
 
 
 @triton.jit
-def _list_missed(missed_rows, missed_slots, num_missed, g, row, slot, missed, rows):
-    at = g.to(tl.int64) * rows + tl.atomic_add(num_missed + g + tl.zeros_like(row), 1, mask=missed)
-    tl.store(missed_rows + at, row, mask=missed)
-    tl.store(missed_slots + at, slot + tl.zeros_like(row), mask=missed)
+def _append_missed(missed_rows, missed_slots, num_missed, g, row, slot, missed, rows):
+    index = g.to(tl.int64) * rows + tl.atomic_add(num_missed + g + tl.zeros_like(row), 1, mask=missed)
+    tl.store(missed_rows + index, row, mask=missed)
+    tl.store(missed_slots + index, slot + tl.zeros_like(row), mask=missed)
 
 
 @triton.jit
@@ -80,29 +80,29 @@ def count_first(
     slot = program // TILES
     row, _, valid, _ = own_rows(table, slot, program % TILES, R, BLOCK_M)
     first = first_slot(table, slot)
-    at = g.to(tl.int64) * rows + row
-    count = tl.load(counts + at, mask=valid, other=0)
-    floor = tl.load(floors + at, mask=valid, other=0.0)
-    place = candidates + g.to(tl.int64) * CAPACITY * rows + row
+    index = g.to(tl.int64) * rows + row
+    count = tl.load(counts + index, mask=valid, other=0)
+    floor = tl.load(floors + index, mask=valid, other=0.0)
+    entries = candidates + g.to(tl.int64) * CAPACITY * rows + row
     missed = count > CAPACITY
     count = tl.where(missed, 0, count)
-    left = tl.zeros([BLOCK_M], tl.int32)
-    front = tl.zeros([BLOCK_M], tl.int32)
+    num_left = tl.zeros([BLOCK_M], tl.int32)
+    best_entry = tl.zeros([BLOCK_M], tl.int32)
     for i in range(tl.max(count)):
-        entry = tl.load(place + i * rows, mask=i < count, other=0)
+        entry = tl.load(entries + i * rows, mask=i < count, other=0)
         survives = (i < count) & ((upper_bound(entry) < floor) == 0)
-        leads = survives & ((left == 0) | (upper_bound(entry) > upper_bound(front)))
+        is_best = survives & ((num_left == 0) | (upper_bound(entry) > upper_bound(best_entry)))
         # In place: the index written is never above the index read.
-        tl.store(place + left * rows, tl.where(leads, front, entry), mask=survives & (left > 0))
-        front = tl.where(leads, entry, front)
-        left += survives.to(tl.int32)
-    leader = first + chunk_number(front)
-    tl.store(chosen + at, tl.where(left == 1, leader, -1), mask=valid & (left < 2) & (missed == 0))
-    left = tl.where(left < 2, 0, left)
-    tl.store(counts + at, left, mask=valid)
-    tl.store(place, front, mask=left > 0)
-    tl.atomic_add(_counter(chunk_counts, g, slots, leader, program), 1, mask=left > 0)
-    _list_missed(missed_rows, missed_slots, num_missed, g, row, slot, missed, rows)
+        tl.store(entries + num_left * rows, tl.where(is_best, best_entry, entry), mask=survives & (num_left > 0))
+        best_entry = tl.where(is_best, entry, best_entry)
+        num_left += survives.to(tl.int32)
+    best_chunk = first + chunk_index(best_entry)
+    tl.store(chosen + index, tl.where(num_left == 1, best_chunk, -1), mask=valid & (num_left < 2) & (missed == 0))
+    num_left = tl.where(num_left < 2, 0, num_left)
+    tl.store(counts + index, num_left, mask=valid)
+    tl.store(entries, best_entry, mask=num_left > 0)
+    tl.atomic_add(_counter(chunk_counts, g, slots, best_chunk, program), 1, mask=num_left > 0)
+    _append_missed(missed_rows, missed_slots, num_missed, g, row, slot, missed, rows)
 
 
 @triton.jit
@@ -123,26 +123,26 @@ def count_others(
     slot = program // TILES
     row, _, valid, _ = own_rows(table, slot, program % TILES, R, BLOCK_M)
     first = first_slot(table, slot)
-    at = g.to(tl.int64) * rows + row
-    count = tl.load(counts + at, mask=valid, other=0)
+    index = g.to(tl.int64) * rows + row
+    count = tl.load(counts + index, mask=valid, other=0)
     scored = count > 0
-    score = _score(tl.load(best + at, mask=scored, other=NONE_YET))
+    score = _score(tl.load(best + index, mask=scored, other=INITIAL_RANK))
     scale = query_scales + g.to(tl.int64) * 2 * rows + row
     offset = tl.load(scale + rows, mask=scored, other=0.0)
     # The score is converted to the unit of the bounds, (q.k - q.c) / sq.
     slack = (tl.abs(score) + tl.abs(offset) + SMALLEST) * ROUNDING
-    raised = (score - offset - slack) / tl.load(scale, mask=scored, other=1.0)
-    floor = tl.load(floors + at, mask=scored, other=0.0)
-    floor = tl.where((raised > floor) & (raised < LARGEST), raised, floor)
-    place = candidates + g.to(tl.int64) * CAPACITY * rows + row
-    left = scored.to(tl.int32)
+    raised_floor = (score - offset - slack) / tl.load(scale, mask=scored, other=1.0)
+    floor = tl.load(floors + index, mask=scored, other=0.0)
+    floor = tl.where((raised_floor > floor) & (raised_floor < LARGEST), raised_floor, floor)
+    entries = candidates + g.to(tl.int64) * CAPACITY * rows + row
+    num_left = scored.to(tl.int32)
     for i in range(1, tl.max(count)):
-        entry = tl.load(place + i * rows, mask=i < count, other=0)
+        entry = tl.load(entries + i * rows, mask=i < count, other=0)
         survives = (i < count) & ((upper_bound(entry) < floor) == 0)
-        tl.store(place + left * rows, entry, mask=survives)
-        tl.atomic_add(_counter(chunk_counts, g, slots, first + chunk_number(entry), program), 1, mask=survives)
-        left += survives.to(tl.int32)
-    tl.store(counts + at, left, mask=valid)
+        tl.store(entries + num_left * rows, entry, mask=survives)
+        tl.atomic_add(_counter(chunk_counts, g, slots, first + chunk_index(entry), program), 1, mask=survives)
+        num_left += survives.to(tl.int32)
+    tl.store(counts + index, num_left, mask=valid)
 
 
 @triton.jit
@@ -163,21 +163,21 @@ def place_counted(
     slot = program // TILES
     row, _, valid, _ = own_rows(table, slot, program % TILES, R, BLOCK_M)
     first = first_slot(table, slot)
-    at = g.to(tl.int64) * rows + row
-    count = tl.load(counts + at, mask=valid, other=0)
-    place = candidates + g.to(tl.int64) * CAPACITY * rows + row
-    misses = count < 0
+    index = g.to(tl.int64) * rows + row
+    count = tl.load(counts + index, mask=valid, other=0)
+    entries = candidates + g.to(tl.int64) * CAPACITY * rows + row
+    is_missed = count < 0
     begin, end = 1, count
     if FIRST:
         begin, end = 0, tl.minimum(count, 1)
     for i in range(begin, tl.max(end)):
         placed = i < end
-        chunk = first + chunk_number(tl.load(place + i * rows, mask=placed, other=0))
+        chunk = first + chunk_index(tl.load(entries + i * rows, mask=placed, other=0))
         end_of_count = tl.load(_counter(ends, g, slots, chunk, program), mask=placed, other=0)
-        to = end_of_count - tl.atomic_add(_counter(chunk_counts, g, slots, chunk, program), -1, mask=placed)
-        tl.store(order + to, row, mask=placed & (to < capacity))
-        misses = misses | (placed & (to >= capacity))
-    _list_missed(missed_rows, missed_slots, num_missed, g, row, slot, misses, rows)
+        target = end_of_count - tl.atomic_add(_counter(chunk_counts, g, slots, chunk, program), -1, mask=placed)
+        tl.store(order + target, row, mask=placed & (target < capacity))
+        is_missed = is_missed | (placed & (target >= capacity))
+    _append_missed(missed_rows, missed_slots, num_missed, g, row, slot, is_missed, rows)
 
 
 @triton.jit
@@ -230,17 +230,17 @@ def score_missed(
     for i in range(tl.program_id(0), tl.cdiv(total, BLOCK_M) * SHARES, tl.num_programs(0)):
         m = i // SHARES * BLOCK_M + tl.arange(0, BLOCK_M)
         valid = m < total
-        at = g.to(tl.int64) * rows + m
-        row = tl.load(missed_rows + at, mask=valid, other=0)
-        slot = tl.load(missed_slots + at, mask=valid, other=0)
+        index = g.to(tl.int64) * rows + m
+        row = tl.load(missed_rows + index, mask=valid, other=0)
+        slot = tl.load(missed_slots + index, mask=valid, other=0)
         first = first_slot(table, slot)
         queries = load_rows(q, head_rows(row, g, G, R), valid, HEAD_DIM, HEAD_DIM, BLOCK_D)
-        highest = tl.full([BLOCK_M], NONE_YET, tl.int64)
+        highest = tl.full([BLOCK_M], INITIAL_RANK, tl.int64)
         begin, end = tl.min(tl.where(valid, first, MAX_INT32)), tl.max(tl.where(valid, slot, 0))
-        mine = begin + i % SHARES
+        first_chunk = begin + i % SHARES
         # A single loop over the tiles of all chunks, because Triton does not prefetch in nested loops.
-        for j in range(tl.cdiv(end - mine, SHARES) * PER_CHUNK):
-            c = mine + j // PER_CHUNK * SHARES
+        for j in range(tl.cdiv(end - first_chunk, SHARES) * PER_CHUNK):
+            c = first_chunk + j // PER_CHUNK * SHARES
             start, count = tl.load(table + c * COLUMNS), tl.load(table + c * COLUMNS + 1)
             n = j % PER_CHUNK * BLOCK_N + tl.arange(0, BLOCK_N)
             keys = load_rows(k + g * HEAD_DIM, start + n, n < count, G * HEAD_DIM, HEAD_DIM, BLOCK_D)
@@ -253,5 +253,5 @@ def score_missed(
 def take_best(best, chosen, total, BLOCK: tl.constexpr):
     """Write the selection of the rows that were scored. Grid (total / BLOCK,)."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    number = tl.load(best + i, mask=i < total, other=NONE_YET)
-    tl.store(chosen + i, -(number & MAX_INT32).to(tl.int32) + MAX_INT32, mask=number > NONE_YET)
+    rank = tl.load(best + i, mask=i < total, other=INITIAL_RANK)
+    tl.store(chosen + i, -(rank & MAX_INT32).to(tl.int32) + MAX_INT32, mask=rank > INITIAL_RANK)

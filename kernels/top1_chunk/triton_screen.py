@@ -31,7 +31,7 @@ MARGIN = tl.constexpr(1 + 2**-10)
 PRODUCT_ERROR = tl.constexpr(2**-13)
 """Upper bound, relative to |q| |k|, of the rounding errors of an fp32 product (summed in any order) and its bounds."""
 
-NUMBER_BITS = tl.constexpr(16)
+INDEX_BITS = tl.constexpr(16)
 MAX_CHUNKS = 2**16
 """Maximum chunks per document: `_entry` packs a chunk index and the upper half of an fp32 bound into an int32."""
 
@@ -77,27 +77,27 @@ def quantise_queries(
     highest = tl.max(tl.abs(x), 1)
     scaled, rounded, scale = _round(x, highest[:, None])
     error = _norms(scaled - rounded, highest)
-    size = _norms(scaled, highest)
+    norm = _norms(scaled, highest)
     store_rows(q8, g.to(tl.int64) * rows + row, valid, BLOCK_D, rounded, BLOCK_D, BLOCK_D)
-    at = g.to(tl.int64) * 2 * rows + row
-    tl.store(query_bounds + at, error, mask=valid)
-    tl.store(query_bounds + at + rows, size + error, mask=valid)
+    index = g.to(tl.int64) * 2 * rows + row
+    tl.store(query_bounds + index, error, mask=valid)
+    tl.store(query_bounds + index + rows, norm + error, mask=valid)
     scale = tl.max(scale, 1)
     d = tl.arange(0, BLOCK_D)
-    middle = tl.load(centre + g * HEAD_DIM + d, mask=d < HEAD_DIM, other=0.0)
-    middle_size = tl.sqrt(tl.sum(middle * middle, 0)) * MARGIN
-    tl.store(query_scales + at, scale, mask=valid)
-    offset = tl.sum(x * middle[None, :], 1) + size * scale * middle_size * PRODUCT_ERROR
-    tl.store(query_scales + at + rows, offset, mask=valid)
+    centre_d = tl.load(centre + g * HEAD_DIM + d, mask=d < HEAD_DIM, other=0.0)
+    centre_norm = tl.sqrt(tl.sum(centre_d * centre_d, 0)) * MARGIN
+    tl.store(query_scales + index, scale, mask=valid)
+    offset = tl.sum(x * centre_d[None, :], 1) + norm * scale * centre_norm * PRODUCT_ERROR
+    tl.store(query_scales + index + rows, offset, mask=valid)
 
 
 @triton.jit
-def _centred(k, centre, start, n, count, STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+def _load_centred(k, centre, start, n, count, STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     """Return keys unchanged and minus the centre, in fp32; 0 for missing keys."""
     d = tl.arange(0, BLOCK_D)
     keys = load_rows(k, start + n, n < count, STRIDE, HEAD_DIM, BLOCK_D).to(tl.float32)
-    middle = tl.load(centre + d, mask=d < HEAD_DIM, other=0.0)
-    return keys, tl.where((n < count)[:, None], keys - middle[None, :], 0.0)
+    centre_d = tl.load(centre + d, mask=d < HEAD_DIM, other=0.0)
+    return keys, tl.where((n < count)[:, None], keys - centre_d[None, :], 0.0)
 
 
 @triton.jit
@@ -115,34 +115,34 @@ def quantise_keys(
     """
     slot, g = tl.program_id(0), tl.program_id(1)
     start, count = tl.load(table + slot * COLUMNS), tl.load(table + slot * COLUMNS + 1)
-    keys_of_head, centre_of_head = k + g * HEAD_DIM, centre + g * HEAD_DIM
+    head_keys, head_centre = k + g * HEAD_DIM, centre + g * HEAD_DIM
     highest = 0.0
     for j in range(0, CHUNK, BLOCK_N):
         n = j + tl.arange(0, BLOCK_N)
-        _, x = _centred(keys_of_head, centre_of_head, start, n, count, G * HEAD_DIM, HEAD_DIM, BLOCK_D)
+        _, x = _load_centred(head_keys, head_centre, start, n, count, G * HEAD_DIM, HEAD_DIM, BLOCK_D)
         highest = tl.maximum(highest, tl.max(tl.abs(x)))
     # Norms are in units of the scale, because squares of small values would underflow.
-    scale, size, error, product_error = 1.0, 0.0, 0.0, 0.0
+    scale, norm, error, product_error = 1.0, 0.0, 0.0, 0.0
     for j in range(0, CHUNK, BLOCK_N):
         n = j + tl.arange(0, BLOCK_N)
-        keys, x = _centred(keys_of_head, centre_of_head, start, n, count, G * HEAD_DIM, HEAD_DIM, BLOCK_D)
+        keys, x = _load_centred(head_keys, head_centre, start, n, count, G * HEAD_DIM, HEAD_DIM, BLOCK_D)
         scaled, rounded, scale = _round(x, highest)
-        size_n = _norms(scaled, highest)
-        size = tl.maximum(size, tl.max(size_n))
+        norm_n = _norms(scaled, highest)
+        norm = tl.maximum(norm, tl.max(norm_n))
         error = tl.maximum(error, tl.max(_norms(scaled - rounded, highest)))
-        product_error = tl.maximum(product_error, tl.max(size_n + _norms(keys / scale, highest)) * PRODUCT_ERROR)
+        product_error = tl.maximum(product_error, tl.max(norm_n + _norms(keys / scale, highest)) * PRODUCT_ERROR)
         store_rows(k8, g.to(tl.int64) * tokens + start + n, n < count, BLOCK_D, rounded, BLOCK_D, BLOCK_D)
     bound = chunk_bounds + g * slots + slot
     heads = tl.num_programs(1)
     tl.store(bound, scale)
-    tl.store(bound + heads * slots, size * scale)
+    tl.store(bound + heads * slots, norm * scale)
     tl.store(bound + 2 * heads * slots, (error + product_error) * scale)
 
 
 @triton.jit
-def _entry(upper, number):
+def _entry(upper, document_chunk):
     """Pack the upper half of an fp32 bound's bits and a chunk index into an int32."""
-    return (upper.to(tl.int32, bitcast=True) & -(2**NUMBER_BITS)) | number
+    return (upper.to(tl.int32, bitcast=True) & -(2**INDEX_BITS)) | document_chunk
 
 
 @triton.jit
@@ -152,38 +152,40 @@ def upper_bound(entry):
     `_entry` drops the lower bits of the bound. They are replaced by ones in a positive bound and by zeros in a negative
     bound. Infinity and NaN become NaN.
     """
-    bits = entry & -(2**NUMBER_BITS)
-    return tl.where(bits >= 0, bits | (2**NUMBER_BITS - 1), bits).to(tl.float32, bitcast=True)
+    bits = entry & -(2**INDEX_BITS)
+    return tl.where(bits >= 0, bits | (2**INDEX_BITS - 1), bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def chunk_number(entry):
+def chunk_index(entry):
     """Return the chunk index packed by `_entry`, relative to the document's first chunk."""
-    return entry & (2**NUMBER_BITS - 1)
+    return entry & (2**INDEX_BITS - 1)
 
 
 @triton.jit
-def collect(place, rows, count, floor, highest, scale, reach, number, ends, CAPACITY: tl.constexpr):
+def collect(
+    entries, rows, count, floor, highest, scale, error_bound, document_chunk, is_last_tile, CAPACITY: tl.constexpr
+):  # fmt: skip
     """Add a chunk to the candidates of the rows in which it may have the highest score. Return the new (count, floor).
 
-    All arguments except `scale`, `rows`, `number` and CAPACITY have an element per row.
+    All arguments except `scale`, `rows`, `document_chunk` and CAPACITY have an element per row.
 
     Args:
-        place: pointers to each row's first candidate. Successive candidates of a row are `rows` elements apart.
+        entries: pointers to each row's first candidate. Successive candidates of a row are `rows` elements apart.
         count: int32, number of candidates.
         floor: fp32, highest lower bound of the chunks so far.
         highest: int32, highest product of the int8 query with the chunk's int8 keys.
         scale: sk of the chunk. Scores are in units of the query's sq.
-        reach: fp32, upper bound of the error of `highest * scale`.
-        number: index of the chunk in its document.
-        ends: mask of valid rows at the chunk's last tile of keys, False at earlier tiles.
+        error_bound: fp32, upper bound of the error of `highest * scale`.
+        document_chunk: index of the chunk in its document.
+        is_last_tile: mask of valid rows at the chunk's last tile of keys, False at earlier tiles.
     """
     score = highest.to(tl.float32) * scale
-    upper = score + reach
+    upper = score + error_bound
     # Written as "not less", so that NaN passes.
-    passes = ends & ((upper < floor) == 0)
-    tl.store(place + count * rows, _entry(upper, number), mask=passes & (count < CAPACITY))
-    return count + passes.to(tl.int32), tl.where(ends, tl.maximum(floor, score - reach), floor)
+    passes = is_last_tile & ((upper < floor) == 0)
+    tl.store(entries + count * rows, _entry(upper, document_chunk), mask=passes & (count < CAPACITY))
+    return count + passes.to(tl.int32), tl.where(is_last_tile, tl.maximum(floor, score - error_bound), floor)
 
 
 @triton.jit
@@ -208,32 +210,34 @@ def screen(
     row, _, valid, _ = own_rows(table, slot, program % TILES, R, BLOCK_M)
     first = first_slot(table, slot)
     first_key = tl.load(table + first * COLUMNS)
-    at = g.to(tl.int64) * rows + row
-    queries = load_rows(q8, at, valid, BLOCK_D, BLOCK_D, BLOCK_D)
+    index = g.to(tl.int64) * rows + row
+    queries = load_rows(q8, index, valid, BLOCK_D, BLOCK_D, BLOCK_D)
     bound = query_bounds + g.to(tl.int64) * 2 * rows + row
     query_error = tl.load(bound, mask=valid, other=0.0)
-    query_size = tl.load(bound + rows, mask=valid, other=0.0)
-    keys_of_head = k8 + g.to(tl.int64) * tokens * BLOCK_D
+    query_norm = tl.load(bound + rows, mask=valid, other=0.0)
+    head_keys = k8 + g.to(tl.int64) * tokens * BLOCK_D
     scales = chunk_bounds + g * slots
-    sizes, errors = scales + heads * slots, scales + 2 * heads * slots
-    place = candidates + g.to(tl.int64) * CAPACITY * rows + row
+    key_norms, key_errors = scales + heads * slots, scales + 2 * heads * slots
+    entries = candidates + g.to(tl.int64) * CAPACITY * rows + row
     floor = tl.full([BLOCK_M], -float("inf"), tl.float32)
     highest = tl.zeros([BLOCK_M], tl.int32)
     count = tl.zeros([BLOCK_M], tl.int32)
     n = tl.arange(0, BLOCK_N)
     PER_CHUNK: tl.constexpr = CHUNK // BLOCK_N
     for j in range((slot - first) * PER_CHUNK):
-        keys = load_rows(keys_of_head, first_key + j * BLOCK_N + n, n >= 0, BLOCK_D, BLOCK_D, BLOCK_D)
+        keys = load_rows(head_keys, first_key + j * BLOCK_N + n, n >= 0, BLOCK_D, BLOCK_D, BLOCK_D)
         products = tl.max(product_int8(queries, keys.T), 1)
-        ends = valid
+        is_last_tile = valid
         if PER_CHUNK == 1:
             highest = products
         else:
             highest = tl.where(j % PER_CHUNK == 0, products, tl.maximum(highest, products))
-            ends = valid & (j % PER_CHUNK == PER_CHUNK - 1)
+            is_last_tile = valid & (j % PER_CHUNK == PER_CHUNK - 1)
         chunk = first + j // PER_CHUNK
-        reach = query_error * tl.load(sizes + chunk) + query_size * tl.load(errors + chunk)
+        error_bound = query_error * tl.load(key_norms + chunk) + query_norm * tl.load(key_errors + chunk)
         scale = tl.load(scales + chunk)
-        count, floor = collect(place, rows, count, floor, highest, scale, reach, chunk - first, ends, CAPACITY)
-    tl.store(counts + at, count, mask=valid)
-    tl.store(floors + at, floor, mask=valid)
+        count, floor = collect(
+            entries, rows, count, floor, highest, scale, error_bound, chunk - first, is_last_tile, CAPACITY
+        )
+    tl.store(counts + index, count, mask=valid)
+    tl.store(floors + index, floor, mask=valid)

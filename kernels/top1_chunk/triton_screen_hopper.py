@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernels.common.triton_hopper import GROUP_M, tiles_of
+from kernels.common.triton_hopper import GROUP_M, tile_descriptor
 from kernels.top1_chunk import triton_screen
 from kernels.top1_chunk.triton_attend import COLUMNS
 
@@ -29,7 +29,7 @@ GROUPS = gl.constexpr(4)
 REGISTERS = gl.constexpr(112)
 """Registers per thread of the warp groups that process rows."""
 
-LEAST_WIDTH = 128
+MIN_WIDTH = 128
 """Minimum width of the int8 tiles. For narrower tiles, the maxima take most of the time, and `screen` has more warps
 for them."""
 
@@ -71,7 +71,7 @@ def _load(
 
 
 @gluon.jit
-def _skip(ready, free, begin, end, STAGES: gl.constexpr):
+def _release_tiles(ready, free, begin, end, STAGES: gl.constexpr):
     """Release tiles of keys begin .. end - 1 unused, because only rows of other groups are scored against them."""
     for j in range(begin, end):
         mbarrier.wait(ready.index(j % STAGES), j // STAGES & 1)
@@ -80,13 +80,13 @@ def _skip(ready, free, begin, end, STAGES: gl.constexpr):
 
 @gluon.jit
 def _screen_rows(
-    group: gl.constexpr, shared, bounds, found, table, rows, slots,
+    group: gl.constexpr, shared, bounds, outputs, table, rows, slots,
     R: gl.constexpr, CHUNK: gl.constexpr, TILES: gl.constexpr, STAGES: gl.constexpr, CAPACITY: gl.constexpr,
 ):  # fmt: skip
     """Collect the candidates of one group's rows."""
     queries, queries_ready, ring, ready, free = shared
     query_bounds, chunk_bounds = bounds
-    candidates, counts, floors = found
+    candidates, counts, floors = outputs
     BLOCK_N: gl.constexpr = ring.shape[1]
     PER_CHUNK: gl.constexpr = CHUNK // BLOCK_N
     products_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
@@ -100,40 +100,42 @@ def _screen_rows(
     row = gl.load(entry + 2) * R + m
     valid = (m < gl.load(entry + 3) * R) & (lowest + group <= last)
     first = gl.load(entry + 5)
-    at = g.to(gl.int64) * rows + row
+    index = g.to(gl.int64) * rows + row
     bound = query_bounds + g.to(gl.int64) * 2 * rows + row
     query_error = gl.load(bound, mask=valid, other=0.0)
-    query_size = gl.load(bound + rows, mask=valid, other=0.0)
+    query_norm = gl.load(bound + rows, mask=valid, other=0.0)
     scales = chunk_bounds + g * slots
-    sizes, errors = scales + heads * slots, scales + 2 * heads * slots
-    place = candidates + g.to(gl.int64) * CAPACITY * rows + row
+    key_norms, key_errors = scales + heads * slots, scales + 2 * heads * slots
+    entries = candidates + g.to(gl.int64) * CAPACITY * rows + row
     floor = gl.full([GROUP_M], -float("inf"), gl.float32, layout=rows_layout)
     highest = gl.zeros([GROUP_M], gl.int32, layout=rows_layout)
     count = gl.zeros([GROUP_M], gl.int32, layout=rows_layout)
-    nothing = gl.zeros([GROUP_M, BLOCK_N], gl.int32, layout=products_layout)
+    zeros_mn = gl.zeros([GROUP_M, BLOCK_N], gl.int32, layout=products_layout)
     mbarrier.wait(queries_ready, 0)
-    _skip(ready, free, 0, (first - begin) * PER_CHUNK, STAGES)
+    _release_tiles(ready, free, 0, (first - begin) * PER_CHUNK, STAGES)
     for j in range((first - begin) * PER_CHUNK, (slot - begin) * PER_CHUNK):
         stage = j % STAGES
         mbarrier.wait(ready.index(stage), j // STAGES & 1)
         keys = ring.index(stage).permute((1, 0))
-        products = warpgroup_mma(queries.index(group), keys, nothing, use_acc=False, is_async=True)
+        products = warpgroup_mma(queries.index(group), keys, zeros_mn, use_acc=False, is_async=True)
         # The following loads overlap with the product.
         chunk = begin + j // PER_CHUNK
         scale = gl.load(scales + chunk)
-        reach = query_error * gl.load(sizes + chunk) + query_size * gl.load(errors + chunk)
+        error_bound = query_error * gl.load(key_norms + chunk) + query_norm * gl.load(key_errors + chunk)
         products = warpgroup_mma_wait(0, deps=[products])
         mbarrier.arrive(free.index(stage), count=1)
-        ends = valid
+        is_last_tile = valid
         if PER_CHUNK == 1:
             highest = gl.max(products, 1)
         else:
             highest = gl.maximum(gl.where(j % PER_CHUNK == 0, -(2**31), highest), gl.max(products, 1))
-            ends = valid & (j % PER_CHUNK == PER_CHUNK - 1)
-        count, floor = collect(place, rows, count, floor, highest, scale, reach, chunk - first, ends, CAPACITY)
-    _skip(ready, free, (slot - begin) * PER_CHUNK, (last // TILES - begin) * PER_CHUNK, STAGES)
-    gl.store(counts + at, count, mask=valid)
-    gl.store(floors + at, floor, mask=valid)
+            is_last_tile = valid & (j % PER_CHUNK == PER_CHUNK - 1)
+        count, floor = collect(
+            entries, rows, count, floor, highest, scale, error_bound, chunk - first, is_last_tile, CAPACITY
+        )
+    _release_tiles(ready, free, (slot - begin) * PER_CHUNK, (last // TILES - begin) * PER_CHUNK, STAGES)
+    gl.store(counts + index, count, mask=valid)
+    gl.store(floors + index, floor, mask=valid)
 
 
 @gluon.jit
@@ -160,13 +162,13 @@ def screen_hopper(
     fence_async_shared()
     shared = (queries, queries_ready, ring, ready, free)
     bounds = (query_bounds, chunk_bounds)
-    found = (candidates, counts, floors)
+    outputs = (candidates, counts, floors)
     gl.warp_specialize(
         [
-            (_screen_rows, (0, shared, bounds, found, table, rows, slots, R, CHUNK, TILES, STAGES, CAPACITY)),
-            (_screen_rows, (1, shared, bounds, found, table, rows, slots, R, CHUNK, TILES, STAGES, CAPACITY)),
-            (_screen_rows, (2, shared, bounds, found, table, rows, slots, R, CHUNK, TILES, STAGES, CAPACITY)),
-            (_screen_rows, (3, shared, bounds, found, table, rows, slots, R, CHUNK, TILES, STAGES, CAPACITY)),
+            (_screen_rows, (0, shared, bounds, outputs, table, rows, slots, R, CHUNK, TILES, STAGES, CAPACITY)),
+            (_screen_rows, (1, shared, bounds, outputs, table, rows, slots, R, CHUNK, TILES, STAGES, CAPACITY)),
+            (_screen_rows, (2, shared, bounds, outputs, table, rows, slots, R, CHUNK, TILES, STAGES, CAPACITY)),
+            (_screen_rows, (3, shared, bounds, outputs, table, rows, slots, R, CHUNK, TILES, STAGES, CAPACITY)),
             (_load, (q_tiles, k_tiles, shared, table, rows, slots, tokens, R, CHUNK, TILES, STAGES)),
         ],
         [4, 4, 4, 1],
@@ -181,8 +183,8 @@ def launch(
     """Launch `screen_hopper`: q8 [heads, rows, BLOCK_D], k8 [heads, tokens, BLOCK_D], the rest as in `screen`."""
     (heads, rows, width), tokens, slots = q8.shape, k8.shape[1], len(table)
     block_n = min(MAX_BLOCK_N, chunk_size)
-    q_tiles = tiles_of(q8.view(-1, width), GROUP_M.value, width)
-    k_tiles = tiles_of(k8.view(-1, width), block_n, width)
+    q_tiles = tile_descriptor(q8.view(-1, width), GROUP_M.value, width)
+    k_tiles = tile_descriptor(k8.view(-1, width), block_n, width)
     tiles = -(-chunk_size * heads_per_group // GROUP_M.value)
     stages = min(MAX_STAGES, RING_BYTES // (block_n * width))
     screen_hopper[-(-slots * tiles // GROUPS.value), heads](

@@ -54,7 +54,7 @@ def _own_queries(
 
 
 @triton.jit
-def _store_best(choice, best, row, valid, scores, slots, first, slot, SCORES: tl.constexpr):
+def _store_best(slot_pointers, best, row, valid, scores, slots, first, slot, SCORES: tl.constexpr):
     """Write the slot of each row's best score, given scores [M, N]. The lowest slot wins a tie.
 
     The slot is `first` if all scores are NaN, and -1 if there are no slots to choose from. With SCORES, also write the
@@ -62,7 +62,7 @@ def _store_best(choice, best, row, valid, scores, slots, first, slot, SCORES: tl
     """
     index = tl.min(tl.where(scores == tl.max(scores, 1)[:, None], slots, MAX_INT32), 1)
     index = tl.where(index == MAX_INT32, first, index)
-    tl.store(choice + row, tl.where(slot > first, index, -1), mask=valid)
+    tl.store(slot_pointers + row, tl.where(slot > first, index, -1), mask=valid)
     if SCORES:
         tl.store(best + row, tl.max(scores, 1), mask=valid)
 
@@ -83,32 +83,32 @@ def select_by_mean(
     g = tl.program_id(1)
     slot, first, row, valid, queries = _own_queries(q, table, slots, slots, G, R, HEAD_DIM, BLOCK_D, BLOCK_M, TILES)
     n = tl.arange(0, BLOCK_N)
-    choice = chosen + g.to(tl.int64) * rows
+    slot_pointers = chosen + g.to(tl.int64) * rows
     stride = tl.full((), G, tl.int64) * rows
     if TOP_K == 1:
         best = tl.full([BLOCK_M, BLOCK_N], -float("inf"), tl.float32)
-        at = tl.zeros([BLOCK_M, BLOCK_N], tl.int32) + first
+        best_slot = tl.zeros([BLOCK_M, BLOCK_N], tl.int32) + first
         # Complete tiles need no mask. Masking would take a fifth of the loop's time.
-        whole = first + (slot - first) // BLOCK_N * BLOCK_N
-        for start in range(first, whole, BLOCK_N):
+        full_end = first + (slot - first) // BLOCK_N * BLOCK_N
+        for start in range(first, full_end, BLOCK_N):
             tile = load_rows(means + g * HEAD_DIM, start + n, n >= 0, G * HEAD_DIM, HEAD_DIM, BLOCK_D)
             scores = product(queries, tile.T)
-            at = tl.where(scores > best, start, at)
+            best_slot = tl.where(scores > best, start, best_slot)
             best = tl.maximum(best, scores)
-        inside = whole + n < slot
-        tile = load_rows(means + g * HEAD_DIM, whole + n, inside, G * HEAD_DIM, HEAD_DIM, BLOCK_D)
+        inside = full_end + n < slot
+        tile = load_rows(means + g * HEAD_DIM, full_end + n, inside, G * HEAD_DIM, HEAD_DIM, BLOCK_D)
         scores = tl.where(inside[None, :], product(queries, tile.T), -float("inf"))
-        at = tl.where(scores > best, whole, at)
+        best_slot = tl.where(scores > best, full_end, best_slot)
         best = tl.maximum(best, scores)
-        _store_best(choice, choice, row, valid, best, at + n[None, :], first, slot, False)
+        _store_best(slot_pointers, slot_pointers, row, valid, best, best_slot + n[None, :], first, slot, False)
     else:
-        values = tl.full([BLOCK_M, LIST], -float("inf"), tl.float32)
-        taken = tl.full([BLOCK_M, LIST], -1, tl.int32)
+        top_scores = tl.full([BLOCK_M, LIST], -float("inf"), tl.float32)
+        top_slots = tl.full([BLOCK_M, LIST], -1, tl.int32)
         for start in range(first, slot, BLOCK_N):
             tile = load_rows(means + g * HEAD_DIM, start + n, start + n < slot, G * HEAD_DIM, HEAD_DIM, BLOCK_D)
             scores = tl.where((start + n < slot)[None, :], product(queries, tile.T), -float("inf"))
-            values, taken = insert_tile(values, taken, scores, start)
-        store_list(choice, choice, values, taken, row, valid, stride, TOP_K, False)
+            top_scores, top_slots = insert_tile(top_scores, top_slots, scores, start)
+        store_list(slot_pointers, slot_pointers, top_scores, top_slots, row, valid, stride, TOP_K, False)
 
 
 @triton.jit
@@ -145,12 +145,12 @@ def select_by_keys(
     g = tl.program_id(1)
     slot, first, row, valid, queries = _own_queries(q, table, slots, limit, G, R, HEAD_DIM, BLOCK_D, BLOCK_M, TILES)
     first_key = tl.load(table + first * COLUMNS)
-    choice, value_of = chosen + g.to(tl.int64) * rows, scores + g.to(tl.int64) * rows
+    slot_pointers, score_pointers = chosen + g.to(tl.int64) * rows, scores + g.to(tl.int64) * rows
     n = tl.arange(0, BLOCK_N)
-    values = tl.full([BLOCK_M, LIST], -float("inf"), tl.float32)
-    taken = tl.full([BLOCK_M, LIST], -1, tl.int32)
+    top_scores = tl.full([BLOCK_M, LIST], -float("inf"), tl.float32)
+    top_slots = tl.full([BLOCK_M, LIST], -1, tl.int32)
     best = tl.full([BLOCK_M], -float("inf"), tl.float32)
-    at = tl.zeros([BLOCK_M], tl.int32) + first
+    best_slot = tl.zeros([BLOCK_M], tl.int32) + first
     highest = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     for j in range(0, (slot - first) * CHUNK, BLOCK_N):
@@ -164,20 +164,22 @@ def select_by_keys(
             total = tl.where(j % CHUNK == 0, 0.0, total * tl.exp2((before - level) * scale_log2))
             total += tl.sum(tl.exp2((products - level[:, None]) * scale_log2), 1)
             score = highest * scale_log2 + tl.log2(total)
-        ends = (j + BLOCK_N) % CHUNK == 0
+        is_last_tile = (j + BLOCK_N) % CHUNK == 0
         c = first + j // CHUNK
         if TOP_K == 1:
-            better = ends & (score > best)
+            better = is_last_tile & (score > best)
             best = tl.where(better, score, best)
-            at = tl.where(better, c, at)
+            best_slot = tl.where(better, c, best_slot)
         else:
-            values, taken = insert(values, taken, score, tl.where(ends, c, -1) + tl.zeros([BLOCK_M], tl.int32))
+            inserted_slot = tl.where(is_last_tile, c, -1) + tl.zeros([BLOCK_M], tl.int32)
+            top_scores, top_slots = insert(top_scores, top_slots, score, inserted_slot)
     if TOP_K == 1:
-        tl.store(choice + row, tl.where(slot > first, at, -1), mask=valid)
+        tl.store(slot_pointers + row, tl.where(slot > first, best_slot, -1), mask=valid)
         if SCORES:
-            tl.store(value_of + row, best, mask=valid)
+            tl.store(score_pointers + row, best, mask=valid)
     else:
-        store_list(choice, value_of, values, taken, row, valid, tl.full((), G, tl.int64) * rows, TOP_K, SCORES)
+        stride = tl.full((), G, tl.int64) * rows
+        store_list(slot_pointers, score_pointers, top_scores, top_slots, row, valid, stride, TOP_K, SCORES)
 
 
 @triton.jit
@@ -191,25 +193,26 @@ def select_by_keys_of_short_chunks(
     g = tl.program_id(1)
     slot, first, row, valid, queries = _own_queries(q, table, slots, limit, G, R, HEAD_DIM, BLOCK_D, BLOCK_M, TILES)
     first_key = tl.load(table + first * COLUMNS)
-    choice, value_of = chosen + g.to(tl.int64) * rows, scores + g.to(tl.int64) * rows
+    slot_pointers, score_pointers = chosen + g.to(tl.int64) * rows, scores + g.to(tl.int64) * rows
     PER_TILE: tl.constexpr = BLOCK_N // CHUNK
     n, p = tl.arange(0, BLOCK_N), tl.arange(0, PER_TILE)
-    values = tl.full([BLOCK_M, LIST], -float("inf"), tl.float32)
-    taken = tl.full([BLOCK_M, LIST], -1, tl.int32)
+    top_scores = tl.full([BLOCK_M, LIST], -float("inf"), tl.float32)
+    top_slots = tl.full([BLOCK_M, LIST], -1, tl.int32)
     best = tl.full([BLOCK_M, PER_TILE], -float("inf"), tl.float32)
-    at = tl.zeros([BLOCK_M, PER_TILE], tl.int32) + first
+    best_slot = tl.zeros([BLOCK_M, PER_TILE], tl.int32) + first
     for c in range(first, slot, PER_TILE):
         inside = n < (slot - c) * CHUNK
         token = first_key + (c - first) * CHUNK + n
         keys = load_rows(k + g * HEAD_DIM, token, inside, G * HEAD_DIM, HEAD_DIM, BLOCK_D)
-        found = _chunk_scores(product(queries, keys.T), scale_log2, CHUNK, LSE)
-        found = tl.where((c + p < slot)[None, :], found, -float("inf"))
+        chunk_scores = _chunk_scores(product(queries, keys.T), scale_log2, CHUNK, LSE)
+        chunk_scores = tl.where((c + p < slot)[None, :], chunk_scores, -float("inf"))
         if TOP_K == 1:
-            at = tl.where(found > best, c, at)
-            best = tl.maximum(best, found)
+            best_slot = tl.where(chunk_scores > best, c, best_slot)
+            best = tl.maximum(best, chunk_scores)
         else:
-            values, taken = insert_tile(values, taken, found, c)
+            top_scores, top_slots = insert_tile(top_scores, top_slots, chunk_scores, c)
     if TOP_K == 1:
-        _store_best(choice, value_of, row, valid, best, at + p[None, :], first, slot, SCORES)
+        _store_best(slot_pointers, score_pointers, row, valid, best, best_slot + p[None, :], first, slot, SCORES)
     else:
-        store_list(choice, value_of, values, taken, row, valid, tl.full((), G, tl.int64) * rows, TOP_K, SCORES)
+        stride = tl.full((), G, tl.int64) * rows
+        store_list(slot_pointers, score_pointers, top_scores, top_slots, row, valid, stride, TOP_K, SCORES)

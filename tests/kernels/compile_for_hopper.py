@@ -144,7 +144,7 @@ def main() -> None:
     chunk(300, 128, 128, "exact", backward=False)
     choice_with_scores(512, 128, 128, "exact", 1)
     choice_with_scores(256, 16, 32, "exact_lse", 2)
-    triton_launch_screening.LEAST_CHUNKS, triton_launch_screening.LEAST_OPERATIONS = 1, 0
+    triton_launch_screening.MIN_CHUNKS, triton_launch_screening.MIN_OPERATIONS = 1, 0
     for hopper in (False, True):
         use_hopper_kernels(hopper)
         for d, size in ((16, 32), (128, 512), (256, 128)):

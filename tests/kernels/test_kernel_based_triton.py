@@ -151,9 +151,9 @@ def test_auto_takes_it_and_says_why_not():
 
 
 @pytest.mark.skipif(ON_GPU, reason="says what stands in the way elsewhere")
-@pytest.mark.parametrize(("width", "value", "said"), [(33, 4, "q has head_dim 33: give at most 32"),
+@pytest.mark.parametrize(("width", "value", "message"), [(33, 4, "q has head_dim 33: give at most 32"),
                                                       (4, 257, "v has head_dim 257: give at most 256")])  # fmt: skip
-def test_wide_heads_are_refused(width, value, said):
+def test_wide_heads_are_refused(width, value, message):
     q, v = (torch.zeros(1, 1, 1, size) for size in (width, value))
-    with pytest.raises(ValueError, match=f"^implementation is 'triton', but {said}$"):
+    with pytest.raises(ValueError, match=f"^implementation is 'triton', but {message}$"):
         based(q, q, v, implementation="triton")

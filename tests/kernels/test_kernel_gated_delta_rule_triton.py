@@ -93,7 +93,7 @@ def test_16_bits(dtype, forget):
 
 def test_dimensions_in_several_blocks(monkeypatch):
     monkeypatch.setattr(triton_launch, "multiprocessors", lambda _: 0)
-    for name in ("MULTIPLY", "WALK", "READ", "WRITE_GRADIENTS"):
+    for name in ("MULTIPLY", "SCAN", "READ", "WRITE_GRADIENTS"):
         monkeypatch.setattr(triton_launch, name, getattr(triton_launch, name)._replace(block=16, inner=16))
     check(draw(70, 40, 40, batch=FEW))
 

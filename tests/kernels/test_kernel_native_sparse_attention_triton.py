@@ -47,7 +47,7 @@ def plain_compressed(q, k, v, *, block_size, scale, query_offset):
 
 
 def rows_by_choice(problem, chosen_gr):
-    """Do what `group` of Top-1 Chunk does, which has its own test. Its sorts take seconds in the interpreter."""
+    """Replace `order_by_chunk` of Top-1 Chunk, whose sorts take seconds in the interpreter."""
     num_groups, rows = chosen_gr.shape
     bins = problem.slots + 1
     bin_gr = chosen_gr.where(chosen_gr >= 0, problem.slots) + bins * torch.arange(num_groups)[:, None]
@@ -61,7 +61,7 @@ def for_the_interpreter(monkeypatch):
     if not ON_GPU:
         monkeypatch.setattr(branches, "attend_compressed", plain_compressed)
         monkeypatch.setattr(selected, "MASKED_UP_TO", 0)
-        monkeypatch.setattr(triton_launch_chunk, "group", rows_by_choice)
+        monkeypatch.setattr(triton_launch_chunk, "order_by_chunk", rows_by_choice)
         monkeypatch.setattr(triton_launch_chunk, "backward_segment", lambda problem: 128)
         monkeypatch.setitem(triton_launch.TILES, FP32, Tiles(256, 16, 4, 1))
 

@@ -182,16 +182,16 @@ def test_auto_is_one_of_the_forms_and_survives_autocast():
 def test_fla_is_told_the_bound_of_the_decays(monkeypatch, bound):
     importable = pytest.importorskip("fla.ops.rwkv7", reason="flash-linear-attention is not installed")
     monkeypatch.setattr(interface, "choose_fla_or_plain", lambda *_: "fla")
-    told = []
+    bounds = []
 
     def chunk_rwkv7(*, lower_bound, initial_state, output_final_state, w, **arguments):
-        told.append(lower_bound)
+        bounds.append(lower_bound)
         return brute_force(g=w, **arguments, state=initial_state)
 
     monkeypatch.setattr(importable, "chunk_rwkv7", chunk_rwkv7)
     arguments = inputs(9)
     out, _ = rwkv7(*arguments, log_decay_bound=bound)
-    assert told == [bound]
+    assert bounds == [bound]
     torch.testing.assert_close(out, brute_force(*arguments)[0], rtol=1e-9, atol=1e-11)
 
 

@@ -51,8 +51,8 @@ def test_random_keys(t, d, size, dtype):
 
 @pytest.mark.parametrize(("share", "least"), [(0.0, 0), (1.0, 0), (0.0, 2**28)])
 def test_few_or_all_heads_at_a_time(monkeypatch, share, least):
-    monkeypatch.setattr(triton_launch_screening, "HELD_SHARE", share)
-    monkeypatch.setattr(triton_launch_screening, "LEAST_HELD", least)
+    monkeypatch.setattr(triton_launch_screening, "MAX_SCRATCH_SHARE", share)
+    monkeypatch.setattr(triton_launch_screening, "MIN_SCRATCH_BYTES", least)
     q, k = draw(70, (4, 2), 16, BF16, batch=2)
     screened, plain = both(q, k, 32)
     assert torch.equal(screened, plain)
@@ -145,8 +145,8 @@ def test_the_op_gives_the_same_bits(monkeypatch, t, heads, d):
     options = {"chunk_size": 32, "score": "exact", "implementation": "triton", "return_selection": True}
     plain = top1_chunk_attention(q, k, k, **options)
     called = []
-    monkeypatch.setattr(triton_launch_screening, "LEAST_CHUNKS", 1)
-    monkeypatch.setattr(triton_launch_screening, "LEAST_OPERATIONS", 0)
+    monkeypatch.setattr(triton_launch_screening, "MIN_CHUNKS", 1)
+    monkeypatch.setattr(triton_launch_screening, "MIN_OPERATIONS", 0)
     monkeypatch.setattr(
         triton_launch_choice, "select_screened", lambda *args: called.append(1) or select_screened(*args)
     )

@@ -284,7 +284,7 @@ def test_rows_are_grouped_by_their_choice():
     chosen = torch.randint(-1, slots, (num_groups, rows), generator=gen, dtype=torch.int32).to(DEVICE)
     table = torch.zeros(slots, 6, dtype=torch.int32, device=DEVICE)
     problem = Problem(table, Layout(1, rows, 160, 0, 32), num_groups, num_groups, 16, FP32, 1.0, True, 160)
-    grouped = triton_launch_order.group(problem, chosen)
+    grouped = triton_launch_order.order_by_chunk(problem, chosen)
     order, ends = grouped.rows, grouped.ends[:, -1]
     expected = [
         [r for r in range(rows) if chosen[g, r] == slot] for g in range(num_groups) for slot in [*range(slots), -1]
@@ -294,7 +294,7 @@ def test_rows_are_grouped_by_their_choice():
         if i % (slots + 1) < slots:  # the order of queries that chose no chunk does not matter
             assert order[begin:end].tolist() == wanted
         begin = end
-    segments = triton_launch_order.cut(problem, grouped, 8, chosen.numel())
+    segments = triton_launch_order.cut_into_segments(problem, grouped, 8, chosen.numel())
     items = [item for item in segments.items.tolist() if item[0] < item[1]]
     pieces, parts = [], 0
     for i, wanted in enumerate(expected):
