@@ -73,12 +73,12 @@ class Problem(NamedTuple):
         """Scalar arguments of the kernels. The third is the factor on q and on k, so that their product is s."""
         return self.rows.length, self.chunks, self.width**-0.25, self.rows.sample_stride, self.rows.time_stride
 
-    def launch(self, tuning: Tuning, **more: Any) -> dict[str, Any]:
+    def launch(self, tuning: Tuning, **constants: Any) -> dict[str, Any]:
         """Return the compile-time arguments and launch options of a kernel."""
         return {
             "H": self.heads, "W": self.width, "E": self.value, "F": self.features,
             "BLOCK_W": tile(self.width), "BLOCK_E": tile(self.value), "C": CHUNK, "T": tuning.tile,
-            "num_warps": tuning.num_warps, "num_stages": tuning.num_stages, **more,
+            "num_warps": tuning.num_warps, "num_stages": tuning.num_stages, **constants,
         }  # fmt: skip
 
 
@@ -129,10 +129,10 @@ def _states(problem: Problem, x: Tensor, y: Tensor, weights: tuple[Tensor, Tenso
     size = problem.features * (problem.value + 1)
     states = torch.empty(problem.num_sequences, problem.chunks, size, dtype=torch.float32, device=x.device)
     sums, neg_deltas = (states, states) if weights is None else weights
-    lefts = max(1, (SUM_ROWS if problem.value > NARROW else SUM_ROWS_OF_NARROW) // tile(problem.width))
-    triton_forward.sum_chunks[-(-(problem.width + 2) // lefts), problem.chunks, problem.num_sequences](
+    lefts_per_program = max(1, (SUM_ROWS if problem.value > NARROW else SUM_ROWS_OF_NARROW) // tile(problem.width))
+    triton_forward.sum_chunks[-(-(problem.width + 2) // lefts_per_program), problem.chunks, problem.num_sequences](
         x, y, sums, neg_deltas, states, *problem.scalar_arguments,
-        **problem.launch(SUM, LEFTS=lefts, GRADIENT=weights is not None),
+        **problem.launch(SUM, LEFTS=lefts_per_program, GRADIENT=weights is not None),
     )  # fmt: skip
     triton_forward.accumulate_chunks[-(-size // ACCUMULATE_BLOCK), problem.num_sequences](
         states, problem.chunks, SIZE=size, BLOCK=ACCUMULATE_BLOCK, REVERSE=weights is not None

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kernels.bench.cases import OptionError
 
-LARGEST_SEED = 2**32 - 1
+MAX_SEED = 2**32 - 1
 """Maximum seed. Further inputs use consecutive seeds, which must stay below torch's limit of 2**64 - 1."""
 
 
@@ -33,8 +33,8 @@ def resolve_seed(args: argparse.Namespace) -> int:
         OptionError: the seed is out of range.
     """
     seed: int = int.from_bytes(os.urandom(4)) if args.seed is None else args.seed
-    if not 0 <= seed <= LARGEST_SEED:
-        raise OptionError("--seed", f"{seed} is not in 0 .. {LARGEST_SEED}", "give a number in that range")
+    if not 0 <= seed <= MAX_SEED:
+        raise OptionError("--seed", f"{seed} is not in 0 .. {MAX_SEED}", "give a number in that range")
     return seed
 
 

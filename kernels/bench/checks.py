@@ -208,10 +208,10 @@ def relative_error(actual_bthd: Tensor, expected_bthd: Tensor) -> float:
 
 def largest_share(chunk_bthm: Tensor) -> float | None:
     """Return the largest fraction of a head's choosing queries with the same first chunk; the maximum over heads."""
-    first_xt = chunk_bthm[..., 0].transpose(1, 2).flatten(0, 1)
-    chooses_xt = first_xt >= 0
-    if not bool(chooses_xt.any()):
+    first_chunk_xt = chunk_bthm[..., 0].transpose(1, 2).flatten(0, 1)
+    has_choice_xt = first_chunk_xt >= 0
+    if not bool(has_choice_xt.any()):
         return None
-    counts_xn = torch.zeros(len(first_xt), int(first_xt.max()) + 1, device=first_xt.device)
-    counts_xn.scatter_add_(1, first_xt.clamp(min=0), chooses_xt.float())
-    return float((counts_xn.amax(1) / chooses_xt.sum(1).clamp(min=1)).max())
+    counts_xn = torch.zeros(len(first_chunk_xt), int(first_chunk_xt.max()) + 1, device=first_chunk_xt.device)
+    counts_xn.scatter_add_(1, first_chunk_xt.clamp(min=0), has_choice_xt.float())
+    return float((counts_xn.amax(1) / has_choice_xt.sum(1).clamp(min=1)).max())

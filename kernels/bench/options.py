@@ -123,13 +123,13 @@ def run(args: argparse.Namespace) -> int:
     return 1 if report.failures else 0
 
 
-def _pairs(option: str, text: str, form: str) -> list[tuple[int, int]]:
+def _pairs(option: str, text: str, expected_format: str) -> list[tuple[int, int]]:
     pairs = []
     for part in split_list(text):
         match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", part)
         if match is None:
-            raise OptionError(option, f"{part!r} is not a pair of positive integers", f"write {form}")
+            raise OptionError(option, f"{part!r} is not a pair of positive integers", f"write {expected_format}")
         pairs.append((int(match[1]), int(match[2])))
     if not pairs:
-        raise OptionError(option, "is empty", f"write {form}")
+        raise OptionError(option, "is empty", f"write {expected_format}")
     return pairs

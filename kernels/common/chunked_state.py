@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-CHUNK_SIZE_OF_VECTORS = 16
+VECTOR_DECAY_CHUNK_SIZE = 16
 """Chunk size for a decay per key feature. It is small because each pair of positions needs a number per feature."""
 
 

@@ -40,10 +40,10 @@ def insert_tile(values, slots, scores, first):
         best = tl.max(remaining_scores, 1)
         best_slot = tl.min(tl.where(remaining_scores == best[:, None], remaining, MAX_INT32), 1)
         worst = tl.min(tl.where(slots < 0, -float("inf"), values), 1)
-        useful = (best_slot < MAX_INT32) & ((best > worst) | (tl.min(slots, 1) < 0))
-        values, slots = insert(values, slots, best, tl.where(useful, best_slot, -1))
+        is_useful = (best_slot < MAX_INT32) & ((best > worst) | (tl.min(slots, 1) < 0))
+        values, slots = insert(values, slots, best, tl.where(is_useful, best_slot, -1))
         remaining = tl.where(remaining == best_slot[:, None], MAX_INT32, remaining)
-        remaining = tl.where(useful[:, None], remaining, MAX_INT32)
+        remaining = tl.where(is_useful[:, None], remaining, MAX_INT32)
         has_remaining = tl.min(remaining) < MAX_INT32
     return values, slots
 

@@ -99,7 +99,7 @@ def write_gradients(
     rows, valid = rows_of_chunk(sample, chunk, length, C)
     first_d = tl.program_id(1) * BLOCK_D
     d, i = first_d + tl.arange(0, BLOCK_D), tl.arange(0, C)
-    here = tl.program_id(0).to(tl.int64) * D * E
+    state_offset = tl.program_id(0).to(tl.int64) * D * E
     dq_id, dk_later_id = tl.zeros([C, BLOCK_D], tl.float32), tl.zeros([C, BLOCK_D], tl.float32)
     dk_earlier_id = tl.zeros([C, BLOCK_D], tl.float32)
     dlog_decay = 0.0
@@ -109,7 +109,7 @@ def write_gradients(
         do = tl.load(dout + token_offsets, mask=token_mask, other=0.0)
         u = tl.load(updates + token_offsets, mask=token_mask, other=0.0)
         dv_ie = tl.load(dv + token_offsets, mask=token_mask, other=0.0)
-        state_mask, state_offsets = (d < D)[:, None] & (e < E)[None, :], here + d[:, None] * E + e[None, :]
+        state_mask, state_offsets = (d < D)[:, None] & (e < E)[None, :], state_offset + d[:, None] * E + e[None, :]
         state = tl.load(states + state_offsets, mask=state_mask, other=0.0)
         dstate = tl.load(dstates + state_offsets, mask=state_mask, other=0.0)
         dq_id += product(do, tl.trans(state))
@@ -127,9 +127,9 @@ def write_gradients(
         dk_later_id *= decay_from_start
         dk_earlier_id *= tl.exp2(end - total)[:, None]
         dlog_decay = dlog_decay * tl.exp2(end) + tl.sum(k_id * dk_earlier_id)
-    pair_place = tl.program_id(0).to(tl.int64) * C * C
-    ds_ij = load_rows(ds + pair_place, i, i >= 0, C, C, C)
-    dm_ij = load_rows(dm + pair_place, i, i >= 0, C, C, C)
+    pair_offset = tl.program_id(0).to(tl.int64) * C * C
+    ds_ij = load_rows(ds + pair_offset, i, i >= 0, C, C, C)
+    dm_ij = load_rows(dm + pair_offset, i, i >= 0, C, C, C)
     dq_id = scale * dq_id + product(ds_ij, k_id)
     dk_later_id = -dk_later_id - product(dm_ij, k_id)
     dk_earlier_id += product(tl.trans(ds_ij), q_id) - product(tl.trans(dm_ij), k_id)

@@ -151,15 +151,15 @@ def read_states(
     """
     sample, head, chunk = split_program(tl.program_id(0), chunks, H)
     rows, valid = rows_of_chunk(sample, chunk, length, C)
-    here = tl.program_id(0).to(tl.int64)
+    index = tl.program_id(0).to(tl.int64)
     d, e, i = tl.arange(0, BLOCK_D), tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E), tl.arange(0, C)
     q_id = load_rows(q + head * D, rows, valid, H * D, D, BLOCK_D)
     total, _ = load_totals(totals, sample, chunk, length, head, H, C, DECAYS)
     state_mask, state_offsets = (d < D)[:, None] & (e < E)[None, :], d[:, None] * E + e[None, :]
-    o = product(q_id, tl.load(states + here * D * E + state_offsets, mask=state_mask, other=0.0))
+    o = product(q_id, tl.load(states + index * D * E + state_offsets, mask=state_mask, other=0.0))
     if DECAYS:
         o *= tl.exp2(total)[:, None]
     token_mask, token_offsets = column_offsets(rows, valid, e, head, H, E)
     u = tl.load(updates + token_offsets, mask=token_mask, other=0.0)
-    o += product(load_rows(pairs + here * C * C, i, i >= 0, C, C, C), u)
+    o += product(load_rows(pairs + index * C * C, i, i >= 0, C, C, C), u)
     tl.store(out + token_offsets, (o * scale).to(out.dtype.element_ty), mask=token_mask)

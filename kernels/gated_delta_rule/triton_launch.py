@@ -37,7 +37,7 @@ MULTIPLY = Tuning(num_warps=2, num_stages=2, block=64)
 READ = Tuning(num_warps=4, num_stages=2, block=128)
 SCAN = Tuning(num_warps=4, num_stages=2, block=32)
 SCAN_FEW_PROGRAMS = Tuning(num_warps=4, num_stages=3, block=16)
-"""Parameters of the scans if WALK gives fewer programs than the GPU has multiprocessors."""
+"""Parameters of the scans if SCAN gives fewer programs than the GPU has multiprocessors."""
 WRITE_GRADIENTS = Tuning(num_warps=4, num_stages=2, block=64)
 
 

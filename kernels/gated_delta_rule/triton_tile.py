@@ -101,10 +101,10 @@ def unit_lower_inverse(below, C: tl.constexpr):
     blocks = tl.reshape(blocks, [C // DIAGONAL_BLOCK, DIAGONAL_BLOCK, DIAGONAL_BLOCK])
     inverse = tl.zeros_like(blocks) + (r[:, None] == r[None, :]).to(tl.float32)[None]
     for step in range(1, DIAGONAL_BLOCK):
-        here = (r == step)[None, :, None]
-        row = tl.sum(tl.where(here, blocks, 0.0), 1)
+        is_row = (r == step)[None, :, None]
+        row = tl.sum(tl.where(is_row, blocks, 0.0), 1)
         correction = tl.sum(row[:, :, None] * inverse, 1)
-        inverse = tl.where(here, inverse - correction[:, None, :], inverse)
+        inverse = tl.where(is_row, inverse - correction[:, None, :], inverse)
     inverse = tl.reshape(inverse, [C, DIAGONAL_BLOCK])[:, None, :]
     inverse = tl.reshape(tl.where(in_block[:, :, None], inverse, 0.0), [C, C])
     for join in tl.static_range(2):

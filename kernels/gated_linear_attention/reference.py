@@ -11,7 +11,7 @@ Suffixes: b batch, h head, t position, n chunk, c and i, j position in a chunk, 
 import torch
 from torch import Tensor
 
-from kernels.common.chunked_state import CHUNK_SIZE_OF_VECTORS, pair_decay, to_chunks
+from kernels.common.chunked_state import VECTOR_DECAY_CHUNK_SIZE, pair_decay, to_chunks
 
 CHUNK_SIZE = 64
 
@@ -60,7 +60,7 @@ def chunked(
         o [b, t, h, dv] and the state after the last token.
     """
     length = q_bthd.shape[1]
-    size = min(CHUNK_SIZE if g_bthf.shape[-1] == 1 else CHUNK_SIZE_OF_VECTORS, length)
+    size = min(CHUNK_SIZE if g_bthf.shape[-1] == 1 else VECTOR_DECAY_CHUNK_SIZE, length)
     q, k, v, g = (to_chunks(x, size) for x in (q_bthd * scale, k_bthd, v_bthe, g_bthf))
     total = g.cumsum(dim=-2)
     if total.shape[-1] == 1:

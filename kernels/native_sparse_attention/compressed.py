@@ -84,7 +84,7 @@ def ended_blocks(
 
     first_block, first_query, end_query = tile_bounds(num_queries, num_blocks, query_offset, device)
     # Number of ended blocks for a tile's first and for its last query.
-    fewest = (first_query + 1) // block_size
-    most = end_query // block_size
-    whole = (first_block + BLOCK <= fewest) & (first_query + BLOCK == end_query)
-    return mask_of_blocks(first_block < most, whole, ended, num_queries, num_blocks)
+    min_ended = (first_query + 1) // block_size
+    max_ended = end_query // block_size
+    is_full = (first_block + BLOCK <= min_ended) & (first_query + BLOCK == end_query)
+    return mask_of_blocks(first_block < max_ended, is_full, ended, num_queries, num_blocks)

@@ -77,8 +77,8 @@ def select_blocks(
     importance_bgtn = probabilities_bhtn.unflatten(1, (k_bshd.shape[2], -1)).sum(dim=2)
     # An incomplete last block has no probability. Only queries inside it may select it.
     importance_bgtn = F.pad(importance_bgtn, (0, len(n) - importance_bgtn.shape[-1]))
-    always_tn = (n == own_t1) | (n == own_t1 - 1) | (n == 0)
-    importance_bgtn = importance_bgtn.masked_fill(always_tn, torch.inf)
+    is_fixed_tn = (n == own_t1) | (n == own_t1 - 1) | (n == 0)
+    importance_bgtn = importance_bgtn.masked_fill(is_fixed_tn, torch.inf)
     importance_bgtn = importance_bgtn.masked_fill(n > own_t1, -torch.inf)
     # A stable sort, because topk guarantees no order among equal numbers.
     order_bgtn = importance_bgtn.sort(dim=-1, descending=True, stable=True).indices
@@ -117,6 +117,6 @@ def native_sparse_attention_reference(
     window_ts = causal_mask(q_bthd, k_bshd, query_offset, window)
     compressed = mix_values(probabilities_bhtn, block_means(v_bshe, block_size))
     selected = attend(q_bthd, k_bshd, v_full_bshe, selected_bhts, scale)
-    recent = attend(q_bthd, k_bshd, v_full_bshe, window_ts, scale)
-    compressed_gates, selected_gates, recent_gates = gates_bthx.to(v_full_bshe).split(1, dim=-1)
-    return (compressed_gates * compressed + selected_gates * selected + recent_gates * recent).to(v_bshe.dtype)
+    windowed = attend(q_bthd, k_bshd, v_full_bshe, window_ts, scale)
+    compressed_gates, selected_gates, window_gates = gates_bthx.to(v_full_bshe).split(1, dim=-1)
+    return (compressed_gates * compressed + selected_gates * selected + window_gates * windowed).to(v_bshe.dtype)

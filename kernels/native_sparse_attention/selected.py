@@ -12,10 +12,10 @@ from kernels.common.fusion import compiled
 from kernels.softmax_attention.flex import kernel_options, mask_of_blocks, tile_bounds
 from kernels.top1_chunk import top1_chunk_attention
 
-MASKED_UP_TO = 2
+MAX_MASKED_RATIO = 2
 """Use masked attention if there are at most this many times as many blocks as are selected."""
 
-BITS = 63
+MAX_BITS = 63
 """Maximum number of blocks in a query's bit mask."""
 
 
@@ -41,7 +41,7 @@ def attend_selected(
         query_offset: global position of the first query.
     """
     num_blocks, num_earlier = -(-k_bshd.shape[1] // block_size), earlier_btgm.shape[3]
-    if num_blocks <= min(BITS, MASKED_UP_TO * (num_earlier + 1)):
+    if num_blocks <= min(MAX_BITS, MAX_MASKED_RATIO * (num_earlier + 1)):
         bits_bgt = selection_bits(earlier_btgm, block_size, query_offset)
         return attend_masked(
             q_bthd, k_bshd, v_bshd, bits_bgt, block_size=block_size, scale=scale, query_offset=query_offset
@@ -101,9 +101,9 @@ def _attend(q_bhtd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, *, mask: BlockMask, 
 def _causal_tiles(num_queries: int, num_keys: int, query_offset: int, device: torch.device) -> BlockMask:
     """Return a mask of all tiles with a causal key. The caller sets its `mask_mod`, which every tile applies."""
     first_key, _, end_query = tile_bounds(num_queries, num_keys, query_offset, device)
-    touched = first_key < end_query
+    is_visible = first_key < end_query
 
-    def unset(b: Tensor, h: Tensor, t: Tensor, s: Tensor) -> Tensor:
+    def unset_mask(b: Tensor, h: Tensor, t: Tensor, s: Tensor) -> Tensor:
         raise AssertionError("the mask of the selected blocks was not set")
 
-    return mask_of_blocks(touched, torch.zeros_like(touched), unset, num_queries, num_keys)
+    return mask_of_blocks(is_visible, torch.zeros_like(is_visible), unset_mask, num_queries, num_keys)

@@ -25,6 +25,6 @@ def select_blocks(
             q, mean_keys, lse, chosen, num_queries, num_means, query_offset, tiles, scale,
             G=num_groups, R=num_heads // num_groups, HEAD_DIM=head_dim, BLOCK_D=max(16, next_power_of_two(head_dim)),
             QUERIES=queries, HEADS=heads, BLOCK_N=tile.block_n, SIZE=block_size, TOP_K=num_earlier,
-            LIST=next_power_of_two(num_earlier), **tile.launch(),
+            LIST_SIZE=next_power_of_two(num_earlier), **tile.launch(),
         )  # fmt: skip
     return chosen

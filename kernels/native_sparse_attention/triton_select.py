@@ -14,7 +14,7 @@ from kernels.common.triton_math import LOG2E, load_rows, product
 def select_blocks(
     q, means, lse, chosen, num_queries, num_means, query_offset, tiles, scale,
     G: tl.constexpr, R: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr,
-    HEADS: tl.constexpr, BLOCK_N: tl.constexpr, SIZE: tl.constexpr, TOP_K: tl.constexpr, LIST: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK_N: tl.constexpr, SIZE: tl.constexpr, TOP_K: tl.constexpr, LIST_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Select earlier blocks: the first, the one before the query's own, and the most important. Grid (b * tiles, G).
 
@@ -39,8 +39,8 @@ def select_blocks(
     level = tl.load(lse + (b * (G * R) + g * R + r) * num_queries + t_m, mask=valid_m, other=0.0)
     t = begin + tl.arange(0, QUERIES)
     own = tl.where(t < num_queries, (query_offset + t) // SIZE, 0)[:, None]
-    values = tl.full([QUERIES, LIST], -float("inf"), tl.float32)
-    blocks = tl.full([QUERIES, LIST], -1, tl.int32)
+    values = tl.full([QUERIES, LIST_SIZE], -float("inf"), tl.float32)
+    blocks = tl.full([QUERIES, LIST_SIZE], -1, tl.int32)
     end = tl.max(own)
     for first in range(0, end, BLOCK_N):
         n = first + tl.arange(0, BLOCK_N)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kernels.common.chunked_state import CHUNK_SIZE_OF_VECTORS, pair_decay, to_chunks
+from kernels.common.chunked_state import VECTOR_DECAY_CHUNK_SIZE, pair_decay, to_chunks
 
 
 def recurrent(
@@ -44,9 +44,9 @@ def recurrent(
     outputs = []
     for t in range(r_bthd.shape[1]):
         u_bhe = torch.einsum("bhd,bhde->bhe", a_bthd[:, t], state_bhde)
-        moved = b_bthd[:, t, :, :, None] * u_bhe[:, :, None, :]
-        written = k_bthd[:, t, :, :, None] * v_bthe[:, t, :, None, :]
-        state_bhde = state_bhde * g_bthd[:, t, :, :, None].exp() + moved + written
+        update = b_bthd[:, t, :, :, None] * u_bhe[:, :, None, :]
+        key_value = k_bthd[:, t, :, :, None] * v_bthe[:, t, :, None, :]
+        state_bhde = state_bhde * g_bthd[:, t, :, :, None].exp() + update + key_value
         outputs.append(torch.einsum("bhd,bhde->bhe", r_bthd[:, t] * scale, state_bhde))
     return torch.stack(outputs, dim=1), state_bhde
 
@@ -86,14 +86,16 @@ def chunked(
         o [b, t, h, dv] and the state after the last token.
     """
     length = r_bthd.shape[1]
-    size = min(CHUNK_SIZE_OF_VECTORS, length)
+    size = min(VECTOR_DECAY_CHUNK_SIZE, length)
     r, k, v, g, a, b = (to_chunks(x, size) for x in (r_bthd * scale, k_bthd, v_bthe, g_bthd, a_bthd, b_bthd))
     total = g.cumsum(dim=-2)
     (ab, ak), (rb, rk) = _products(a, r, b, k, total)
     local_u, w = _solve_chunks(ab, ak @ v, _shift_down(total).exp() * a)
     decay_to_end = (total[..., -1:, :] - total).exp()
-    written = (decay_to_end * k).mT @ v
-    state_bhde, states, updates = _scan(local_u, w, decay_to_end * b, written, total[..., -1:, :].exp().mT, state_bhde)
+    key_value = (decay_to_end * k).mT @ v
+    state_bhde, states, updates = _scan(
+        local_u, w, decay_to_end * b, key_value, total[..., -1:, :].exp().mT, state_bhde
+    )
     out_bhnce = (r * total.exp()) @ states + rb @ updates + rk @ v
     return out_bhnce.flatten(2, 3)[:, :, :length].transpose(1, 2), state_bhde
 
@@ -121,7 +123,7 @@ def _solve_chunks(ab: Tensor, local_u: Tensor, w: Tensor) -> tuple[Tensor, Tenso
 
 
 def _scan(
-    local_u: Tensor, w: Tensor, b_to_end: Tensor, written: Tensor, decay_bhnd1: Tensor, state: Tensor
+    local_u: Tensor, w: Tensor, b_to_end: Tensor, key_value: Tensor, decay_bhnd1: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Scan the state over the chunks. Return the final state, each chunk's initial state and each chunk's u."""
     states, updates = [], []
@@ -129,5 +131,5 @@ def _scan(
         u = local_u[:, :, n] + w[:, :, n] @ state
         states.append(state)
         updates.append(u)
-        state = decay_bhnd1[:, :, n] * state + b_to_end[:, :, n].mT @ u + written[:, :, n]
+        state = decay_bhnd1[:, :, n] * state + b_to_end[:, :, n].mT @ u + key_value[:, :, n]
     return state, torch.stack(states, dim=2), torch.stack(updates, dim=2)

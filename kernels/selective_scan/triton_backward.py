@@ -20,14 +20,14 @@ import triton
 import triton.language as tl
 
 from kernels.common.triton_math import LN2, LOG2E
-from kernels.selective_scan.triton_forward import place_in_grid
+from kernels.selective_scan.triton_forward import grid_position
 from kernels.selective_scan.triton_tile import (
     has_channel,
     load_float,
     load_token,
-    place_in_tile,
     sum_over_channels,
     sum_over_states,
+    tile_position,
 )
 
 
@@ -45,10 +45,10 @@ def find_chunk_starts(
         C: [rows, G, N].
         starts: fp32 [samples, chunks, channels, N], written.
     """
-    sample, chunk, group, channel, count = place_in_grid(
+    sample, chunk, group, channel, count = grid_position(
         tl.program_id(0), chunks, group_blocks, group_channels, G, ER * EL
     )
-    n, e, _, e_writer = place_in_tile(unit, NR, ER, NL, EL)
+    n, e, _, e_writer = tile_position(unit, NR, ER, NL, EL)
     exists, channels = has_channel(e, count, WHOLE), G * group_channels
     begin, end = chunk * chunk_length, tl.minimum((chunk + 1) * chunk_length, length)
     dy, dt, C = dy + channel, dt + channel, C + group * N
@@ -118,9 +118,9 @@ def scan_backward(
             may have fewer.
         WHOLE: True if all blocks of channels and all steps are complete, so that no masks are needed.
     """
-    sample, chunk, group, first_channel, _ = place_in_grid(tl.program_id(0), chunks, parts, group_channels, G, 0)
+    sample, chunk, group, first_channel, _ = grid_position(tl.program_id(0), chunks, parts, group_channels, G, 0)
     part = tl.program_id(0) % parts
-    n, e, n_writer, e_writer = place_in_tile(unit, NR, ER, NL, EL)
+    n, e, n_writer, e_writer = tile_position(unit, NR, ER, NL, EL)
     channels = G * group_channels
     begin, end = chunk * chunk_length, tl.minimum((chunk + 1) * chunk_length, length)
     sample = sample.to(tl.int64)

@@ -17,11 +17,11 @@ import triton
 import triton.language as tl
 
 from kernels.common.triton_math import LOG2E
-from kernels.selective_scan.triton_tile import has_channel, load_float, load_token, place_in_tile, sum_over_states
+from kernels.selective_scan.triton_tile import has_channel, load_float, load_token, sum_over_states, tile_position
 
 
 @triton.jit
-def place_in_grid(program, chunks, group_blocks, group_channels, G: tl.constexpr, BLOCK: tl.constexpr):
+def grid_position(program, chunks, group_blocks, group_channels, G: tl.constexpr, BLOCK: tl.constexpr):
     """Return a program's position in the grid samples * chunks * G * group_blocks.
 
     Returns:
@@ -59,10 +59,10 @@ def find_chunk_ends(
 
     With WHOLE, every block must have ER * EL channels.
     """
-    sample, chunk, group, channel, count = place_in_grid(
+    sample, chunk, group, channel, count = grid_position(
         tl.program_id(0), chunks, group_blocks, group_channels, G, ER * EL
     )
-    n, e, _, e_writer = place_in_tile(unit, NR, ER, NL, EL)
+    n, e, _, e_writer = tile_position(unit, NR, ER, NL, EL)
     exists, channels = has_channel(e, count, WHOLE), G * group_channels
     begin, end = chunk * chunk_length, tl.minimum((chunk + 1) * chunk_length, length)
     x, dt, B = x + channel, dt + channel, B + group * N
@@ -136,10 +136,10 @@ def scan_forward(
             divides chunk_length if there are several chunks.
         last: fp32 [samples, channels, N], written: the state after the last token.
     """
-    sample, chunk, group, channel, count = place_in_grid(
+    sample, chunk, group, channel, count = grid_position(
         tl.program_id(0), chunks, group_blocks, group_channels, G, ER * EL
     )
-    n, e, _, e_writer = place_in_tile(unit, NR, ER, NL, EL)
+    n, e, _, e_writer = tile_position(unit, NR, ER, NL, EL)
     exists, channels = has_channel(e, count, WHOLE), G * group_channels
     begin, end = chunk * chunk_length, tl.minimum((chunk + 1) * chunk_length, length)
     sample = sample.to(tl.int64)

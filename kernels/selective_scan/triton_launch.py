@@ -69,7 +69,7 @@ class Blocks(NamedTuple):
         return -(-self.group_channels // (self.ER * self.EL))
 
     @property
-    def whole(self) -> bool:
+    def is_whole(self) -> bool:
         """True if every block has all its channels."""
         return self.group_channels % (self.ER * self.EL) == 0
 
@@ -129,7 +129,7 @@ def forward(
     with on_device(x):
         triton_forward.scan_forward[_programs(rows, chunks, blocks),](
             x, dt, A, B, C, D, before, y, saved_states, last, *_scalar_arguments(rows, chunks, blocks),
-            WHOLE=blocks.whole, SPAN=TUNING.span, KEEP=training, **blocks.constants(TUNING.forward_registers),
+            WHOLE=blocks.is_whole, SPAN=TUNING.span, KEEP=training, **blocks.constants(TUNING.forward_registers),
         )  # fmt: skip
     return y, last, saved_states
 
@@ -157,7 +157,7 @@ def _combine_chunks(
     with on_device(x):
         find[_programs(rows, chunks, blocks),](
             x, dt, A, B, ends, dt_sums, *_scalar_arguments(rows, chunks, blocks),
-            WHOLE=blocks.whole, **blocks.constants(TUNING.forward_registers),
+            WHOLE=blocks.is_whole, **blocks.constants(TUNING.forward_registers),
         )  # fmt: skip
         triton_forward.join_chunks[rows.samples, -(-A.numel() // JOIN_BLOCK)](
             ends, dt_sums, A, first, chunks.chunks, A.shape[0],
@@ -190,7 +190,7 @@ def backward(
         triton_backward.scan_backward[num_chunks * blocks.groups * parts,](
             dy, x, dt, A, B, C, D, saved_states, after, dx, ddt, dA, dB, dC, dD, dfirst, rows.length, num_rows, *chunks,
             parts, part_blocks, blocks.group_blocks, blocks.group_channels, rows.sample_stride, rows.time_stride, 1,
-            WHOLE=blocks.whole and rows.length % step == 0, SPAN=TUNING.span, STEP=step,
+            WHOLE=blocks.is_whole and rows.length % step == 0, SPAN=TUNING.span, STEP=step,
             **blocks.constants(TUNING.backward_registers),
         )  # fmt: skip
     return dx, ddt, *(y.sum(0) for y in (dA, dB, dC, dD)), dfirst

@@ -16,7 +16,7 @@ import triton.language as tl
 
 
 @triton.jit
-def place_in_tile(unit, NR: tl.constexpr, ER: tl.constexpr, NL: tl.constexpr, EL: tl.constexpr):
+def tile_position(unit, NR: tl.constexpr, ER: tl.constexpr, NL: tl.constexpr, EL: tl.constexpr):
     """Return the state elements and channels of each lane.
 
     Args:

@@ -85,17 +85,19 @@ def visible_blocks(
         query_offset: position of the first query; keys are at 0 .. tk-1.
         device: device of the mask.
     """
-    reach = query_offset + num_queries if window is None else window
+    effective_window = query_offset + num_queries if window is None else window
 
     def visible(b: Tensor, h: Tensor, t: Tensor, s: Tensor) -> Tensor:
-        return (s <= t + query_offset) & (s > t + query_offset - reach)
+        return (s <= t + query_offset) & (s > t + query_offset - effective_window)
 
     first_key, first_query, end_query = tile_bounds(num_queries, num_keys, query_offset, device)
     last_key, last_query = first_key + BLOCK - 1, end_query - 1
-    touched = (first_key <= last_query) & (last_key > first_query - reach)
+    is_visible = (first_key <= last_query) & (last_key > first_query - effective_window)
     # An incomplete block is not a full block: like torch, let the mask exclude the missing queries and keys.
-    whole = (last_key <= first_query) & (first_key > last_query - reach) & (first_query + BLOCK == end_query)
-    return mask_of_blocks(touched, whole, visible, num_queries, num_keys)
+    is_full = (
+        (last_key <= first_query) & (first_key > last_query - effective_window) & (first_query + BLOCK == end_query)
+    )
+    return mask_of_blocks(is_visible, is_full, visible, num_queries, num_keys)
 
 
 def tile_bounds(
@@ -111,18 +113,20 @@ def tile_bounds(
     return first_key, query_offset + first_query, query_offset + end_query
 
 
-def mask_of_blocks(touched_ij: Tensor, whole_ij: Tensor, visible: Any, num_queries: int, num_keys: int) -> BlockMask:
+def mask_of_blocks(
+    is_visible_ij: Tensor, is_full_ij: Tensor, visible: Any, num_queries: int, num_keys: int
+) -> BlockMask:
     """Build FlexAttention's mask from properties of its blocks of BLOCK queries and keys.
 
     Args:
-        touched_ij: bool, True if any query of the block sees any of its keys.
-        whole_ij: bool, True if all queries see all keys and the block is complete.
-        visible: torch's mask_mod, applied in blocks that are touched but not whole.
+        is_visible_ij: bool, True if any query of the block sees any of its keys.
+        is_full_ij: bool, True if all queries see all keys and the block is complete.
+        visible: torch's mask_mod, applied in blocks that are visible but not full.
         num_queries: tq.
         num_keys: tk.
     """
     return BlockMask.from_kv_blocks(
-        *_block_lists(touched_ij & ~whole_ij), *_block_lists(whole_ij),
+        *_block_lists(is_visible_ij & ~is_full_ij), *_block_lists(is_full_ij),
         BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(num_queries, num_keys),
     )  # fmt: skip
 

@@ -11,7 +11,7 @@ from kernels.common.attention_math import causal_mask, upcast
 from kernels.softmax_attention.reference import distance_bias
 
 CUDNN_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-CUDNN_LENGTH, CUDNN_MULTIPLE = 2048, 128
+CUDNN_MIN_LENGTH, CUDNN_MULTIPLE = 2048, 128
 """Minimum sequence length for cuDNN, and the number that the length must be a multiple of. cuDNN builds a plan for each
 shape, so it pays only if shapes recur, as in training. Lengths of prompts do not recur."""
 
@@ -70,7 +70,7 @@ def _backends(q_bthd: Tensor, mask: Tensor | None) -> AbstractContextManager[Non
     training with Transformer Engine. If cuDNN does not support the inputs, the next backend runs.
     """
     length = q_bthd.shape[1]
-    if mask is not None or not q_bthd.is_cuda or length < CUDNN_LENGTH or length % CUDNN_MULTIPLE:
+    if mask is not None or not q_bthd.is_cuda or length < CUDNN_MIN_LENGTH or length % CUDNN_MULTIPLE:
         return nullcontext()
     if torch.cuda.get_device_capability(q_bthd.device) < (9, 0):
         return nullcontext()

@@ -30,7 +30,7 @@ def select_by_mean(problem: Problem, q: Tensor, means: Tensor, chosen: Tensor) -
     triton_select.select_by_mean[problem.slots * row_tiles, problem.num_groups](
         q, means, chosen, problem.table, problem.rows, problem.slots,
         R=problem.heads_per_group, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, TILES=row_tiles, TOP_K=len(chosen),
-        LIST=next_power_of_two(len(chosen)), **tiles.launch(), **problem.shape,
+        LIST_SIZE=next_power_of_two(len(chosen)), **tiles.launch(), **problem.shape,
     )  # fmt: skip
 
 
@@ -68,6 +68,6 @@ def select_by_keys(
         q, k, chosen, chosen if scores is None else scores, problem.table, problem.rows, problem.slots,
         problem.slots if limit is None else limit, problem.scale / LN2,
         R=problem.heads_per_group, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, CHUNK=size, TILES=row_tiles,
-        TOP_K=len(chosen), LIST=next_power_of_two(len(chosen)), LSE=lse, SCORES=scores is not None,
+        TOP_K=len(chosen), LIST_SIZE=next_power_of_two(len(chosen)), LSE=lse, SCORES=scores is not None,
         **tiles.launch(), **problem.shape,
     )  # fmt: skip

@@ -52,7 +52,7 @@ def _rank(score, slot):
 
 @triton.jit
 def _score(rank):
-    """Return the score packed by `_rank`; NaN for NONE_YET."""
+    """Return the score packed by `_rank`; NaN for INITIAL_RANK."""
     rising = (rank >> 32).to(tl.int32)
     return (rising ^ ((rising >> 31) & MAX_INT32)).to(tl.float32, bitcast=True)
 
@@ -190,7 +190,7 @@ def recheck(
 
     Args:
         q, k: queries and keys of the first head.
-        best: int64 [heads, rows], initially NONE_YET; raised to the highest `_rank`.
+        best: int64 [heads, rows], initially INITIAL_RANK; raised to the highest `_rank`.
         order: output of `place_counted`.
         items: output of `cut_segments`.
     """

@@ -71,7 +71,7 @@ def _store_best(slot_pointers, best, row, valid, scores, slots, first, slot, SCO
 def select_by_mean(
     q, means, chosen, table, rows, slots,
     G: tl.constexpr, R: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, TILES: tl.constexpr, TOP_K: tl.constexpr, LIST: tl.constexpr,
+    BLOCK_N: tl.constexpr, TILES: tl.constexpr, TOP_K: tl.constexpr, LIST_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Select by q . mean key. Grid (slots * TILES, G), the last slots first, because they have the most work.
 
@@ -102,8 +102,8 @@ def select_by_mean(
         best = tl.maximum(best, scores)
         _store_best(slot_pointers, slot_pointers, row, valid, best, best_slot + n[None, :], first, slot, False)
     else:
-        top_scores = tl.full([BLOCK_M, LIST], -float("inf"), tl.float32)
-        top_slots = tl.full([BLOCK_M, LIST], -1, tl.int32)
+        top_scores = tl.full([BLOCK_M, LIST_SIZE], -float("inf"), tl.float32)
+        top_slots = tl.full([BLOCK_M, LIST_SIZE], -1, tl.int32)
         for start in range(first, slot, BLOCK_N):
             tile = load_rows(means + g * HEAD_DIM, start + n, start + n < slot, G * HEAD_DIM, HEAD_DIM, BLOCK_D)
             scores = tl.where((start + n < slot)[None, :], product(queries, tile.T), -float("inf"))
@@ -127,7 +127,7 @@ def _chunk_scores(products, SCALE_LOG2, CHUNK: tl.constexpr, LSE: tl.constexpr):
 def select_by_keys(
     q, k, chosen, scores, table, rows, slots, limit, scale_log2,
     G: tl.constexpr, R: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr, TOP_K: tl.constexpr, LIST: tl.constexpr,
+    BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr, TOP_K: tl.constexpr, LIST_SIZE: tl.constexpr,
     LSE: tl.constexpr, SCORES: tl.constexpr,
 ):  # fmt: skip
     """Select by the highest q . key of a chunk, or by the log-sum-exp of scale * q . key. Grid (slots * TILES, G).
@@ -147,8 +147,8 @@ def select_by_keys(
     first_key = tl.load(table + first * COLUMNS)
     slot_pointers, score_pointers = chosen + g.to(tl.int64) * rows, scores + g.to(tl.int64) * rows
     n = tl.arange(0, BLOCK_N)
-    top_scores = tl.full([BLOCK_M, LIST], -float("inf"), tl.float32)
-    top_slots = tl.full([BLOCK_M, LIST], -1, tl.int32)
+    top_scores = tl.full([BLOCK_M, LIST_SIZE], -float("inf"), tl.float32)
+    top_slots = tl.full([BLOCK_M, LIST_SIZE], -1, tl.int32)
     best = tl.full([BLOCK_M], -float("inf"), tl.float32)
     best_slot = tl.zeros([BLOCK_M], tl.int32) + first
     highest = tl.full([BLOCK_M], -float("inf"), tl.float32)
@@ -186,7 +186,7 @@ def select_by_keys(
 def select_by_keys_of_short_chunks(
     q, k, chosen, scores, table, rows, slots, limit, scale_log2,
     G: tl.constexpr, R: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr, TOP_K: tl.constexpr, LIST: tl.constexpr,
+    BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr, TOP_K: tl.constexpr, LIST_SIZE: tl.constexpr,
     LSE: tl.constexpr, SCORES: tl.constexpr,
 ):  # fmt: skip
     """Implement `select_by_keys` for tiles of keys that contain several chunks. Grid (slots * TILES, G)."""
@@ -196,8 +196,8 @@ def select_by_keys_of_short_chunks(
     slot_pointers, score_pointers = chosen + g.to(tl.int64) * rows, scores + g.to(tl.int64) * rows
     PER_TILE: tl.constexpr = BLOCK_N // CHUNK
     n, p = tl.arange(0, BLOCK_N), tl.arange(0, PER_TILE)
-    top_scores = tl.full([BLOCK_M, LIST], -float("inf"), tl.float32)
-    top_slots = tl.full([BLOCK_M, LIST], -1, tl.int32)
+    top_scores = tl.full([BLOCK_M, LIST_SIZE], -float("inf"), tl.float32)
+    top_slots = tl.full([BLOCK_M, LIST_SIZE], -1, tl.int32)
     best = tl.full([BLOCK_M, PER_TILE], -float("inf"), tl.float32)
     best_slot = tl.zeros([BLOCK_M, PER_TILE], tl.int32) + first
     for c in range(first, slot, PER_TILE):

@@ -36,9 +36,9 @@ def query_block(
     own = tl.load(own_key + token, mask=valid, other=-1)
     last = row_start + tl.minimum(i + BLOCK_M, length) - 1
     begin, end = tl.load(first_key + row_start + i), tl.load(own_key + last) + 1
-    whole = (tl.load(own_key + row_start + i) + 1 - begin) // BLOCK_N * BLOCK_N
+    num_common = (tl.load(own_key + row_start + i) + 1 - begin) // BLOCK_N * BLOCK_N
     # If the block contains a document boundary, no key is visible to all queries.
-    common = begin + tl.where(tl.load(first_key + last) == begin, whole, 0)
+    common = begin + tl.where(tl.load(first_key + last) == begin, num_common, 0)
     return valid, token, first, own, begin, common, end
 
 

@@ -13,14 +13,14 @@ def meta(*shape: int, requires_grad: bool = True, dtype: torch.dtype = torch.bfl
     return torch.empty(*shape, device="meta", dtype=dtype, requires_grad=requires_grad)
 
 
-def kept_by(call: Callable[[], Any]) -> list[int]:
+def saved_sizes(call: Callable[[], Any]) -> list[int]:
     """Return the sizes in bytes of the tensors that autograd saves for a call."""
     found: dict[int, int] = {}
 
-    def note(x: Tensor) -> None:
+    def record(x: Tensor) -> None:
         found[x.untyped_storage()._cdata] = x.untyped_storage().nbytes()
 
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda x: x):
         results = call()
     assert results is not None
     return sorted(found.values())

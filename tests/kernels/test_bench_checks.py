@@ -1,4 +1,4 @@
-"""Checks in the benchmark of kernels: right results pass and are timed, wrong ones are reported and never timed."""
+"""Checks in the benchmark of kernels: correct results pass and are timed, wrong ones are reported and never timed."""
 
 import math
 import sys
@@ -42,11 +42,11 @@ class FakeMeter:
 
 
 def plan(**changes):
-    usual = {
+    defaults = {
         "shapes": (SHAPE,), "ops": (), "peers": (), "passes": ("forward", "forward_backward"), "choices": "even",
         "repeat": 3, "chunk_size": CHUNK, "top_k": 1, "seed": 5, "output": Path("out"),
     }  # fmt: skip
-    return KernelPlan(**(usual | changes))
+    return KernelPlan(**(defaults | changes))
 
 
 def draw(shape, choices="even", seed=3):
@@ -76,7 +76,7 @@ def changed(build, change):
     return changed_build
 
 
-RIGHT = {
+CORRECT = {
     "approx": chunk_builder("approx"),
     "exact": chunk_builder("exact"),
     "exact_lse": chunk_builder("exact_lse"),
@@ -87,9 +87,9 @@ RIGHT = {
 }
 
 
-@pytest.mark.parametrize("name", RIGHT)
-def test_right_results_pass(name):
-    verdict = checks.check(RIGHT[name], SHAPE, draw, gradients=True)
+@pytest.mark.parametrize("name", CORRECT)
+def test_correct_results_pass(name):
+    verdict = checks.check(CORRECT[name], SHAPE, draw, gradients=True)
     assert (verdict.failure, verdict.gradient_failure) == (None, None)
     assert set(verdict.errors) == {"output", "dq", "dk", "dv"}
     assert all(0 < verdict.errors[gradient] < 5e-3 for gradient in ("dq", "dk", "dv"))
@@ -103,12 +103,12 @@ def test_right_results_pass(name):
 
 
 @pytest.mark.parametrize("name", ["exact", "straight_through"])
-def test_a_short_sequence_with_nothing_to_choose(name):
-    verdict = checks.check(RIGHT[name], replace(SHAPE, length=5), draw, gradients=True)
+def test_sequence_of_one_chunk(name):
+    verdict = checks.check(CORRECT[name], replace(SHAPE, length=5), draw, gradients=True)
     assert (verdict.failure, verdict.gradient_failure) == (None, None)
 
 
-def off_in_one_row(out, chosen):
+def error_in_one_row(out, chosen):
     out = out.clone()
     out[0, -1, 1] += 1
     return out, chosen
@@ -137,10 +137,10 @@ def future_key(out, chosen):
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "complaint"),
+    ("name", "change", "expected_message"),
     [
-        ("exact", off_in_one_row, "output off by "),
-        ("sdpa", off_in_one_row, "output off by "),
+        ("exact", error_in_one_row, "output off by "),
+        ("sdpa", error_in_one_row, "output off by "),
         ("exact", not_a_number, "output off by nan"),
         ("straight_through", not_a_number, "output off by nan"),
         ("exact", second_best, "are wrong: 0 are impossible, others differ by up to "),
@@ -151,20 +151,20 @@ def future_key(out, chosen):
         ("straight_through", lambda out, chosen: (out * 1.01, chosen), "output off by "),
     ],
 )
-def test_wrong_results_are_not_timed(name, change, complaint):
+def test_wrong_results_are_not_timed(name, change, expected_message):
     meter = FakeMeter()
-    report = bench(plan(), meter, CPU, progress=lambda _: None, builders={"ours": changed(RIGHT[name], change)})
+    report = bench(plan(), meter, CPU, progress=lambda _: None, builders={"ours": changed(CORRECT[name], change)})
     assert meter.timed == 0
-    assert [complaint in row.failed for row in report.rows] == [True, True]
+    assert [expected_message in row.failed for row in report.rows] == [True, True]
     assert report.failures == report.rows
     assert report.rows[0].summary.startswith("failed: ")
 
 
-def test_a_choice_named_twice_is_wrong():
+def test_repeated_choice_is_wrong():
     def twice(out, chosen):
         return out, torch.cat([chosen[..., :1], chosen[..., :1], chosen[..., 2:]], dim=-1)
 
-    verdict = checks.check(changed(RIGHT["top 3"], twice), SHAPE, draw, gradients=False)
+    verdict = checks.check(changed(CORRECT["top 3"], twice), SHAPE, draw, gradients=False)
     assert "choices" in verdict.failure
 
 
@@ -180,9 +180,9 @@ class WrongGradient(torch.autograd.Function):
         return grad
 
 
-def test_a_wrong_gradient_stops_the_backward_only():
+def test_wrong_gradient_fails_only_the_backward_pass():
     meter = FakeMeter()
-    wrong = changed(RIGHT["exact"], lambda out, chosen: (WrongGradient.apply(out), chosen))
+    wrong = changed(CORRECT["exact"], lambda out, chosen: (WrongGradient.apply(out), chosen))
     report = bench(plan(), meter, CPU, progress=lambda _: None, builders={"ours": wrong})
     forward, both = report.rows
     assert forward.measured is not None
@@ -205,7 +205,7 @@ def test_choices_within_rounding_pass_and_are_counted():
         assert (found.wrong, found.impossible, found.worst) == (0, 0, 0)
 
 
-def test_exceptions_a_peer_did_not_run_and_ours_failed():
+def test_exceptions_of_peers_and_of_our_ops():
     def refuse(shape):
         raise NotRun("wants other heads")
 
@@ -230,11 +230,11 @@ def test_exceptions_a_peer_did_not_run_and_ours_failed():
     assert [row.name for row in report.failures] == ["top1_chunk:exact"]
 
 
-def test_memory_beyond_inputs_and_results():
+def test_extra_memory():
     saved = []
     report = bench(
         plan(), FakeMeter(), CPU, progress=lambda _: None, save=lambda report: saved.append(len(report.rows)),
-        builders={"top1_chunk:exact": RIGHT["exact"]},
+        builders={"top1_chunk:exact": CORRECT["exact"]},
     )  # fmt: skip
     q, k = 2 * 2 * 150 * 4 * 16, 2 * 2 * 150 * 2 * 16
     forward, both = (row.measured for row in report.rows)
@@ -243,8 +243,8 @@ def test_memory_beyond_inputs_and_results():
     assert saved == [0, 2]
 
 
-def test_plan_names_make_contestants():
-    """Names in a plan resolve to our public ops, here in their plain form."""
+def test_contestants_by_name():
+    """Names in a plan resolve to our public ops, here in plain torch."""
     report = bench(
         plan(ops=("top1_chunk:approx", "top1_element:selected"), peers=("nsa",), passes=("forward",)),
         FakeMeter(), CPU, progress=lambda _: None,
@@ -255,14 +255,14 @@ def test_plan_names_make_contestants():
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_the_window_attends_as_its_reference():
+def test_flex_window_matches_its_reference():
     build = partial(peers.flex_window, window=32, compiled=False)
     verdict = checks.check(build, replace(SHAPE, length=130, batch=1), draw, gradients=False)
     assert verdict.failure is None
 
 
 def plain_nsa(q, k, v, g_cmp=None, g_slc=None, block_indices=None, block_counts=None, block_size=64):
-    """fla's native sparse attention, written as loops. The block choice is not checked, so any choice will do."""
+    """fla's native sparse attention, written as loops. Its block selection is arbitrary, because it is not checked."""
     batch, length, heads, dim = q.shape
     ratio = heads // k.shape[2]
     out = torch.zeros_like(q)
@@ -285,7 +285,7 @@ def plain_nsa(q, k, v, g_cmp=None, g_slc=None, block_indices=None, block_counts=
     return out
 
 
-def test_nsa_is_checked_in_its_two_parts(monkeypatch):
+def test_both_parts_of_nsa_are_checked(monkeypatch):
     for name in ("fla", "fla.ops", "fla.ops.nsa"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setattr(peers, "find_spec", lambda name: object())
@@ -302,7 +302,7 @@ def test_nsa_is_checked_in_its_two_parts(monkeypatch):
 
 @pytest.mark.parametrize(("choices", "low", "high"), [("even", 0.05, 0.5), ("zipf", 0.15, 0.75), ("same", 0.999, 1.0)])
 @pytest.mark.parametrize("score", ["approx", "exact"])
-def test_choices_spread_as_asked(choices, low, high, score):
+def test_distribution_of_choices(choices, low, high, score):
     shape = Shape(batch=1, length=64 * CHUNK, heads=4, groups=2, head_dim=32)
     q, k, _ = draw(shape, choices)
     assert q.dtype == torch.bfloat16
@@ -313,7 +313,7 @@ def test_choices_spread_as_asked(choices, low, high, score):
     assert not first[0].equal(last[0])
 
 
-def test_shares_errors_and_quantiles_by_value():
+def test_shares_errors_and_quantiles():
     chosen = torch.tensor([[[-1], [0], [0], [1]], [[-1], [2], [1], [0]]]).transpose(0, 1)[None]
     assert checks.largest_share(chosen) == pytest.approx(2 / 3)
     assert checks.largest_share(torch.full((1, 4, 2, 1), -1)) is None

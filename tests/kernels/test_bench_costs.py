@@ -48,7 +48,7 @@ def test_operations(length):
     assert found == (a_product * (3 * means + 2 * chosen), a_product * (8 * means + 7 * chosen))
 
 
-def test_the_usual_formulas_are_the_limit():
+def test_usual_formulas_in_the_limit():
     t, d, h, c = 102_400, 128, 16, 128
     long = Shape(batch=1, length=t, heads=h, groups=h, head_dim=d)
     assert costs.causal_attention(long).forward == pytest.approx(2 * 2 * t**2 / 2 * d * h, rel=1e-3)

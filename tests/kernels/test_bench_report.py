@@ -30,7 +30,7 @@ def row(name, median=None, pass_name="forward", shape=SHAPE, **fields):
 
 
 @pytest.fixture
-def canned():
+def sample_report():
     verdict = Verdict(errors={"output": 0.002, "dq": float("nan")}, choices=1000, different=3, largest_share=0.0123)
     plan = KernelPlan(
         shapes=(SHAPE, FEW_KEYS), ops=("top1_chunk:exact",), peers=("sdpa_cudnn", "nsa"), passes=("forward",),
@@ -51,8 +51,8 @@ def table(text):
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
-def test_the_table(canned):
-    text = canned.markdown()
+def test_table(sample_report):
+    text = sample_report.markdown()
     header, _, *rows = table(text)
     assert header[0] == "heads x dim"
     assert {len(line) for line in rows} == {len(header)}
@@ -72,13 +72,13 @@ def test_the_table(canned):
     assert (
         text.count("3 of 1000 choices differ from those by float64; a head's most popular chunk has at most 1.2 %") == 2
     )
-    assert canned.failures == [canned.rows[-1]]
+    assert sample_report.failures == [sample_report.rows[-1]]
 
 
-def test_the_files(canned, tmp_path):
-    canned.write(tmp_path)
+def test_files(sample_report, tmp_path):
+    sample_report.write(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["kernels.json", "kernels.md"]
-    assert (tmp_path / "kernels.md").read_text() == canned.markdown()
+    assert (tmp_path / "kernels.md").read_text() == sample_report.markdown()
     found = json.loads((tmp_path / "kernels.json").read_text(), parse_constant=pytest.fail)
     assert found["ceilings"] == {"tflops": 800.0, "gb_per_s": 4000.0}
     assert found["settings"]["seed"] == 11
@@ -100,17 +100,17 @@ def test_the_files(canned, tmp_path):
     assert "ms" not in failed
 
 
-def test_a_failed_write_leaves_the_old_file(canned, tmp_path, monkeypatch):
-    canned.write(tmp_path)
+def test_failed_write_keeps_the_old_file(sample_report, tmp_path, monkeypatch):
+    sample_report.write(tmp_path)
     before = (tmp_path / "kernels.json").read_text()
-    canned.rows.pop()
+    sample_report.rows.pop()
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "replace", full)
     with pytest.raises(OSError, match="No space"):
-        canned.write(tmp_path)
+        sample_report.write(tmp_path)
     assert (tmp_path / "kernels.json").read_text() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["kernels.json", "kernels.md"]
 
@@ -121,7 +121,7 @@ def parse(*arguments):
     return options.make_plan(parser.parse_args(list(arguments)))
 
 
-def test_the_defaults_are_the_table_of_the_design():
+def test_defaults():
     plan = parse()
     assert [(s.heads_name, s.length_name) for s in plan.shapes] == [
         (heads, length) for heads in ("16x128", "32x64") for length in ("2048x50", "8192x12", "102400x1")
@@ -133,7 +133,7 @@ def test_the_defaults_are_the_table_of_the_design():
     assert parse().seed != parse().seed
 
 
-def test_options_are_taken():
+def test_options():
     plan = parse(
         "--lengths", " 64x2, 100x1", "--heads", "4x8", "--groups", "2", "--ops", "top1_element,top1_element,top1_chunk",
         "--peers", "", "--passes", "forward_backward,forward", "--seed", "3", "--output", "here",
@@ -148,7 +148,7 @@ def test_options_are_taken():
     assert plan.output == Path("here")
 
 
-MISTAKES = [
+ERRORS = [
     (["--lengths", "2048"], "--lengths: '2048' is not a pair of positive integers; write LENGTHxBATCH, as 2048x50"),
     (["--lengths", "2048x0"], "--lengths: '2048x0' is not a pair of positive integers; write LENGTHxBATCH, as 2048x50"),
     (["--lengths", ","], "--lengths: is empty; write LENGTHxBATCH, as 2048x50"),
@@ -172,8 +172,8 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "line"), MISTAKES, ids=[" ".join(m[0]) for m in MISTAKES])
-def test_a_mistake_is_one_line(arguments, line, capsys, monkeypatch, tmp_path):
+@pytest.mark.parametrize(("arguments", "line"), ERRORS, ids=[" ".join(m[0]) for m in ERRORS])
+def test_errors_are_one_line(arguments, line, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     try:
@@ -211,7 +211,7 @@ class FakeMeter:
         return 0
 
 
-def test_the_command_runs_through(monkeypatch, tmp_path, capsys):
+def test_command(monkeypatch, tmp_path, capsys):
     """Everything except the device and the timer is real."""
     monkeypatch.setattr(timing, "find_device", torch.device)
     monkeypatch.setattr(timing, "CudaMeter", FakeMeter)
@@ -226,7 +226,7 @@ def test_the_command_runs_through(monkeypatch, tmp_path, capsys):
     assert "selectron: error: --output: " in capsys.readouterr().err
 
 
-def test_wrong_results_end_with_1(monkeypatch, tmp_path, capsys):
+def test_wrong_results_exit_with_1(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(timing, "find_device", torch.device)
     monkeypatch.setattr(timing, "CudaMeter", FakeMeter)
     monkeypatch.setattr("kernels.bench.ours.top1_chunk_attention", lambda q, k, v, **_: 1 / 0)
@@ -235,7 +235,7 @@ def test_wrong_results_end_with_1(monkeypatch, tmp_path, capsys):
     assert "failed: ZeroDivisionError: division by zero" in capsys.readouterr().out
 
 
-def test_the_tool_alone():
+def test_standalone_tool():
     done = subprocess.run(
         [sys.executable, "tools/bench_kernels.py", "--heads", "16"],
         cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60,
@@ -247,7 +247,7 @@ def test_the_tool_alone():
     )
 
 
-def test_the_machine_is_described():
+def test_machine_description():
     found = bench_report.describe_machine(torch.device("cpu"))
     assert found["torch"] == torch.__version__
     assert found["gpu"] is None

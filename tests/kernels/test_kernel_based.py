@@ -1,4 +1,4 @@
-"""Based: our plain form and flash-linear-attention's kernel, compared with a float64 sum over all pairs."""
+"""Based in plain torch and flash-linear-attention's kernel, compared with a float64 sum over all pairs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def inputs(length: int, width: int = 4, dtype: torch.dtype = torch.float64) -> l
 
 @pytest.mark.parametrize("width", [1, 2, 3, 6, 16])
 @pytest.mark.parametrize("length", [1, 17, 130])
-def test_it_is_the_sum_over_pairs(length: int, width: int) -> None:
+def test_matches_the_sum_over_pairs(length: int, width: int) -> None:
     arguments = inputs(length, width)
     torch.testing.assert_close(based(*arguments), all_pairs(*arguments), rtol=1e-9, atol=1e-10)
 
@@ -57,7 +57,7 @@ def test_products_of_features_are_the_weights(width: int) -> None:
     torch.testing.assert_close((left * right).sum(-1), 1 + score + score**2 / 2, rtol=1e-12, atol=1e-12)
 
 
-def test_a_walk_may_begin_with_a_state() -> None:
+def test_scan_from_an_initial_state() -> None:
     whole = inputs(30)
     states: list[Tensor | None] = [None]
 
@@ -74,7 +74,7 @@ def test_a_walk_may_begin_with_a_state() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU fla's kernel rounds what it multiplies")
 @pytest.mark.parametrize(("length", "width"), [(1, 16), (70, 5), (200, 16)])
-def test_flas_weights_and_normaliser_are_ours(length: int, width: int) -> None:
+def test_weights_and_normaliser_match_fla(length: int, width: int) -> None:
     """Compare with fla's `parallel_based` kernel in fp32, in Triton's interpreter."""
     ops = pytest.importorskip("fla.ops.based", reason="flash-linear-attention is not installed")
     results = []
@@ -97,7 +97,7 @@ def test_flas_weights_and_normaliser_are_ours(length: int, width: int) -> None:
         ({"implementation": "parallel"}, "implementation is 'parallel', but based has"),
     ],
 )
-def test_wrong_arguments_are_named(change: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_raise(change: dict[str, Any], message: str) -> None:
     arguments = dict(zip("qkv", inputs(9, dtype=torch.float32), strict=True)) | change
     with pytest.raises(ValueError, match=message):
         based(**arguments)

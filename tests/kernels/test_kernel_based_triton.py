@@ -1,4 +1,4 @@
-"""Based's Triton kernels, compared with the plain form in float64: on a GPU, or in Triton's interpreter."""
+"""Based's Triton kernels, compared with plain torch in float64: on a GPU, or in Triton's interpreter."""
 
 import pytest
 import torch
@@ -57,7 +57,7 @@ def run(tensors, implementation):
 
 
 def check(tensors):
-    """Compare the output and all gradients with the plain form."""
+    """Compare the output and all gradients with plain torch."""
     expected = run([x.double() for x in tensors], "chunked")
     for name, x, a, b in zip(
         ["o", "q", "k", "v"], [tensors[2], *tensors[:3]], run(tensors, "triton"), expected, strict=True
@@ -70,7 +70,7 @@ def check(tensors):
 
 
 @pytest.mark.parametrize(("width", "value", "length"), GPU_CASES if ON_GPU else CASES)
-def test_agrees_with_the_plain_form(width, value, length):
+def test_matches_plain_torch(width, value, length):
     check(draw(length, width, value))
 
 
@@ -83,7 +83,7 @@ def test_16_bits(dtype):
     "tuning",
     [
         *({"CHUNK": 64}, {"tile": 32}, {"SUM_ROWS": 16, "NARROW": 0}, {"SUM_ROWS_OF_NARROW": 64}),
-        *({"ACCUMULATE_BLOCK": 64}, {"FALLS": 16}),
+        *({"ACCUMULATE_BLOCK": 64}, {"NEG_DELTA_TOKENS": 16}),
     ],
 )
 def test_any_tuning(tuning, monkeypatch):
@@ -98,7 +98,7 @@ def test_numbers_of_heads(batch, heads):
 
 
 @pytest.mark.parametrize("batch", [1, 2])
-def test_tokens_may_lie_in_either_order(batch):
+def test_batch_first_and_sequence_first(batch):
     tensors = draw(LONG, batch=batch)
     turned = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in tensors]
     results = run(tensors, "triton"), run(turned, "triton")
@@ -106,7 +106,7 @@ def test_tokens_may_lie_in_either_order(batch):
     assert results[1][0].transpose(0, 1).is_contiguous()
 
 
-def test_strides_are_any():
+def test_any_strides():
     tensors = draw(LONG)
     apart = [torch.stack([x, x], -1)[..., 0] for x in tensors]
     assert all(torch.equal(a, b) for a, b in zip(run(tensors, "triton"), run(apart, "triton"), strict=True))
@@ -117,7 +117,7 @@ def test_large_inputs_stay_finite():
     check(tensors)
 
 
-def test_recomputed_it_has_the_same_gradients():
+def test_recomputation_gives_the_same_gradients():
     *inputs, dout = draw(LONG, batch=FEW)
     gradients = []
     for recompute in (False, True):
@@ -128,7 +128,7 @@ def test_recomputed_it_has_the_same_gradients():
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
-def test_two_runs_give_the_same_bits():
+def test_two_runs_are_bitwise_equal():
     tensors = draw(5000 if ON_GPU else LONG, batch=FEW)
     assert all(torch.equal(a, b) for a, b in zip(run(tensors, "triton"), run(tensors, "triton"), strict=True))
 
@@ -143,7 +143,7 @@ def test_states_beyond_32_bits(monkeypatch):
 
 
 @needs_gpu
-def test_auto_takes_it_and_says_why_not():
+def test_auto_chooses_triton_or_logs_the_reason():
     tensors = draw(10)[:3]
     assert torch.equal(based(*tensors), based(*tensors, implementation="triton"))
     with pytest.raises(ValueError, match=r"^implementation is 'triton', but q has dtype torch.float32, which "):
@@ -153,7 +153,7 @@ def test_auto_takes_it_and_says_why_not():
 @pytest.mark.skipif(ON_GPU, reason="says what stands in the way elsewhere")
 @pytest.mark.parametrize(("width", "value", "message"), [(33, 4, "q has head_dim 33: give at most 32"),
                                                       (4, 257, "v has head_dim 257: give at most 256")])  # fmt: skip
-def test_wide_heads_are_refused(width, value, message):
+def test_wide_heads_raise(width, value, message):
     q, v = (torch.zeros(1, 1, 1, size) for size in (width, value))
     with pytest.raises(ValueError, match=f"^implementation is 'triton', but {message}$"):
         based(q, q, v, implementation="triton")

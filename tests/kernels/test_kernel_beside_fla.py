@@ -1,4 +1,4 @@
-"""Stateful ops, compared with the plain torch forms of flash-linear-attention: outputs and gradients in fp32."""
+"""Stateful ops, compared with flash-linear-attention's plain torch functions: outputs and gradients in fp32."""
 
 from __future__ import annotations
 
@@ -100,13 +100,15 @@ def _heads_first(function: Callable[..., Any], *inputs: Tensor, **options: Any) 
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_it_is_that_of_flash_linear_attention(name: str) -> None:
-    arguments, ours, theirs = CASES[name]
+def test_matches_flash_linear_attention(name: str) -> None:
+    arguments, ours, fla_op = CASES[name]
     inputs = [_inputs()[argument].requires_grad_() for argument in arguments.split()]
-    expected = first(theirs(*inputs))
+    expected = first(fla_op(*inputs))
     found = first(ours(*inputs))
     upstream = torch.randn(found.shape, generator=torch.Generator().manual_seed(18))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    wanted = torch.autograd.grad(expected, inputs, upstream)
-    for argument, a, b in zip(arguments.split(), torch.autograd.grad(found, inputs, upstream), wanted, strict=True):
+    expected_grads = torch.autograd.grad(expected, inputs, upstream)
+    for argument, a, b in zip(
+        arguments.split(), torch.autograd.grad(found, inputs, upstream), expected_grads, strict=True
+    ):
         assert float((a - b).norm() / b.norm()) < 1e-5, argument

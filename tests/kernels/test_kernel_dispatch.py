@@ -11,18 +11,18 @@ Q = torch.zeros(1, 1, 1, 1)
 
 
 @pytest.mark.parametrize("unsupported_reason", [None, "it rains: wait"])
-def test_on_a_cpu_auto_means_the_reference(unsupported_reason, caplog):
+def test_auto_chooses_the_reference_on_a_cpu(unsupported_reason, caplog):
     caplog.set_level(logging.DEBUG, logger="kernels.common.dispatch")
     assert choose_triton_or_reference("walk", "auto", Q, unsupported_reason).name == "reference"
     assert "walk: reference (triton's kernels need a GPU, and the inputs are on cpu)" in caplog.text
 
 
-def test_what_is_asked_for_is_taken():
+def test_requested_implementation_is_chosen():
     assert choose_triton_or_reference("walk", "triton", Q, None).name == "triton"
     assert choose_triton_or_reference("walk", "reference", Q, "it rains: wait").name == "reference"
 
 
-def test_the_first_plain_form_is_the_automatic_one():
+def test_auto_falls_back_to_the_first_plain_implementation():
     forms = ("swift", "slow")
     assert choose_triton_or_reference("walk", "auto", Q, None, forms).name == "swift"
     assert choose_triton_or_reference("walk", "slow", Q, None, forms).name == "slow"
@@ -30,12 +30,12 @@ def test_the_first_plain_form_is_the_automatic_one():
         choose_triton_or_reference("walk", "reference", Q, None, forms)
 
 
-def test_triton_is_refused_with_the_obstacle():
+def test_unsupported_triton_raises_with_the_reason():
     with pytest.raises(ValueError, match=r"^implementation is 'triton', but it rains: wait$"):
         choose_triton_or_reference("walk", "triton", Q, "it rains: wait")
 
 
-def test_another_implementation_is_refused():
+def test_unknown_implementation_raises():
     with pytest.raises(ValueError, match=r"but walk has: use one of .'auto', 'reference', 'triton'.$"):
         choose_triton_or_reference("walk", "cuda", Q, None)
 
@@ -44,7 +44,7 @@ def choose_scan(requested):
     return choose("walk", requested, ("swift", "slow"), Choice("swift", "it is dry"), "slow")
 
 
-def test_plain_torch_turn_auto_alone():
+def test_plain_torch_affects_only_auto():
     with plain_torch():
         with plain_torch():
             assert choose_scan("auto") == Choice("slow", "plain torch requested")
@@ -54,13 +54,13 @@ def test_plain_torch_turn_auto_alone():
     assert choose_scan("auto") == Choice("swift", "it is dry")
 
 
-def test_plain_torch_end_with_an_exception():
+def test_plain_torch_ends_with_an_exception():
     with pytest.raises(ValueError, match="use one of"), plain_torch():
         choose_scan("swim")
     assert choose_scan("auto").name == "swift"
 
 
-def test_records_may_end_in_any_order():
+def test_overlapping_records():
     first, second = recorded_choices(), recorded_choices()
     in_first, in_second = first.__enter__(), second.__enter__()
     first.__exit__(None, None, None)

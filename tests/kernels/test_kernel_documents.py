@@ -16,7 +16,7 @@ def own_document(q, k, v, *, query_offset, factor):
 
 
 @pytest.mark.parametrize(("num_queries", "offset"), [(21, 0), (3, 0), (4, 3), (1, 5), (6, 15)])
-def test_each_query_meets_its_own_document_only(num_queries, offset):
+def test_queries_attend_within_their_document(num_queries, offset):
     q, k = torch.zeros(1, num_queries, 2, 4), torch.zeros(1, 21, 1, 4)
     out, choice = by_document(own_document, q, k, k, BOUNDS, query_offset=offset, factor=10)
     documents = [(start, end) for start, end in [(0, 5), (5, 6), (6, 21)] for _ in range(start, end)]
@@ -25,7 +25,7 @@ def test_each_query_meets_its_own_document_only(num_queries, offset):
     assert choice[0].tolist() == [end - start for start, end in expected]
 
 
-def test_each_document_is_given_its_own_tokens():
+def test_op_receives_the_tokens_of_each_document():
     x = torch.arange(21.0).reshape(1, 21, 1, 1)
 
     def given(q, k, v, *, query_offset):
@@ -36,7 +36,7 @@ def test_each_document_is_given_its_own_tokens():
     assert torch.equal(choice, 11 * x)
 
 
-def test_flat_tokens_are_row_after_row():
+def test_flat_tokens_are_ordered_by_row():
     x = torch.arange(24).reshape(3, 2, 2, 2).transpose(0, 1)
     flat = flat_tokens(x)
     assert flat.is_contiguous()

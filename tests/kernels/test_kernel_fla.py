@@ -46,13 +46,13 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return pretend
 
 
-@pytest.mark.parametrize(("triton", "refused"), [("3.3.1", False), ("3.6.0", True), ("3.7.1", False)])
-def test_fla_is_left_alone_where_it_refuses(hopper: Any, triton: str, refused: bool) -> None:
+@pytest.mark.parametrize(("triton", "reason"), [("3.3.1", False), ("3.6.0", True), ("3.7.1", False)])
+def test_fla_is_unsupported_on_hopper_with_some_triton_versions(hopper: Any, triton: str, reason: bool) -> None:
     hopper(triton)
-    assert (fla.hopper_unsupported_reason() is not None) == refused
+    assert (fla.hopper_unsupported_reason() is not None) == reason
 
 
-def test_a_refusal_says_what_is_missing(hopper: Any) -> None:
+def test_hopper_reason_states_the_fix(hopper: Any) -> None:
     hopper("3.6.0")
     message = fla.hopper_unsupported_reason()
     assert message is not None
@@ -60,7 +60,7 @@ def test_a_refusal_says_what_is_missing(hopper: Any) -> None:
     assert message.endswith("under Triton 3.6.0, which computes wrong gradients for them: pip install 'triton>=3.7.1'")
 
 
-def test_obstacles_name_the_mend(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_fla_raises_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     q = torch.zeros(1, 1, 1, 4)
     with pytest.raises(ValueError, match=r"^implementation is 'fla', but the inputs are on cpu: move them to a GPU$"):
         gated_linear_attention(q, q, q, implementation="fla")
@@ -90,12 +90,12 @@ def _inputs(length: int, key: int, value: int, dtype: torch.dtype) -> dict[str, 
 @pytest.mark.parametrize("length", [1, 63, 200, 1000])
 @pytest.mark.parametrize(("key", "value"), [(64, 64), (64, 128), (128, 128), (128, 256)])
 @pytest.mark.parametrize("name", OPS)
-def test_on_a_gpu_it_is_the_plain_form(name: str, key: int, value: int, length: int) -> None:
+def test_matches_plain_torch_on_a_gpu(name: str, key: int, value: int, length: int) -> None:
     op, arguments = OPS[name]
     if "g" in arguments.split():
-        refused = fla.hopper_unsupported_reason()
-        if refused is not None:
-            pytest.skip(refused)
+        reason = fla.hopper_unsupported_reason()
+        if reason is not None:
+            pytest.skip(reason)
     drawn = _inputs(length, key, value, torch.bfloat16)
     state = torch.randn(2, 3, key, value, device="cuda")
     upstream = torch.randn(2, length, 3, value, device="cuda").bfloat16(), torch.randn_like(state)
@@ -107,11 +107,13 @@ def test_on_a_gpu_it_is_the_plain_form(name: str, key: int, value: int, length: 
         inputs = [None if n == "none" else cast(drawn[n]) for n in arguments.split()]
         first = cast(state)
         results = op(*inputs, initial_state=first, output_final_state=True, implementation=implementation)
-        wanted = [x for x in (*inputs, first) if x is not None]
-        grads = torch.autograd.grad(results, wanted, [g.to(r.dtype) for g, r in zip(upstream, results, strict=True)])
+        differentiable = [x for x in (*inputs, first) if x is not None]
+        grads = torch.autograd.grad(
+            results, differentiable, [g.to(r.dtype) for g, r in zip(upstream, results, strict=True)]
+        )
         return [x.double() for x in (*results, *grads)]
 
     names = ["output", "state", *(f"d{n}" for n in arguments.split() if n != "none"), "dstate"]
-    for what, found, expected in zip(names, run("fla", torch.bfloat16), run("chunked", torch.float64), strict=True):
+    for label, found, expected in zip(names, run("fla", torch.bfloat16), run("chunked", torch.float64), strict=True):
         error = float((found - expected).norm() / expected.norm().clamp_min(1e-12))
-        assert error < 5e-3, f"{what}: {error:.1e}"
+        assert error < 5e-3, f"{label}: {error:.1e}"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from meta_tensors import kept_by, meta
+from meta_tensors import meta, saved_sizes
 from torch import Tensor
 
 from kernels.meta.fused_call import as_one_kernel, one_kernel, within_one_kernel
@@ -15,14 +15,14 @@ from kernels.meta.fused_call import as_one_kernel, one_kernel, within_one_kernel
 
 def swish(x: Tensor, gate: Tensor, factor: float) -> dict[str, Any]:
     """Save several intermediate tensors; return tensors and other values."""
-    return {"product": (x.sigmoid() * gate.tanh() * (x * gate).exp() * factor, "told"), "positive": x > 0}
+    return {"product": (x.sigmoid() * gate.tanh() * (x * gate).exp() * factor, "label"), "positive": x > 0}
 
 
 def test_one_kernel_returns_the_structure_and_layout_of_the_function() -> None:
     x, gate = meta(4, 8), meta(4, 8)
     found = as_one_kernel(swish, x, gate, factor=2.0)
-    product, told = found["product"]
-    assert told == "told"
+    product, label = found["product"]
+    assert label == "label"
     assert product.shape == (4, 8)
     assert product.dtype == torch.bfloat16
     assert product.requires_grad
@@ -36,12 +36,12 @@ def test_one_kernel_returns_the_structure_and_layout_of_the_function() -> None:
 
 def test_one_kernel_saves_its_inputs_if_they_are_smaller_than_intermediates() -> None:
     x, gate = meta(4, 8), meta(4, 8)
-    assert kept_by(lambda: as_one_kernel(swish, x, gate, factor=2.0)) == [4 * 8 * 2] * 2
+    assert saved_sizes(lambda: as_one_kernel(swish, x, gate, factor=2.0)) == [4 * 8 * 2] * 2
 
 
 def test_one_kernel_saves_less_than_its_inputs_if_that_suffices() -> None:
     x, angles = meta(64, 8), meta(8, requires_grad=False)
-    assert kept_by(lambda: as_one_kernel(torch.mul, x, angles)) == [8 * 2]
+    assert saved_sizes(lambda: as_one_kernel(torch.mul, x, angles)) == [8 * 2]
 
 
 def test_within_one_kernel_is_true_in_both_passes() -> None:
@@ -111,7 +111,7 @@ def test_cached_call_returns_the_same_as_running_the_function(
     def not_cached(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
         return function(x, y)  # the closure prevents caching
 
-    def made(called: Callable[..., Any]) -> tuple[Any, ...]:
+    def results_of(called: Callable[..., Any]) -> tuple[Any, ...]:
         whole = meta(6, 16)
         inputs = [part.T for part in whole.chunk(2, -1)] if share_storage else [meta(8, 6), meta(8, 6).detach()]
         results: list[Tensor] = []
@@ -120,15 +120,15 @@ def test_cached_call_returns_the_same_as_running_the_function(
             results[:] = as_one_kernel(called, *inputs)
             return results
 
-        kept = kept_by(call)
+        sizes = saved_sizes(call)
         wrt = [x for x in inputs if x.requires_grad]
         outputs = [x for x in results if x.requires_grad]
         grads = torch.autograd.grad(outputs, wrt, [x.detach().clone() for x in outputs], allow_unused=True)
-        shown = [*inputs, *results]
-        return kept, _layouts(shown), [g is None for g in grads], _layouts([g for g in grads if g is not None])
+        tensors = [*inputs, *results]
+        return sizes, _layouts(tensors), [g is None for g in grads], _layouts([g for g in grads if g is not None])
 
     assert function.__closure__ is None  # type: ignore[attr-defined]
-    assert made(not_cached) == made(function) == made(function)
+    assert results_of(not_cached) == results_of(function) == results_of(function)
 
 
 def _layouts(tensors: list[Tensor]) -> list[tuple[Any, ...]]:

@@ -15,17 +15,17 @@ from kernels.common import fusion
 
 @fusion.fused
 def half(x: Tensor, times: int = 1) -> Tensor:
-    """A half, times something."""
+    """Return half of x, times a factor."""
     return x * times / 2
 
 
-def test_on_a_cpu_the_function_is_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_function_is_unchanged_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fusion, "_compiled", None)
     assert half(torch.tensor(6.0), times=2).item() == 6.0
-    assert half.__doc__ == "A half, times something."
+    assert half.__doc__ == "Return half of x, times a factor."
 
 
-def test_on_a_gpu_it_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_function_is_compiled_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
     def compiled(function: object, fullgraph: bool, dynamic: bool) -> object:
@@ -45,7 +45,7 @@ def test_on_a_gpu_it_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len({function for function, _ in seen}) == 1, "as often, it would be compiled anew"
 
 
-def test_inside_another_compiled_function_it_is_not_compiled_again() -> None:
+def test_function_is_not_compiled_inside_another() -> None:
     whole = torch.compile(lambda x: half(x) + 1, backend="eager", fullgraph=True)
     torch.testing.assert_close(whole(torch.ones(2)), torch.full((2,), 1.5))
 
@@ -56,7 +56,7 @@ def products(x: Tensor, y: Tensor, z: Tensor, power: int) -> tuple[Tensor, ...]:
     return tuple((a.transpose(0, 1) ** power).contiguous() for a in (x, y, z))
 
 
-def test_gradients_lie_as_the_tensors_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_have_the_layout_of_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fusion, "_runs_compiled", lambda _: not torch.compiler.is_compiling())
     monkeypatch.setattr(fusion, "_compiled", lambda f, *_: torch.compile(f, backend="aot_eager", fullgraph=True))
     x, y, constant = torch.randn(3, 4, 5), torch.randn(5, 4, 9)[..., :3].permute(2, 1, 0), torch.randn(3, 4, 5)
@@ -69,7 +69,7 @@ def test_gradients_lie_as_the_tensors_do(monkeypatch: pytest.MonkeyPatch) -> Non
     assert found[1].permute(2, 1, 0).is_contiguous()
 
 
-def test_a_gradient_is_joined_by_what_serves_the_shapes_it_was_cut_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backward_of_cut_uses_the_shape_mode_of_its_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients on a GPU are computed in torch's own thread, outside the context managers around the call."""
     seen: list[bool | None] = []
 
@@ -90,7 +90,7 @@ def test_a_gradient_is_joined_by_what_serves_the_shapes_it_was_cut_in(monkeypatc
 
 
 @pytest.mark.parametrize("padding", [0, 3])
-def test_what_is_cut_has_the_gradient_of_its_parts(monkeypatch: pytest.MonkeyPatch, padding: int) -> None:
+def test_gradient_of_cut(monkeypatch: pytest.MonkeyPatch, padding: int) -> None:
     widths = [4, 2, 0, 1]
     x = torch.randn(3, 5, sum(widths) + padding, requires_grad=True)
     upstream = [torch.randn(3, 5, width) for width in widths]

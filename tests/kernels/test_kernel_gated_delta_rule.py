@@ -1,4 +1,4 @@
-"""Gated delta rule: both forms, compared with a float64 loop in the paper's orientation and with finite differences."""
+"""Gated delta rule, compared with a float64 loop in the paper's orientation and with finite differences."""
 
 import numpy as np
 import pytest
@@ -73,7 +73,7 @@ def test_low_precision_is_close_and_keeps_its_dtype(form, dtype, forget):
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("cut", [1, 50, 64, 129])
-def test_two_parts_with_the_state_handed_over_make_the_whole(form, cut):
+def test_state_carries_over_between_two_parts(form, cut):
     arguments = inputs(130)
     whole, last = gated_delta_rule(*arguments, output_final_state=True, implementation=form)
     left, state = gated_delta_rule(*(x[:, :cut] for x in arguments), output_final_state=True, implementation=form)
@@ -96,7 +96,7 @@ def test_gradient_by_finite_differences(form, length):
     assert torch.autograd.gradcheck(op, (*arguments, state))
 
 
-def test_gradient_of_the_chunked_form_across_chunks_by_finite_differences():
+def test_gradient_of_chunked_across_chunks_by_finite_differences():
     arguments = [x.requires_grad_() for x in inputs(67, heads=1, dk=2, dv=2)]
     direction = [torch.randn_like(x) for x in arguments]
     weight = torch.randn(2, 67, 1, 2, dtype=torch.float64)
@@ -111,7 +111,7 @@ def test_gradient_of_the_chunked_form_across_chunks_by_finite_differences():
 
 
 @pytest.mark.parametrize("forget", [0.0, 1.0, 1000.0])
-def test_both_forms_have_the_same_finite_gradient_in_fp32(forget):
+def test_implementations_have_equal_finite_gradients_in_fp32(forget):
     gradients = []
     for form in FORMS:
         arguments = [x.requires_grad_() for x in inputs(130, dtype=torch.float32, forget=forget)]
@@ -123,7 +123,7 @@ def test_both_forms_have_the_same_finite_gradient_in_fp32(forget):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=2e-4)
 
 
-def test_auto_is_one_of_the_forms_and_survives_autocast():
+def test_auto_under_autocast():
     arguments = inputs(65, dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out, state = gated_delta_rule(*arguments)
@@ -145,7 +145,7 @@ def test_auto_is_one_of_the_forms_and_survives_autocast():
         ({"implementation": "fla"}, "implementation is 'fla'"),
     ],
 )
-def test_wrong_arguments_are_named(change, message):
+def test_invalid_arguments_raise(change, message):
     arguments = dict(zip(["q", "k", "v", "g", "beta"], inputs(9, dtype=torch.float32), strict=True)) | change
     with pytest.raises(ValueError, match=message):
         gated_delta_rule(**arguments)

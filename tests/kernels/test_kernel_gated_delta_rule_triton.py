@@ -1,4 +1,4 @@
-"""The gated delta rule's Triton kernels, compared with the plain form in float64: on a GPU, or in the interpreter."""
+"""The gated delta rule's Triton kernels, compared with plain torch in float64: on a GPU, or in the interpreter."""
 
 import itertools
 
@@ -53,17 +53,17 @@ def run(tensors, implementation, **options):
 
 
 def check(tensors, least=1e-12, times=1, **options):
-    """Compare the outputs and all gradients with the plain form.
+    """Compare the outputs and all gradients with plain torch.
 
     Args:
         least: lower bound of the RMS that errors are relative to.
         times: factor of the tolerance, for cases that magnify 16-bit rounding.
     """
-    got = run(tensors, "triton", **options)
+    actual = run(tensors, "triton", **options)
     expected = run([None if x is None else x.double() for x in tensors], "chunked", **options)
     given = {name: x for name, x in zip(NAMES, tensors, strict=False) if x is not None}
     dtypes = [tensors[2].dtype, FP32, *(x.dtype for x in given.values())]
-    for name, dtype, a, b in zip(["o", "last state", *given], dtypes, got, expected, strict=True):
+    for name, dtype, a, b in zip(["o", "last state", *given], dtypes, actual, expected, strict=True):
         assert a.dtype == dtype, name
         assert a.shape == b.shape, name
         error = relative_rms(a, b, least)
@@ -80,7 +80,7 @@ else:
 
 
 @pytest.mark.parametrize(("length", "key", "value", "forget", "alone"), CASES)
-def test_agrees_with_the_plain_form(length, key, value, forget, alone, monkeypatch):
+def test_matches_plain_torch(length, key, value, forget, alone, monkeypatch):
     monkeypatch.setattr(triton_launch, "multiprocessors", lambda _: 10**9 if alone else 0)
     # With one token, beta and g have only one number per head. A large batch makes their relative RMS meaningful.
     check(draw(length, key, value, batch=2 if length > 1 else 100 if ON_GPU else 4, forget=forget))
@@ -115,7 +115,7 @@ def test_any_decay(forget):
     check(draw(130, batch=FEW, forget=forget), least=0.1)
 
 
-def test_keys_that_are_all_the_same():
+def test_equal_keys():
     tensors = draw(130, batch=FEW, forget=None)
     tensors[1] = tensors[1][:, :1].expand_as(tensors[1])
     tensors[4] = torch.full_like(tensors[4], 0.99)
@@ -123,7 +123,7 @@ def test_keys_that_are_all_the_same():
     check(tensors, times=8 if ON_GPU else 1)
 
 
-def test_nothing_is_written_where_beta_is_zero():
+def test_beta_of_zero_writes_nothing():
     tensors = draw(70, batch=FEW)
     tensors[4].zero_()
     out, last, *gradients = run(tensors, "triton")
@@ -133,35 +133,35 @@ def test_nothing_is_written_where_beta_is_zero():
     torch.testing.assert_close(last.double(), expected_last, rtol=1e-5, atol=1e-5)
 
 
-def test_strides_are_any_and_a_first_state_is_not_needed():
+def test_any_strides_without_an_initial_state():
     tensors = draw(70)
     turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors[:5]]
     out, state = gated_delta_rule(*turned, implementation="triton")
     assert state is None
-    again = gated_delta_rule(
+    repeated = gated_delta_rule(
         *tensors[:5], initial_state=torch.zeros_like(tensors[5]), output_final_state=True, implementation="triton"
     )
-    assert torch.equal(out, again[0])
+    assert torch.equal(out, repeated[0])
 
 
-def test_recomputed_it_has_the_same_gradients():
+def test_recomputation_gives_the_same_gradients():
     tensors = draw(70, batch=FEW)
     gradients = []
     for recompute in (False, True):
-        q, *rest = [x.detach().requires_grad_() for x in tensors[:5]]
-        call = lambda q, *rest: gated_delta_rule(q, *rest, implementation="triton")[0]  # noqa: E731
-        out = checkpoint(call, q, *rest, use_reentrant=False) if recompute else call(q, *rest)
-        gradients.append(torch.autograd.grad(out, [q, *rest], tensors[6]))
+        q, *others = [x.detach().requires_grad_() for x in tensors[:5]]
+        call = lambda q, *others: gated_delta_rule(q, *others, implementation="triton")[0]  # noqa: E731
+        out = checkpoint(call, q, *others, use_reentrant=False) if recompute else call(q, *others)
+        gradients.append(torch.autograd.grad(out, [q, *others], tensors[6]))
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
-def test_two_runs_give_the_same_bits():
+def test_two_runs_are_bitwise_equal():
     tensors = draw(5000 if ON_GPU else 70, batch=FEW)
     assert all(torch.equal(a, b) for a, b in zip(run(tensors, "triton"), run(tensors, "triton"), strict=True))
 
 
 @needs_gpu
-def test_auto_takes_it_and_says_why_not():
+def test_auto_chooses_triton_or_logs_the_reason():
     tensors = draw(10)
     assert torch.equal(gated_delta_rule(*tensors[:5])[0], gated_delta_rule(*tensors[:5], implementation="triton")[0])
     with pytest.raises(ValueError, match=r"^implementation is 'triton', but q has dtype torch.float32, for "):
@@ -169,7 +169,7 @@ def test_auto_takes_it_and_says_why_not():
 
 
 @pytest.mark.skipif(ON_GPU, reason="says what stands in the way elsewhere")
-def test_wide_keys_are_refused():
+def test_wide_keys_raise():
     tensors = [torch.zeros(1, 1, 1, *more) for more in ((257,), (257,), (4,), (), ())]
     with pytest.raises(ValueError, match=r"^implementation is 'triton', but q has head_dim 257: give at most 256$"):
         gated_delta_rule(*tensors, implementation="triton")

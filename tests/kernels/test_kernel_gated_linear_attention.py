@@ -1,4 +1,4 @@
-"""Gated linear attention: both forms, compared with a float64 sum over all pairs and with finite differences."""
+"""Gated linear attention, compared with a float64 sum over all pairs and with finite differences."""
 
 import numpy as np
 import pytest
@@ -76,7 +76,7 @@ def test_low_precision_is_close_and_keeps_its_dtype(form, dtype, decay):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("cut", [1, 64, 129])
-def test_two_parts_with_the_state_handed_over_make_the_whole(form, decay, cut):
+def test_state_carries_over_between_two_parts(form, decay, cut):
     arguments = inputs(130, decay)
     options = {"output_final_state": True, "implementation": form}
     whole, last = gated_linear_attention(*arguments, **options)
@@ -106,7 +106,7 @@ def test_gradient_by_finite_differences(form, decay, length):
 
 @pytest.mark.parametrize("decay", DECAYS[1:])
 @pytest.mark.parametrize("forget", [0.0, 1.0, 1000.0])
-def test_both_forms_have_the_same_finite_gradient_in_fp32(decay, forget):
+def test_implementations_have_equal_finite_gradients_in_fp32(decay, forget):
     gradients = []
     for form in FORMS:
         arguments = [x.requires_grad_() for x in inputs(130, decay, dtype=torch.float32, forget=forget)]
@@ -117,7 +117,7 @@ def test_both_forms_have_the_same_finite_gradient_in_fp32(decay, forget):
         torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-3)
 
 
-def test_auto_is_one_of_the_forms_and_survives_autocast():
+def test_auto_under_autocast():
     arguments = inputs(65, "head", dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out, state = gated_linear_attention(*arguments)
@@ -140,7 +140,7 @@ def test_auto_is_one_of_the_forms_and_survives_autocast():
         ({"implementation": "fla"}, "implementation is 'fla'"),
     ],
 )
-def test_wrong_arguments_are_named(change, message):
+def test_invalid_arguments_raise(change, message):
     arguments = dict(zip(["q", "k", "v", "g"], inputs(9, "head", dtype=torch.float32), strict=True)) | change
     with pytest.raises(ValueError, match=message):
         gated_linear_attention(**arguments)

@@ -19,9 +19,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
         (torch.float64, torch.float64, 1e-14, 1e-14),
     ],
 )
-def test_products_are_summed_in_fp32(
-    dtype: torch.dtype, found_dtype: torch.dtype, forward: float, backward: float
-) -> None:
+def test_accumulates_in_fp32(dtype: torch.dtype, found_dtype: torch.dtype, forward: float, backward: float) -> None:
     generator = torch.Generator().manual_seed(1)
     x, weight, grad = (
         torch.randn(*shape, generator=generator, dtype=torch.float64).to(DEVICE)

@@ -54,9 +54,9 @@ def found_of(tensors: tuple[Tensor, ...], factor: float, **options: object) -> t
 def test_losses_and_gradients(tokens: int, vocabulary: int, dtype: torch.dtype, form: str) -> None:
     tensors = draw(tokens, vocabulary, dtype=dtype)
     found = found_of(tensors, 0.5, implementation=form, chunk_size=50)
-    for got, want in zip(found, expected_of(tensors, 0.5), strict=True):
+    for actual, target in zip(found, expected_of(tensors, 0.5), strict=True):
         # The rounding error of 16-bit logits is proportional to their magnitude, and so is the error of the losses.
-        assert relative_rms(got, want) < TOLERANCE[dtype] * (1 if dtype == FP32 else 3)
+        assert relative_rms(actual, target) < TOLERANCE[dtype] * (1 if dtype == FP32 else 3)
     assert found[0].dtype == FP32
     assert [x.dtype for x in found[1:]] == [dtype, dtype]
 
@@ -66,15 +66,15 @@ def test_losses_and_gradients(tokens: int, vocabulary: int, dtype: torch.dtype, 
 def test_chunks_of_any_size(chunk_size: int | None, form: str) -> None:
     tensors = draw(64, 33)
     found = found_of(tensors, 1.0, implementation=form, chunk_size=chunk_size)
-    for got, want in zip(found, expected_of(tensors, 1.0), strict=True):
-        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-6)
+    for actual, target in zip(found, expected_of(tensors, 1.0), strict=True):
+        torch.testing.assert_close(actual.double(), target, rtol=1e-5, atol=1e-6)
 
 
 def test_float64_is_exact() -> None:
     hidden, weight, labels, counted = draw(40, 50)
     tensors = hidden.double(), weight.double(), labels, counted
-    for got, want in zip(found_of(tensors, 3.0, chunk_size=9), expected_of(tensors, 3.0), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-13, atol=1e-13)
+    for actual, target in zip(found_of(tensors, 3.0, chunk_size=9), expected_of(tensors, 3.0), strict=True):
+        torch.testing.assert_close(actual, target, rtol=1e-13, atol=1e-13)
 
 
 def test_the_reference_is_torchs() -> None:
@@ -90,7 +90,7 @@ PADDED.append(pytest.param("triton", marks=needs_triton, id="triton"))
 
 @pytest.mark.parametrize("form", PADDED)
 @pytest.mark.parametrize(("rows", "tokens"), [(64, 50), (64, 1), (4097, 4095), (8320, 4096), (30, 30)])
-def test_rows_that_are_no_tokens_get_no_probability_and_no_gradient(form: str, rows: int, tokens: int) -> None:
+def test_padding_columns_have_no_probability_and_no_gradient(form: str, rows: int, tokens: int) -> None:
     hidden, weight, labels, counted = draw(24, rows)
     weight[tokens:] *= 100  # the padding rows would get most of the probability
     labels %= tokens
@@ -98,14 +98,14 @@ def test_rows_that_are_no_tokens_get_no_probability_and_no_gradient(form: str, r
         counted[:] = True
     found = found_of((hidden, weight, labels, counted), 0.5, implementation=form, num_columns=tokens, chunk_size=10)
     expected = expected_of((hidden, weight[:tokens], labels, counted), 0.5)
-    for got, want in zip((*found[:2], found[2][:tokens]), expected, strict=True):
-        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=2e-6)
+    for actual, target in zip((*found[:2], found[2][:tokens]), expected, strict=True):
+        torch.testing.assert_close(actual.double(), target, rtol=1e-5, atol=2e-6)
     assert found[2].shape == weight.shape
     assert (found[2][tokens:] == 0).all()
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_ranks_of_tokens_of_both_and_of_padding_alone(form: str) -> None:
+def test_ranks_with_partial_and_full_padding(form: str) -> None:
     """100 tokens in 160 rows, with 40 rows on each of four ranks.
 
     The third rank has tokens and padding, the last one only padding.
@@ -116,8 +116,8 @@ def test_ranks_of_tokens_of_both_and_of_padding_alone(form: str) -> None:
     tensors = (hidden, weight[:100], labels, counted)
     parts = [(first, (hidden @ weight[first : first + 40].T).contiguous()) for first in (0, 40, 80, 120)]
     valid = [40, 40, 20, 0]
-    of_ranks = [rows.statistics(logits, labels, first, n) for (first, logits), n in zip(parts, valid, strict=True)]
-    lse, own = op.merge_ranks(torch.stack(of_ranks))
+    statistics = [rows.statistics(logits, labels, first, n) for (first, logits), n in zip(parts, valid, strict=True)]
+    lse, own = op.merge_ranks(torch.stack(statistics))
     expected = expected_of(tensors, 1.0)
     torch.testing.assert_close((lse - own).double(), expected[0], rtol=1e-5, atol=1e-6)
     for (first, logits), n in zip(parts, valid, strict=True):
@@ -131,8 +131,8 @@ def test_ranks_of_tokens_of_both_and_of_padding_alone(form: str) -> None:
 def test_large_logits_do_not_overflow(form: str) -> None:
     hidden, weight, labels, counted = draw(20, 30)
     tensors = hidden * 300, weight * 10, labels, counted
-    for got, want in zip(found_of(tensors, 1.0, implementation=form), expected_of(tensors, 1.0), strict=True):
-        assert relative_rms(got, want) < 1e-5
+    for actual, target in zip(found_of(tensors, 1.0, implementation=form), expected_of(tensors, 1.0), strict=True):
+        assert relative_rms(actual, target) < 1e-5
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -146,7 +146,7 @@ def test_shapes_and_strides_of_a_batch(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_loss_that_is_not_counted_spoils_nothing(form: str) -> None:
+def test_nan_in_an_uncounted_loss_is_ignored(form: str) -> None:
     hidden, weight, labels, counted = draw(20, 30)
     hidden[~counted] = float("nan")
     losses, dhidden, _ = found_of((hidden, weight, labels, counted), 1.0, implementation=form)
@@ -159,7 +159,7 @@ def test_a_loss_that_is_not_counted_spoils_nothing(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_no_gradients_where_none_are_asked_for(form: str) -> None:
+def test_no_gradients_without_grad_mode(form: str) -> None:
     hidden, weight, labels, counted = draw(20, 30)
     with torch.no_grad():
         losses = linear_cross_entropy(hidden.requires_grad_(), weight, labels, counted, implementation=form)
@@ -168,7 +168,7 @@ def test_no_gradients_where_none_are_asked_for(form: str) -> None:
 
 
 @pytest.mark.parametrize("upstream", ["unlike", "uncounted"])
-def test_gradients_that_were_not_announced_are_refused(upstream: str) -> None:
+def test_unequal_gradients_raise(upstream: str) -> None:
     if DEVICE == "cuda":
         pytest.skip("the error is the device's, which no test after it could use")
     hidden, weight, labels, counted = draw(20, 30)
@@ -178,18 +178,18 @@ def test_gradients_that_were_not_announced_are_refused(upstream: str) -> None:
         losses.backward(grad)
 
 
-def test_nothing_counted_has_no_gradient() -> None:
+def test_gradient_without_counted_losses_is_zero() -> None:
     hidden, weight, labels, counted = draw(20, 30)
     for gradient in found_of((hidden, weight, labels, torch.zeros_like(counted)), 1.0)[1:]:
         assert (gradient == 0).all()
 
 
-def test_a_gradient_that_is_not_a_number_stays_so() -> None:
+def test_nan_gradient_propagates() -> None:
     """The optimizer step detects it, on all ranks."""
     assert all(x.isnan().any() for x in found_of(draw(20, 30), float("nan"))[1:])
 
 
-def test_auto_says_what_it_takes(caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_logs_its_choice(caplog: pytest.LogCaptureFixture) -> None:
     hidden, weight, labels, _ = draw(4, 5)
     with caplog.at_level(logging.DEBUG, logger="kernels.common.dispatch"):
         linear_cross_entropy(hidden, weight, labels)
@@ -212,7 +212,7 @@ def test_auto_says_what_it_takes(caplog: pytest.LogCaptureFixture) -> None:
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_what_does_not_fit_is_named(change: dict[str, object], message: str) -> None:
+def test_invalid_arguments_raise(change: dict[str, object], message: str) -> None:
     arguments = {
         "hidden": torch.zeros(4, 2),
         "weight_vh": torch.zeros(5, 2),
@@ -223,7 +223,7 @@ def test_what_does_not_fit_is_named(change: dict[str, object], message: str) -> 
 
 
 @needs_gpu
-def test_memory_is_that_of_a_chunk() -> None:
+def test_memory_is_limited_to_a_chunk() -> None:
     hidden, weight, labels, counted = draw(32_768, 32_000, 256, BF16)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

@@ -44,7 +44,7 @@ def run(arguments, *, pythonpath, cwd=ROOT):
         ("Kernels", {"record": ["__editable__.kernels-1.2.pth"]}),
     ],
 )
-def test_a_foreign_distribution_is_named_with_its_mend(tmp_path, name, files):
+def test_foreign_distribution_is_reported_with_the_fix(tmp_path, name, files):
     path = [str(install(tmp_path, name, **files))]
     assert name_conflict.foreign_distributions(path) == [name]
     line = name_conflict.find_conflict(path)
@@ -65,18 +65,18 @@ def test_a_foreign_distribution_is_named_with_its_mend(tmp_path, name, files):
         (None, {"record": ["other/__init__.py"]}),
     ],
 )
-def test_ours_and_unrelated_ones_are_left_alone(tmp_path, name, files):
+def test_selectron_and_unrelated_distributions_are_accepted(tmp_path, name, files):
     path = [str(install(tmp_path, name, **files))]
     assert name_conflict.foreign_distributions(path) == []
     name_conflict.check_ownership(path)
 
 
-def test_a_distribution_without_a_name_is_told_by_its_place(tmp_path):
+def test_distribution_without_a_name_is_reported_by_its_path(tmp_path):
     install(tmp_path, None, record=["kernels/__init__.py"])
     assert name_conflict.foreign_distributions([str(tmp_path)]) == [str(tmp_path / "kernels")]
 
 
-def test_several_are_named_once_each(tmp_path):
+def test_several_distributions_are_reported_once_each(tmp_path):
     for folder in ("a", "b"):
         install(tmp_path / folder, "kernels", record=["kernels/__init__.py"])
     install(tmp_path / "c", "also", record=["kernels/__init__.py"])

@@ -93,7 +93,7 @@ def test_matches_the_definition(length, size, num_selected, window, heads):
 
 
 @pytest.mark.parametrize("offset", [0, 5, 12])
-def test_queries_of_a_later_part(offset):
+def test_query_offset(offset):
     q, k, v, gates = inputs(tq=7, tk=19)
     options = {"num_selected": 4, "window": 6, "scale": 0.8}
     out = native_sparse_attention(q, k, v, gates, block_size=4, query_offset=offset, **options)
@@ -120,7 +120,7 @@ def test_ties_go_to_the_lowest_block(hkv):
         assert set(taken[b, kv, i].nonzero().flatten().tolist()) == blocks
 
 
-def test_equal_blocks_are_taken_in_order():
+def test_equal_blocks_are_selected_in_order():
     ones = torch.ones(1, 22, 1, 3)
     taken = select(ones, ones, 4)[0, 0]
     rows = {t: taken[t].nonzero().flatten().tolist() for t in (0, 3, 4, 8, 15, 21)}
@@ -129,7 +129,7 @@ def test_equal_blocks_are_taken_in_order():
     assert torch.equal(select(ones, ones, 1), select(ones, ones, 3))
 
 
-def test_heads_of_a_group_choose_together():
+def test_heads_of_a_group_share_their_selection():
     # The heads prefer different blocks, 1 and 2. The summed probabilities follow the head with the larger margin.
     k = torch.zeros(1, 5, 1, 2, dtype=torch.float64)
     k[0, 1, 0, 0] = k[0, 2, 0, 1] = 1.0
@@ -150,7 +150,7 @@ def test_heads_of_a_group_choose_together():
         (WINDOW, {"window": 1000}),
     ],
 )
-def test_a_branch_that_sees_everything_is_softmax_attention(gates, options, heads):
+def test_branch_over_all_keys_is_softmax_attention(gates, options, heads):
     q, k, v, _ = inputs(tq=18, tk=18, hq=heads[0], hkv=heads[1])
     out = native_sparse_attention(q, k, v, fixed_gates(q, gates), **options)
     torch.testing.assert_close(out, softmax_attention(q, k, v), rtol=1e-12, atol=1e-13)
@@ -162,7 +162,7 @@ def test_the_window_branch_is_windowed_attention():
     torch.testing.assert_close(out, softmax_attention(q, k, v, window=5, query_offset=9), rtol=1e-12, atol=1e-13)
 
 
-def test_a_query_without_a_whole_block_has_no_compressed_output():
+def test_query_without_a_complete_block_has_no_compressed_output():
     q, k, v, _ = (x.requires_grad_() for x in inputs())
     out = native_sparse_attention(q, k, v, fixed_gates(q, COMPRESSED), block_size=4)
     assert torch.equal(out[:, :3], torch.zeros_like(out[:, :3]))
@@ -184,7 +184,7 @@ def test_gradient_by_finite_differences(length, size):
     assert torch.autograd.gradcheck(op, arguments)
 
 
-def test_the_selection_carries_no_gradient():
+def test_selection_has_no_gradient():
     q, k, v, _ = (x.requires_grad_() for x in inputs(tq=20, tk=20))
     out = native_sparse_attention(q, k, v, fixed_gates(q, SELECTED), block_size=4, num_selected=4)
     _, blocks = brute_force(q, k, v, fixed_gates(q, SELECTED), 4, 4, 1)
@@ -195,8 +195,8 @@ def test_the_selection_carries_no_gradient():
     plain = (x.transpose(1, 2) for x in (q, k.repeat_interleave(2, 2), v.repeat_interleave(2, 2)))
     expected = torch.nn.functional.scaled_dot_product_attention(*plain, attn_mask=visible).transpose(1, 2)
     found = torch.autograd.grad(out.square().sum(), (q, k, v))
-    for ours, theirs in zip(found, torch.autograd.grad(expected.square().sum(), (q, k, v)), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
+    for grad, expected_grad in zip(found, torch.autograd.grad(expected.square().sum(), (q, k, v)), strict=True):
+        torch.testing.assert_close(grad, expected_grad, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -210,7 +210,7 @@ def test_low_precision_is_close(dtype):
     torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
 
 
-def test_gates_may_be_finer_than_the_rest():
+def test_gates_of_higher_precision():
     q, k, v, gates = inputs(dtype=torch.bfloat16)
     out = native_sparse_attention(q, k, v, gates.float(), block_size=4)
     assert out.dtype == torch.bfloat16
@@ -242,7 +242,7 @@ def test_autocast_does_not_change_the_result():
         ({"v": torch.rand(2, 13, 2, 3)}, "v has dtype torch.float32 but q has torch.float64"),
     ],
 )
-def test_wrong_arguments_are_named(change, message):
+def test_invalid_arguments_raise(change, message):
     arguments = dict(zip(("q", "k", "v", "gates"), inputs(), strict=True)) | change
     with pytest.raises(ValueError, match=message):
         native_sparse_attention(**arguments)

@@ -60,7 +60,7 @@ def for_the_interpreter(monkeypatch):
     """Use a branch with a gradient, short (so several) segments and few programs in the interpreter."""
     if not ON_GPU:
         monkeypatch.setattr(branches, "attend_compressed", plain_compressed)
-        monkeypatch.setattr(selected, "MASKED_UP_TO", 0)
+        monkeypatch.setattr(selected, "MAX_MASKED_RATIO", 0)
         monkeypatch.setattr(triton_launch_chunk, "order_by_chunk", rows_by_choice)
         monkeypatch.setattr(triton_launch_chunk, "backward_segment", lambda problem: 128)
         monkeypatch.setitem(triton_launch.TILES, FP32, Tiles(256, 16, 4, 1))
@@ -83,9 +83,9 @@ def check(q, k, v, grad, **options):
     tensors = [q, k, v, draw_gates(q), grad]
     found = run(tensors, "triton", **options)
     expected = run([x.double() for x in tensors], "reference", **options)
-    for name, of, got, wanted in zip(("out", "q", "k", "v", "gates"), (v, *tensors), found, expected, strict=False):
-        assert got.dtype == of.dtype
-        assert relative_rms(got, wanted) < TOLERANCE[q.dtype], name
+    for name, of, actual, target in zip(("out", "q", "k", "v", "gates"), (v, *tensors), found, expected, strict=False):
+        assert actual.dtype == of.dtype
+        assert relative_rms(actual, target) < TOLERANCE[q.dtype], name
 
 
 CASES = [  # length, block size, blocks selected, query heads, key heads, head dim, dtype
@@ -108,7 +108,7 @@ GPU_CASES += [(1000, 64, 16, 12, 1, 64, BF16), (1000, 128, 3, 8, 2, 80, FP16), (
 @pytest.mark.parametrize(
     ("length", "size", "num_selected", "hq", "hkv", "d", "dtype"), [*CASES, *(GPU_CASES if ON_GPU else [])]
 )
-def test_agrees_with_the_reference(length, size, num_selected, hq, hkv, d, dtype):
+def test_matches_the_reference(length, size, num_selected, hq, hkv, d, dtype):
     tensors = draw(length, heads=(hq, hkv), d=d, dtype=dtype, step=1.0)
     check(*tensors, block_size=size, num_selected=num_selected, window=length // 3 + 1)
 
@@ -120,7 +120,7 @@ def test_a_part_of_the_queries(tq, tk, offset):
     check(*tensors, block_size=32, num_selected=4, window=40, query_offset=offset, scale=0.3)
 
 
-def test_two_runs_give_the_same_bits():
+def test_two_runs_are_bitwise_equal():
     q, k, v, grad = draw(5000 if ON_GPU else 100, heads=(4, 1), dtype=BF16)
     first, second = (run([q, k, v, draw_gates(q), grad], "triton", block_size=32, num_selected=3) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
@@ -145,7 +145,7 @@ def choice(q, k, size, num_selected, scale=1.0, offset=0):
     ("heads", "num_selected"),
     [((1, 1), 3), ((1, 1), 16), ((8, 2), 6), ((8, 2), 16), ((12, 1), 3), ((12, 1), 6), ((16, 1), 16)],
 )
-def test_chooses_as_the_reference_but_for_rounding(heads, num_selected):
+def test_selection_matches_the_reference_up_to_rounding(heads, num_selected):
     size, offset, tk = 4, 6, 8002 if ON_GPU else 130
     gen = torch.Generator().manual_seed(num_selected)
     q, k = (torch.randn(1, t, h, 16, generator=gen).to(DEVICE) for t, h in ((tk - offset, heads[0]), (tk, heads[1])))
@@ -161,20 +161,20 @@ def test_chooses_as_the_reference_but_for_rounding(heads, num_selected):
     assert bool((missed - instead <= 1e-5).all())
 
 
-def test_the_lowest_of_equal_blocks_is_taken():
+def test_lowest_of_equal_blocks_is_selected():
     ones = torch.ones(1, 22, 1, 16, device=DEVICE)
     taken = choice(ones, ones, 4, 4)[0, 0]
     rows = {t: taken[t].nonzero().flatten().tolist() for t in (0, 3, 4, 8, 15, 21)}
     assert rows == {0: [0], 3: [0], 4: [0, 1], 8: [0, 1, 2], 15: [0, 1, 2, 3], 21: [0, 1, 4, 5]}
 
 
-def test_the_choice_keeps_the_rules_of_torch_library():
+def test_selection_operator_passes_opcheck():
     q, k, _, _ = draw(70, heads=(4, 2))
     means = rounded_block_means(k, 32)
     torch.library.opcheck(choose_blocks, (q, means, torch.zeros(1, 4, 70, device=DEVICE), 32, 3, 0.25, 0))
 
 
-def test_a_query_that_is_not_a_number_spoils_no_other():
+def test_nan_query_does_not_affect_others():
     tensors = draw(100, heads=(4, 1))[:3]
     gates = draw_gates(tensors[0])
     options = {"block_size": 32, "num_selected": 4, "window": 20, "implementation": "triton"}
@@ -189,19 +189,19 @@ def test_a_query_that_is_not_a_number_spoils_no_other():
 @pytest.mark.parametrize(
     ("queries", "keys", "offset"), [(31, 31, 0), (300, 300, 0), (200, 5000, 4790), (9000, 9000, 0)]
 )
-def test_the_mask_is_torchs(queries, keys, offset, size):
+def test_mask_matches_torch(queries, keys, offset, size):
     blocks = keys // size
     if blocks == 0:
         pytest.skip("no block, no mask")
-    made = ended_blocks(queries, blocks, size, offset, torch.device("cpu"))
+    mask = ended_blocks(queries, blocks, size, offset, torch.device("cpu"))
 
     def ended(b, h, t, n):
         return n < (t + offset + 1) // size
 
-    theirs = create_block_mask(ended, None, None, queries, blocks, device="cpu")
-    assert made.shape == theirs.shape
-    assert made.to_dense().equal(theirs.to_dense())
-    assert made.full_kv_num_blocks.equal(theirs.full_kv_num_blocks)
+    torch_mask = create_block_mask(ended, None, None, queries, blocks, device="cpu")
+    assert mask.shape == torch_mask.shape
+    assert mask.to_dense().equal(torch_mask.to_dense())
+    assert mask.full_kv_num_blocks.equal(torch_mask.full_kv_num_blocks)
 
 
 def compressed_inputs(length, heads, dtype, d=16, size=32):
@@ -211,7 +211,7 @@ def compressed_inputs(length, heads, dtype, d=16, size=32):
 
 @pytest.mark.parametrize("heads", [(4, 4), (12, 1)])
 @pytest.mark.parametrize("length", [20, 32, 300])
-def test_the_compressed_branch_is_the_references(length, heads):
+def test_compressed_branch_matches_the_reference(length, heads):
     q, k, v, _ = compressed_inputs(length, heads, FP32)
     options = {"block_size": 32, "scale": 0.4, "query_offset": 0}
     with torch.no_grad():
@@ -223,7 +223,7 @@ def test_the_compressed_branch_is_the_references(length, heads):
 
 @pytest.mark.parametrize(("batch", "heads", "offset"), [(2, (2, 2), 0), (1, (12, 1), 0), (2, (4, 2), 37)])
 @pytest.mark.parametrize("length", [20, 64, 300 if ON_GPU else 140])
-def test_the_selected_branch_by_a_mask_is_that_by_blocks(length, batch, heads, offset, monkeypatch):
+def test_selected_branch_by_mask_matches_that_by_blocks(length, batch, heads, offset, monkeypatch):
     q, k, v, _ = draw(length, tk=length + offset, heads=heads, batch=batch, step=1.0)
     options = {"block_size": 32, "scale": 0.4, "query_offset": offset}
     probabilities = compressed_probabilities(q, rounded_block_means(k, 32), **options)
@@ -233,9 +233,9 @@ def test_the_selected_branch_by_a_mask_is_that_by_blocks(length, batch, heads, o
     order = earlier.int().argsort(dim=-1, descending=True, stable=True)[..., :3]
     listed = torch.where(earlier.gather(-1, order), order, -1).transpose(1, 2)
     with torch.no_grad():
-        monkeypatch.setattr(selected, "MASKED_UP_TO", 100)
+        monkeypatch.setattr(selected, "MAX_MASKED_RATIO", 100)
         by_mask = selected.attend_selected(q, k, v, listed, **options)
-        monkeypatch.setattr(selected, "MASKED_UP_TO", 0)
+        monkeypatch.setattr(selected, "MAX_MASKED_RATIO", 0)
         by_blocks = selected.attend_selected(q, k, v, listed, **options)
     torch.testing.assert_close(by_mask, by_blocks, rtol=1e-5, atol=1e-5)
 
@@ -252,12 +252,12 @@ def test_gradients_of_the_compressed_branch(length, heads):
         return torch.autograd.grad(op(*inputs, **options).out_bthd, inputs, grad.to(dtype))
 
     found, expected = gradients(attend_compressed, BF16), gradients(plain_compressed, torch.float64)
-    for name, got, wanted in zip("qkv", found, expected, strict=True):
-        assert relative_rms(got, wanted) < TOLERANCE[BF16], name
+    for name, actual, target in zip("qkv", found, expected, strict=True):
+        assert relative_rms(actual, target) < TOLERANCE[BF16], name
 
 
 @needs_gpu
-def test_memory_grows_with_the_length():
+def test_memory_is_linear_in_the_length():
     def peak(length):
         *inputs, grad = draw(length, heads=(4, 1), d=64, dtype=BF16)
         torch.cuda.reset_peak_memory_stats()
@@ -277,13 +277,13 @@ def test_memory_grows_with_the_length():
         ({}, (1, 3, 2, 264), "q has head_dim 264: give at most 256"),
     ],
 )
-def test_what_it_cannot_take_is_said(options, shape, message):
+def test_unsupported_inputs_raise(options, shape, message):
     q = torch.zeros(shape, device=DEVICE)
     with pytest.raises(ValueError, match=f"^implementation is 'triton', but {message}$"):
         native_sparse_attention(q, q, q, draw_gates(q), implementation="triton", **options)
 
 
-def test_other_inputs_that_it_cannot_take():
+def test_other_unsupported_inputs_raise():
     q, v = torch.zeros(1, 3, 2, 16, device=DEVICE), torch.zeros(1, 3, 2, 32, device=DEVICE)
     with pytest.raises(ValueError, match="v has head_dim 32: give that of q, 16"):
         native_sparse_attention(q, q, v, draw_gates(q), implementation="triton")
@@ -292,18 +292,18 @@ def test_other_inputs_that_it_cannot_take():
         native_sparse_attention(q, q, q, draw_gates(q), implementation="triton")
 
 
-def taken_by_itself(length, **options):
+def choice_of_auto(length, **options):
     q = torch.zeros(1, length, 1, 16, device=DEVICE)
     with recorded_choices() as found:
         native_sparse_attention(q, q, q, draw_gates(q), **options)
     return dict(found)["native_sparse_attention"]
 
 
-def test_auto_says_what_it_takes_and_why():
-    assert taken_by_itself(9) == Choice("reference", "only 9 queries")
-    found = taken_by_itself(200)
+def test_auto_logs_its_choice_and_the_reason():
+    assert choice_of_auto(9) == Choice("reference", "only 9 queries")
+    found = choice_of_auto(200)
     if ON_GPU:
         assert found == Choice("triton", "fused on CUDA")
-        assert taken_by_itself(200, block_size=16).name == "reference"
+        assert choice_of_auto(200, block_size=16).name == "reference"
     else:
         assert found == Choice("reference", "triton's kernels need a GPU, and the inputs are on cpu")

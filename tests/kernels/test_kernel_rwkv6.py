@@ -1,4 +1,4 @@
-"""RWKV-6's state update: both forms, compared with the paper's sum in float64 and with finite differences."""
+"""RWKV-6's state update, compared with the paper's sum in float64 and with finite differences."""
 
 import numpy as np
 import pytest
@@ -58,7 +58,7 @@ def test_matches_the_papers_sum_without_a_scale(form, length, with_state):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_scale_multiplies_the_output_and_leaves_the_state(form):
+def test_scale_changes_only_the_output(form):
     arguments, state = inputs(17), first_state()
     out, last = rwkv6(*arguments, scale=0.3, initial_state=state, output_final_state=True, implementation=form)
     expected, expected_last = brute_force(*arguments, scale=0.3, state=state)
@@ -67,7 +67,7 @@ def test_scale_multiplies_the_output_and_leaves_the_state(form):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_token_is_read_before_its_own_decay(form):
+def test_read_precedes_the_decay(form):
     # Hand count with one feature: o_1 = r_1 (S_0 + u k_1 v_1) and S_1 = e^(g_1) S_0 + k_1 v_1.
     r, k, v = (torch.full((1, 1, 1, 1), x) for x in (2.0, 3.0, 5.0))
     g, u, state = torch.full((1, 1, 1, 1), 0.5).log(), torch.full((1, 1), 7.0), torch.full((1, 1, 1, 1), 11.0)
@@ -90,7 +90,7 @@ def test_low_precision_is_close_and_keeps_its_dtype(form, dtype):
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("cut", [1, 16, 33, 49])
-def test_two_parts_with_the_state_handed_over_make_the_whole(form, cut):
+def test_state_carries_over_between_two_parts(form, cut):
     *arguments, u = inputs(50)
     options = {"output_final_state": True, "implementation": form}
     whole, last = rwkv6(*arguments, u, **options)
@@ -101,7 +101,7 @@ def test_two_parts_with_the_state_handed_over_make_the_whole(form, cut):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_the_last_state_is_affine_in_the_first_and_can_be_read_off(form):
+def test_final_state_is_affine_in_the_initial_state(form):
     r, k, v, g, u = inputs(50)
     state, identity = first_state(), torch.eye(6, dtype=torch.float64).expand(2, 3, 6, 6)
     options = {"output_final_state": True, "implementation": form}
@@ -126,7 +126,7 @@ def test_gradient_by_finite_differences(form, length):
 
 
 @pytest.mark.parametrize("forget", [0.0, 1.0, 1000.0])
-def test_both_forms_have_the_same_finite_gradient_in_fp32(forget):
+def test_implementations_have_equal_finite_gradients_in_fp32(forget):
     gradients = []
     for form in FORMS:
         arguments = [x.requires_grad_() for x in inputs(50, dtype=torch.float32, forget=forget)]
@@ -139,7 +139,7 @@ def test_both_forms_have_the_same_finite_gradient_in_fp32(forget):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_features_that_forget_at_once_harm_nothing(form):
+def test_very_strong_decay_stays_finite(form):
     *arguments, g, u = inputs(50, dtype=torch.float32)
     g[..., ::2] = -60
     arguments = [x.requires_grad_() for x in (*arguments, g, u)]
@@ -152,7 +152,7 @@ def test_features_that_forget_at_once_harm_nothing(form):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_without_decay_and_with_a_bonus_of_one_it_is_linear_attention(form):
+def test_linear_attention_as_special_case(form):
     r, k, v, g, u = inputs(50)
     options = {"initial_state": first_state(), "output_final_state": True}
     out, last = rwkv6(r, k, v, torch.zeros_like(g), torch.ones_like(u), **options, implementation=form)
@@ -161,7 +161,7 @@ def test_without_decay_and_with_a_bonus_of_one_it_is_linear_attention(form):
     torch.testing.assert_close(last, expected_last, rtol=1e-9, atol=1e-10)
 
 
-def test_auto_is_one_of_the_forms_and_survives_autocast():
+def test_auto_under_autocast():
     arguments = inputs(50, dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out, state = rwkv6(*arguments)
@@ -188,7 +188,7 @@ def test_auto_is_one_of_the_forms_and_survives_autocast():
         ({"implementation": "fla"}, "implementation is 'fla'"),
     ],
 )
-def test_wrong_arguments_are_named(change, message):
+def test_invalid_arguments_raise(change, message):
     arguments = dict(zip(["r", "k", "v", "g", "u"], inputs(9, dtype=torch.float32), strict=True)) | change
     with pytest.raises(ValueError, match=message):
         rwkv6(**arguments)

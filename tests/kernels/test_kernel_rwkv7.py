@@ -1,4 +1,4 @@
-"""RWKV-7's state update: both forms, compared with a float64 loop in the paper's orientation and finite differences."""
+"""RWKV-7's state update, compared with a float64 loop in the paper's orientation and finite differences."""
 
 import numpy as np
 import pytest
@@ -54,7 +54,7 @@ def test_matches_the_papers_recurrence_without_a_scale(form, length, with_state)
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_and_b_need_not_be_parallel_and_scale_leaves_the_state(form):
+def test_a_not_parallel_to_b_and_scale(form):
     r, k, v, g, _, _ = inputs(50)
     gen = torch.Generator().manual_seed(3)
     a, b = (0.3 * torch.randn(r.shape, generator=gen, dtype=torch.float64) for _ in range(2))
@@ -66,7 +66,7 @@ def test_a_and_b_need_not_be_parallel_and_scale_leaves_the_state(form):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_the_old_state_is_read_before_its_decay(form):
+def test_read_precedes_the_decay(form):
     # Hand count with one feature: S = e^g S_0 + b (a S_0) + k v and o = r S.
     r, k, v, a, b, state = (torch.full((1, 1, 1, 1), x) for x in (2.0, 3.0, 5.0, -1.0, 0.25, 16.0))
     g = torch.full((1, 1, 1, 1), 0.5).log()
@@ -90,7 +90,7 @@ def test_low_precision_is_close_and_keeps_its_dtype(form, dtype, forget):
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("cut", [1, 16, 33, 49])
-def test_two_parts_with_the_state_handed_over_make_the_whole(form, cut):
+def test_state_carries_over_between_two_parts(form, cut):
     arguments = inputs(50)
     options = {"output_final_state": True, "implementation": form}
     whole, last = rwkv7(*arguments, **options)
@@ -101,7 +101,7 @@ def test_two_parts_with_the_state_handed_over_make_the_whole(form, cut):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_the_last_state_is_affine_in_the_first_and_can_be_read_off(form):
+def test_final_state_is_affine_in_the_initial_state(form):
     r, k, v, g, a, b = inputs(50, forget=0.1)
     state, identity = first_state(), torch.eye(6, dtype=torch.float64).expand(2, 3, 6, 6)
     options = {"output_final_state": True, "implementation": form}
@@ -129,7 +129,7 @@ def test_gradient_by_finite_differences(form, length):
 
 
 @pytest.mark.parametrize("forget", [0.0, 1.0, 1000.0])
-def test_both_forms_have_the_same_finite_gradient_in_fp32(forget):
+def test_implementations_have_equal_finite_gradients_in_fp32(forget):
     gradients = []
     for form in FORMS:
         arguments = [x.requires_grad_() for x in inputs(50, dtype=torch.float32, forget=forget)]
@@ -142,7 +142,7 @@ def test_both_forms_have_the_same_finite_gradient_in_fp32(forget):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_features_that_forget_at_once_harm_nothing(form):
+def test_very_strong_decay_stays_finite(form):
     r, k, v, g, a, b = inputs(50, dtype=torch.float32)
     g[..., ::2] = -60
     arguments = [x.requires_grad_() for x in (r, k, v, g, a, b)]
@@ -155,7 +155,7 @@ def test_features_that_forget_at_once_harm_nothing(form):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_with_a_decay_a_head_and_a_along_the_key_it_is_the_gated_delta_rule(form):
+def test_gated_delta_rule_as_special_case(form):
     r, _, v, _, a, _ = inputs(50)
     gen = torch.Generator().manual_seed(5)
     logits, strength = (torch.randn(2, 50, 3, generator=gen, dtype=torch.float64) for _ in range(2))
@@ -170,7 +170,7 @@ def test_with_a_decay_a_head_and_a_along_the_key_it_is_the_gated_delta_rule(form
     torch.testing.assert_close(last, expected_last, rtol=1e-9, atol=1e-11)
 
 
-def test_auto_is_one_of_the_forms_and_survives_autocast():
+def test_auto_under_autocast():
     arguments = inputs(50, dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out, state = rwkv7(*arguments)
@@ -179,7 +179,7 @@ def test_auto_is_one_of_the_forms_and_survives_autocast():
 
 
 @pytest.mark.parametrize("bound", [None, -0.61])
-def test_fla_is_told_the_bound_of_the_decays(monkeypatch, bound):
+def test_decay_bound_is_passed_to_fla(monkeypatch, bound):
     importable = pytest.importorskip("fla.ops.rwkv7", reason="flash-linear-attention is not installed")
     monkeypatch.setattr(interface, "choose_fla_or_plain", lambda *_: "fla")
     bounds = []
@@ -218,7 +218,7 @@ def test_fla_is_told_the_bound_of_the_decays(monkeypatch, bound):
         ({"implementation": "fla"}, "implementation is 'fla'"),
     ],
 )
-def test_wrong_arguments_are_named(change, message):
+def test_invalid_arguments_raise(change, message):
     arguments = dict(zip(["r", "k", "v", "g", "a", "b"], inputs(9, dtype=torch.float32), strict=True)) | change
     with pytest.raises(ValueError, match=message):
         rwkv7(**arguments)

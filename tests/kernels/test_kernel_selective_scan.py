@@ -1,4 +1,4 @@
-"""Selective scan: both forms, compared with a float64 loop over channels and tokens and with finite differences."""
+"""Selective scan, compared with a float64 loop over channels and tokens and with finite differences."""
 
 import numpy as np
 import pytest
@@ -78,7 +78,7 @@ def test_low_precision_is_close_and_keeps_its_dtype(form, dtype):
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("cut", [1, 16, 36])
-def test_two_parts_with_the_state_handed_over_make_the_whole(form, cut):
+def test_state_carries_over_between_two_parts(form, cut):
     x, dt, A, B, C = inputs(37, 2)
     options = {"D": skip_and_state()[0], "output_final_state": True, "implementation": form}
     whole, last = selective_scan(x, dt, A, B, C, **options)
@@ -104,7 +104,7 @@ def test_gradient_by_finite_differences(form, length):
 
 @pytest.mark.parametrize("groups", [None, 2])
 @pytest.mark.parametrize("step", [0.0, 1.0, 1000.0])
-def test_both_forms_have_the_same_finite_gradient_in_fp32(groups, step):
+def test_implementations_have_equal_finite_gradients_in_fp32(groups, step):
     gradients = []
     for form in FORMS:
         arguments = [x.requires_grad_() for x in inputs(37, groups, torch.float32, step)]
@@ -118,7 +118,7 @@ def test_both_forms_have_the_same_finite_gradient_in_fp32(groups, step):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_decay_of_minus_fifty_a_token_forgets_and_stays_finite(form):
+def test_strong_decay_stays_finite(form):
     x, _, _, B, C = inputs(37, dtype=torch.float32)
     dt, A = torch.full_like(x, 5.0).requires_grad_(), torch.full((CHANNELS, SIZE), -10.0).requires_grad_()
     y, _ = selective_scan(x, dt, A, B, C, implementation=form)
@@ -128,7 +128,7 @@ def test_a_decay_of_minus_fifty_a_token_forgets_and_stays_finite(form):
         assert gradient.isfinite().all()
 
 
-def test_the_backward_pass_holds_the_arguments_and_one_state_a_chunk():
+def test_memory_saved_for_the_backward_pass():
     arguments = [x.requires_grad_() for x in inputs(160, dtype=torch.float32)]
     held = {}
 
@@ -152,7 +152,7 @@ def test_without_a_backward_pass_nothing_is_checkpointed(monkeypatch):
     assert torch.equal(found, expected)
 
 
-def test_auto_is_one_of_the_forms_and_survives_autocast():
+def test_auto_under_autocast():
     arguments = inputs(37, dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y, state = selective_scan(*arguments)
@@ -181,7 +181,7 @@ def test_auto_is_one_of_the_forms_and_survives_autocast():
         ({"implementation": "mamba_ssm"}, "implementation is 'mamba_ssm'"),
     ],
 )
-def test_wrong_arguments_are_named(change, message):
+def test_invalid_arguments_raise(change, message):
     arguments = dict(zip(["x", "dt", "A", "B", "C"], inputs(9, dtype=torch.float32), strict=True)) | change
     with pytest.raises(ValueError, match=message):
         selective_scan(**arguments)

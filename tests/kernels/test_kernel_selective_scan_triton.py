@@ -44,10 +44,10 @@ def draw(length, channels=12, size=4, groups=None, batch=1, dtype=FP32, step=1.0
     return [x, dt, -normal(channels, size).exp(), B, C, normal(channels), state, dy, dlast]
 
 
-def run(tensors, implementation, *, rest=True):
-    """Return the output, the final state and the gradients. Without `rest`, there is no skip and no initial state."""
+def run(tensors, implementation, *, others=True):
+    """Return the output, the final state and the gradients. Without `others`, there is no skip and no initial state."""
     *tensors, dy, dlast = tensors
-    inputs = [x.detach().requires_grad_() for x in (tensors if rest else tensors[:5])]
+    inputs = [x.detach().requires_grad_() for x in (tensors if others else tensors[:5])]
     options = dict(zip(["D", "initial_state"], inputs[5:], strict=False))
     y, last = selective_scan(*inputs[:5], output_final_state=True, implementation=implementation, **options)
     return y, last, *torch.autograd.grad((y, last), inputs, (dy, dlast))
@@ -55,14 +55,14 @@ def run(tensors, implementation, *, rest=True):
 
 def check(tensors, **options):
     """Compare all results with the loop's, and return them."""
-    got = run(tensors, "triton", **options)
+    actual = run(tensors, "triton", **options)
     expected = run([x.double() for x in tensors], "recurrent", **options)
     dtypes = [tensors[0].dtype, FP32, *(x.dtype for x in tensors)]
-    for name, dtype, a, b in zip(["y", "last state", *NAMES], dtypes, got, expected, strict=False):
+    for name, dtype, a, b in zip(["y", "last state", *NAMES], dtypes, actual, expected, strict=False):
         assert a.dtype == dtype, name
         assert a.shape == b.shape, name
         assert relative_rms(a, b) < TOLERANCE[dtype], name
-    return got
+    return actual
 
 
 CASES = [(1, 5, 16), (7, 12, 4), (33, 12, 16), (17, 40, 1), (9, 9, 64), (24, 16, 16)]
@@ -87,7 +87,7 @@ def test_groups_of_channels(groups):
 
 
 def test_without_skip_and_first_state():
-    check(draw(18), rest=False)
+    check(draw(18), others=False)
 
 
 def test_one_chunk(monkeypatch):
@@ -95,7 +95,7 @@ def test_one_chunk(monkeypatch):
     check(draw(18, batch=2))
 
 
-def test_time_may_come_first():
+def test_sequence_first():
     tensors = draw(18, batch=2)
     turned = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in tensors[:2]] + tensors[2:]
     results = run(turned, "triton")
@@ -104,21 +104,21 @@ def test_time_may_come_first():
     assert results[0].stride() == turned[0].stride()
 
 
-def test_a_step_of_zero_leaves_the_state():
+def test_step_of_zero_keeps_the_state():
     tensors = draw(18)
     tensors[1].zero_()
     _, last, *_ = check(tensors)
     assert torch.equal(last, tensors[6])
 
 
-def test_strong_decay_forgets_and_stays_finite():
+def test_strong_decay_stays_finite():
     tensors = draw(18)
     tensors[1].fill_(100.0)
     tensors[2].fill_(-100.0)
     check(tensors)
 
 
-def test_only_the_last_state_is_used():
+def test_gradient_of_the_final_state_alone():
     tensors = [x.requires_grad_() for x in draw(18)[:5]]
     gradients = []
     for form in ("triton", "recurrent"):
@@ -128,7 +128,7 @@ def test_only_the_last_state_is_used():
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-def test_recompute_gives_the_same_gradients():
+def test_recomputation_gives_the_same_gradients():
     tensors = [x.requires_grad_() for x in draw(18)[:5]]
 
     def two_calls(*inputs):  # as with context parallelism: one call's final state is the next one's initial state
@@ -136,11 +136,11 @@ def test_recompute_gives_the_same_gradients():
         return selective_scan(*inputs, initial_state=state, implementation="triton")[0]
 
     plain = torch.autograd.grad(two_calls(*tensors).sum(), tensors)
-    again = torch.autograd.grad(checkpoint(two_calls, *tensors, use_reentrant=False).sum(), tensors)
-    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+    repeated = torch.autograd.grad(checkpoint(two_calls, *tensors, use_reentrant=False).sum(), tensors)
+    assert all(torch.equal(a, b) for a, b in zip(plain, repeated, strict=True))
 
 
-def test_a_gradient_of_the_gradient_is_refused():
+def test_second_derivative_raises():
     tensors = [x.requires_grad_() for x in draw(5)[:5]]
     y, state = selective_scan(*tensors, implementation="triton")
     assert state is None
@@ -149,13 +149,13 @@ def test_a_gradient_of_the_gradient_is_refused():
         dx.sum().backward()
 
 
-def test_two_runs_give_the_same_bits():
+def test_two_runs_are_bitwise_equal():
     tensors = draw(1000 if ON_GPU else 18, channels=100 if ON_GPU else 12, dtype=BF16)
     first, second = (run(tensors, "triton") for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def test_without_a_gradient_no_states_are_kept():
+def test_no_states_are_saved_without_gradients():
     tensors = draw(18)
     with torch.no_grad():
         y, _ = selective_scan(*tensors[:5], D=tensors[5], initial_state=tensors[6], implementation="triton")
@@ -166,7 +166,7 @@ def test_without_a_gradient_no_states_are_kept():
 
 
 @needs_gpu
-def test_more_elements_than_int32_counts():
+def test_more_elements_than_int32_holds():
     length, channels, size = 2**19 + 100, 4128, 100
     if torch.cuda.mem_get_info()[0] < 80 * 2**30:
         pytest.skip("needs 80 GiB of GPU memory")
@@ -183,11 +183,11 @@ def test_more_elements_than_int32_counts():
         dy = torch.zeros_like(y)
         dy[:, -size:] = C[:, -size:, :1].detach()
         results.append([z[:, -size:].detach() for z in (y, *torch.autograd.grad(y, (x, dt, B, C), dy))])
-    for name, got, expected in zip(["y", "x", "dt", "B", "C"], *results, strict=True):
-        assert relative_rms(got, expected) < TOLERANCE[BF16], name
+    for name, actual, expected in zip(["y", "x", "dt", "B", "C"], *results, strict=True):
+        assert relative_rms(actual, expected) < TOLERANCE[BF16], name
 
 
-def test_auto_takes_triton_on_a_gpu_only(caplog):
+def test_auto_chooses_triton_only_on_a_gpu(caplog):
     caplog.set_level(logging.DEBUG, logger="kernels.common.dispatch")
     tensors = draw(5)[:5]
     selective_scan(*tensors)
@@ -198,7 +198,7 @@ def test_auto_takes_triton_on_a_gpu_only(caplog):
     assert ("A has state size 3" in caplog.text) == ON_GPU
 
 
-def test_what_triton_cannot_take_is_named(monkeypatch):
+def test_unsupported_triton_inputs_raise(monkeypatch):
     def refuse(message, tensors):
         with pytest.raises(ValueError, match=f"implementation is 'triton', but {message}"):
             selective_scan(*tensors, implementation="triton")

@@ -1,4 +1,4 @@
-"""Short convolution: the plain form compared with torch's conv1d, the Triton kernels with the plain form in float64.
+"""Short convolution: plain torch compared with torch's conv1d, the Triton kernels with plain torch in float64.
 
 The kernels run on a GPU, or in Triton's interpreter.
 """
@@ -44,21 +44,21 @@ def run(tensors, implementation, dtype=FP32, **options):
 
 
 def check(tensors, **options):
-    """Compare parts and gradients with the plain form in float64, and check their dtypes."""
+    """Compare parts and gradients with plain torch in float64, and check their dtypes."""
     parts, dtype = len(options["widths"]), tensors[0].dtype
-    got = run(tensors, "triton", dtype, **options)
+    actual = run(tensors, "triton", dtype, **options)
     expected = run([y.double() for y in tensors], "reference", dtype, **options)
     dtypes = [dtype] * parts + [y.dtype for y in tensors]
-    for name, dtype, a, b in zip([*map(str, range(parts)), *NAMES], dtypes, got, expected, strict=False):
+    for name, dtype, a, b in zip([*map(str, range(parts)), *NAMES], dtypes, actual, expected, strict=False):
         assert a.dtype == dtype, name
         assert a.shape == b.shape, name
         assert a.numel() == 0 or relative_rms(a, b) < TOLERANCE[dtype], name
-    assert all(y.is_contiguous() for y in got[:parts])
+    assert all(y.is_contiguous() for y in actual[:parts])
 
 
 @pytest.mark.parametrize("taps", [1, 2, 4])
 @pytest.mark.parametrize("length", [1, 3, 9])
-def test_the_plain_form_is_torchs_convolution(length, taps):
+def test_reference_matches_torch_convolution(length, taps):
     inputs = [y.double().requires_grad_() for y in draw(length, taps=taps)]
     x, before, weight, bias = inputs
     channels = torch.cat([before, x]).flatten(2).permute(1, 2, 0)
@@ -80,7 +80,7 @@ def test_parts_of_unit_length():
     torch.testing.assert_close(v, whole[..., 12:])
 
 
-def test_a_vector_of_zeros_stays():
+def test_zero_vector_stays_zero():
     tensors = [torch.zeros_like(y) for y in draw(3)]
     assert all((y == 0).all() for y in short_convolution(*tensors, **HEADS))
 
@@ -89,8 +89,8 @@ def test_rows_before_continue_a_sequence():
     x, before, weight, bias = draw(9)
     (whole,) = short_convolution(x, before, weight, bias, widths=[16])
     (first,) = short_convolution(x[:5], before, weight, bias, widths=[16])
-    (rest,) = short_convolution(x[5:], x[2:5], weight, bias, widths=[16])
-    torch.testing.assert_close(torch.cat([first, rest], 1), whole)
+    (others,) = short_convolution(x[5:], x[2:5], weight, bias, widths=[16])
+    torch.testing.assert_close(torch.cat([first, others], 1), whole)
 
 
 LENGTHS = [1, 2, 63, 130, 1000, 4099] if ON_GPU else [1, 2, 37, 130]
@@ -128,7 +128,7 @@ def test_16_bits(dtype):
         (1, [256, 700], [True, False]),
     ],
 )
-def test_cuts_of_a_row(units, widths, unit_length):
+def test_tiles_of_a_row(units, widths, unit_length):
     check(draw(1000 if ON_GPU else 5, units=units, width=sum(widths), batch=1), widths=widths, unit_length=unit_length)
 
 
@@ -159,7 +159,7 @@ def test_rows_of_any_strides():
 
 
 @needs_triton
-def test_a_part_that_nothing_uses():
+def test_unused_part():
     gradients = []
     for form in ("triton", "reference"):
         tensors = [y.detach().requires_grad_() for y in draw(9)]
@@ -170,27 +170,27 @@ def test_a_part_that_nothing_uses():
 
 
 @needs_triton
-def test_two_runs_give_the_same_bits():
+def test_two_runs_are_bitwise_equal():
     tensors = draw(1000 if ON_GPU else 37, dtype=BF16, batch=1)
     first, second = (run(tensors, "triton", **HEADS) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 @needs_triton
-def test_recompute_gives_the_same_gradients():
+def test_recomputation_gives_the_same_gradients():
     tensors = [y.detach().requires_grad_() for y in draw(9)]
 
     def norm(*inputs):
         return sum(y.sin().sum() for y in short_convolution(*inputs, implementation="triton", **HEADS))
 
     plain = torch.autograd.grad(norm(*tensors), tensors)
-    again = torch.autograd.grad(checkpoint(norm, *tensors, use_reentrant=False), tensors)
-    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+    repeated = torch.autograd.grad(checkpoint(norm, *tensors, use_reentrant=False), tensors)
+    assert all(torch.equal(a, b) for a, b in zip(plain, repeated, strict=True))
 
 
 @needs_triton
 @pytest.mark.parametrize("biased", [True, False])
-def test_the_operators_are_well_formed(biased):
+def test_operators_pass_opcheck(biased):
     from kernels.short_convolution.op import backward_operator, forward_operator
 
     *tensors, bias = draw(3, units=1)
@@ -201,7 +201,7 @@ def test_the_operators_are_well_formed(biased):
 
 
 @needs_triton
-def test_torch_compile_takes_it_whole():
+def test_compiles_without_a_graph_break():
     def total(*inputs):
         return sum(y.sin().sum() for y in short_convolution(*inputs, implementation="triton", **HEADS))
 
@@ -213,7 +213,7 @@ def test_torch_compile_takes_it_whole():
 
 
 @needs_triton
-def test_a_gradient_of_the_gradient_is_refused():
+def test_second_derivative_raises():
     tensors = [y.detach().requires_grad_() for y in draw(2)]
     parts = short_convolution(*tensors, implementation="triton", **HEADS)
     (dx,) = torch.autograd.grad(parts[0].square().sum(), tensors[0], create_graph=True)
@@ -222,7 +222,7 @@ def test_a_gradient_of_the_gradient_is_refused():
 
 
 @needs_gpu
-def test_more_elements_than_int32_counts():
+def test_more_elements_than_int32_holds():
     length, width, last = 2**19 + 100, 4128, 200
     if torch.cuda.mem_get_info()[0] < 40 * 2**30:
         pytest.skip("needs 40 GiB of GPU memory")
@@ -236,11 +236,11 @@ def test_more_elements_than_int32_counts():
         dy[:, -last:] = x[-last:].transpose(0, 1)
         dx, _, dweight = torch.autograd.grad(y, inputs, dy)
         results.append((y[:, -last:].detach(), dx[-last:], dweight))
-    for name, got, expected in zip(["y", "x", "weight"], *results, strict=True):
-        assert relative_rms(got, expected) < TOLERANCE[BF16], name
+    for name, actual, expected in zip(["y", "x", "weight"], *results, strict=True):
+        assert relative_rms(actual, expected) < TOLERANCE[BF16], name
 
 
-def test_auto_takes_triton_on_a_gpu_only(caplog):
+def test_auto_chooses_triton_only_on_a_gpu(caplog):
     caplog.set_level(logging.DEBUG, logger="kernels.common.dispatch")
     short_convolution(*draw(5), **HEADS)
     assert f"short_convolution: {'triton' if ON_GPU else 'reference'}" in caplog.text
@@ -251,7 +251,7 @@ def test_auto_takes_triton_on_a_gpu_only(caplog):
 
 
 @needs_triton
-def test_what_triton_cannot_take_is_named(monkeypatch):
+def test_unsupported_triton_inputs_raise(monkeypatch):
     def refuse(message, tensors, **options):
         with pytest.raises(ValueError, match=f"implementation is 'triton', but {message}"):
             short_convolution(*tensors, implementation="triton", **(HEADS | options))
@@ -286,7 +286,7 @@ def test_what_triton_cannot_take_is_named(monkeypatch):
         ({"implementation": "cuda"}, "implementation is 'cuda'"),
     ],
 )
-def test_wrong_arguments_are_named(change, message):
+def test_invalid_arguments_raise(change, message):
     arguments = dict(zip(NAMES, (y.cpu() for y in draw(5)), strict=True)) | HEADS | change
     with pytest.raises(ValueError, match=message):
         short_convolution(**arguments)

@@ -63,7 +63,7 @@ def test_matches_the_definition(implementation, case, heads, offset):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_values_may_have_a_head_dim_of_their_own(implementation):
+def test_values_of_another_head_dim(implementation):
     q, k, v = inputs(dv=3)
     out = softmax_attention(q, k, v, implementation=implementation)
     torch.testing.assert_close(out, brute_force(q, k, v), rtol=1e-10, atol=1e-12)
@@ -99,7 +99,7 @@ def test_gradient_by_finite_differences(implementation, case, offset):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("case", ["plain", "window", "alibi"])
-def test_a_part_of_the_queries_gives_that_part_of_the_result(implementation, case):
+def test_query_offset(implementation, case):
     q, k, v = inputs(tq=37, tk=37)
     options = dict(CASES[case])
     slopes = alibi_slopes(4) if options.pop("alibi", False) else None
@@ -162,7 +162,7 @@ def test_alibi_slopes_of_the_paper():
         ({"q": torch.zeros(2, 0, 4, 6, dtype=torch.float64)}, "at least one element"),
     ],
 )
-def test_wrong_arguments_are_named(change, message):
+def test_invalid_arguments_raise(change, message):
     arguments = dict(zip("qkv", inputs(), strict=True)) | change
     with pytest.raises(ValueError, match=message):
         softmax_attention(**arguments)
@@ -172,7 +172,7 @@ def test_wrong_arguments_are_named(change, message):
 @pytest.mark.parametrize("groups", [4, 1])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("length", [63, 1000, 2048])
-def test_on_a_gpu_it_is_the_reference(length, head_dim, groups):
+def test_matches_the_reference_on_a_gpu(length, head_dim, groups):
     drawn = [x.cuda() for x in inputs(length, length, 4, groups, head_dim, head_dim, torch.bfloat16)]
     upstream = torch.randn(2, length, 4, head_dim, device="cuda").bfloat16()
 
@@ -187,7 +187,7 @@ def test_on_a_gpu_it_is_the_reference(length, head_dim, groups):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch's fused kernels need a GPU")
 @pytest.mark.parametrize("length", [2048, 4096])
-def test_long_sequences_are_cudnns_from_hopper_on(length):
+def test_long_sequences_use_cudnn_from_hopper_on(length):
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("before Hopper torch chooses")
     q, k, v = (x.cuda().requires_grad_() for x in inputs(length, length, 4, 4, 128, 128, torch.bfloat16))

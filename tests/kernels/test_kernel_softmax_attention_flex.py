@@ -16,17 +16,17 @@ pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without to
     ("queries", "keys", "offset"), [(64, 64, 0), (300, 300, 0), (512, 512, 0), (200, 900, 130), (1, 129, 128)]
 )
 @pytest.mark.parametrize("window", [None, 1, 32, 128, 200, 256])
-def test_its_mask_is_torchs(queries, keys, offset, window):
-    made = visible_blocks(queries, keys, window, offset, torch.device("cpu"))
+def test_mask_matches_torch(queries, keys, offset, window):
+    mask = visible_blocks(queries, keys, window, offset, torch.device("cpu"))
 
     def visible(b, h, t, s):
         seen = s <= t + offset
         return seen if window is None else seen & (s > t + offset - window)
 
-    theirs = create_block_mask(visible, None, None, queries, keys, device="cpu")
-    assert made.shape == theirs.shape
-    assert made.to_dense().equal(theirs.to_dense())
-    assert made.full_kv_num_blocks.equal(theirs.full_kv_num_blocks)
+    torch_mask = create_block_mask(visible, None, None, queries, keys, device="cpu")
+    assert mask.shape == torch_mask.shape
+    assert mask.to_dense().equal(torch_mask.to_dense())
+    assert mask.full_kv_num_blocks.equal(torch_mask.full_kv_num_blocks)
 
 
 def draw(queries, keys, heads, groups, dtype, value_dim=16):
@@ -46,7 +46,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("groups", [4, 2])
-def test_values_are_the_references(case, groups):
+def test_values_match_the_reference(case, groups):
     options = dict(case)
     q, k, v = draw(150, 220, 4, groups, torch.float32)
     slopes = alibi_slopes(4).to(DEVICE) if options.pop("alibi", False) else None
@@ -62,7 +62,7 @@ def test_values_are_the_references(case, groups):
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("groups", [4, 1])
 @pytest.mark.parametrize("length", [20, 100, 1000])
-def test_gradients_are_the_references(case, groups, length):
+def test_gradients_match_the_reference(case, groups, length):
     options = dict(case)
     drawn = draw(length, length + 100, 4, groups, torch.bfloat16, value_dim=32)
     slopes = alibi_slopes(4).to(DEVICE) if options.pop("alibi", False) else None
@@ -77,7 +77,7 @@ def test_gradients_are_the_references(case, groups, length):
         assert float((found - expected).norm() / expected.norm()) < 5e-3
 
 
-def test_what_it_cannot_take_is_said():
+def test_unsupported_inputs_raise():
     q = torch.zeros(1, 3, 1, 8)
     with pytest.raises(ValueError, match=r"^implementation is 'flex', but q has head_dim 8: give 16 to 256$"):
         softmax_attention(q, q, q, implementation="flex")

@@ -13,7 +13,7 @@ SCORES = ["approx", "exact", "exact_lse"]
 
 
 def brute_force(q, k, v, size, top_k=1, score="exact", local=True, scale=None, offset=0, choice=None):
-    """Attend query by query. `choice` sets the chunks instead of scoring them."""
+    """Attend query by query. `choice` gives the selected chunks, so that none are scored."""
     q, k, v = (x.double().numpy() for x in (q, k, v))
     batch, tq, hq, d = q.shape
     group = hq // k.shape[2]
@@ -88,7 +88,7 @@ def test_ties_go_to_the_lowest_chunk(score, top_k, dtype):
 
 
 @pytest.mark.parametrize("score", SCORES)
-def test_equal_chunks_are_taken_in_order(score):
+def test_equal_chunks_are_selected_in_order(score):
     q, k, v = torch.ones(1, 20, 1, 3), torch.ones(1, 20, 1, 3), torch.randn(1, 20, 1, 3)
     _, chosen = top1_chunk_attention(q, k, v, chunk_size=4, top_k=3, score=score, return_selection=True)
     rows = chosen[0, :, 0].tolist()
@@ -119,7 +119,7 @@ def test_a_scale_cannot_make_two_different_chunks_equal():
 @pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("local", [True, False])
 @pytest.mark.parametrize("offset", [0, 5, 16])
-def test_a_part_of_the_queries_gives_that_part_of_the_result(score, local, offset):
+def test_query_offset(score, local, offset):
     q, k, v = inputs()
     options = {"chunk_size": 8, "top_k": 2, "score": score, "local": local, "return_selection": True}
     whole, whole_chosen = top1_chunk_attention(q, k, v, **options)
@@ -154,7 +154,7 @@ def test_gradient_by_finite_differences(score, local):
     assert torch.autograd.gradcheck(op, (q, k, v))
 
 
-def test_the_parts_make_the_whole():
+def test_parts_of_the_op_match_the_whole():
     q, k, _ = inputs()
     chosen = select_chunks(q, k, chunk_size=8, top_k=2, score="exact", scale=1.0, query_offset=0)
     mask = selection_mask(chosen, q, k, chunk_size=8, local=True, query_offset=0)
@@ -164,7 +164,7 @@ def test_the_parts_make_the_whole():
         assert bool(mask[b, h, t, j]) == (in_choice or in_own)
 
 
-def test_the_choice_carries_no_gradient():
+def test_selection_has_no_gradient():
     q, k, _ = (x.requires_grad_() for x in inputs())
     assert not select_chunks(q, k, chunk_size=8, top_k=1, score="approx", scale=1.0, query_offset=0).requires_grad
 
@@ -190,7 +190,7 @@ def test_the_choice_carries_no_gradient():
         ),
     ],
 )
-def test_wrong_arguments_are_named(change, message):
+def test_invalid_arguments_raise(change, message):
     q, k, v = inputs()
     with pytest.raises(ValueError, match=message):
         top1_chunk_attention(q, k, v, **change)

@@ -1,4 +1,4 @@
-"""Choices made apart from the attention, from means or from some keys at a time, compared with all keys at once."""
+"""Separate chunk selection, by mean keys or by shards of the keys, compared with selection by all keys at once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHAPES = pytest.mark.parametrize(
 
 
 @pytest.fixture(autouse=True)
-def triton_where_it_is_asked_for(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def allow_triton(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if form == "triton":
         pytest.importorskip("triton")
         sort_small_blocks(monkeypatch)
@@ -34,14 +34,14 @@ def options(top_k: int, score: str) -> dict[str, object]:
 
 
 def choice_of_the_op(q, k, v, top_k, score):
-    """Return the choice of the plain form, from all keys in float64."""
+    """Return the selection of the reference by all keys in float64."""
     q, k, v = (x.double() for x in (q, k, v))
     return top1_chunk_attention(q, k, v, return_selection=True, **options(top_k, score))[1]
 
 
 @FORMS
 @SHAPES
-def test_from_the_means_of_all_chunks(form, dtype, heads, d, top_k):
+def test_selection_by_mean_keys(form, dtype, heads, d, top_k):
     q, k, v, _ = draw(SIZE * CHUNKS, heads=heads, d=d, dtype=dtype, batch=2, step=1.0)
     expected = choice_of_the_op(q, k, v, top_k, "approx")
     means = torch.cat([mean_keys(part, SIZE, implementation=form) for part in k.chunk(2, 1)], 1)
@@ -53,7 +53,7 @@ def test_from_the_means_of_all_chunks(form, dtype, heads, d, top_k):
 @FORMS
 @SHAPES
 @pytest.mark.parametrize("score", ["exact", "exact_lse"])
-def test_from_some_keys_at_a_time_in_any_order(form, dtype, heads, d, top_k, score):
+def test_merge_of_shards_in_any_order(form, dtype, heads, d, top_k, score):
     q, k, v, _ = draw(SIZE * CHUNKS, heads=heads, d=d, dtype=dtype, batch=2, seed=1)
     expected = choice_of_the_op(q, k, v, top_k, score)
     start = 2 * SIZE
@@ -71,7 +71,7 @@ def test_from_some_keys_at_a_time_in_any_order(form, dtype, heads, d, top_k, sco
 
 @FORMS
 @SHAPES
-def test_attention_to_a_given_choice_is_that_to_the_same_choice_made(form, dtype, heads, d, top_k):
+def test_attention_to_a_given_selection(form, dtype, heads, d, top_k):
     *inputs, grad = draw(SIZE * CHUNKS - 27, heads=heads, d=d, dtype=dtype, seed=2)
     results = []
     inputs = [x.requires_grad_() for x in inputs]
@@ -87,7 +87,7 @@ def test_attention_to_a_given_choice_is_that_to_the_same_choice_made(form, dtype
 
 
 @pytest.mark.parametrize("form", ["reference"])
-def test_equal_scores_are_told_apart_by_the_index_of_the_chunk(form):
+def test_ties_between_shards_go_to_the_lowest_chunk(form):
     """Chunks whose scores are all -inf tie, too: they still count as candidates."""
 
     def best(chunks: list[int], scores: list[float]) -> Best:
@@ -113,7 +113,7 @@ def test_equal_scores_are_told_apart_by_the_index_of_the_chunk(form):
         ({"cu_seqlens": torch.tensor([0, 8])}, "selection is given with cu_seqlens: give one of them"),
     ],
 )
-def test_a_choice_that_does_not_fit_is_named(form, changed, message):
+def test_invalid_selection_raises(form, changed, message):
     q, k, v, _ = draw(8)
     good = {"selection": torch.full((1, 8, 2, 1), -1), "chunk_size": 4}
     with pytest.raises(ValueError, match=message):

@@ -25,7 +25,7 @@ BOTH, CHOSEN, NONE = ["chosen", "local"], ["chosen"], []
         ({"hopper": False}, NONE),
     ],
 )
-def test_shapes_that_take_them(monkeypatch, options, expected):
+def test_supported_shapes(monkeypatch, options, expected):
     given = {"t": 128, "d": 64, "dtype": BF16, "hopper": True, "chunk_size": 64, **options}
     t, d, dtype, hopper = (given.pop(name) for name in ("t", "d", "dtype", "hopper"))
     called = []

@@ -1,4 +1,4 @@
-"""Int8 screening, compared bit for bit with the choice by all keys in full precision: on a GPU or interpreted."""
+"""Int8 screening, compared bitwise with selection by all keys in full precision: on a GPU or interpreted."""
 
 import functools
 
@@ -31,7 +31,7 @@ def draw(t, heads, d, dtype, batch=1):
 
 
 def both(q, k, size, cu_seqlens=None):
-    """Return the choice by screening and the choice by all keys."""
+    """Return the selection by screening and the selection by all keys."""
     problem = _problem(q, k, cu_seqlens, size, True, 1.0, 0)
     flat = [x.flatten(0, 1).contiguous() for x in (q, k)]
     screened, plain = (q.new_full((1, problem.num_groups, problem.rows), -7, dtype=torch.int32) for _ in range(2))
@@ -64,9 +64,9 @@ def test_packed_documents():
     assert torch.equal(screened, plain)
 
 
-@pytest.mark.parametrize(("places", "survivors"), [(1, 16), (3, 16), (64, 0), (64, 1), (64, 16)])
-def test_rows_with_more_candidates_than_places(monkeypatch, places, survivors):
-    monkeypatch.setattr(triton_launch_screening, "CANDIDATES", places)
+@pytest.mark.parametrize(("capacity", "survivors"), [(1, 16), (3, 16), (64, 0), (64, 1), (64, 16)])
+def test_rows_with_more_candidates_than_capacity(monkeypatch, capacity, survivors):
+    monkeypatch.setattr(triton_launch_screening, "CANDIDATES", capacity)
     monkeypatch.setattr(triton_launch_screening, "SURVIVORS", survivors)
     # On a grid, products are exact in any tile, so equal keys tie. For arbitrary values they do so only on a GPU.
     q, k = ((x * 4).round() / 4 for x in draw(180, (2, 1), 16, BF16))
@@ -76,9 +76,9 @@ def test_rows_with_more_candidates_than_places(monkeypatch, places, survivors):
     assert torch.equal(screened, plain)
 
 
-@pytest.mark.parametrize("places", [1, 64])
-def test_chunks_of_several_tiles_of_keys(monkeypatch, places):
-    monkeypatch.setattr(triton_launch_screening, "CANDIDATES", places)
+@pytest.mark.parametrize("capacity", [1, 64])
+def test_chunks_of_several_tiles_of_keys(monkeypatch, capacity):
+    monkeypatch.setattr(triton_launch_screening, "CANDIDATES", capacity)
     for kernel in ("screen", "recheck"):
         monkeypatch.setitem(TILES, (kernel, "small"), TILES[kernel, "small"]._replace(block_n=32))
     screened, plain = both(*draw(200, (2, 1), 16, BF16), 64)
@@ -106,7 +106,7 @@ def test_chunks_that_nearly_tie(apart, centre):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 3e38, 1e25, 1e-40])
-def test_numbers_that_int8_cannot_hold(value):
+def test_values_beyond_the_range_of_int8(value):
     q, k = draw(200, (2, 1), 16, BF16)
     q[0, 150, 0, 3] = value
     k[0, 70, 0, 5] = value
@@ -119,10 +119,10 @@ def choice_of_plain_sizes():
     return both(*draw(140, (2, 1), 16, BF16), 32)[1]
 
 
-@pytest.mark.parametrize(("of_q", "of_k"), [(1, 2.0**-80), (2.0**-90, 1), (2.0**50, 2.0**50), (2.0**-60, 2.0**66)])
-def test_inputs_whose_squares_fp32_cannot_hold(of_q, of_k):
+@pytest.mark.parametrize(("q_norm", "k_norm"), [(1, 2.0**-80), (2.0**-90, 1), (2.0**50, 2.0**50), (2.0**-60, 2.0**66)])
+def test_inputs_whose_squares_overflow_or_underflow(q_norm, k_norm):
     q, k = draw(140, (2, 1), 16, BF16)
-    screened, plain = both(q * of_q, k * of_k, 32)
+    screened, plain = both(q * q_norm, k * k_norm, 32)
     assert torch.equal(screened, plain)
     assert torch.equal(plain, choice_of_plain_sizes())
 
@@ -139,7 +139,7 @@ def test_long_sequences_are_screened():
 
 
 @pytest.mark.parametrize(("t", "heads", "d"), [(130, (2, 1), 16), (131, (1, 1), 17)])
-def test_the_op_gives_the_same_bits(monkeypatch, t, heads, d):
+def test_op_is_bitwise_equal(monkeypatch, t, heads, d):
     sort_small_blocks(monkeypatch)
     q, k = draw(t, heads, d, BF16)
     options = {"chunk_size": 32, "score": "exact", "implementation": "triton", "return_selection": True}

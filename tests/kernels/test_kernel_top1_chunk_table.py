@@ -1,4 +1,4 @@
-"""Chunk table: made once for all layers, and again for other documents.
+"""Chunk table: built once for all layers, and again for other documents.
 
 The tests of the kernels that read the table check its contents.
 """

@@ -77,17 +77,17 @@ def check(tensors, **options):
     assert torch.equal(chosen, expected_chosen)
     assert out.dtype == dtype
     assert relative_rms(out, expected_out) < TOLERANCE[dtype]
-    for name, x, got, wanted in zip("qkv", tensors, gradients, expected, strict=False):
-        assert got.dtype == dtype
-        assert got.shape == x.shape
-        assert relative_rms(got, wanted) < TOLERANCE[dtype], f"gradient of {name}"
+    for name, x, actual, target in zip("qkv", tensors, gradients, expected, strict=False):
+        assert actual.dtype == dtype
+        assert actual.shape == x.shape
+        assert relative_rms(actual, target) < TOLERANCE[dtype], f"gradient of {name}"
     return chosen, gradients
 
 
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize(("length", "d", "size", "dtype"), CASES)
-def test_agrees_with_the_reference(length, d, size, dtype, score):
+def test_matches_the_reference(length, d, size, dtype, score):
     # Integers for the mean, so that rounding it to the inputs' dtype changes nothing.
     check(draw(length, d=d, dtype=dtype, step=1.0 if score == "approx" else 0.5), chunk_size=size, score=score)
 
@@ -148,7 +148,7 @@ def test_one_chunk_that_every_query_chooses(length):
 
 
 @pytest.mark.parametrize("score", SCORES)
-def test_two_runs_give_the_same_bits(score):
+def test_two_runs_are_bitwise_equal(score):
     tensors = draw(3000 if ON_GPU else 45, dtype=BF16)
     first, second = (run(tensors, "triton", chunk_size=32, score=score) for _ in range(2))
     for a, b in zip(itertools.chain(first[:2], first[2]), itertools.chain(second[:2], second[2]), strict=True):
@@ -157,7 +157,7 @@ def test_two_runs_give_the_same_bits(score):
 
 @pytest.mark.parametrize("score", ["approx", "exact"])
 @pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_with_any_inputs_the_chosen_chunk_is_as_good_as_the_best(score, dtype):
+def test_chosen_chunk_of_arbitrary_inputs_scores_best(score, dtype):
     gen = torch.Generator().manual_seed(torch.seed())
     length = 4000 if ON_GPU else 100
     q, k, v = (torch.randn(1, length, 2, 16, generator=gen).to(DEVICE, dtype) for _ in range(3))
@@ -167,13 +167,13 @@ def test_with_any_inputs_the_chosen_chunk_is_as_good_as_the_best(score, dtype):
     scores = chunk_scores(q.double(), k.double(), chunk_size=32, score=score, scale=1.0)
     earlier = torch.arange(scores.shape[-1], device=DEVICE) < torch.arange(length, device=DEVICE)[:, None] // 32
     best = scores.masked_fill(~earlier, -torch.inf).amax(dim=-1)[:, :, 32:]
-    got = scores.gather(-1, chosen.transpose(1, 2).clamp(min=0))[:, :, 32:, 0]
+    actual = scores.gather(-1, chosen.transpose(1, 2).clamp(min=0))[:, :, 32:, 0]
     rounding = 2**-8 if (score, dtype) == ("approx", BF16) else 2**-20  # the mean is rounded to the inputs' dtype
     size = q.double().norm(dim=-1).transpose(1, 2)[:, :, 32:] * k.double().norm(dim=-1).max()
-    assert (best - got <= rounding * size).all()
+    assert (best - actual <= rounding * size).all()
 
 
-def test_a_query_that_is_not_a_number_spoils_no_other():
+def test_nan_query_does_not_affect_others():
     tensors = draw(100, heads=(1, 1))
     clean, _, _ = run(tensors, "triton", chunk_size=32)
     tensors[0][0, 50] = torch.nan
@@ -182,7 +182,7 @@ def test_a_query_that_is_not_a_number_spoils_no_other():
     assert torch.equal(out[:, others], clean[:, others])
 
 
-def test_scores_of_minus_infinity_leave_no_nan():
+def test_infinite_scores_cause_no_nan():
     q, k, v, grad = draw(100, heads=(1, 1))
     # Later queries' products with the first chunk are below fp32's range. It is the only candidate of some queries.
     q[..., 0], q[:, :32, :, 0], k[..., 0], k[:, :32, :, 0] = 3e20, 0.0, 0.0, -3e20
@@ -201,7 +201,7 @@ def test_inputs_need_not_be_contiguous():
 
 
 @pytest.mark.parametrize("bounds", [None, [0, 7, 34]])
-def test_operators_keep_the_rules_of_torch_library(bounds):
+def test_operators_pass_opcheck(bounds):
     q, k, v, grad = draw(34)
     bounds = None if bounds is None else torch.tensor(bounds)
     inputs = [x.requires_grad_() for x in (q, k, v)]
@@ -211,7 +211,7 @@ def test_operators_keep_the_rules_of_torch_library(bounds):
     torch.library.opcheck(top1_chunk_backward, (grad, *inputs, *results, bounds, 32, True, 0.25, 0))
 
 
-def test_under_activation_checkpointing():
+def test_activation_checkpointing():
     *inputs, grad = draw(40)
     inputs = [x.requires_grad_() for x in inputs]
 
@@ -234,14 +234,14 @@ def test_compiles_without_a_graph_break(bounds):
     def op(q, k, v):
         return top1_chunk_attention(q * 1.5, k, v, chunk_size=32, cu_seqlens=bounds)[0] + 1
 
-    expected, got = op(*inputs), torch.compile(op, fullgraph=True)(*inputs)
-    assert torch.allclose(got, expected, rtol=2**-7, atol=2**-7)
-    for a, b in zip(*(torch.autograd.grad(x, inputs, grad) for x in (got, expected)), strict=True):
+    expected, actual = op(*inputs), torch.compile(op, fullgraph=True)(*inputs)
+    assert torch.allclose(actual, expected, rtol=2**-7, atol=2**-7)
+    for a, b in zip(*(torch.autograd.grad(x, inputs, grad) for x in (actual, expected)), strict=True):
         assert relative_rms(a, b.double()) < 0.02
 
 
 @needs_gpu
-def test_more_elements_than_int32_counts():
+def test_more_elements_than_int32_holds():
     # q exceeds 2^31 elements at token 131,072. The last tokens are compared with those of a short input.
     if torch.cuda.mem_get_info()[0] < 60 << 30:
         pytest.skip("needs 60 GiB of free GPU memory")
@@ -258,7 +258,7 @@ def test_more_elements_than_int32_counts():
 
 @pytest.mark.parametrize("bounds", [None, [0, 5, 5, 21, 40]])
 @pytest.mark.parametrize(("num_queries", "offset"), [(40, 0), (7, 0), (9, 6), (3, 37)])
-def test_the_table_says_where_chunks_lie(num_queries, offset, bounds):
+def test_chunk_table(num_queries, offset, bounds):
     size, batch = 8, 1 if bounds else 2
     table = chunk_table(Layout(batch, num_queries, 40, offset, size), bounds, torch.device("cpu")).tolist()
     documents = [(b * 40, s, e) for b in range(batch) for s, e in itertools.pairwise(bounds or [0, 40])]
@@ -278,7 +278,7 @@ def test_the_table_says_where_chunks_lie(num_queries, offset, bounds):
             assert (entry[2], entry[4]) == (queries[0], positions[0])
 
 
-def test_rows_are_grouped_by_their_choice():
+def test_order_and_segments():
     gen = torch.Generator().manual_seed(0)
     slots, num_groups, rows = 5, 3, 100
     chosen = torch.randint(-1, slots, (num_groups, rows), generator=gen, dtype=torch.int32).to(DEVICE)
@@ -290,19 +290,19 @@ def test_rows_are_grouped_by_their_choice():
         [r for r in range(rows) if chosen[g, r] == slot] for g in range(num_groups) for slot in [*range(slots), -1]
     ]
     begin = 0
-    for i, (end, wanted) in enumerate(zip(ends.tolist(), expected, strict=True)):
+    for i, (end, target) in enumerate(zip(ends.tolist(), expected, strict=True)):
         if i % (slots + 1) < slots:  # the order of queries that chose no chunk does not matter
-            assert order[begin:end].tolist() == wanted
+            assert order[begin:end].tolist() == target
         begin = end
     segments = triton_launch_order.cut_into_segments(problem, grouped, 8, chosen.numel())
     items = [item for item in segments.items.tolist() if item[0] < item[1]]
-    pieces, parts = [], 0
-    for i, wanted in enumerate(expected):
+    expected_items, parts = [], 0
+    for i, target in enumerate(expected):
         slot = i % (slots + 1)
-        for first in range(0, len(wanted) if slot < slots else 0, 8):
-            several = len(wanted) > 8
-            pieces.append((wanted[first : first + 8], i // (slots + 1), parts if several else -1, slot))
+        for first in range(0, len(target) if slot < slots else 0, 8):
+            several = len(target) > 8
+            expected_items.append((target[first : first + 8], i // (slots + 1), parts if several else -1, slot))
             parts += several
-    assert [(order[begin:end].tolist(), g, part, slot) for begin, end, g, _, part, slot in items] == pieces
+    assert [(order[begin:end].tolist(), g, part, slot) for begin, end, g, _, part, slot in items] == expected_items
     assert 0 < parts <= segments.num_parts
     assert segments.part_ends[-1] == parts

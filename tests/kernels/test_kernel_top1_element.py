@@ -68,7 +68,7 @@ def inputs(tq=37, tk=37, hq=4, hkv=2, d=5, dv=7, dtype=torch.float64, ties=False
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (3, 1)])
-def test_value_is_the_best_keys_value_to_the_last_bit(estimator, dtype, ties, heads):
+def test_output_is_exactly_the_best_value(estimator, dtype, ties, heads):
     q, k, v = inputs(hq=heads[0], hkv=heads[1], dtype=dtype, ties=ties)
     out, best = top1_element_attention(q, k, v, estimator=estimator, return_selection=True)
     expected = brute_force_selection(q, k)
@@ -78,7 +78,7 @@ def test_value_is_the_best_keys_value_to_the_last_bit(estimator, dtype, ties, he
     assert torch.equal(out, take(v, expected, heads[0]))
 
 
-def test_ties_do_occur_and_go_to_the_lowest_index():
+def test_ties_go_to_the_lowest_index():
     q, k, v = torch.ones(1, 9, 1, 3), torch.ones(1, 9, 1, 3), torch.randn(1, 9, 1, 3)
     k[:, 4:] = 2.0
     _, best = top1_element_attention(q, k, v, return_selection=True)
@@ -99,14 +99,14 @@ def test_a_scale_cannot_make_two_different_products_equal():
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize("offset", [0, 4])
 @pytest.mark.parametrize("scale", [None, 1.3])
-def test_gradient_is_the_definitions(estimator, ties, offset, scale):
+def test_gradient_matches_the_definition(estimator, ties, offset, scale):
     q, k, v = (x.requires_grad_() for x in inputs(tq=9, tk=13, ties=ties))
     out, _ = top1_element_attention(q, k, v, estimator=estimator, query_offset=offset, scale=scale)
     d_out = torch.randn_like(out)
-    got = torch.autograd.grad(out, (q, k, v), d_out)
+    actual = torch.autograd.grad(out, (q, k, v), d_out)
     used = q.shape[3] ** -0.5 if scale is None else scale
     expected = brute_force_gradients(q.detach(), k.detach(), v.detach(), d_out, estimator, used, offset)
-    for g, e in zip(got, expected, strict=True):
+    for g, e in zip(actual, expected, strict=True):
         torch.testing.assert_close(g, e, rtol=1e-10, atol=1e-12)
 
 
@@ -121,15 +121,15 @@ def test_low_precision_gradient_is_close(estimator):
     out, selection = top1_element_attention(q, k, v, estimator=estimator)
     assert selection is None
     d_out = torch.randn_like(out)
-    got = torch.autograd.grad(out, (q, k, v), d_out)
+    actual = torch.autograd.grad(out, (q, k, v), d_out)
     expected = brute_force_gradients(q.detach(), k.detach(), v.detach(), d_out, estimator, 5**-0.5)
-    for g, e in zip(got, expected, strict=True):
+    for g, e in zip(actual, expected, strict=True):
         assert g.dtype == torch.bfloat16
         torch.testing.assert_close(g.double(), e, rtol=1e-2, atol=1e-3)
 
 
 @pytest.mark.parametrize("ties", [False, True])
-def test_a_part_of_the_queries_gives_that_part_of_the_result(ties):
+def test_query_offset(ties):
     q, k, v = inputs(ties=ties)
     whole, whole_best = top1_element_attention(q, k, v, return_selection=True)
     part, part_best = top1_element_attention(q[:, 11:25], k, v, query_offset=11, return_selection=True)
@@ -146,13 +146,13 @@ def rows_of_documents(x, bounds=BOUNDS):
 
 @pytest.mark.parametrize("estimator", ["straight_through", "selected"])
 @pytest.mark.parametrize("ties", [False, True])
-def test_packed_documents_are_the_documents_one_by_one(estimator, ties):
+def test_packed_documents_match_separate_documents(estimator, ties):
     q, k, v = (x[:1].clone().requires_grad_() for x in inputs(ties=ties))
     out, best = top1_element_attention(
         q, k, v, estimator=estimator, cu_seqlens=torch.tensor(BOUNDS, dtype=torch.int32), return_selection=True
     )
     d_out = torch.randn_like(out)
-    got = torch.autograd.grad(out, (q, k, v), d_out)
+    actual = torch.autograd.grad(out, (q, k, v), d_out)
     documents = [rows_of_documents(x.detach()) for x in (q, k, v, d_out)]
     for i, (q_i, k_i, v_i, d_out_i) in enumerate(zip(*documents, strict=True)):
         expected = brute_force_selection(q_i, k_i)
@@ -162,7 +162,7 @@ def test_packed_documents_are_the_documents_one_by_one(estimator, ties):
         assert torch.equal(rows_of_documents(out)[i], alone)
         assert torch.equal(rows_of_documents(best)[i], alone_best)
         gradients = brute_force_gradients(q_i, k_i, v_i, d_out_i, estimator, q.shape[3] ** -0.5)
-        for g, e in zip(got, gradients, strict=True):
+        for g, e in zip(actual, gradients, strict=True):
             torch.testing.assert_close(rows_of_documents(g)[i], e, rtol=1e-10, atol=1e-12)
 
 
@@ -179,14 +179,14 @@ def test_a_part_of_the_queries_of_packed_documents(offset):
     assert torch.equal(part_best, whole_best[:, offset:end])
 
 
-def test_far_off_scores_give_finite_gradients():
+def test_large_score_differences_give_finite_gradients():
     q, k, v = (x.requires_grad_() for x in inputs(dtype=torch.float32))
     for estimator in ("straight_through", "selected"):
         out, _ = top1_element_attention(q * 1e4, k, v, estimator=estimator)
         assert all(g.isfinite().all() for g in torch.autograd.grad(out.sum(), (q, k, v)))
 
 
-def test_wrong_arguments_are_named():
+def test_invalid_arguments_raise():
     q, k, v = inputs()
     with pytest.raises(ValueError, match="estimator is 'gumbel': use one of"):
         top1_element_attention(q, k, v, estimator="gumbel")
@@ -209,13 +209,13 @@ def test_wrong_arguments_are_named():
         ([0], r"cu_seqlens has shape \[1\]"),
     ],
 )
-def test_wrong_bounds_are_named(bounds, message):
+def test_invalid_bounds_raise(bounds, message):
     q, k, v = (x[:1] for x in inputs())
     with pytest.raises(ValueError, match=message):
         top1_element_attention(q, k, v, cu_seqlens=torch.tensor(bounds))
 
 
-def test_packed_documents_lie_in_one_row():
+def test_packed_documents_need_one_row():
     q, k, v = inputs()
     with pytest.raises(ValueError, match="cu_seqlens is given with a batch of 2"):
         top1_element_attention(q, k, v, cu_seqlens=torch.tensor([0, 37]))

@@ -47,16 +47,16 @@ def check(tensors, **options):
     assert torch.equal(best, expected_best)
     assert out.dtype == tensors[0].dtype
     assert torch.equal(out.double(), expected_out)
-    for name, x, got, expected in zip("qkv", tensors, gradients, expected_gradients, strict=False):
-        assert got.dtype == x.dtype
-        assert got.shape == x.shape
-        assert relative_rms(got, expected) < TOLERANCE[x.dtype], f"gradient of {name}"
+    for name, x, actual, expected in zip("qkv", tensors, gradients, expected_gradients, strict=False):
+        assert actual.dtype == x.dtype
+        assert actual.shape == x.shape
+        assert relative_rms(actual, expected) < TOLERANCE[x.dtype], f"gradient of {name}"
 
 
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize(("length", "d", "dtype"), CASES)
-def test_agrees_with_the_reference(length, d, dtype, estimator):
+def test_matches_the_reference(length, d, dtype, estimator):
     check(draw(length, d=d, dtype=dtype), estimator=estimator)
 
 
@@ -101,7 +101,7 @@ def test_many_ties(dtype, estimator):
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_of_equals_in_several_tiles_the_first_wins(dtype):
+def test_first_of_equal_keys_in_several_tiles_wins(dtype):
     _, _, v, grad = draw(140, heads=(1, 1), dtype=dtype)
     q, k = torch.ones_like(v), torch.ones_like(v)
     k[:, 50:] = 2.0
@@ -134,26 +134,26 @@ def test_a_uniform_softmax_covers_the_document(estimator):
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_far_off_scores(estimator):
+def test_large_score_differences(estimator):
     q, k, v, grad = draw(70)
     check([q * 8, k, v, grad], estimator=estimator)
     assert all(x.isfinite().all() for x in run([q * 2.0**14, k, v, grad], "triton", estimator=estimator)[2])
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_with_any_inputs_the_chosen_key_is_as_good_as_the_best(dtype):
+def test_chosen_key_of_arbitrary_inputs_scores_best(dtype):
     length = 2000 if ON_GPU else 140
     gen = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(1, length, 2, 64, generator=gen).to(DEVICE, dtype) for _ in range(3))
     out, best = top1_element_attention(q, k, v, return_selection=True, implementation="triton")
     products = torch.einsum("bthd,bshd->bths", q.double(), k.double())
     products.masked_fill_(torch.ones(length, length, device=DEVICE).triu(1).bool()[:, None], -math.inf)
-    got = products.gather(-1, best[..., None])[..., 0]
-    torch.testing.assert_close(got, products.amax(-1), rtol=1e-5, atol=1e-5)
+    actual = products.gather(-1, best[..., None])[..., 0]
+    torch.testing.assert_close(actual, products.amax(-1), rtol=1e-5, atol=1e-5)
     assert torch.equal(out, v.gather(1, best[..., None].expand_as(v)))
 
 
-def test_a_query_that_is_not_a_number_spoils_no_other():
+def test_nan_query_does_not_affect_others():
     q, k, v, grad = draw(40)
     _, best, gradients = run([q, k, v, grad], "triton")
     q[:, 20, 0] = math.nan
@@ -169,19 +169,19 @@ def test_a_query_that_is_not_a_number_spoils_no_other():
 def test_inputs_need_not_be_contiguous():
     tensors = draw(40)
     expected = run(tensors, "triton")
-    got = run([x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors], "triton")
-    for a, b in zip((*got[:2], *got[2]), (*expected[:2], *expected[2]), strict=True):
+    actual = run([x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors], "triton")
+    for a, b in zip((*actual[:2], *actual[2]), (*expected[:2], *expected[2]), strict=True):
         assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_gradients_are_the_same_each_time(estimator):
+def test_gradients_are_deterministic(estimator):
     tensors = draw(1000 if ON_GPU else 40, dtype=BF16)
     first, second = (run(tensors, "triton", estimator=estimator)[2] for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def test_without_a_gradient_nothing_is_kept_for_one():
+def test_nothing_is_saved_without_gradients():
     q, k, v, grad = draw(40)
     out, soft, lse, chosen = top1_element(q, k, v, None, "straight_through", False, 0.25, 0)
     assert soft.numel() == lse.numel() == 0
@@ -195,14 +195,14 @@ def test_without_a_gradient_nothing_is_kept_for_one():
 
 
 @pytest.mark.parametrize(("estimator", "bounds"), [("straight_through", None), ("selected", [0, 7, 24])])
-def test_operators_keep_the_rules_of_torch_library(estimator, bounds):
+def test_operators_pass_opcheck(estimator, bounds):
     q, k, v, grad = draw(24)
     cu_seqlens = None if bounds is None else torch.tensor(bounds)
-    rest = (cu_seqlens, estimator, True, 0.25, 0)
-    out, soft, lse, chosen = top1_element(q, k, v, *rest)
+    others = (cu_seqlens, estimator, True, 0.25, 0)
+    out, soft, lse, chosen = top1_element(q, k, v, *others)
     mixed = soft if estimator == "straight_through" else out
     torch.library.opcheck(top1_element_backward, (grad, q, k, v, mixed, lse, chosen, cu_seqlens, estimator, 0.25, 0))
-    torch.library.opcheck(top1_element, (*(x.requires_grad_() for x in (q, k, v)), *rest))
+    torch.library.opcheck(top1_element, (*(x.requires_grad_() for x in (q, k, v)), *others))
 
 
 @needs_gpu
@@ -220,7 +220,7 @@ def test_compiles_without_a_graph_break(bounds):
 
 
 @needs_gpu
-def test_more_elements_than_int32_counts():
+def test_more_elements_than_int32_holds():
     # Packed, so that the reference can compute the last document alone.
     length, size = 2**19 + 100, 300
     if torch.cuda.mem_get_info()[0] < 60 * 2**30:
@@ -234,13 +234,13 @@ def test_more_elements_than_int32_counts():
     expected = run([x[:, -size:].double() for x in tensors], "reference")
     assert torch.equal(best[:, -size:], expected[1])
     assert torch.equal(out[:, -size:].double(), expected[0])
-    for got, wanted in zip(gradients, expected[2], strict=True):
-        assert relative_rms(got[:, -size:], wanted) < TOLERANCE[BF16]
+    for actual, target in zip(gradients, expected[2], strict=True):
+        assert relative_rms(actual[:, -size:], target) < TOLERANCE[BF16]
 
 
 @pytest.mark.parametrize("bounds", [None, [0, 5, 5, 9, 20], [0, 1, 2, 20]])
 @pytest.mark.parametrize(("num_queries", "offset"), [(20, 0), (7, 0), (7, 6), (3, 17)])
-def test_ranges_are_what_a_query_sees(num_queries, offset, bounds):
+def test_visible_ranges(num_queries, offset, bounds):
     batch, num_keys = (2, 20) if bounds is None else (1, 20)
     shape = Shape(batch, num_queries, num_keys, offset)
     ranges = visible_ranges(shape, None if bounds is None else tuple(bounds), torch.device("cpu"))
@@ -259,7 +259,7 @@ def test_ranges_are_what_a_query_sees(num_queries, offset, bounds):
         assert (x.diff() >= 0).all()
 
 
-def test_auto_takes_triton_on_a_gpu_only(caplog):
+def test_auto_chooses_triton_only_on_a_gpu(caplog):
     caplog.set_level(logging.DEBUG, logger="kernels.common.dispatch")
     q, k, v, _ = draw(5)
     top1_element_attention(q, k, v)
@@ -270,7 +270,7 @@ def test_auto_takes_triton_on_a_gpu_only(caplog):
     assert ("v has head_dim 3" in caplog.text) == ON_GPU
 
 
-def test_what_triton_cannot_take_is_named(monkeypatch):
+def test_unsupported_triton_inputs_raise(monkeypatch):
     def refuse(message, q, k, v):
         with pytest.raises(ValueError, match=f"implementation is 'triton', but {message}"):
             top1_element_attention(q, k, v, implementation="triton")

@@ -1,10 +1,10 @@
-"""Ops on meta tensors save and return what their GPU forms do, and work as before afterwards."""
+"""Ops on meta tensors save the tensors of their GPU implementations. Afterwards, kernels are launched again."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from meta_tensors import kept_by, meta
+from meta_tensors import meta, saved_sizes
 
 from kernels.meta.unlaunched import unlaunched
 from kernels.softmax_attention import softmax_attention
@@ -12,18 +12,18 @@ from kernels.top1_chunk import top1_chunk_attention
 
 
 @pytest.mark.parametrize("window", [None, 16])
-def test_attention_keeps_no_scores(window: int | None) -> None:
+def test_attention_saves_no_scores(window: int | None) -> None:
     q, k, v = (meta(1, 4096, 2, 64) for _ in range(3))
     with unlaunched():
-        sizes = kept_by(lambda: softmax_attention(q, k, v, window=window))
+        sizes = saved_sizes(lambda: softmax_attention(q, k, v, window=window))
     assert max(sizes) <= 4096 * 2 * 64 * 2
     assert sizes.count(4096 * 2 * 64 * 2) >= 3
 
 
-def test_top1_chunk_keeps_what_its_kernels_take() -> None:
+def test_top1_chunk_saves_the_inputs_of_its_kernels() -> None:
     q, k, v = (meta(1, 4096, 2, 64) for _ in range(3))
     with unlaunched():
-        sizes = kept_by(lambda: top1_chunk_attention(q, k, v, chunk_size=128))
+        sizes = saved_sizes(lambda: top1_chunk_attention(q, k, v, chunk_size=128))
     inputs_and_output, per_row = 4096 * 2 * 64 * 2, 4096 * 2 * 4
     assert sizes == [per_row] * 2 + [inputs_and_output] * 4
 

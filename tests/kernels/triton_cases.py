@@ -47,7 +47,7 @@ def sort_small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("kernels.top1_chunk.triton_group.ORDER_BLOCK", 32)
 
 
-def relative_rms(got: Tensor, expected: Tensor, least: float = 0.1) -> float:
-    error = (got.double() - expected).square().mean().sqrt()
+def relative_rms(actual: Tensor, expected: Tensor, least: float = 0.1) -> float:
+    error = (actual.double() - expected).square().mean().sqrt()
     # A gradient that should be zero, such as that of a softmax over one key, is nonzero due to rounding.
     return (error / expected.square().mean().sqrt().clamp(min=least)).item()
