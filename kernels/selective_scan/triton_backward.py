@@ -40,7 +40,7 @@ def find_chunk_starts(
 ):  # fmt: skip
     """Write the adjoint of the state before each chunk, for a zero adjoint after the chunk.
 
-    Grid (samples * chunks * G * group_blocks). Tensors and numbers as in `triton_forward.find_chunk_ends`, and:
+    Grid (samples * chunks * G * group_blocks). Tensors and scalars as in `triton_forward.find_chunk_ends`, and:
         dy: [rows, channels], gradient of the output.
         C: [rows, G, N].
         starts: fp32 [samples, chunks, channels, N], written.
@@ -104,7 +104,7 @@ def scan_backward(
 
     A program processes `part_blocks` blocks of channels one after the other, and sums dB and dC over these blocks.
 
-    Tensors and numbers as in `triton_forward.scan_forward`, and:
+    Tensors and scalars as in `triton_forward.scan_forward`, and:
         dy: [rows, channels], gradient of the output.
         saved_states: fp32 [samples, spans, channels, N], the state before every SPAN tokens.
         after: fp32 [samples, chunks, channels, N], the adjoint of the state after each chunk, from all later tokens.

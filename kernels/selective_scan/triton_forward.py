@@ -51,7 +51,7 @@ def find_chunk_ends(
         ends: fp32 [samples, chunks, channels, N], written.
         dt_sums: fp32 [samples, chunks, channels], written: the chunk's sum of dt.
 
-    Numbers:
+    Scalars:
         length: tokens per sample.
         chunk_length, chunks: tokens per chunk, and chunks per sample; the last chunk may be shorter.
         group_blocks, group_channels: blocks of channels per group, and channels per group.
@@ -127,7 +127,7 @@ def scan_forward(
 ):  # fmt: skip
     """Write the outputs and the last state. Grid (samples * chunks * G * group_blocks).
 
-    Tensors and numbers as in `find_chunk_ends`, and:
+    Tensors and scalars as in `find_chunk_ends`, and:
         C: [rows, G, N].
         D: fp32 [channels].
         before: fp32 [samples, chunks, channels, N], the state before each chunk.

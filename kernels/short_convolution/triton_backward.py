@@ -35,7 +35,7 @@ def differentiate(
 ):  # fmt: skip
     """Write dx and dbefore, and each chunk's contribution to dweight and dbias. Grid (chunks * batch * PROGRAMS).
 
-    Tensors and numbers as in `triton_forward.convolve`, and:
+    Tensors and scalars as in `triton_forward.convolve`, and:
         gradients: a tuple with one [batch, length, U, width] tensor per segment.
         dx: [length, batch, U, W], written.
         dbefore: [K - 1, batch, U, W], written.

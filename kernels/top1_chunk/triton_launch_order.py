@@ -50,7 +50,7 @@ def order_by_chunk(problem: Problem, chosen_gr: Tensor) -> Order:
 
 
 def cut_into_segments(problem: Problem, order: Order, size: int, max_rows: int) -> Segments:
-    """Divide each bin's rows into segments of `size`; a head's last bin, of rows without a choice, is left out.
+    """Divide each bin's rows into segments of `size`; a head's last bin, of rows without a choice, has no segments.
 
     Args:
         problem: problem whose key heads are ordered.

@@ -45,7 +45,7 @@ def differentiate_queries(
         chosen: int32 [G * R, tokens], key tokens.
         first_key, own_key: int32 [tokens].
 
-    Numbers:
+    Scalars:
         num_tokens: total number of query tokens.
         length: query tokens per batch row.
         blocks: blocks of BLOCK_M queries per batch row.
@@ -122,7 +122,7 @@ def differentiate_keys(
         chosen: int32 [G * R, tokens], key tokens.
         first_query, end_query: int32 [key tokens].
 
-    Numbers:
+    Scalars:
         num_tokens: total number of query tokens.
         length: keys per batch row.
         blocks: blocks of BLOCK_N keys per batch row.

@@ -96,7 +96,7 @@ def attend(
         chosen: int32 [G * R, tokens], written: key tokens.
         first_key, own_key: int32 [tokens].
 
-    Numbers:
+    Scalars:
         num_tokens: total number of query tokens.
         length: query tokens per batch row.
         blocks: blocks of BLOCK_M queries per batch row.
