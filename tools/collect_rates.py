@@ -18,7 +18,7 @@ from typing import Any
 
 from megatron_ext.config.pattern import parse_pattern
 from megatron_ext.model.step_parts import FEED_FORWARD, LOSS, MIXER
-from megatron_ext.planning.rates import Rate, part_of_feed_forward, part_of_mixer
+from megatron_ext.planning.rates import Rate, feed_forward_rate_name, mixer_rate_name
 
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "benchmarks"
 LAYERS = [f"layers/gpu{number}.json" for number in range(4)]
@@ -47,7 +47,7 @@ def _of_layers(name: str) -> Iterator[tuple[Rate, int]]:
     for row in json.loads((DOCS / name).read_text())["rows"]:
         if row["layer"] == "ours" and "ms" in row:
             flops = row["flops_per_token"] * row["length"] * row["batch"] / row["ms"] * 1e3
-            part = part_of_mixer(row["mixer"], "exact")  # the default score, which that benchmark uses
+            part = mixer_rate_name(row["mixer"], "exact")  # the default score, which that benchmark uses
             shape = {"hidden_size": row["hidden"], "seq_length": row["length"]}
             rate = Rate(part=part, **shape, flops=float(f"{flops:.4g}"), forward_share=None, source=name)
             yield rate, row["heads"] * row["batch"]
@@ -71,7 +71,7 @@ def _of_8_bits() -> Iterator[Rate]:
     for row in json.loads((DOCS / EIGHT_BITS).read_text())["rows"]:
         fp8 = row["configuration"]["training"]["fp8"]
         if fp8 != "none" and row["configuration"]["model"]["pattern"].startswith("attention*"):
-            yield from (r for r in _of_row(row, EIGHT_BITS, "ed2e6a3") if r.part == part_of_feed_forward(fp8))
+            yield from (r for r in _of_row(row, EIGHT_BITS, "ed2e6a3") if r.part == feed_forward_rate_name(fp8))
 
 
 def _of_row(row: dict[str, Any], name: str, commit: str) -> Iterator[Rate]:
@@ -87,7 +87,7 @@ def _of_row(row: dict[str, Any], name: str, commit: str) -> Iterator[Rate]:
         old = {FEED_FORWARD, LOSS}
     score = config["mixers"].get(mixer, {}).get("score", "exact")
     fp8 = config["training"].get("fp8", "none")  # absent in older rows
-    names = {MIXER: part_of_mixer(mixer, score), FEED_FORWARD: part_of_feed_forward(fp8), LOSS: LOSS}
+    names = {MIXER: mixer_rate_name(mixer, score), FEED_FORWARD: feed_forward_rate_name(fp8), LOSS: LOSS}
     for part in flops.keys() - old:
         forward, backward = (measured["breakdown"]["phases"][part][phase] for phase in ("forward", "backward"))
         yield Rate(

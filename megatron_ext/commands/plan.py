@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from megatron_ext.commands import run_config
-from megatron_ext.planning.gpus import GPUS, MEASURED, gpu_of
+from megatron_ext.planning.gpus import GPUS, MEASURED_GPU, find_gpu
 from megatron_ext.utils.errors import UserError
 
 DEFAULT_VOCABULARY = 50304
@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--nodes", type=int, default=1, metavar="N", help="number of nodes (default %(default)s)")
     add("--gpus-per-node", type=int, default=8, metavar="M", help="GPUs per node (default %(default)s)")
-    add("--gpu", default=MEASURED, metavar="KIND", help=f"kind of GPU: {', '.join(GPUS)} (default %(default)s)")
+    add("--gpu", default=MEASURED_GPU, metavar="KIND", help=f"kind of GPU: {', '.join(GPUS)} (default %(default)s)")
     vocabulary = f"vocabulary size (default: that of the prepared data, or {DEFAULT_VOCABULARY} without data)"
     add("--vocabulary", type=int, metavar="N", help=vocabulary)
     add("--tokens", type=float, metavar="N", help="training tokens, e.g. 100e9 (default: those of training.steps)")
@@ -56,12 +56,12 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     from megatron_ext.config.rules import check
     from megatron_ext.planning import plan
-    from megatron_ext.planning.batch import batch_of_a_replica_a_node, fitting_batch
+    from megatron_ext.planning.batch import batch_for_replica_per_node, divisible_batch
     from megatron_ext.planning.plan_report import PlanReport
 
     configured, mixers = run_config.load(args.config, args.overrides), run_config.mixers()
-    machine = plan.Machine(gpu=gpu_of(args.gpu), nodes=args.nodes, per_node=args.gpus_per_node)
-    config = fitting_batch(configured, machine.world_size) if args.search is None else configured
+    machine = plan.Machine(gpu=find_gpu(args.gpu), nodes=args.nodes, per_node=args.gpus_per_node)
+    config = divisible_batch(configured, machine.world_size) if args.search is None else configured
     vocab_size, vocabulary = _vocabulary(args, config.data.path, config.data.cache_dir)
     report = PlanReport(
         name=args.config.stem,
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         report.shown = args.search
         report.layouts = plan.search(config, vocab_size, machine, mixers, _print_progress)
         if not any(layout.memory for layout in report.layouts):
-            config = batch_of_a_replica_a_node(configured, machine)
+            config = batch_for_replica_per_node(configured, machine)
             report.layouts = plan.search(config, vocab_size, machine, mixers, _print_progress)
     if config is not configured:
         report.batch = configured.training.global_batch_size, config.training.global_batch_size
@@ -101,7 +101,7 @@ def _check(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and not 0 < value < float("inf"):
             raise UserError(f"--{name}", f"{value} is not a finite number above 0", "give one")
-    gpu_of(args.gpu)
+    find_gpu(args.gpu)
     if args.search is not None and args.every_rank:
         raise UserError(
             "--every-rank", "cannot be combined with --search, which has many layouts", "choose a layout first"

@@ -74,13 +74,13 @@ class SweptRuns:
         config: file of the base configuration.
         runs: overrides of each run by name, as for `load_config`, including `plan.` fields.
         match: how parameters are matched; None: not at all.
-        measures: by name of a matched run, its reference run.
+        reference_runs: by name of a matched run, its reference run.
     """
 
     config: Path
     runs: dict[str, list[str]]
     match: MatchParameters | None = None
-    measures: Mapping[str, str] = field(default_factory=dict)
+    reference_runs: Mapping[str, str] = field(default_factory=dict)
 
 
 @contextmanager
@@ -109,18 +109,18 @@ def _swept(path: Path, tree: SweepFile) -> SweptRuns:
     if tree.match_parameters is not None:
         _check_match(tree.match_parameters, axes)
     runs: dict[str, list[str]] = {}
-    measures: dict[str, str] = {}
+    reference_runs: dict[str, str] = {}
     for choice in product(*axes.values()) if axes else ():
         labels = dict(zip(axes, (label for label, _ in choice), strict=True))
         name = "-".join(labels.values())
         _add(runs, "axes", name, [tree.fields, *(fields for _, fields in choice)])
         if (match := tree.match_parameters) is not None and labels[match.axis] != match.to:
-            measures[name] = "-".join((labels | {match.axis: match.to}).values())
+            reference_runs[name] = "-".join((labels | {match.axis: match.to}).values())
     for name, fields in tree.runs.items():
         _add(runs, f"runs.{name}", name, [tree.fields, fields])
     if not runs:
         raise UserError("axes, runs", "there are none", "give one of the two")
-    return SweptRuns(path.parent / tree.config, runs, tree.match_parameters, measures)
+    return SweptRuns(path.parent / tree.config, runs, tree.match_parameters, reference_runs)
 
 
 def _check_match(match: MatchParameters, axes: Mapping[str, Sequence[tuple[str, Fields]]]) -> None:

@@ -32,7 +32,7 @@ class _OnMeta(TorchFunctionMode):
 def on_meta() -> Iterator[None]:
     """Context manager under which models are built on the meta device.
 
-    It does not affect tensors that a backward pass creates; `ledger.Watched` does.
+    It does not affect tensors that a backward pass creates; `ledger.LedgerMode` does.
     """
     with torch.device("meta"), _OnMeta():
         yield

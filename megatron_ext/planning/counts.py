@@ -36,7 +36,7 @@ class ModelCounts:
     flops_per_token: float
 
 
-class Counter:
+class ModelCounter:
     """Cached parameter and FLOP counter. As a context manager, it stops its worker process on exit.
 
     Args:
@@ -45,10 +45,10 @@ class Counter:
 
     def __init__(self, vocab_size: Callable[[str, str | None], int] = vocab_size) -> None:
         self._vocab_size = cache(vocab_size)
-        self._known: dict[str, ModelCounts] = {}
+        self._counts: dict[str, ModelCounts] = {}
         self._process: ProcessPoolExecutor | None = None
 
-    def __enter__(self) -> Counter:
+    def __enter__(self) -> ModelCounter:
         return self
 
     def __exit__(
@@ -63,37 +63,39 @@ class Counter:
         Raises:
             UserError: the data, which determines the vocabulary size, is not available on this machine.
         """
-        model, vocab_size = _model_part(config), self._vocab_size(config.data.path, config.data.cache_dir)
+        model, vocab_size = _model_config(config), self._vocab_size(config.data.path, config.data.cache_dir)
         key = json.dumps([vocab_size, asdict(model)], sort_keys=True)
-        if key not in self._known:
+        if key not in self._counts:
             if self._process is None:
                 self._process = process_pool(1)
-            self._known[key] = self._process.submit(_count, model, vocab_size).result()
-        return self._known[key]
+            self._counts[key] = self._process.submit(_count_model, model, vocab_size).result()
+        return self._counts[key]
 
 
-def _model_part(config: RunConfig) -> RunConfig:
+def _model_config(config: RunConfig) -> RunConfig:
     """Return a configuration with only the fields that determine size and cost; the others are defaults."""
-    used = set(parse_pattern(config.model.pattern))
-    mixers = {name: fields for name, fields in config.mixers.items() if name in used}
+    used_mixers = set(parse_pattern(config.model.pattern))
+    mixers = {name: fields for name, fields in config.mixers.items() if name in used_mixers}
     return RunConfig(model=config.model, mixers=mixers, data=DataConfig(path="", seq_length=config.data.seq_length))
 
 
-def process_pool(most: int | None = None) -> ProcessPoolExecutor:
+def process_pool(max_workers: int | None = None) -> ProcessPoolExecutor:
     """Return a pool of processes for building models on the meta device, by default one per processor."""
-    size = os.cpu_count() or 1
+    num_cpus = os.cpu_count() or 1
     context = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(min(size, most or size), mp_context=context, initializer=_prepare)
+    return ProcessPoolExecutor(
+        min(num_cpus, max_workers or num_cpus), mp_context=context, initializer=_initialize_worker
+    )
 
 
-def _prepare() -> None:
+def _initialize_worker() -> None:
     """Hide GPUs, disable compilation and silence warnings that only matter in training."""
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
     warnings.simplefilter("ignore")
     resolve_name("megatron_ext.platform.device:prepare_megatron_import")()
 
 
-def _count(*model: Any) -> ModelCounts:
+def _count_model(*model: Any) -> ModelCounts:
     # Resolved by name, so that only the worker process imports torch.
     counts: ModelCounts = resolve_name("megatron_ext.planning.weightless:count")(*model)
     return counts

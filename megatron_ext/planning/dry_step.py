@@ -32,10 +32,10 @@ from megatron_ext.model.module_parts import members, within
 from megatron_ext.model.output_layer import LanguageModel
 from megatron_ext.model.shape import ModelShape, model_shape
 from megatron_ext.model.step_parts import BACKWARD, FORWARD, LOSS
-from megatron_ext.planning.ledger import Ledger, Purpose, Watched
-from megatron_ext.planning.rates import part_of_mixer
-from megatron_ext.planning.te_linears import as_transformer_engines, linears, weights_of_linears
-from megatron_ext.planning.virtual_gpu import VirtualGpu, groups_of_rank, on_stand_ins, virtual_gpu
+from megatron_ext.planning.ledger import Ledger, LedgerMode, Purpose
+from megatron_ext.planning.rates import mixer_rate_name
+from megatron_ext.planning.te_linears import linears, num_linear_weights, save_like_transformer_engine
+from megatron_ext.planning.virtual_gpu import VirtualGpu, groups_of_rank, simulated_config, virtual_gpu
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class Layer:
     """Cost of a layer, independent of the layout: model FLOPs per token of forward and backward pass.
 
     Attributes:
-        part: name of the mixer's rate; see `rates.part_of_mixer`.
+        part: name of the mixer's rate; see `rates.mixer_rate_name`.
         mixer_flops: FLOPs of the mixer including its projections.
         projection_flops: portion of `mixer_flops` in linears that can run in FP8.
         feed_forward_flops: FLOPs of the feed-forward.
@@ -104,18 +104,18 @@ def footprint(config: RunConfig, vocab_size: int, world_size: int, rank: int) ->
     """
     gpu = virtual_gpu()
     with groups_of_rank(config.parallel, world_size, rank) as groups:
-        shape = model_shape(on_stand_ins(config), gpu, vocab_size)
+        shape = model_shape(simulated_config(config), gpu, vocab_size)
         with on_meta():
             chunks = build_model(shape, gpu, groups, seed=None)
         if config.training.fp8 != "none":
             check_tiles((name, linear.weight) for name, linear in linears(chunks))
-        micro_batches = _micro_batches(config, world_size)
+        micro_batches = _num_micro_batches(config, world_size)
         ledger = _ledger_of_step(config, chunks, groups, gpu, micro_batches)
         return Footprint(
             rank=rank,
             stage=groups.pp.rank(),
             parameters=sum(p.numel() for chunk in chunks for p in chunk.parameters()),
-            linear_parameters=weights_of_linears(chunks),
+            linear_parameters=num_linear_weights(chunks),
             micro_batches=micro_batches,
             layers=tuple(_layers(shape, chunks, config)),
             loss_flops=_loss_flops(shape, chunks),
@@ -134,14 +134,14 @@ def _layers(shape: ModelShape, chunks: Sequence[nn.Module], config: RunConfig) -
     for mixer in (module for chunk in chunks for module in chunk.modules() if isinstance(module, Mixer)):
         score = getattr(mixer.mixer_config, "score", None)
         rounds = mixer.exchange_rounds(samples) if mixer.exchanges_heads(seq_length // mixer.cp_size) else None
-        parts = mixer.cp_size * rounds.samples * rounds.head_groups if rounds else 1
+        num_parts = mixer.cp_size * rounds.samples * rounds.head_groups if rounds else 1
         yield Layer(
-            part=part_of_mixer(shape.mixers[mixer.layer_number - 1], score),
+            part=mixer_rate_name(shape.mixers[mixer.layer_number - 1], score),
             mixer_flops=mixer.training_flops(seq_length),
-            projection_flops=6 * mixer.tp_size * weights_of_linears([mixer]),
+            projection_flops=6 * mixer.tp_size * num_linear_weights([mixer]),
             feed_forward_flops=6 * shape.feed_forward_parameters,
             exchange_rounds=rounds,
-            units=samples * mixer.num_head_groups_per_rank // parts,
+            units=samples * mixer.num_head_groups_per_rank // num_parts,
             summary_scans=0.0 if rounds else _summary_scans(mixer),
         )
 
@@ -155,54 +155,56 @@ def _loss_flops(shape: ModelShape, chunks: Sequence[nn.Module]) -> float:
     return 6.0 * shape.model.hidden_size * shape.padded_vocab_size if has_loss else 0.0
 
 
-def _micro_batches(config: RunConfig, world_size: int) -> int:
-    """Return the number of micro-batches to run: enough to fill the pipeline twice. Later ones need no more memory."""
-    enough = 2 * config.parallel.pipeline * config.parallel.virtual_pipeline
-    return min(layout_of(config, world_size).num_micro_batches, enough)
+def _num_micro_batches(config: RunConfig, world_size: int) -> int:
+    """Return the number of micro-batches of the dry run. After two fillings of the pipeline, memory no longer grows."""
+    max_needed = 2 * config.parallel.pipeline * config.parallel.virtual_pipeline
+    return min(layout_of(config, world_size).num_micro_batches, max_needed)
 
 
 def _ledger_of_step(
     config: RunConfig, chunks: Sequence[nn.Module], groups: ProcessGroupCollection, gpu: VirtualGpu, micro_batches: int
 ) -> Ledger:
-    ledger, now = Ledger(), _Now()
-    watched = Watched(ledger, now)
-    watched.know([*(p for chunk in chunks for p in chunk.parameters()), *(b for c in chunks for b in c.buffers())])
+    ledger, current_part = Ledger(), _CurrentPart()
+    mode = LedgerMode(ledger, current_part)
+    mode.exclude([*(p for chunk in chunks for p in chunk.parameters()), *(b for c in chunks for b in c.buffers())])
     data, size = config.data, config.training.micro_batch_size
     losses = TokenLosses(chunks, groups, gpu, data.seq_length, size, reset_attention=data.reset_attention)
     with ExitStack() as stack:
         for member in members(chunks):
-            stack.enter_context(within(member.module, "forward", partial(now.at, member.part, member.layer)))
+            stack.enter_context(
+                within(member.module, "forward", partial(current_part.enter, member.part, member.layer))
+            )
         for parameter in (p for chunk in chunks for p in chunk.parameters() if p.requires_grad):
             handle = parameter.register_post_accumulate_grad_hook(_drop_gradient)
             stack.callback(handle.remove)
-        stack.enter_context(fused_as_on_a_gpu())
+        stack.enter_context(count_fused_kernels())
         stack.enter_context(unlaunched())
         if config.run.backend != "local":
-            stack.enter_context(as_transformer_engines(chunks, config.training.fp8))
+            stack.enter_context(save_like_transformer_engine(chunks, config.training.fp8))
         batches = [_batch(config, groups.cp.size(), gpu.device) for _ in range(micro_batches)]
-        stack.enter_context(watched)
+        stack.enter_context(mode)
         losses.run(batches, summed_loss, forward_only=False)
     return ledger
 
 
-class _Now:
+class _CurrentPart:
     """Tracker of the model part that is being computed. It is updated on entry and exit of the part's modules."""
 
     def __init__(self) -> None:
-        self._inside: list[tuple[str, int | None]] = [(LOSS, None)]
+        self._stack: list[tuple[str, int | None]] = [(LOSS, None)]
 
     def __call__(self) -> Purpose:
         is_backward = torch._C._current_graph_task_id() != -1
-        return Purpose(*self._inside[-1], BACKWARD if is_backward else FORWARD)
+        return Purpose(*self._stack[-1], BACKWARD if is_backward else FORWARD)
 
     @contextmanager
-    def at(self, part: str, layer: int | None) -> Iterator[None]:
+    def enter(self, part: str, layer: int | None) -> Iterator[None]:
         """Context manager within which the given part is current."""
-        self._inside.append((part, layer))
+        self._stack.append((part, layer))
         try:
             yield
         finally:
-            self._inside.pop()
+            self._stack.pop()
 
 
 def _drop_gradient(parameter: Tensor) -> None:
@@ -211,7 +213,7 @@ def _drop_gradient(parameter: Tensor) -> None:
 
 
 @contextmanager
-def fused_as_on_a_gpu() -> Iterator[None]:
+def count_fused_kernels() -> Iterator[None]:
     """Context manager in which norms and Megatron's SwiGLU count as one kernel each, as on a GPU.
 
     On meta tensors torch runs several operations for each.
@@ -229,14 +231,14 @@ def fused_as_on_a_gpu() -> Iterator[None]:
 
 def _batch(config: RunConfig, cp_size: int, device: torch.device) -> Batch:
     """Return a micro-batch of this rank, with one document per sample."""
-    rows, length = config.training.micro_batch_size, config.data.seq_length // cp_size
-    tokens = torch.empty(rows, length, dtype=torch.int64, device=device)
+    batch_size, length = config.training.micro_batch_size, config.data.seq_length // cp_size
+    tokens = torch.empty(batch_size, length, dtype=torch.int64, device=device)
     # The boundaries are on the CPU because their values are read.
-    bounds = torch.arange(rows + 1, dtype=torch.int32) * length if config.data.reset_attention else None
+    cu_seqlens = torch.arange(batch_size + 1, dtype=torch.int32) * length if config.data.reset_attention else None
     return Batch(
         tokens=tokens,
         labels=torch.empty_like(tokens),
-        loss_mask=torch.empty(rows, length, device=device),
+        loss_mask=torch.empty(batch_size, length, device=device),
         position_ids=torch.empty_like(tokens),
-        cu_seqlens=bounds,
+        cu_seqlens=cu_seqlens,
     )

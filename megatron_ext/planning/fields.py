@@ -53,31 +53,33 @@ DERIVED = {
 """Configuration field that is derived from each field of the plan."""
 
 
-def split_plan(fields: Sequence[str], more: Sequence[str]) -> tuple[PlanFields | None, list[str], list[str]]:
+def split_plan(fields: Sequence[str], overrides: Sequence[str]) -> tuple[PlanFields | None, list[str], list[str]]:
     """Separate the plan from the other fields of a run.
 
     Args:
         fields: fields of the run from the sweep file, as NAME=VALUE.
-        more: fields of all runs from the command line. They take precedence over derived fields.
+        overrides: fields of all runs from the command line. They take precedence over derived fields.
 
     Returns:
-        Plan (None without plan fields), and the remaining entries of `fields` and of `more`.
+        Plan (None without plan fields), and the remaining entries of `fields` and of `overrides`.
 
     Raises:
         UserError: there are several budgets, a field is both in the sweep file and derived, or a value is invalid.
     """
-    words = [field.removeprefix(PLAN) for field in (*fields, *more) if field.startswith(PLAN)]
-    own, given = ([field for field in those if not field.startswith(PLAN)] for those in (fields, more))
-    if not words:
-        return None, own, given
-    plan = validate(PlanFields, read_fields(words, PlanFields, PLAN), prefix=PLAN)
+    plan_fields = [field.removeprefix(PLAN) for field in (*fields, *overrides) if field.startswith(PLAN)]
+    run_fields, other_overrides = (
+        [field for field in group if not field.startswith(PLAN)] for group in (fields, overrides)
+    )
+    if not plan_fields:
+        return None, run_fields, other_overrides
+    plan = validate(PlanFields, read_fields(plan_fields, PlanFields, PLAN), prefix=PLAN)
     budgets = [name for name in BUDGETS if getattr(plan, name) is not None]
     if len(budgets) > 1:
-        one, other = ((PLAN + name, f"{getattr(plan, name):g}") for name in budgets[:2])
-        raise UserError(other[0], f"{other[1]} is given, but so is {one[0]} {one[1]}", "give one of them")
-    named = {name: value for name, _, value in (field.partition("=") for field in own)}
+        first, second = ((PLAN + name, f"{getattr(plan, name):g}") for name in budgets[:2])
+        raise UserError(second[0], f"{second[1]} is given, but so is {first[0]} {first[1]}", "give one of them")
+    values = {name: value for name, _, value in (field.partition("=") for field in run_fields)}
     for name, derived in DERIVED.items():
-        if getattr(plan, name) is not None and derived in named:
-            problem = f"{named[derived]} is given, but follows from {PLAN}{name} {getattr(plan, name):g}"
+        if getattr(plan, name) is not None and derived in values:
+            problem = f"{values[derived]} is given, but follows from {PLAN}{name} {getattr(plan, name):g}"
             raise UserError(derived, problem, "remove one of them")
-    return plan, own, given
+    return plan, run_fields, other_overrides

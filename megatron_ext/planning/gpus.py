@@ -9,15 +9,15 @@ from megatron_ext.utils.errors import UserError
 
 GB, GIB = 1e9, 2**30
 
-BANDWIDTH_REACHED = 0.894
+BANDWIDTH_EFFICIENCY = 0.894
 """Fraction of the specified memory bandwidth reached by a copy: 4.29 of 4.8 TB/s on an H200
 (docs/benchmarks/training.md).
 """
 
-LINKS_REACHED = 0.8
+LINK_EFFICIENCY = 0.8
 """Fraction of the specified NVLink and network bandwidth that messages reach. Assumed, not measured."""
 
-EXCHANGE_REACHED: dict[TransportName, float] = {"nccl": 0.55, "copy_engine": 0.68}
+EXCHANGE_EFFICIENCY: dict[TransportName, float] = {"nccl": 0.55, "copy_engine": 0.68}
 """Fraction of NVLink's specified bandwidth that the head exchange reaches, by transport. Between two H100s, 105 MB in
 each direction took 425 microseconds with NCCL and 342 with copy engines (docs/benchmarks/training.md).
 """
@@ -67,11 +67,11 @@ GPUS = {
 A100 and H100 have 80 GiB. Each A100 has a network adapter of 200 Gbit/s, each of the others one of 400 Gbit/s.
 """
 
-MEASURED = "h200"
+MEASURED_GPU = "h200"
 """Kind of GPU on which rates were measured. For other kinds, rates are scaled by `peak_flops`."""
 
 
-def gpu_of(name: str) -> Gpu:
+def find_gpu(name: str) -> Gpu:
     """Return a kind of GPU by name.
 
     Raises:

@@ -14,7 +14,7 @@ RECOMPUTE: tuple[Literal["none", "mlp", "full"], ...] = ("none", "mlp", "full")
 """Recomputation modes, from the fastest to the one with least memory."""
 
 
-def candidates(config: RunConfig, world_size: int, per_node: int) -> Iterator[Sequence[RunConfig]]:
+def candidate_layouts(config: RunConfig, world_size: int, per_node: int) -> Iterator[Sequence[RunConfig]]:
     """Yield sequences of configurations that differ only in layout, micro-batch size and recomputation.
 
     Some configurations break a rule. Sizes are powers of two. Tensor and context parallelism stay within a node. Tensor
@@ -27,10 +27,10 @@ def candidates(config: RunConfig, world_size: int, per_node: int) -> Iterator[Se
         world_size: number of ranks.
         per_node: number of ranks per node.
     """
-    layers = len(parse_pattern(config.model.pattern))
-    for tensor in _powers(min(per_node, config.model.num_attention_heads)):
-        for context in _powers(per_node // tensor):
-            for pipeline in _powers(min(layers, world_size // (tensor * context))):
+    num_layers = len(parse_pattern(config.model.pattern))
+    for tensor in _powers_of_two(min(per_node, config.model.num_attention_heads)):
+        for context in _powers_of_two(per_node // tensor):
+            for pipeline in _powers_of_two(min(num_layers, world_size // (tensor * context))):
                 parallel = replace(
                     config.parallel,
                     tensor=tensor,
@@ -39,35 +39,35 @@ def candidates(config: RunConfig, world_size: int, per_node: int) -> Iterator[Se
                     pipeline=pipeline,
                     virtual_pipeline=1,
                 )
-                replicas, left = divmod(world_size, model_parallel_size(parallel))
-                if left or not replicas:
+                replicas, remainder = divmod(world_size, model_parallel_size(parallel))
+                if remainder or not replicas:
                     continue
-                for size in sorted({1, config.training.micro_batch_size}):
+                for micro_batch_size in sorted({1, config.training.micro_batch_size}):
                     yield [
                         replace(
                             config,
                             parallel=parallel,
-                            training=replace(config.training, micro_batch_size=size, recompute=recompute),
+                            training=replace(config.training, micro_batch_size=micro_batch_size, recompute=recompute),
                         )
                         for recompute in RECOMPUTE
                     ]
 
 
-def by_copy_engines(config: RunConfig, rounds: int) -> RunConfig:
+def use_copy_engines(config: RunConfig, rounds: int) -> RunConfig:
     """Return the configuration with copy engines as transport of the head exchange, in `rounds` rounds."""
     parallel = replace(config.parallel, context_transport="copy_engine", context_exchange_rounds=rounds)
     return replace(config, parallel=parallel)
 
 
-def _powers(most: int) -> Iterator[int]:
-    """Yield the powers of two up to `most`."""
+def _powers_of_two(limit: int) -> Iterator[int]:
+    """Yield the powers of two up to `limit`."""
     power = 1
-    while power <= most:
+    while power <= limit:
         yield power
         power *= 2
 
 
-def differences(config: RunConfig) -> str:
+def layout_overrides(config: RunConfig) -> str:
     """Return the layout of a candidate as command-line overrides."""
     parallel, training = config.parallel, config.training
     exchange = (

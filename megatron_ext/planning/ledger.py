@@ -18,14 +18,14 @@ from torch.utils._pytree import tree_iter
 from kernels.meta.fused_call import within_one_kernel
 from megatron_ext.model.step_parts import COMMUNICATION
 
-BLOCK = 512
+BLOCK_SIZE = 512
 """Granularity in bytes of torch's caching allocator."""
 
 ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
 QUERY_GRADIENT_BYTES = 4
 """Additional bytes per query element in attention's backward pass: kernels sum the query gradients in fp32."""
 
-TO_ONE = ("send", "recv_")
+POINT_TO_POINT = ("send", "recv_")
 
 
 class Purpose(NamedTuple):
@@ -61,33 +61,33 @@ class Ledger:
     """Resources used by a step so far.
 
     Attributes:
-        held: bytes allocated now, by purpose.
-        total: sum of `held`.
+        allocated: bytes allocated now, by purpose.
+        total: sum of `allocated`.
         peak: maximum of `total`.
-        at_peak: `held` at the peak.
+        at_peak: `allocated` at the peak.
         messages: number of messages by kind.
     """
 
-    held: Counter[Purpose] = field(default_factory=Counter)
+    allocated: Counter[Purpose] = field(default_factory=Counter)
     total: int = 0
     peak: int = 0
     at_peak: dict[Purpose, int] = field(default_factory=dict)
     messages: Counter[Message] = field(default_factory=Counter)
 
-    def take(self, purpose: Purpose, size: int) -> None:
+    def allocate(self, purpose: Purpose, size: int) -> None:
         """Record an allocation."""
-        self.held[purpose] += size
+        self.allocated[purpose] += size
         self.total += size
         if self.total > self.peak and not within_one_kernel():
-            self.peak, self.at_peak = self.total, dict(self.held)
+            self.peak, self.at_peak = self.total, dict(self.allocated)
 
-    def give_back(self, purpose: Purpose, size: int) -> None:
+    def free(self, purpose: Purpose, size: int) -> None:
         """Record the release of an allocation."""
-        self.held[purpose] -= size
+        self.allocated[purpose] -= size
         self.total -= size
 
 
-class Watched(TorchDispatchMode):
+class LedgerMode(TorchDispatchMode):
     """Dispatch mode that records meta tensors and collectives in a ledger, and creates new tensors on the meta device.
 
     Args:
@@ -98,74 +98,74 @@ class Watched(TorchDispatchMode):
     def __init__(self, ledger: Ledger, purpose: Callable[[], Purpose]) -> None:
         super().__init__()
         self._ledger, self._purpose = ledger, purpose
-        self._known: dict[int, tuple[Purpose, int] | None] = {}
+        self._entries: dict[int, tuple[Purpose, int] | None] = {}
 
-    def know(self, tensors: Iterable[Tensor]) -> None:
+    def exclude(self, tensors: Iterable[Tensor]) -> None:
         """Exclude tensors that exist before the step, such as weights, from the ledger."""
-        self._known |= {x.untyped_storage()._cdata: None for x in tensors}
+        self._entries |= {x.untyped_storage()._cdata: None for x in tensors}
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        given = dict(kwargs or {})
-        if _makes_a_tensor(func, args):
-            given["device"] = torch.device("meta")
-        result = func(*args, **given)
+        op_kwargs = dict(kwargs or {})
+        if _creates_tensor(func, args):
+            op_kwargs["device"] = torch.device("meta")
+        result = func(*args, **op_kwargs)
         for leaf in tree_iter(result):
             if isinstance(leaf, Tensor) and leaf.is_meta:
-                self._note(leaf.untyped_storage())
+                self._record_storage(leaf.untyped_storage())
         if func is ATTENTION_BACKWARD:
             workspace = QUERY_GRADIENT_BYTES * args[1].numel()
-            self._ledger.take(self._purpose(), workspace)
-            self._ledger.give_back(self._purpose(), workspace)
+            self._ledger.allocate(self._purpose(), workspace)
+            self._ledger.free(self._purpose(), workspace)
         if func in collective_ops and func not in sync_ops:
-            self._note_message(func, args)
+            self._record_message(func, args)
         return result
 
-    def _note(self, storage: torch.UntypedStorage) -> None:
+    def _record_storage(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
-        if key in self._known:
+        if key in self._entries:
             return
-        purpose, size = self._purpose(), -(-storage.nbytes() // BLOCK) * BLOCK
-        self._known[key] = purpose, size
-        self._ledger.take(purpose, size)
-        weakref.finalize(storage, self._forget, key)
+        purpose, size = self._purpose(), -(-storage.nbytes() // BLOCK_SIZE) * BLOCK_SIZE
+        self._entries[key] = purpose, size
+        self._ledger.allocate(purpose, size)
+        weakref.finalize(storage, self._record_release, key)
 
-    def _forget(self, key: int) -> None:
-        noted = self._known.pop(key)
-        assert noted is not None, "what was there before the step stays"
-        self._ledger.give_back(*noted)
+    def _record_release(self, key: int) -> None:
+        entry = self._entries.pop(key)
+        assert entry is not None, "tensors that exist before the step are not freed in it"
+        self._ledger.free(*entry)
 
-    def _note_message(self, func: Any, args: Sequence[Any]) -> None:
+    def _record_message(self, func: Any, args: Sequence[Any]) -> None:
         name = func.overloadpacket.__name__
         ranks = dist.get_process_group_ranks(CollectiveOp.get_process_group(func, args))
-        if name in TO_ONE:
+        if name in POINT_TO_POINT:
             ranks = sorted({dist.get_rank(), ranks[args[2]]})
         if len(ranks) == 1:
             return
-        size = max(_bytes_of(arg) for arg in args[:2])
+        size = max(_num_bytes(arg) for arg in args[:2])
         self._ledger.messages[Message(name, tuple(ranks), size)] += 1
         for x in tree_iter(args[0]):
             if isinstance(x, Tensor):
-                self._move(x.untyped_storage()._cdata)
+                self._assign_to_communication(x.untyped_storage()._cdata)
 
-    def _move(self, key: int) -> None:
+    def _assign_to_communication(self, key: int) -> None:
         """Reassign memory that receives data from other ranks to communication."""
-        noted = self._known.get(key)
-        if noted is not None:
-            purpose, size = noted
-            moved = purpose._replace(part=COMMUNICATION)
-            self._known[key] = moved, size
-            self._ledger.held[purpose] -= size
-            self._ledger.held[moved] += size
+        entry = self._entries.get(key)
+        if entry is not None:
+            purpose, size = entry
+            new_purpose = purpose._replace(part=COMMUNICATION)
+            self._entries[key] = new_purpose, size
+            self._ledger.allocated[purpose] -= size
+            self._ledger.allocated[new_purpose] += size
 
 
-def _makes_a_tensor(func: Any, args: Sequence[Any]) -> bool:
+def _creates_tensor(func: Any, args: Sequence[Any]) -> bool:
     """Return True if an operation creates a tensor from no other tensor and has a device argument."""
     if any(isinstance(leaf, Tensor) for leaf in tree_iter(args)):
         return False
     return any(argument.name == "device" for argument in func._schema.arguments)
 
 
-def _bytes_of(tensors: Any) -> int:
+def _num_bytes(tensors: Any) -> int:
     return sum(x.numel() * x.element_size() for x in tree_iter(tensors) if isinstance(x, Tensor))

@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from megatron_ext.planning.dry_step import Footprint
 
 WEIGHTS, GRADIENTS, STATE, GATHERED = "weights", "gradients", "optimizer state", "gathered weights"
-IN_8_BITS = "weights in 8 bits"
+FP8_WEIGHTS = "weights in 8 bits"
 WORKING = "backward pass, working memory"
 
-GATHERED_AT_ONCE = 1_500_000_000
+MAX_GATHERED_PARAMETERS = 1_500_000_000
 """Maximum number of parameters that DeepSpeed's ZeRO-3 gathers at once: default max_live_parameters plus a bucket."""
 
-USABLE = 0.88
+USABLE_FRACTION = 0.88
 """Fraction of a GPU's memory available for tensors. The CUDA context and NCCL take about 2 GiB. torch's allocator
 reserved 1.09 to 1.18 times the allocated bytes with free memory left (docs/benchmarks/training.md). Near the limit it
 releases cached memory.
@@ -50,20 +50,21 @@ class MemoryByPurpose:
 
     def fits(self, gpu: Gpu) -> bool:
         """Return True if the tensors fit on a GPU."""
-        return self.total <= USABLE * gpu.memory
+        return self.total <= USABLE_FRACTION * gpu.memory
 
-    def why_not(self, gpu: Gpu) -> str:
+    def describe_excess(self, gpu: Gpu) -> str:
         """Describe the required and the usable memory, and the largest kind of tensors."""
         largest = max(self.kinds, key=lambda kind: self.kinds[kind])
-        needs = f"tensors of rank {self.rank} take {self.total / GIB:.1f} of {USABLE * gpu.memory / GIB:.1f} usable GiB"
-        return f"{needs}, mostly {largest} ({self.kinds[largest] / GIB:.1f})"
+        usable = USABLE_FRACTION * gpu.memory
+        required = f"tensors of rank {self.rank} take {self.total / GIB:.1f} of {usable / GIB:.1f} usable GiB"
+        return f"{required}, mostly {largest} ({self.kinds[largest] / GIB:.1f})"
 
 
-def memory_of(config: RunConfig, footprint: Footprint) -> MemoryByPurpose:
+def peak_memory(config: RunConfig, footprint: Footprint) -> MemoryByPurpose:
     """Return the peak memory of a rank: persistent tensors and those of the step."""
     kinds = persistent_bytes(config, footprint.parameters, len(footprint.replicas))
     if config.training.fp8 != "none":  # FP8 copies of weights and of their transposes are kept between steps
-        kinds[IN_8_BITS] = 2 * footprint.linear_parameters
+        kinds[FP8_WEIGHTS] = 2 * footprint.linear_parameters
     by_layer: dict[int, float] = defaultdict(float)
     for purpose, size in footprint.ledger.at_peak.items():
         if size:
@@ -83,21 +84,21 @@ def persistent_bytes(config: RunConfig, parameters: float, replicas: int) -> def
         parameters: number of parameters of the rank's model shard.
         replicas: data-parallel ranks over which the optimizer may shard.
     """
-    optimizer, size = config.optimizer, 2 if config.training.precision == "bf16" else 4
-    weights, gradients, state = shares(optimizer, replicas)
+    optimizer, weight_bytes = config.optimizer, 2 if config.training.precision == "bf16" else 4
+    weights, gradients, state = sharded_fractions(optimizer, replicas)
     kinds: defaultdict[str, float] = defaultdict(float)
-    kinds[WEIGHTS] = size * parameters * weights
+    kinds[WEIGHTS] = weight_bytes * parameters * weights
     kinds[GRADIENTS] = 4 * parameters * gradients
-    kinds[STATE] = 0.0 if optimizer.offload == "cpu" else (12 if size == 2 else 8) * parameters * state
+    kinds[STATE] = 0.0 if optimizer.offload == "cpu" else (12 if weight_bytes == 2 else 8) * parameters * state
     if optimizer.sharding == "zero3":
         if optimizer.offload_parameters == "cpu":
             kinds[WEIGHTS] = 0.0
-        kinds[GATHERED] = size * min(parameters, GATHERED_AT_ONCE)
+        kinds[GATHERED] = weight_bytes * min(parameters, MAX_GATHERED_PARAMETERS)
     return kinds
 
 
-def shares(optimizer: OptimizerConfig, replicas: int) -> tuple[float, float, float]:
+def sharded_fractions(optimizer: OptimizerConfig, replicas: int) -> tuple[float, float, float]:
     """Return the fractions of weights, gradients and optimizer state that a rank keeps (ZeRO, arXiv 1910.02054)."""
     stage = {"none": 0, "megatron": 1, "zero1": 1, "zero2": 2, "zero3": 3}[optimizer.sharding]
-    part = 1 / replicas
-    return part if stage >= 3 else 1.0, part if stage >= 2 else 1.0, part if stage >= 1 else 1.0
+    fraction = 1 / replicas
+    return fraction if stage >= 3 else 1.0, fraction if stage >= 2 else 1.0, fraction if stage >= 1 else 1.0

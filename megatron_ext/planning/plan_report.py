@@ -7,11 +7,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.planning.gpus import GIB, MEASURED
-from megatron_ext.planning.layouts import differences
-from megatron_ext.planning.memory import USABLE, MemoryByPurpose
-from megatron_ext.planning.plan import Machine, Planned
-from megatron_ext.utils.atomic_files import os_error_reason
+from megatron_ext.planning.gpus import GIB, LINK_EFFICIENCY, MEASURED_GPU
+from megatron_ext.planning.layouts import layout_overrides
+from megatron_ext.planning.memory import USABLE_FRACTION, MemoryByPurpose
+from megatron_ext.planning.plan import Machine, PlannedLayout
+from megatron_ext.planning.step_time import OVERLAP_FRACTION
+from megatron_ext.utils.atomic_files import os_reason
 from megatron_ext.utils.errors import UserError
 from megatron_ext.utils.git_info import commit
 from megatron_ext.utils.markdown import format_number, table, write_report
@@ -47,8 +48,8 @@ class PlanReport:
     vocabulary: str
     tokens: float
     price: float | None
-    planned: Planned | None = None
-    layouts: list[Planned] = field(default_factory=list)
+    planned: PlannedLayout | None = None
+    layouts: list[PlannedLayout] = field(default_factory=list)
     shown: int = 0
     shards: list[Shard] = field(default_factory=list)
     batch: tuple[int, int] | None = None
@@ -56,10 +57,10 @@ class PlanReport:
     @property
     def fits(self) -> bool:
         """True if at least one layout fits."""
-        return any(one.refused is None for one in self._all)
+        return any(layout.rejection is None for layout in self._all)
 
     @property
-    def _all(self) -> list[Planned]:
+    def _all(self) -> list[PlannedLayout]:
         """Planned layouts: the configured layout, or all searched layouts."""
         return self.layouts if self.planned is None else [self.planned]
 
@@ -73,15 +74,15 @@ class PlanReport:
             lines += ["", f"With `{' '.join(self.overrides)}`."]
         if self.batch is not None:
             configured, planned = self.batch
-            told = f"{configured} samples a step do not divide by so many replicas: planned with **{planned}**"
-            lines += ["", f"{told}, as `training.global_batch_size={planned}` would train it."]
+            problem = f"{configured} samples per step cannot be divided among the replicas"
+            lines += ["", f"{problem}: planned with `training.global_batch_size={planned}`."]
         if self.planned is not None:
-            lines += ["", *self._about(self.planned)]
+            lines += ["", *self._layout_section(self.planned)]
         if self.layouts:
-            lines += ["", *self._searched()]
+            lines += ["", *self._search_section()]
         if self.shards:
-            lines += ["", *_sharded(self.shards)]
-        return "\n".join([*lines, "", *self._assumed()])
+            lines += ["", *_shards_section(self.shards)]
+        return "\n".join([*lines, "", *self._assumptions()])
 
     def write(self, folder: Path) -> None:
         """Write plan.json and plan.md.
@@ -91,13 +92,13 @@ class PlanReport:
         """
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            write_report(folder, "plan", self.numbers(), self.markdown() + "\n")
+            write_both(folder, "plan", self.as_dict(), self.markdown() + "\n")
         except OSError as error:
             raise UserError(
                 "--output", f"{folder} cannot be written ({os_error_reason(error)})", "choose another folder"
             ) from error
 
-    def numbers(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """Return the whole plan as plain values, in bytes and seconds."""
         return {
             "configuration": self.name,
@@ -109,25 +110,25 @@ class PlanReport:
             "vocabulary": self.vocabulary,
             "tokens": self.tokens,
             "global_batch_size": dict(zip(("configured", "planned"), self.batch, strict=True)) if self.batch else None,
-            "layouts": [self._numbers_of(one) for one in self._all],
+            "layouts": [self._layout_as_dict(layout) for layout in self._all],
             "ranks": [asdict(shard) for shard in self.shards],
         }
 
-    def _numbers_of(self, one: Planned) -> dict[str, Any]:
-        found: dict[str, Any] = {
-            "layout": differences(one.config),
-            "replicas": one.replicas,
-            "micro_batches": one.micro_batches,
-            "refused": one.refused,
-            "memory": [asdict(memory) | {"total": memory.total} for memory in one.memory],
+    def _layout_as_dict(self, layout: PlannedLayout) -> dict[str, Any]:
+        fields: dict[str, Any] = {
+            "layout": layout_overrides(layout.config),
+            "replicas": layout.replicas,
+            "micro_batches": layout.micro_batches,
+            "refused": layout.rejection,
+            "memory": [asdict(memory) | {"total": memory.total} for memory in layout.memory],
         }
-        if one.time is None:
-            return found | {"untimed": one.untimed}
-        time = one.time
+        if layout.time is None:
+            return fields | {"untimed": layout.untimed_reason}
+        time = layout.time
         cost = {"gpu_hours": self._gpu_hours(time), "price": self._price(time)}
         speeds = {"seconds_per_step": time.seconds, "tokens_per_second": time.tokens_per_second}
         return (
-            found
+            fields
             | speeds
             | cost
             | {
@@ -137,21 +138,21 @@ class PlanReport:
             }
         )
 
-    # --- one layout --------------------------------------------------------------------------------------------------
+    # --- one layout ---------------------------------------------------------------------------------------------------
 
-    def _about(self, one: Planned) -> list[str]:
-        parallel = one.config.parallel
-        micro = one.config.training.micro_batch_size
+    def _layout_section(self, layout: PlannedLayout) -> list[str]:
+        parallel, training = layout.config.parallel, layout.config.training
+        memory = layout.largest_memory
+        layers = sorted(memory.by_layer.items())
         lines = [
             f"Tensor {parallel.tensor}, context {parallel.context}, pipeline {parallel.pipeline}, data "
-            f"{one.replicas}; {one.micro_batches} micro-batches of {micro} a step; recomputed: "
-            f"{one.config.training.recompute}; optimizer: {one.config.optimizer.sharding}.",
+            f"{layout.replicas}; {layout.micro_batches} micro-batches of {training.micro_batch_size} per step; "
+            f"recomputed: {training.recompute}; optimizer: {layout.config.optimizer.sharding}.",
             "",
-            f"**Does not fit**: {one.refused}." if one.refused else f"**Fits**: {self._room(one.most)}.",
+            f"**Does not fit**: {layout.rejection}." if layout.rejection else f"**Fits**: {self._memory_use(memory)}.",
             "",
-            *_memory_table(one.memory),
+            *_memory_table(layout.memory),
         ]
-        layers = sorted(one.most.by_layer.items())
         if layers:
             least, most = min(size for _, size in layers), max(size for _, size in layers)
             span = (
@@ -161,17 +162,17 @@ class PlanReport:
             )
             lines += [
                 "",
-                f"Kept by the forward pass for each of {len(layers)} layers of rank {one.most.rank}: {span} GiB.",
+                f"Saved by the forward pass for each of {len(layers)} layers of rank {memory.rank}: {span} GiB.",
             ]
-        if one.time is None:
-            return [*lines, "", f"No time: {one.untimed}."]
-        return [*lines, "", *self._timed(one.time), *_not_measured([one])]
+        if layout.time is None:
+            return [*lines, "", f"No time: {layout.untimed_reason}."]
+        return [*lines, "", *self._time_section(layout.time), *_not_measured([layout])]
 
-    def _room(self, memory: MemoryByPurpose) -> str:
-        usable = USABLE * self.machine.gpu.memory
-        return f"{memory.total / GIB:.1f} GiB of {usable / GIB:.1f} usable on rank {memory.rank}, which takes most"
+    def _memory_use(self, memory: MemoryByPurpose) -> str:
+        usable = USABLE_FRACTION * self.machine.gpu.memory
+        return f"{memory.total / GIB:.1f} GiB of {usable / GIB:.1f} usable on rank {memory.rank}, which uses most"
 
-    def _timed(self, time: StepTime) -> list[str]:
+    def _time_section(self, time: StepTime) -> list[str]:
         per_gpu = time.tokens_per_second / self.machine.world_size
         pace = f"{1e3 * time.seconds:,.0f} ms per step, {time.tokens_per_second:,.0f} tokens/s"
         speed = f"**{pace}** ({per_gpu:,.0f} per GPU)"
@@ -192,7 +193,7 @@ class PlanReport:
                 [name, format_number(volume.within_node / 1e9), format_number(volume.between_nodes / 1e9)]
                 for name, volume in time.volumes.items()
             ]
-            lines += ["", *table(("a rank sends per step", "GB over NVLink", "GB over the network"), sent)]
+            lines += ["", *table(("sent by a rank per step", "GB over NVLink", "GB over the network"), sent)]
         return lines
 
     def _gpu_hours(self, time: StepTime) -> float:
@@ -201,70 +202,74 @@ class PlanReport:
     def _price(self, time: StepTime) -> float | None:
         return None if self.price is None else self._gpu_hours(time) * self.price
 
-    # --- many --------------------------------------------------------------------------------------------------------
+    # --- several layouts ----------------------------------------------------------------------------------------------
 
-    def _searched(self) -> list[str]:
-        good = [one for one in self.layouts if one.refused is None]
-        large = [one for one in self.layouts if one.refused is not None and one.memory]
-        broken = [one for one in self.layouts if not one.memory]
-        lines = [f"{len(self.layouts)} layouts: {len(good)} fit, {len(large)} do not, {len(broken)} break a rule."]
-        rows = [self._row(one) for one in good[: self.shown]]
+    def _search_section(self) -> list[str]:
+        fitting = [layout for layout in self.layouts if layout.rejection is None]
+        large = [layout for layout in self.layouts if layout.rejection is not None and layout.memory]
+        broken = [layout for layout in self.layouts if not layout.memory]
+        lines = [
+            f"{len(self.layouts)} layouts: {len(fitting)} fit, {len(large)} do not fit, {len(broken)} break a rule."
+        ]
+        rows = [self._row(layout) for layout in fitting[: self.shown]]
         if rows:
             lines += ["", *table(("tokens/s", "ms per step", "GiB", "replicas x micro-batches", "overrides"), rows)]
-            lines += _not_measured(good)
+            lines += _not_measured(fitting)
         if large:
-            lines += ["", "The smallest that do not fit:", ""]
-            lines += [f"* `{differences(one.config)}`: {one.refused}" for one in large[:3]]
-        reasons: dict[str, Planned] = {}
-        for one in broken:
-            reasons.setdefault(str(one.refused).split(":", 1)[0], one)
-        if reasons:
-            lines += ["", "Rules that layouts break, with one of each:", ""]
-            lines += [f"* `{differences(one.config)}`: {one.refused}" for one in reasons.values()]
+            lines += ["", "Smallest layouts that do not fit:", ""]
+            lines += [f"* `{layout_overrides(layout.config)}`: {layout.rejection}" for layout in large[:3]]
+        by_rule: dict[str, PlannedLayout] = {}
+        for layout in broken:
+            by_rule.setdefault(str(layout.rejection).split(":", 1)[0], layout)
+        if by_rule:
+            lines += ["", "Broken rules, each with one layout that breaks it:", ""]
+            lines += [f"* `{layout_overrides(layout.config)}`: {layout.rejection}" for layout in by_rule.values()]
         return lines
 
-    def _row(self, one: Planned) -> list[str]:
+    def _row(self, layout: PlannedLayout) -> list[str]:
         speed, step = "", ""
-        if one.time is not None:
-            speed, step = f"{one.time.tokens_per_second:,.0f}", f"{1e3 * one.time.seconds:,.0f}"
-        room, spread = f"{one.most.total / GIB:.1f}", f"{one.replicas} x {one.micro_batches}"
-        return [speed, step, room, spread, f"`{differences(one.config)}`"]
+        if layout.time is not None:
+            speed, step = f"{layout.time.tokens_per_second:,.0f}", f"{1e3 * layout.time.seconds:,.0f}"
+        memory, batches = f"{layout.largest_memory.total / GIB:.1f}", f"{layout.replicas} x {layout.micro_batches}"
+        return [speed, step, memory, batches, f"`{layout_overrides(layout.config)}`"]
 
-    def _assumed(self) -> list[str]:
+    def _assumptions(self) -> list[str]:
         lines = [
-            "Memory is what a step of the real model keeps, gone through without computing; CUDA's context and NCCL "
-            "come on top. Times are model FLOPs at rates measured on one H200, mostly at 2,048 wide, and bytes at "
-            "measured bandwidth; exchanged heads as measured on two H100s, other links at 80 % of the data sheet, not "
-            "measured; and nothing overlapped but half of what copy engines exchange in rounds."
+            "Memory is that of the tensors in a dry run of the real model. The CUDA context and NCCL need more. "
+            "Compute time is model FLOPs divided by rates measured on one H200, mostly with hidden size 2,048, or "
+            "bytes divided by the measured memory bandwidth. The head exchange has the bandwidth measured between two "
+            f"H100s, other communication {LINK_EFFICIENCY:.0%} of the data sheet's (assumed). Only head exchanges in "
+            f"rounds overlap with computation: {OVERLAP_FRACTION['copy_engine']:.0%} of their time with copy engines, "
+            f"{OVERLAP_FRACTION['nccl']:.0%} with NCCL (rounds of samples only)."
         ]
-        if self.machine.gpu.name != MEASURED:
+        if self.machine.gpu.name != MEASURED_GPU:
             lines += ["", f"Rates are scaled from the H200 to the {self.machine.gpu.name.upper()} by data sheets."]
         return lines
 
 
-def _not_measured(layouts: Sequence[Planned]) -> list[str]:
+def _not_measured(layouts: Sequence[PlannedLayout]) -> list[str]:
     """Return a paragraph on the mixers whose rates are assumed, or nothing."""
-    mixers = sorted({mixer for one in layouts if one.time for mixer in one.time.not_measured})
+    mixers = sorted({mixer for layout in layouts if layout.time for mixer in layout.time.not_measured})
     if not mixers:
         return []
     return ["", f"Not measured: {', '.join(mixers)}. Such a mixer is timed at the median rate of the measured mixers."]
 
 
 def _memory_table(memory: Sequence[MemoryByPurpose]) -> list[str]:
-    kinds = list(dict.fromkeys(kind for one in memory for kind in one.kinds))
-    rows = [[kind, *(_gib(one.kinds.get(kind, 0.0)) for one in memory)] for kind in kinds]
-    rows = [row for row in rows if any(row[1:])] + [["all", *(_gib(one.total) for one in memory)]]
-    heads = [f"rank {one.rank}" + (f", stage {one.stage}" if len(memory) > 1 else "") for one in memory]
-    return table(("GiB at its peak", *heads), rows)
+    kinds = list(dict.fromkeys(kind for rank in memory for kind in rank.kinds))
+    rows = [[kind, *(_gib(rank.kinds.get(kind, 0.0)) for rank in memory)] for kind in kinds]
+    rows = [row for row in rows if any(row[1:])] + [["all", *(_gib(rank.total) for rank in memory)]]
+    columns = [f"rank {rank.rank}" + (f", stage {rank.stage}" if len(memory) > 1 else "") for rank in memory]
+    return table(("GiB at the peak", *columns), rows)
 
 
 def _gib(size: float) -> str:
     return "" if size < GIB / 1000 else format_number(size / GIB)
 
 
-def _sharded(shards: Sequence[Shard]) -> list[str]:
+def _shards_section(shards: Sequence[Shard]) -> list[str]:
     from megatron_ext.planning.shards import whole_model
 
     least, most = min(shard.parameters for shard in shards), max(shard.parameters for shard in shards)
     each = f"{least:,}" if least == most else f"{least:,} to {most:,}"
-    return [f"Built on each of {len(shards)} ranks: {each} parameters; together one model of {whole_model(shards):,}."]
+    return [f"Built on each of {len(shards)} ranks: {each} parameters; {whole_model(shards):,} in the whole model."]

@@ -54,24 +54,24 @@ class PartRate:
     forward_share: float
 
 
-def part_of_mixer(mixer: str, score: str | None = None) -> str:
+def mixer_rate_name(mixer: str, score: str | None = None) -> str:
     """Return the name of a mixer's rates. Top-1 Chunk has separate rates for each score."""
     return f"{mixer} {score}" if mixer == "top1_chunk" else mixer
 
 
-def part_of_feed_forward(fp8: str) -> str:
+def feed_forward_rate_name(fp8: str) -> str:
     """Return the name of the feed-forward's rates for a value of `training.fp8`."""
     return FEED_FORWARD if fp8 == "none" else f"{FEED_FORWARD} {fp8}"
 
 
 @cache
-def measured() -> tuple[Rate, ...]:
+def measured_rates() -> tuple[Rate, ...]:
     """Return all measured rates of this package."""
     text = resources.files("megatron_ext.planning").joinpath(RATES).read_text()
     return tuple(Rate(**fields) for fields in json.loads(text))
 
 
-def rate_of(part: str, hidden_size: int, seq_length: int, rates: Sequence[Rate] | None = None) -> PartRate:
+def interpolate_rate(part: str, hidden_size: int, seq_length: int, rates: Sequence[Rate] | None = None) -> PartRate:
     """Interpolate the rate of a part between measurements at the nearest hidden size.
 
     Interpolation is linear in the logarithm of the sequence length. Beyond the measured lengths the rate is constant.
@@ -79,33 +79,35 @@ def rate_of(part: str, hidden_size: int, seq_length: int, rates: Sequence[Rate] 
     Raises:
         KeyError: the part was not measured.
     """
-    everything = measured() if rates is None else rates
-    own = [rate for rate in everything if rate.part == part and rate.units is None]
-    if not own:
+    all_rates = measured_rates() if rates is None else rates
+    part_rates = [rate for rate in all_rates if rate.part == part and rate.units is None]
+    if not part_rates:
         raise KeyError(part)
-    width = min({rate.hidden_size for rate in own}, key=lambda size: abs(math.log(size / hidden_size)))
-    points = sorted((r for r in own if r.hidden_size == width), key=lambda r: r.seq_length)
+    nearest_hidden_size = min(
+        {rate.hidden_size for rate in part_rates}, key=lambda size: abs(math.log(size / hidden_size))
+    )
+    points = sorted((r for r in part_rates if r.hidden_size == nearest_hidden_size), key=lambda r: r.seq_length)
     return PartRate(
-        flops=_between([(r.seq_length, r.flops) for r in points], seq_length),
-        forward_share=_between([(r.seq_length, r.forward_share or FORWARD_SHARE) for r in points], seq_length),
+        flops=_interpolate([(r.seq_length, r.flops) for r in points], seq_length),
+        forward_share=_interpolate([(r.seq_length, r.forward_share or FORWARD_SHARE) for r in points], seq_length),
     )
 
 
 def is_measured(part: str) -> bool:
     """Return True if a part has a measured rate."""
-    return any(rate.part == part for rate in measured())
+    return any(rate.part == part for rate in measured_rates())
 
 
 def mixer_rate(part: str, hidden_size: int, seq_length: int) -> PartRate:
     """Return the rate of a mixer, or the median rate of all measured mixers if this mixer was not measured."""
     if is_measured(part):
-        return rate_of(part, hidden_size, seq_length)
-    others = sorted({rate.part for rate in measured() if not rate.part.startswith((FEED_FORWARD, LOSS))})
-    flops = median(rate_of(other, hidden_size, seq_length).flops for other in others)
+        return interpolate_rate(part, hidden_size, seq_length)
+    others = sorted({rate.part for rate in measured_rates() if not rate.part.startswith((FEED_FORWARD, LOSS))})
+    flops = median(interpolate_rate(other, hidden_size, seq_length).flops for other in others)
     return PartRate(flops=flops, forward_share=FORWARD_SHARE)
 
 
-def filled(part: str, units: int, rates: Sequence[Rate] | None = None) -> float:
+def occupancy(part: str, units: int, rates: Sequence[Rate] | None = None) -> float:
     """Return the fraction of its full rate that a part reaches with few units at a time.
 
     A recurrent scan over a sequence occupies only a small portion of the GPU. The fraction is interpolated linearly in
@@ -116,14 +118,14 @@ def filled(part: str, units: int, rates: Sequence[Rate] | None = None) -> float:
         units: number of (sample, head or group) pairs that are mixed at a time.
         rates: measurements; None for those of this package.
     """
-    own = [rate for rate in (measured() if rates is None else rates) if rate.part == part]
-    points = sorted((rate.units, rate.flops) for rate in own if rate.units is not None)
-    return _between(points, units) / points[-1][1] if points else 1.0
+    part_rates = [rate for rate in (measured_rates() if rates is None else rates) if rate.part == part]
+    points = sorted((rate.units, rate.flops) for rate in part_rates if rate.units is not None)
+    return _interpolate(points, units) / points[-1][1] if points else 1.0
 
 
-def _between(points: Sequence[tuple[int, float]], at: int) -> float:
-    """Interpolate sorted points (x, y) at x = `at`, linearly in log x. Beyond the points, return the nearest y."""
+def _interpolate(points: Sequence[tuple[int, float]], x: int) -> float:
+    """Interpolate sorted points at `x`, linearly in log x. Beyond the points, return the nearest y."""
     for (left, low), (right, high) in pairwise(points):
-        if left <= at <= right:
-            return low + math.log(at / left) / math.log(right / left) * (high - low)
-    return points[0][1] if at < points[0][0] else points[-1][1]
+        if left <= x <= right:
+            return low + math.log(x / left) / math.log(right / left) * (high - low)
+    return points[0][1] if x < points[0][0] else points[-1][1]

@@ -10,7 +10,7 @@ from megatron_ext.model.build import build_model
 from megatron_ext.model.meta_device import on_meta
 from megatron_ext.model.shape import model_shape
 from megatron_ext.parallel.parameters import count_parameters
-from megatron_ext.planning.virtual_gpu import groups_of_rank, on_stand_ins, virtual_gpu
+from megatron_ext.planning.virtual_gpu import groups_of_rank, simulated_config, virtual_gpu
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,16 +30,16 @@ class Shard:
     of_stage: int
 
 
-def build(config: RunConfig, vocab_size: int, world_size: int, ranks: Iterable[int]) -> list[Shard]:
+def build_shards(config: RunConfig, vocab_size: int, world_size: int, ranks: Iterable[int]) -> list[Shard]:
     """Build the shards of `ranks`; see `dry_step.footprint` for the other arguments."""
-    return [_build(config, vocab_size, world_size, rank) for rank in ranks]
+    return [_build_shard(config, vocab_size, world_size, rank) for rank in ranks]
 
 
-def _build(config: RunConfig, vocab_size: int, world_size: int, rank: int) -> Shard:
+def _build_shard(config: RunConfig, vocab_size: int, world_size: int, rank: int) -> Shard:
     gpu = virtual_gpu()
     with groups_of_rank(config.parallel, world_size, rank) as groups:
         with on_meta():
-            chunks = build_model(model_shape(on_stand_ins(config), gpu, vocab_size), gpu, groups, seed=None)
+            chunks = build_model(model_shape(simulated_config(config), gpu, vocab_size), gpu, groups, seed=None)
         return Shard(
             rank=rank,
             place=(groups.tp.rank(), groups.cp.rank(), groups.pp.rank(), groups.dp.rank()),
@@ -55,8 +55,8 @@ def whole_model(shards: Sequence[Shard]) -> int:
         AssertionError: ranks of a stage differ in `of_stage`, or two ranks have the same `place`.
     """
     assert len({shard.place for shard in shards}) == len(shards), "two ranks are in one place"
-    of_stages: dict[int, set[int]] = {}
+    stage_counts: dict[int, set[int]] = {}
     for shard in shards:
-        of_stages.setdefault(shard.place[2], set()).add(shard.of_stage)
-    assert all(len(found) == 1 for found in of_stages.values()), f"stages differ within themselves: {of_stages}"
-    return sum(found.pop() for found in of_stages.values())
+        stage_counts.setdefault(shard.place[2], set()).add(shard.of_stage)
+    assert all(len(counts) == 1 for counts in stage_counts.values()), f"stages differ within themselves: {stage_counts}"
+    return sum(counts.pop() for counts in stage_counts.values())

@@ -2,8 +2,9 @@
 
 The time of parts with matrix products is their model FLOPs divided by the measured rate of the part. A mixer's rate is
 reduced if a GPU processes few heads at a time. The time of memory-bound parts is their bytes divided by the measured
-bandwidth. If heads are exchanged in rounds, a fraction of the exchange is overlapped with computation (`HIDES`). All
-other communication of tensor, context and pipeline parallelism, and the gradient reduction, are assumed not to overlap.
+bandwidth. If heads are exchanged in rounds, a fraction of the exchange is overlapped with computation
+(`OVERLAP_FRACTION`). All other communication of tensor, context and pipeline parallelism, and the gradient reduction,
+are assumed not to overlap.
 """
 
 from __future__ import annotations
@@ -27,9 +28,23 @@ from megatron_ext.model.step_parts import (
     NORMS,
     OPTIMIZER,
 )
-from megatron_ext.planning.gpus import BANDWIDTH_REACHED, EXCHANGE_REACHED, GPUS, LINKS_REACHED, MEASURED, Gpu
-from megatron_ext.planning.memory import shares
-from megatron_ext.planning.rates import PartRate, filled, is_measured, mixer_rate, part_of_feed_forward, rate_of
+from megatron_ext.planning.gpus import (
+    BANDWIDTH_EFFICIENCY,
+    EXCHANGE_EFFICIENCY,
+    GPUS,
+    LINK_EFFICIENCY,
+    MEASURED_GPU,
+    Gpu,
+)
+from megatron_ext.planning.memory import sharded_fractions
+from megatron_ext.planning.rates import (
+    PartRate,
+    feed_forward_rate_name,
+    interpolate_rate,
+    is_measured,
+    mixer_rate,
+    occupancy,
+)
 
 if TYPE_CHECKING:
     from megatron_ext.mixers.core.shapes import Rounds
@@ -38,10 +53,10 @@ if TYPE_CHECKING:
 
 BUBBLE, HOST = "pipeline bubble", "data and host"
 
-NORM_PASSES = {FORWARD: 10.2, BACKWARD: 13.2, "again": 5.1}
-"""Number of times that a layer's norms and residual additions read or write its hidden states in each pass. `again`:
-additional number in the backward pass if only the feed-forward block is recomputed (`training.recompute=mlp`). Measured
-on an H200 (docs/benchmarks/training.md).
+NORM_PASSES = {FORWARD: 10.2, BACKWARD: 13.2, "recompute": 5.1}
+"""Number of times that a layer's norms and residual additions read or write its hidden states in each pass.
+`recompute`: additional number in the backward pass if only the feed-forward block is recomputed
+(`training.recompute=mlp`). Measured on an H200 (docs/benchmarks/training.md).
 """
 
 EMBEDDING_PASSES = 25.0
@@ -57,39 +72,39 @@ the parameter's optimizer state.
 HOST_SECONDS = 0.012
 """Seconds per step in which the GPU waits for the batch, for the gradient norm or for kernel launches."""
 
-HOST_SECONDS_OF_LAYER = {"none": 0.0, "tensorwise": 1.2e-3, "blockwise": 0.0}
+HOST_SECONDS_PER_LAYER = {"none": 0.0, "tensorwise": 1.2e-3, "blockwise": 0.0}
 """Additional seconds per layer and micro-batch, by `training.fp8`. Small kernels that compute one scale per tensor make
 the step host-bound. Measured with 32,768 tokens (docs/benchmarks/planning.md). With more tokens, kernels run longer and
 hide more of this time.
 """
 
 LATENCY = 2e-5
-"""Seconds per collective call in addition to the transfer. Assumed, not measured, like `LINKS_REACHED`."""
+"""Seconds per collective call in addition to the transfer. Assumed, not measured, like `LINK_EFFICIENCY`."""
 
 
-HIDES = {"copy_engine": 0.5, "nccl": 0.25}
+OVERLAP_FRACTION = {"copy_engine": 0.5, "nccl": 0.25}
 """Fraction of the head exchange's time that an exchange in rounds saves in a step, for any number of rounds. The saving
 was measured and is smaller than the overlapped time (docs/benchmarks/training.md). NCCL saves time only with rounds of
 samples, not with rounds of heads.
 """
 
-COPIES_OF_SAMPLES = 8.0
+SAMPLE_ROUND_PASSES = 8.0
 """Number of times that a layer's hidden states are read or written in both passes to split samples into rounds and to
 concatenate the rounds.
 """
 
-HEADS = "alltoall_base_"
+HEAD_EXCHANGE = "alltoall_base_"
 """Name of c10d's operator that exchanges heads."""
 
-PACKED = {"nccl": 1, "copy_engine": 2}
+EXCHANGE_COPIES = {"nccl": 1, "copy_engine": 2}
 """Number of copies of the exchanged data on each GPU, by transport. One copy reorders the data to or from rank order.
 Copy engines need another one into their send buffer.
 """
 
-CALLS = {
+CALL_NAMES = {
     "_allgather_base_": "all-gather",
     "_reduce_scatter_base_": "reduce-scatter",
-    HEADS: "all-to-all",
+    HEAD_EXCHANGE: "all-to-all",
     "allreduce_": "all-reduce",
     "broadcast_": "broadcast",
     "recv_": "between pipeline stages",
@@ -149,17 +164,17 @@ def step_time(config: RunConfig, footprints: Sequence[Footprint], gpu: Gpu, worl
     """
     layout, parallel = layout_of(config, world_size), config.parallel
     links = _Links(gpu, per_node)
-    stages = [_micro_batch(config, footprint, gpu, links) for footprint in footprints]
+    stages = [_micro_batch_seconds(config, footprint, gpu, links) for footprint in footprints]
     slowest = max(range(len(stages)), key=lambda stage: sum(stages[stage].values()))
-    own, footprint, number = stages[slowest], footprints[slowest], layout.num_micro_batches
-    parts = {part: number * seconds for part, seconds in own.items()}
-    parts[BUBBLE] = sum(own.values()) * (parallel.pipeline - 1) / parallel.virtual_pipeline
-    volumes = _volumes(footprint, links, number)
-    gradients = _reduction(config, footprint, number)
+    stage_parts, footprint, num_micro_batches = stages[slowest], footprints[slowest], layout.num_micro_batches
+    parts = {part: num_micro_batches * seconds for part, seconds in stage_parts.items()}
+    parts[BUBBLE] = sum(stage_parts.values()) * (parallel.pipeline - 1) / parallel.virtual_pipeline
+    volumes = _volumes(footprint, links, num_micro_batches)
+    gradients = _data_parallel_bytes(config, footprint, num_micro_batches)
     parts[COMMUNICATION] += sum(links.seconds(footprint.replicas, size) for size in gradients)
     volumes["gradients and weights over data-parallel ranks"] = links.volume(footprint.replicas, sum(gradients))
-    parts[OPTIMIZER] = _update(config, footprint, gpu)
-    parts[HOST] = HOST_SECONDS + number * len(footprint.layers) * HOST_SECONDS_OF_LAYER[config.training.fp8]
+    parts[OPTIMIZER] = _optimizer_seconds(config, footprint, gpu)
+    parts[HOST] = HOST_SECONDS + num_micro_batches * len(footprint.layers) * HOST_SECONDS_PER_LAYER[config.training.fp8]
     tokens = config.training.global_batch_size * config.data.seq_length
     mixers = sorted({layer.part for footprint in footprints for layer in footprint.layers})
     not_measured = tuple(mixer for mixer in mixers if not is_measured(mixer))
@@ -174,71 +189,72 @@ class _Links:
     def are_within_node(self, ranks: Sequence[int]) -> bool:
         return len({rank // self.per_node for rank in ranks}) == 1
 
-    def seconds(self, ranks: Sequence[int], size: float, nvlink_reached: float = LINKS_REACHED) -> float:
+    def seconds(self, ranks: Sequence[int], size: float, nvlink_efficiency: float = LINK_EFFICIENCY) -> float:
         if not size:
             return 0.0
-        inside = self.are_within_node(ranks)
-        bandwidth = nvlink_reached * self.gpu.nvlink if inside else LINKS_REACHED * self.gpu.network
+        within_node = self.are_within_node(ranks)
+        bandwidth = nvlink_efficiency * self.gpu.nvlink if within_node else LINK_EFFICIENCY * self.gpu.network
         return LATENCY + size / bandwidth
 
     def volume(self, ranks: Sequence[int], size: float) -> Volume:
-        inside = self.are_within_node(ranks)
-        return Volume(within_node=size if inside else 0.0, between_nodes=0.0 if inside else size)
+        if self.are_within_node(ranks):
+            return Volume(within_node=size, between_nodes=0.0)
+        return Volume(within_node=0.0, between_nodes=size)
 
 
-def sent(message: Message) -> float:
+def sent_bytes(message: Message) -> float:
     """Return the bytes that a rank sends in a ring collective.
 
     Broadcast and point-to-point messages count at their full size on the receiver; `send` counts 0.
     """
-    others = (len(message.ranks) - 1) / len(message.ranks)
-    factors = {"allreduce_": 2 * others, "send": 0.0, "recv_": 1.0, "broadcast_": 1.0}
-    return factors.get(message.call, others) * message.size
+    peer_fraction = (len(message.ranks) - 1) / len(message.ranks)
+    factors = {"allreduce_": 2 * peer_fraction, "send": 0.0, "recv_": 1.0, "broadcast_": 1.0}
+    return factors.get(message.call, peer_fraction) * message.size
 
 
-def _micro_batch(config: RunConfig, footprint: Footprint, gpu: Gpu, links: _Links) -> dict[str, float]:
+def _micro_batch_seconds(config: RunConfig, footprint: Footprint, gpu: Gpu, links: _Links) -> dict[str, float]:
     """Return the seconds of each part for one micro-batch on a rank."""
-    products = _Products(config, gpu)
-    one_pass = _seconds_of_a_pass(config, gpu)
+    products = _MatrixProducts(config, gpu)
+    pass_seconds = _seconds_per_pass(config, gpu)
     parts: dict[str, float] = {
         MIXER: sum(products.mixer(layer) for layer in footprint.layers),
         FEED_FORWARD: sum(products.feed_forward(layer) for layer in footprint.layers),
     }
     if footprint.loss_flops:
         parts[LOSS] = products.seconds(LOSS, footprint.loss_flops)
-    parts[NORMS] = len(footprint.layers) * _norms(config, one_pass)
+    parts[NORMS] = len(footprint.layers) * _norm_seconds(config, pass_seconds)
     if footprint.has_embedding:
-        parts[EMBEDDING] = EMBEDDING_PASSES * one_pass
-    parts[COMMUNICATION] = _messages(config, footprint, links, parts[MIXER])
-    parts[MIXER] += _exchange_copies(config, footprint, gpu, one_pass)
+        parts[EMBEDDING] = EMBEDDING_PASSES * pass_seconds
+    parts[COMMUNICATION] = _communication_seconds(config, footprint, links, parts[MIXER])
+    parts[MIXER] += _exchange_copies(config, footprint, gpu, pass_seconds)
     return parts
 
 
-class _Products:
+class _MatrixProducts:
     """Time of the parts with matrix products, from their model FLOPs and measured rates."""
 
     def __init__(self, config: RunConfig, gpu: Gpu) -> None:
         self._hidden_size, self._seq_length = config.model.hidden_size, config.data.seq_length
         self._tokens = _tokens(config) / config.parallel.tensor
-        self._faster = gpu.peak_flops / GPUS[MEASURED].peak_flops
+        self._relative_speed = gpu.peak_flops / GPUS[MEASURED_GPU].peak_flops
         self._recomputes_mlp = config.training.recompute != "none"
         self._recomputes_mixer = config.training.recompute == "full"
-        self._linears = part_of_feed_forward(config.training.fp8)
+        self._linears = feed_forward_rate_name(config.training.fp8)
 
-    def seconds(self, part: str, flops: float, again: bool = False) -> float:
+    def seconds(self, part: str, flops: float, recompute: bool = False) -> float:
         """Return the seconds of a part that is not a mixer.
 
         Args:
             part: name of its rate.
             flops: model FLOPs per token of forward and backward pass.
-            again: True if the forward pass is recomputed.
+            recompute: True if the forward pass is recomputed.
         """
-        return self._seconds_at(rate_of(part, self._hidden_size, self._seq_length), flops, again)
+        return self._seconds_at(interpolate_rate(part, self._hidden_size, self._seq_length), flops, recompute)
 
-    def _seconds_at(self, rate: PartRate, flops: float, again: bool, reached: float = 1.0) -> float:
-        """Return the seconds at the fraction `reached` of a rate."""
-        once = flops * self._tokens / (reached * rate.flops * self._faster)
-        return once * (1 + rate.forward_share * again)
+    def _seconds_at(self, rate: PartRate, flops: float, recompute: bool, efficiency: float = 1.0) -> float:
+        """Return the seconds at the fraction `efficiency` of a rate."""
+        once = flops * self._tokens / (efficiency * rate.flops * self._relative_speed)
+        return once * (1 + rate.forward_share * recompute)
 
     def feed_forward(self, layer: Layer) -> float:
         """Return the seconds of a layer's feed-forward."""
@@ -247,13 +263,13 @@ class _Products:
     def mixer(self, layer: Layer) -> float:
         """Return the seconds of a layer's mixer. Its rate was measured on one GPU, with projections in 16 bits."""
         rate = mixer_rate(layer.part, self._hidden_size, self._seq_length)
-        whole = self._seconds_at(rate, layer.mixer_flops, self._recomputes_mixer, filled(layer.part, layer.units))
+        whole = self._seconds_at(rate, layer.mixer_flops, self._recomputes_mixer, occupancy(layer.part, layer.units))
         projections = self.seconds(FEED_FORWARD, layer.projection_flops, self._recomputes_mixer)
-        in_use = self.seconds(self._linears, layer.projection_flops, self._recomputes_mixer)
+        projections_in_use = self.seconds(self._linears, layer.projection_flops, self._recomputes_mixer)
         # A rank that passes its state to the next rank scans its shard again. All time except the projections counts as
         # the scan.
         scans = layer.summary_scans * (whole - projections)
-        saved_by_fp8 = projections - in_use
+        saved_by_fp8 = projections - projections_in_use
         return whole + scans - saved_by_fp8
 
 
@@ -261,74 +277,76 @@ def _tokens(config: RunConfig) -> float:
     return config.training.micro_batch_size * config.data.seq_length / config.parallel.context
 
 
-def _seconds_of_a_pass(config: RunConfig, gpu: Gpu) -> float:
+def _seconds_per_pass(config: RunConfig, gpu: Gpu) -> float:
     """Return the seconds in which a rank reads or writes the hidden states of one micro-batch once."""
     size = 2 if config.training.precision == "bf16" else 4
-    shared = config.parallel.tensor if sequence_parallel(config) else 1
-    return _tokens(config) * config.model.hidden_size * size / (BANDWIDTH_REACHED * gpu.bandwidth) / shared
+    num_shards = config.parallel.tensor if sequence_parallel(config) else 1
+    return _tokens(config) * config.model.hidden_size * size / (BANDWIDTH_EFFICIENCY * gpu.bandwidth) / num_shards
 
 
-def _norms(config: RunConfig, one_pass: float) -> float:
+def _norm_seconds(config: RunConfig, pass_seconds: float) -> float:
     """Return the seconds of a layer's norms and residual additions, which are memory-bound."""
     recompute = config.training.recompute
     passes = NORM_PASSES[FORWARD] * (1 + (recompute == "full")) + NORM_PASSES[BACKWARD]
-    passes += NORM_PASSES["again"] * (recompute == "mlp")
+    passes += NORM_PASSES["recompute"] * (recompute == "mlp")
     branches = 0.5 if config.model.block == "mixer" else 1.0
-    return one_pass * passes * branches
+    return pass_seconds * passes * branches
 
 
-def _messages(config: RunConfig, footprint: Footprint, links: _Links, mixer: float) -> float:
-    """Return the seconds of all messages minus those overlapped with the mixers' computation (`mixer` seconds)."""
+def _communication_seconds(config: RunConfig, footprint: Footprint, links: _Links, mixer_seconds: float) -> float:
+    """Return the seconds of all messages minus those overlapped with the mixers' computation."""
     transport = config.parallel.context_transport
     seconds: defaultdict[str, float] = defaultdict(float)
     for message, count in footprint.ledger.messages.items():
-        reached = EXCHANGE_REACHED[transport] if message.call == HEADS else LINKS_REACHED
-        seconds[message.call] += count / footprint.micro_batches * links.seconds(message.ranks, sent(message), reached)
+        efficiency = EXCHANGE_EFFICIENCY[transport] if message.call == HEAD_EXCHANGE else LINK_EFFICIENCY
+        per_call = links.seconds(message.ranks, sent_bytes(message), efficiency)
+        seconds[message.call] += count / footprint.micro_batches * per_call
     rounds = _exchange_rounds(footprint)
     # All layers that exchange heads are assumed to send the same amount.
-    hidden = fmean(_hides(each, transport) for each in rounds) if rounds else 0.0
-    return sum(seconds.values()) - min(seconds[HEADS] * hidden, mixer)
+    overlapped = fmean(_overlap_fraction(each, transport) for each in rounds) if rounds else 0.0
+    return sum(seconds.values()) - min(seconds[HEAD_EXCHANGE] * overlapped, mixer_seconds)
 
 
-def _exchange_copies(config: RunConfig, footprint: Footprint, gpu: Gpu, one_pass: float) -> float:
+def _exchange_copies(config: RunConfig, footprint: Footprint, gpu: Gpu, pass_seconds: float) -> float:
     """Return the seconds to copy exchanged heads into the order of ranks, and to split samples into rounds."""
     messages = footprint.ledger.messages.items()
-    exchanged = sum(message.size * count for message, count in messages if message.call == HEADS)
-    copied = 2 * PACKED[config.parallel.context_transport] * exchanged / footprint.micro_batches
+    exchanged = sum(message.size * count for message, count in messages if message.call == HEAD_EXCHANGE)
+    copied = 2 * EXCHANGE_COPIES[config.parallel.context_transport] * exchanged / footprint.micro_batches
     layers_in_rounds = sum(rounds.samples > 1 for rounds in _exchange_rounds(footprint))
-    return layers_in_rounds * COPIES_OF_SAMPLES * one_pass + copied / (BANDWIDTH_REACHED * gpu.bandwidth)
+    return layers_in_rounds * SAMPLE_ROUND_PASSES * pass_seconds + copied / (BANDWIDTH_EFFICIENCY * gpu.bandwidth)
 
 
 def _exchange_rounds(footprint: Footprint) -> list[Rounds]:
     return [layer.exchange_rounds for layer in footprint.layers if layer.exchange_rounds]
 
 
-def _hides(rounds: Rounds, transport: TransportName) -> float:
+def _overlap_fraction(rounds: Rounds, transport: TransportName) -> float:
     in_rounds = rounds.samples > 1 or (transport == "copy_engine" and rounds.head_groups > 1)
-    return HIDES[transport] if in_rounds else 0.0
+    return OVERLAP_FRACTION[transport] if in_rounds else 0.0
 
 
 def _volumes(footprint: Footprint, links: _Links, micro_batches: int) -> dict[str, Volume]:
     """Return the data that a rank sends for all its micro-batches in a step, by kind of call."""
-    found: dict[str, Volume] = {}
+    volumes: dict[str, Volume] = {}
     for message, count in footprint.ledger.messages.items():
-        more = links.volume(message.ranks, sent(message) * count / footprint.micro_batches * micro_batches)
-        name = f"{CALLS.get(message.call, message.call)}, {len(message.ranks)} ranks"
-        so_far = found.get(name, Volume(within_node=0.0, between_nodes=0.0))
-        found[name] = Volume(
-            within_node=so_far.within_node + more.within_node, between_nodes=so_far.between_nodes + more.between_nodes
+        added = links.volume(message.ranks, sent_bytes(message) * count / footprint.micro_batches * micro_batches)
+        name = f"{CALL_NAMES.get(message.call, message.call)}, {len(message.ranks)} ranks"
+        previous = volumes.get(name, Volume(within_node=0.0, between_nodes=0.0))
+        volumes[name] = Volume(
+            within_node=previous.within_node + added.within_node,
+            between_nodes=previous.between_nodes + added.between_nodes,
         )
-    return {name: volume for name, volume in found.items() if volume.within_node or volume.between_nodes}
+    return {name: volume for name, volume in volumes.items() if volume.within_node or volume.between_nodes}
 
 
-def _reduction(config: RunConfig, footprint: Footprint, micro_batches: int) -> list[float]:
+def _data_parallel_bytes(config: RunConfig, footprint: Footprint, micro_batches: int) -> list[float]:
     """Return the bytes of each collective call over data-parallel ranks, as sent by one rank.
 
     Gradients are sent in fp32, weights in their storage precision.
     """
     replicas, sharding = len(footprint.replicas), config.optimizer.sharding
-    others, size = (replicas - 1) / replicas, 2 if config.training.precision == "bf16" else 4
-    gradients, weights = 4.0 * footprint.parameters * others, size * footprint.parameters * others
+    peer_fraction, size = (replicas - 1) / replicas, 2 if config.training.precision == "bf16" else 4
+    gradients, weights = 4.0 * footprint.parameters * peer_fraction, size * footprint.parameters * peer_fraction
     if sharding == "none":
         return [2 * gradients]
     if sharding in ("megatron", "zero1"):
@@ -338,8 +356,8 @@ def _reduction(config: RunConfig, footprint: Footprint, micro_batches: int) -> l
     return [*[gradients, weights, weights] * micro_batches]
 
 
-def _update(config: RunConfig, footprint: Footprint, gpu: Gpu) -> float:
-    everywhere, where_state_is = UPDATE_BYTES
-    _, _, share = shares(config.optimizer, len(footprint.replicas))
-    read_and_written = footprint.parameters * (everywhere + where_state_is * share)
-    return read_and_written / (BANDWIDTH_REACHED * gpu.bandwidth)
+def _optimizer_seconds(config: RunConfig, footprint: Footprint, gpu: Gpu) -> float:
+    bytes_per_parameter, bytes_per_sharded_parameter = UPDATE_BYTES
+    _, _, share = sharded_fractions(config.optimizer, len(footprint.replicas))
+    num_bytes = footprint.parameters * (bytes_per_parameter + bytes_per_sharded_parameter * share)
+    return num_bytes / (BANDWIDTH_EFFICIENCY * gpu.bandwidth)

@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from megatron_ext.model.module_parts import within
 from megatron_ext.model.output_layer import LossOutputLayer
 
-BYTES = {"tensorwise": 1.0, "blockwise": 1 + 4 / 128}
+FP8_BYTES_PER_ELEMENT = {"tensorwise": 1.0, "blockwise": 1 + 4 / 128}
 """Bytes per element of hidden states in FP8, by recipe. Blockwise scaling adds an fp32 scale per 128 elements."""
 
 Linear: TypeAlias = ColumnParallelLinear | RowParallelLinear
@@ -28,19 +28,19 @@ Linear: TypeAlias = ColumnParallelLinear | RowParallelLinear
 
 def linears(modules: Iterable[nn.Module]) -> Iterator[tuple[str, Linear]]:
     """Yield names and linears that the Transformer Engine back-end replaces: all except the output layer."""
-    for whole in modules:
-        for name, module in whole.named_modules():
+    for chunk in modules:
+        for name, module in chunk.named_modules():
             if isinstance(module, Linear) and not isinstance(module, LossOutputLayer):
                 yield name.removeprefix("module."), module  # the bf16 wrapper adds the prefix
 
 
-def weights_of_linears(modules: Iterable[nn.Module]) -> int:
+def num_linear_weights(modules: Iterable[nn.Module]) -> int:
     """Return the number of weights of the linears on this rank."""
     return sum(linear.weight.numel() for _name, linear in linears(modules))
 
 
 @contextmanager
-def as_transformer_engines(modules: Sequence[nn.Module], fp8: str) -> Iterator[None]:
+def save_like_transformer_engine(modules: Sequence[nn.Module], fp8: str) -> Iterator[None]:
     """Context manager in which linears save the same bytes for backward as Transformer Engine's.
 
     Args:
@@ -49,41 +49,41 @@ def as_transformer_engines(modules: Sequence[nn.Module], fp8: str) -> Iterator[N
     """
     with ExitStack() as stack:
         for _name, linear in linears(modules):
-            stack.callback(linear.register_forward_pre_hook(_row_after_row).remove)
+            stack.callback(linear.register_forward_pre_hook(_make_contiguous).remove)
             if fp8 != "none":
-                stack.enter_context(within(linear, "forward", partial(_keeping_8_bits, BYTES[fp8])))
+                stack.enter_context(within(linear, "forward", partial(_fp8_hooks, FP8_BYTES_PER_ELEMENT[fp8])))
         yield
 
 
-def _row_after_row(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+def _make_contiguous(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     hidden_states, *others = inputs
     return hidden_states.contiguous(), *others
 
 
-class _In8Bits(NamedTuple):
+class _SavedFp8(NamedTuple):
     """Hidden states saved in FP8.
 
     Attributes:
-        kept: byte tensor as large as the hidden states and their scales in FP8.
+        saved: byte tensor as large as the hidden states and their scales in FP8.
         shape: of the hidden states.
         dtype: of the hidden states.
     """
 
-    kept: Tensor
+    saved: Tensor
     shape: torch.Size
     dtype: torch.dtype
 
 
-def _keeping_8_bits(bytes_each: float) -> saved_tensors_hooks:
+def _fp8_hooks(bytes_per_element: float) -> saved_tensors_hooks:
     """Return hooks that save hidden states [t, b, features] in FP8 and leave weights [features, features] unchanged."""
 
-    def pack(x: Tensor) -> Tensor | _In8Bits:
+    def pack(x: Tensor) -> Tensor | _SavedFp8:
         if x.dim() != 3:
             return x
-        kept = torch.empty(ceil(bytes_each * x.numel()), dtype=torch.uint8, device="meta")
-        return _In8Bits(kept, x.shape, x.dtype)
+        saved = torch.empty(ceil(bytes_per_element * x.numel()), dtype=torch.uint8, device="meta")
+        return _SavedFp8(saved, x.shape, x.dtype)
 
-    def unpack(kept: Tensor | _In8Bits) -> Tensor:
-        return torch.empty(kept.shape, dtype=kept.dtype, device="meta") if isinstance(kept, _In8Bits) else kept
+    def unpack(saved: Tensor | _SavedFp8) -> Tensor:
+        return torch.empty(saved.shape, dtype=saved.dtype, device="meta") if isinstance(saved, _SavedFp8) else saved
 
     return saved_tensors_hooks(pack, unpack)

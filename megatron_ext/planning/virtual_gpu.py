@@ -33,7 +33,7 @@ def virtual_gpu() -> VirtualGpu:
     return VirtualGpu(torch.device("meta"), "nccl")
 
 
-def on_stand_ins(config: RunConfig) -> RunConfig:
+def simulated_config(config: RunConfig) -> RunConfig:
     """Return a configuration whose model runs without GPU-only components.
 
     Megatron's modules replace Transformer Engine's (see `te_linears`). Messages between pipeline stages are sent one by

@@ -23,7 +23,7 @@ def count(config: RunConfig, vocab_size: int) -> ModelCounts:
         config: whole configuration with the layout of one process.
         vocab_size: vocabulary size of the tokenizer, before padding.
     """
-    platform, groups = _alone()
+    platform, groups = _single_process()
     shape = model_shape(config, platform, vocab_size)
     with on_meta():
         chunks = build_model(shape, platform, groups, seed=None)
@@ -32,7 +32,7 @@ def count(config: RunConfig, vocab_size: int) -> ModelCounts:
 
 
 @cache
-def _alone() -> tuple[Platform, ProcessGroupCollection]:
+def _single_process() -> tuple[Platform, ProcessGroupCollection]:
     """Return the CPU platform and single-process groups, which are created once per process."""
     platform = select_platform("cpu")
     return platform, groups_of_one_process(platform.communication).__enter__()

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.planning.counts import Counter, process_pool
+from megatron_ext.planning.counts import ModelCounter, process_pool
 
 
 @pytest.fixture(scope="session")
-def counter() -> Iterator[Counter]:
-    """Return a `Counter` that assumes a tokenizer of 300 tokens, whatever data the configuration names."""
-    with Counter(lambda path, cache_dir: 300) as counter:
+def counter() -> Iterator[ModelCounter]:
+    """Return a `ModelCounter` that assumes a tokenizer of 300 tokens, whatever data the configuration names."""
+    with ModelCounter(lambda path, cache_dir: 300) as counter:
         yield counter
 
 
@@ -28,9 +28,9 @@ def process() -> Iterator[ProcessPoolExecutor]:
 
 
 @pytest.fixture
-def kept_process(process: ProcessPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+def shared_process(process: ProcessPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make plans use the shared process instead of starting their own."""
-    monkeypatch.setattr("megatron_ext.planning.plan.process_pool", lambda most=None: nullcontext(process))
+    monkeypatch.setattr("megatron_ext.planning.plan.process_pool", lambda max_workers=None: nullcontext(process))
 
 
 @pytest.fixture(scope="session")

@@ -36,11 +36,13 @@ def configured(overrides: Sequence[str], world_size: int = 1, example: str = BIG
 
 def as_measured(row: Mapping[str, Any]) -> RunConfig:
     """Configuration of a row in a report of `selectron bench train`."""
-    had = row["configuration"]
+    configuration = row["configuration"]
     fields = ("global_batch_size", "micro_batch_size", "recompute")
-    overrides = [f"data.seq_length={had['data']['seq_length']}", *row["overrides"]]
-    overrides += [f"training.{field}={had['training'][field]}" for field in fields]
-    overrides += [f"parallel.{field}={value}" for field, value in had["parallel"].items() if value is not None]
+    overrides = [f"data.seq_length={configuration['data']['seq_length']}", *row["overrides"]]
+    overrides += [f"training.{field}={configuration['training'][field]}" for field in fields]
+    overrides += [
+        f"parallel.{field}={value}" for field, value in configuration["parallel"].items() if value is not None
+    ]
     return configured(overrides, row["processes"])
 
 
@@ -62,8 +64,8 @@ def layer_bytes(mixer: str, hidden_size: int, heads: int, head_dim: int, length:
     from megatron_ext.model.meta_device import on_meta
     from megatron_ext.model.single_mixer import lone_mixer_shape
     from megatron_ext.model.specs import mixer_spec
-    from megatron_ext.planning.dry_step import fused_as_on_a_gpu
-    from megatron_ext.planning.ledger import Ledger, Purpose, Watched
+    from megatron_ext.planning.dry_step import count_fused_kernels
+    from megatron_ext.planning.ledger import Ledger, LedgerMode, Purpose
     from megatron_ext.planning.virtual_gpu import groups_of_rank, virtual_gpu
 
     gpu, ledger = virtual_gpu(), Ledger()
@@ -77,9 +79,9 @@ def layer_bytes(mixer: str, hidden_size: int, heads: int, head_dim: int, length:
             module = build_module(spec, config=config, layer_number=1, pg_collection=process_groups)
             x = torch.empty(length, batch, hidden_size, dtype=torch.bfloat16, requires_grad=True)
             grad = torch.empty_like(x)
-        watched = Watched(ledger, lambda: Purpose("mixer", 1, "forward"))
-        watched.know([*module.parameters(), *module.buffers(), x, grad])
-        with fused_as_on_a_gpu(), unlaunched(), watched:
+        mode = LedgerMode(ledger, lambda: Purpose("mixer", 1, "forward"))
+        mode.exclude([*module.parameters(), *module.buffers(), x, grad])
+        with count_fused_kernels(), unlaunched(), mode:
             out, _ = module(x)
             torch.autograd.backward(out, grad)
             del out

@@ -19,7 +19,7 @@ from megatron_ext.config.load import load_config
 from megatron_ext.config.schema import DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig
 from megatron_ext.mixers.core.registry import load_all
 from megatron_ext.planning import counts
-from megatron_ext.planning.counts import Counter, ModelCounts
+from megatron_ext.planning.counts import ModelCounter, ModelCounts
 from megatron_ext.planning.vocabulary import vocab_size
 from megatron_ext.utils.errors import UserError
 
@@ -35,7 +35,7 @@ def attention(**changes: Any) -> RunConfig:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_of_attention_by_hand(counter: Counter, tied: bool) -> None:
+def test_attention_counts_by_hand(counter: ModelCounter, tied: bool) -> None:
     weights = 3 * HIDDEN * HIDDEN + HIDDEN * HIDDEN + 3 * HIDDEN * FFN
     embeddings = ROWS * HIDDEN * (1 if tied else 2)
     pairs = sum(1 for t in range(LENGTH) for s in range(LENGTH) if s <= t) / LENGTH
@@ -50,23 +50,23 @@ class Process:
     """Stand-in for the process that builds models. It counts the models that it is asked to build."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        self.asked: list[RunConfig] = []
+        self.configs: list[RunConfig] = []
 
     def submit(self, _: Any, config: RunConfig, vocab_size: int) -> Process:
-        self.asked.append(config)
+        self.configs.append(config)
         return self
 
     def result(self) -> ModelCounts:
-        return ModelCounts(len(self.asked), 1.0)
+        return ModelCounts(len(self.configs), 1.0)
 
     def shutdown(self) -> None: ...
 
 
-def test_a_model_is_counted_once_whatever_else_a_run_is() -> None:
-    looked_up: list[str] = []
+def test_counts_are_cached_by_model() -> None:
+    paths: list[str] = []
 
-    def looked(path: str, cache_dir: str | None) -> int:
-        looked_up.append(path)
+    def find_vocab_size(path: str, cache_dir: str | None) -> int:
+        paths.append(path)
         return 300 if path == "none" else 400
 
     plain = attention()
@@ -84,13 +84,13 @@ def test_a_model_is_counted_once_whatever_else_a_run_is() -> None:
         replace(plain, data=DataConfig(path="none", seq_length=32)),
         replace(plain, data=DataConfig(path="more", seq_length=LENGTH)),
     ]
-    with patch.object(counts, "ProcessPoolExecutor", Process), Counter(looked) as counter:
+    with patch.object(counts, "ProcessPoolExecutor", Process), ModelCounter(find_vocab_size) as counter:
         assert [counter(one).parameters for one in (plain, same, plain)] == [1, 1, 1]
         assert [counter(one).parameters for one in (*others, *others)] == [2, 3, 4, 5] * 2
-    assert looked_up == ["none", "more"]
+    assert paths == ["none", "more"]
 
 
-def test_a_large_model_takes_no_memory(counter: Counter) -> None:
+def test_large_model_allocates_no_memory(counter: ModelCounter) -> None:
     config = load_config(EXAMPLES / "1p3b_100k.yaml", [], load_all())
     counter(attention())  # start the process
     before = peak_memory(counter)
@@ -101,14 +101,14 @@ def test_a_large_model_takes_no_memory(counter: Counter) -> None:
     assert peak_memory(counter) - before < found.parameters / 8
 
 
-def peak_memory(counter: Counter) -> int:
+def peak_memory(counter: ModelCounter) -> int:
     """Peak resident memory of the process that builds models. `getrusage` would include the parent's memory."""
     assert counter._process is not None
     status = counter._process.submit(Path("/proc/self/status").read_text).result()
     return int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]) * 1024
 
 
-def test_data_that_are_not_here(tmp_path: Path) -> None:
+def test_missing_data(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         vocab_size(str(tmp_path), None)
     problem = f"there is no prepared data in {tmp_path} on this machine, but the model's size depends on its tokenizer"
@@ -136,10 +136,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
     ids=["alone", "tp2_pp2", "cp2_zero1", "zero3"],
 )
-def test_what_a_run_says_itself(pool: Any, data: Path, tmp_path: Path, processes: int, layout: list[str]) -> None:
+def test_counts_equal_those_of_run(pool: Any, data: Path, tmp_path: Path, processes: int, layout: list[str]) -> None:
     path, overrides = write_config(tmp_path, data, tmp_path), [*ONE_STEP, *layout]
     flops = pool.run(counted_run.flops_per_token, processes, path, overrides)
-    with Counter() as counter:
+    with ModelCounter() as counter:
         found = counter(load_config(path, overrides, load_all()))
     assert found.parameters == json.loads((tmp_path / "run" / "model.json").read_text())["parameters"]
     assert flops == [pytest.approx(found.flops_per_token, rel=1e-12)] * processes
@@ -149,7 +149,7 @@ MODELS = sorted((EXAMPLES / "models" / "1p3b").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("path", MODELS, ids=[path.stem for path in MODELS])
-def test_models_beside_the_mixers_have_the_parameters_of_the_transformer(counter: Counter, path: Path) -> None:
+def test_example_models_have_parameters_of_transformer(counter: ModelCounter, path: Path) -> None:
     big = EXAMPLES / "1p3b_100k.yaml"
     one = ["parallel.tensor=1", "parallel.sequence=false", "parallel.context=1"]
     attention = derive(load_config(big, [*one, "model.pattern=attention*24"], load_all()))

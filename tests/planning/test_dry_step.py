@@ -30,7 +30,7 @@ UNSEEN = {"moba": 0.45, "nsa": 0.33, "top1_chunk": 0.15}
 
 
 @pytest.mark.parametrize("row", LAYERS)
-def test_a_mixer_takes_what_it_took_on_a_gpu(dry: Dry, row: dict[str, Any]) -> None:
+def test_mixer_memory_equals_measured_memory(dry: Dry, row: dict[str, Any]) -> None:
     sizes = [row[name] for name in ("mixer", "hidden", "heads", "head_dim", "length", "batch")]
     planned = dry(dry_runs.layer_bytes, *sizes)
     least = 1 - UNSEEN.get(row["mixer"], 0.04)
@@ -38,7 +38,7 @@ def test_a_mixer_takes_what_it_took_on_a_gpu(dry: Dry, row: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize("mixer", sorted(load_all()))
-def test_every_mixer_is_gone_through_and_gives_all_back(dry: Dry, mixer: str) -> None:
+def test_dry_step_of_each_mixer_frees_its_memory(dry: Dry, mixer: str) -> None:
     overlay = str(dry_runs.EXAMPLES / "mixers" / "1p3b" / f"{mixer}.yaml")
     config = configured([*ONE_GPU, overlay, f"model.pattern={mixer}*2", "data.seq_length=4096"])
     found = dry(dry_runs.footprint, config)
@@ -49,15 +49,15 @@ def test_every_mixer_is_gone_through_and_gives_all_back(dry: Dry, mixer: str) ->
 
 
 @pytest.mark.parametrize("mixer", ["attention", "gated_deltanet", "top1_chunk"])
-def test_documents_that_are_kept_apart(dry: Dry, mixer: str) -> None:
+def test_document_masking_memory(dry: Dry, mixer: str) -> None:
     small = [*ONE_GPU, f"model.pattern={mixer}*2", "data.seq_length=4096", "training.global_batch_size=2"]
-    together, apart = (
+    joint, masked = (
         dry(dry_runs.footprint, configured([*small, "training.micro_batch_size=2", *more]))
         for more in ([], ["data.reset_attention=true"])
     )
     # Here each sample is one document. Processing them apart needs the same memory as together, plus joined copies.
     hidden = 2 * 4096 * HIDDEN * 2
-    assert together.ledger.peak <= apart.ledger.peak <= together.ledger.peak + 2 * 3 * hidden
+    assert joint.ledger.peak <= masked.ledger.peak <= joint.ledger.peak + 2 * 3 * hidden
 
 
 def test_messages_of_tensor_and_sequence_parallelism(dry: Dry) -> None:
@@ -73,15 +73,15 @@ def test_messages_of_tensor_and_sequence_parallelism(dry: Dry) -> None:
     )
     found = dry(dry_runs.footprint, config, 2, 1)
     hidden = 2048 * HIDDEN * 2
-    of_hidden = Counter[str]()
+    hidden_calls = Counter[str]()
     for message, count in found.ledger.messages.items():
         assert message.ranks == (0, 1)
         if message.size == hidden:
-            of_hidden[message.call] += count
+            hidden_calls[message.call] += count
     # Each layer gathers the inputs of its mixer and of its feed-forward, and again for their weight gradients. It also
     # gathers the gradients of its reduce-scattered outputs. The embedding does the same, and so does the output layer,
     # except that it keeps its gathered input.
-    assert of_hidden == {"_allgather_base_": 3 * (2 + 2 + 2) + 2, "_reduce_scatter_base_": 3 * (2 + 2) + 2}
+    assert hidden_calls == {"_allgather_base_": 3 * (2 + 2 + 2) + 2, "_reduce_scatter_base_": 3 * (2 + 2) + 2}
 
 
 def test_messages_of_context_parallelism_are_of_whole_heads(dry: Dry) -> None:
@@ -108,7 +108,7 @@ def test_messages_of_context_parallelism_are_of_whole_heads(dry: Dry) -> None:
     assert exchanged == {3 * part: 3 * 2, part: 3 * 2}
 
 
-def test_a_pipeline_keeps_more_on_its_first_stages(dry: Dry) -> None:
+def test_early_pipeline_stages_keep_more_activations(dry: Dry) -> None:
     stages, length = 4, 2048
     config = configured(
         [
@@ -128,10 +128,10 @@ def test_a_pipeline_keeps_more_on_its_first_stages(dry: Dry) -> None:
     assert [one.loss_flops for one in found] == [0, 0, 0, 6 * HIDDEN * dry_runs.TOKENS]
     whole = dry(dry_runs.footprint, configured([*ONE_GPU, "model.pattern=attention*8", "data.seq_length=64"]))
     assert sum(one.parameters for one in found) == whole.parameters
-    kept = [_kept_of_layer(one, 2 * stage + 1) for stage, one in enumerate(found)]
+    saved = [_saved_by_layer(one, 2 * stage + 1) for stage, one in enumerate(found)]
     # 1F1B: the micro-batches in flight in a stage are as many as the stages from it to the last one.
     for stage in range(stages - 1):
-        assert kept[stage] / kept[stage + 1] == pytest.approx((stages - stage) / (stages - stage - 1), rel=0.1)
+        assert saved[stage] / saved[stage + 1] == pytest.approx((stages - stage) / (stages - stage - 1), rel=0.1)
     size = length * HIDDEN * 2
     sent = [{(m.call, m.ranks): n for m, n in one.ledger.messages.items() if m.size == size} for one in found]
     assert sent[0] == {("send", (0, 1)): 8, ("recv_", (0, 1)): 8}
@@ -139,11 +139,11 @@ def test_a_pipeline_keeps_more_on_its_first_stages(dry: Dry) -> None:
     assert sent[1] == {(call, ranks): 8 for call in ("send", "recv_") for ranks in ((0, 1), (1, 2))}
 
 
-def _kept_of_layer(found: Any, layer: int) -> int:
+def _saved_by_layer(found: Any, layer: int) -> int:
     return sum(size for purpose, size in found.ledger.at_peak.items() if purpose.layer == layer)
 
 
-def test_recomputation_takes_less(dry: Dry) -> None:
+def test_recomputation_reduces_memory(dry: Dry) -> None:
     peaks = []
     for recompute in ("none", "mlp", "full"):
         small = [*ONE_GPU, "model.pattern=attention*4", "data.seq_length=8192", f"training.recompute={recompute}"]

@@ -8,14 +8,14 @@ from megatron_ext.planning.fields import PlanFields, split_plan
 from megatron_ext.utils.errors import UserError
 
 
-def test_a_plan_is_taken_out_wherever_it_stands() -> None:
+def test_plan_fields_are_separated() -> None:
     fields = ["plan.tokens=1e+9", "optimizer.lr=1e-3", "plan.warmup_share=0.1"]
     plan, own, more = split_plan(fields, ["training.seed=2", "plan.tokens=2000000", "more.yaml"])
     assert plan == PlanFields(tokens=2e6, warmup_share=0.1)  # as for all fields, the last value counts
     assert (own, more) == (["optimizer.lr=1e-3"], ["training.seed=2", "more.yaml"])
 
 
-def test_most_runs_have_none() -> None:
+def test_run_without_plan_fields() -> None:
     assert split_plan(["training.steps=5"], ["a=1"]) == (None, ["training.steps=5"], ["a=1"])
 
 
@@ -40,7 +40,7 @@ def test_most_runs_have_none() -> None:
         (["plan.flops=1e18"], "plan.flops: no such field; did you mean plan.training_flops?"),
     ],
 )
-def test_what_is_no_plan(fields: list[str], line: str) -> None:
+def test_invalid_plan_fields(fields: list[str], line: str) -> None:
     with pytest.raises(UserError) as caught:
         split_plan(fields, [])
     assert str(caught.value) == line

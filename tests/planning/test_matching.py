@@ -11,8 +11,8 @@ from megatron_ext.config.load import load_config
 from megatron_ext.config.schema import DataConfig, ModelConfig, ParallelConfig, RunConfig
 from megatron_ext.config.sweep_file import MatchParameters
 from megatron_ext.mixers.core.registry import load_all
-from megatron_ext.planning.counts import Counter
-from megatron_ext.planning.matching import matched_width, with_width
+from megatron_ext.planning.counts import ModelCounter
+from megatron_ext.planning.matching import matched_width, set_ffn_width
 from megatron_ext.utils.errors import UserError
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -52,7 +52,7 @@ def test_the_nearest_width(target: int, multiple: int, tensor: int, width: int) 
         (11_950, "11,600 parameters, with model.ffn_hidden_size=16,", "2.93%", SMALLER),
     ],
 )
-def test_a_match_that_is_too_far_away(target: int, found: str, away: str, hint: str) -> None:
+def test_match_outside_tolerance(target: int, found: str, away: str, hint: str) -> None:
     with pytest.raises(UserError) as caught:
         matched_width(config(), "full", target, TO_FULL, affine(10_000, 100))
     assert str(caught.value) == (
@@ -61,13 +61,13 @@ def test_a_match_that_is_too_far_away(target: int, found: str, away: str, hint: 
     )
 
 
-def test_a_model_without_feed_forward() -> None:
+def test_model_without_feed_forward() -> None:
     with pytest.raises(UserError, match=r"model\.block transformer has no feed-forward whose width could match"):
         matched_width(config(), "full", 10_500, TO_FULL, affine(10_000, 0))
 
 
 @pytest.mark.parametrize("size", ["110m_2k", "1p3b_100k"])
-def test_widths_of_the_presets(counter: Counter, size: str) -> None:
+def test_widths_of_the_presets(counter: ModelCounter, size: str) -> None:
     """The presets' widths were chosen by hand so that the layers match the Transformer++'s parameters within 2 %."""
     presets = EXAMPLES / "mixers" / size.partition("_")[0]
     whole = load_config(EXAMPLES / f"{size}.yaml", [str(presets / "attention.yaml")], load_all())
@@ -77,5 +77,5 @@ def test_widths_of_the_presets(counter: Counter, size: str) -> None:
         preset = load_config(EXAMPLES / f"{size}.yaml", [str(path)], load_all())
         width = matched_width(preset, "attention", target, match, lambda config: counter(config).parameters)
         assert abs(width - (preset.model.ffn_hidden_size or 0)) <= 64, path
-        found = counter(with_width(preset, width)).parameters
+        found = counter(set_ffn_width(preset, width)).parameters
         assert abs(found - target) <= abs(counter(preset).parameters - target), path

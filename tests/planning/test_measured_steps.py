@@ -18,7 +18,7 @@ from dry_runs import as_measured
 from megatron_ext.config.schema import RunConfig
 from megatron_ext.model.step_parts import FEED_FORWARD, MIXER, NORMS, OPTIMIZER
 from megatron_ext.planning.gpus import GPUS
-from megatron_ext.planning.memory import memory_of
+from megatron_ext.planning.memory import peak_memory
 from megatron_ext.planning.step_time import step_time
 
 TRAINING = Path(__file__).parents[2] / "docs" / "benchmarks" / "training"
@@ -112,10 +112,12 @@ TIME_APART = {
 
 def _planned_from(row: dict[str, Any]) -> str:
     """What `as_measured` takes from a row, but for `training`."""
-    had = row["configuration"]
-    parallel = {field: value for field, value in had["parallel"].items() if value is not None}
+    configuration = row["configuration"]
+    parallel = {field: value for field, value in configuration["parallel"].items() if value is not None}
     overrides = [one for one in row["overrides"] if not one.startswith("parallel.")]
-    return json.dumps([row["processes"], sorted(overrides), had["data"]["seq_length"], parallel], sort_keys=True)
+    return json.dumps(
+        [row["processes"], sorted(overrides), configuration["data"]["seq_length"], parallel], sort_keys=True
+    )
 
 
 Case = tuple[Measured, dict[str, Any]]
@@ -171,12 +173,12 @@ def footprint(dry: Dry) -> Callable[[RunConfig, int], Any]:
 
 
 @pytest.mark.parametrize(("report", "row"), _rows())
-def test_a_step_takes_what_it_took_on_gpus(
+def test_step_memory_and_time_equal_measurements(
     footprint: Callable[[RunConfig, int], Any], report: Measured, row: dict[str, Any]
 ) -> None:
     config, processes, measured = as_measured(row), row["processes"], row["measured"]
     found = footprint(config, processes)
-    memory = memory_of(config, found)
+    memory = peak_memory(config, found)
     assert memory.total == pytest.approx(measured["memory"]["allocated"], rel=report.memory)
     assert sum(memory.kinds.values()) == memory.total
     if report.time is None or (report.file, row["variant"]) in TIME_APART or "derived" not in row:

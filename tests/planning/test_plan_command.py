@@ -13,7 +13,7 @@ from megatron_ext import cli
 from megatron_ext.config.load import load_config
 from megatron_ext.config.schema import RunConfig
 from megatron_ext.mixers.core.registry import load_all
-from megatron_ext.planning.layouts import candidates, differences
+from megatron_ext.planning.layouts import candidate_layouts, layout_overrides
 from megatron_ext.planning.shards import Shard, whole_model
 
 ROOT = Path(__file__).parents[2]
@@ -24,12 +24,12 @@ ONE_GPU = ["parallel.tensor=1", "parallel.sequence=false", "parallel.context=1"]
 
 def call(capsys: Any, *arguments: str) -> tuple[int, str, str]:
     code = cli.main(["plan", *arguments])
-    said = capsys.readouterr()
-    return code, said.out, said.err
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "expected"),
     [
         (["--nodes", "0"], "--nodes: 0 is less than 1: give 1 or more"),
         (["--gpus-per-node", "-1"], "--gpus-per-node: -1 is less than 1: give 1 or more"),
@@ -43,21 +43,21 @@ def call(capsys: Any, *arguments: str) -> tuple[int, str, str]:
         (["--output", SMALL], f"--output: {SMALL} is not a folder: give another path"),
     ],
 )
-def test_options_that_cannot_be(capsys: Any, arguments: list[str], said: str) -> None:
+def test_invalid_options(capsys: Any, arguments: list[str], expected: str) -> None:
     code, out, err = call(capsys, SMALL, *arguments)
     assert (code, out) == (2, "")
     line = " ".join(err.split())
-    for part in said.split(": "):
+    for part in expected.split(": "):
         assert part in line
 
 
-def test_a_layout_that_cannot_be_is_refused_as_in_training(capsys: Any) -> None:
+def test_invalid_layout_is_rejected(capsys: Any) -> None:
     code, out, err = call(capsys, BIG, "--gpus-per-node", "6")
     assert (code, out) == (2, "")
     assert "tensor 1 * pipeline 1 * context 4 = 4 processes per replica, which does not divide the world size 6" in err
 
 
-def test_copy_engines_between_nodes_are_refused_as_in_a_launch(capsys: Any) -> None:
+def test_copy_engines_between_nodes_are_rejected(capsys: Any) -> None:
     copies = ["parallel.context=2", "parallel.context_transport=copy_engine"]
     code, out, err = call(capsys, SMALL, "--nodes", "2", "--gpus-per-node", "1", *copies)
     assert (code, out) == (2, "")
@@ -65,7 +65,7 @@ def test_copy_engines_between_nodes_are_refused_as_in_a_launch(capsys: Any) -> N
 
 
 @pytest.mark.parametrize("option", [[], ["--search"]])
-def test_eight_bits_are_not_planned_for_a_gpu_without(capsys: Any, option: list[str]) -> None:
+def test_fp8_is_rejected_for_gpu_without_fp8(capsys: Any, option: list[str]) -> None:
     code, out, err = call(capsys, SMALL, "training.fp8=blockwise", "--gpu", "a100", *option)
     assert (code, out) == (2, "")
     assert err == (
@@ -74,8 +74,8 @@ def test_eight_bits_are_not_planned_for_a_gpu_without(capsys: Any, option: list[
     )
 
 
-@pytest.mark.usefixtures("kept_process")
-def test_a_plan_in_eight_bits(capsys: Any) -> None:
+@pytest.mark.usefixtures("shared_process")
+def test_plan_in_fp8(capsys: Any) -> None:
     arguments = [SMALL, "model.pattern=top1_chunk*2", "training.fp8=tensorwise", "--gpus-per-node", "1"]
     code, out, err = call(capsys, *arguments)
     assert (code, err) == (0, "")
@@ -89,23 +89,23 @@ def test_a_plan_in_eight_bits(capsys: Any) -> None:
     )
 
 
-@pytest.mark.usefixtures("kept_process")
+@pytest.mark.usefixtures("shared_process")
 @pytest.mark.parametrize("option", [[], pytest.param(["--search"], marks=pytest.mark.slow)])
-def test_what_queries_choose_is_not_planned(capsys: Any, option: list[str]) -> None:
+def test_chunk_fetching_is_not_planned(capsys: Any, option: list[str]) -> None:
     fetching = ["model.pattern=top1_chunk*2", "parallel.context=2", "parallel.context_exchange=chunks"]
     code, out, err = call(capsys, SMALL, "--gpus-per-node", "2", *fetching, *option)
-    said = (
+    expected = (
         "parallel.context_exchange: chunks: what queries choose cannot be planned, so what is fetched cannot; "
         "plan with parallel.context_exchange=heads\n"
     )
     if option:  # other layouts exist
         assert code == 0
-        assert f"`: {said}" in out
+        assert f"`: {expected}" in out
     else:
-        assert (code, out, err) == (2, "", f"selectron: error: {said}")
+        assert (code, out, err) == (2, "", f"selectron: error: {expected}")
 
 
-def test_a_plan_is_printed_and_written(capsys: Any, tmp_path: Path) -> None:
+def test_plan_is_printed_and_written(capsys: Any, tmp_path: Path) -> None:
     options = ["--gpus-per-node", "2", "--vocabulary", "50304", "--tokens", "1e9", "--price", "2", "--every-rank"]
     code, out, err = call(capsys, SMALL, "model.pattern=top1_chunk*2", *options, "--output", str(tmp_path / "plan"))
     assert (code, err) == (0, "")
@@ -122,11 +122,11 @@ def test_a_plan_is_printed_and_written(capsys: Any, tmp_path: Path) -> None:
     assert layout["gpu_hours"] == pytest.approx(hours)
     assert layout["price"] == pytest.approx(2 * hours)
     parameters = memory["kinds"]["weights"] / 2
-    assert f"Built on each of 2 ranks: {parameters:,.0f} parameters; together one model of {parameters:,.0f}." in out
+    assert f"Built on each of 2 ranks: {parameters:,.0f} parameters; {parameters:,.0f} in the whole model." in out
 
 
-@pytest.mark.usefixtures("kept_process")
-def test_what_does_not_fit_has_another_exit_code(capsys: Any) -> None:
+@pytest.mark.usefixtures("shared_process")
+def test_exit_code_if_layout_does_not_fit(capsys: Any) -> None:
     more = ["training.recompute=none", "training.global_batch_size=1", "model.pattern=attention*24"]
     code, out, _ = call(capsys, BIG, *ONE_GPU, *more, "--gpus-per-node", "1", "--gpu", "h100")
     assert code == 1
@@ -134,9 +134,9 @@ def test_what_does_not_fit_has_another_exit_code(capsys: Any) -> None:
     assert "Rates are scaled from the H200 to the H100 by data sheets." in out
 
 
-@pytest.mark.usefixtures("kept_process")
+@pytest.mark.usefixtures("shared_process")
 @pytest.mark.parametrize(
-    ("field", "said"),
+    ("field", "expected"),
     [
         (
             "mixers.top1_chunk.score=exact_lse",
@@ -145,15 +145,15 @@ def test_what_does_not_fit_has_another_exit_code(capsys: Any) -> None:
         ("training.precision=fp32", "No time: rates were measured in bf16, not in fp32."),
     ],
 )
-def test_a_plan_says_what_was_not_measured(capsys: Any, field: str, said: str) -> None:
+def test_report_names_unmeasured_parts(capsys: Any, field: str, expected: str) -> None:
     more = [field, "model.pattern=top1_chunk*2", "training.global_batch_size=1"]
     code, out, _ = call(capsys, BIG, *ONE_GPU, *more, "--gpus-per-node", "1")
     assert code == 0
-    assert said in out
+    assert expected in out
     assert "| all |" in out
 
 
-def test_a_search_puts_the_fastest_that_fits_first(capsys: Any, tmp_path: Path) -> None:
+def test_search_sorts_fitting_layouts_by_speed(capsys: Any, tmp_path: Path) -> None:
     more = ["model.pattern=attention*2", "training.global_batch_size=2", "parallel.context=1", *BY_NCCL]
     options = ["--gpus-per-node", "2", "--gpu", "h100", "--search", "3", "--output", str(tmp_path)]
     code, out, _ = call(capsys, BIG, *more, *options)
@@ -196,8 +196,8 @@ def test_a_search_puts_the_fastest_that_fits_first(capsys: Any, tmp_path: Path) 
         ),
     ],
 )
-@pytest.mark.usefixtures("kept_process")
-def test_a_search_looks_at_copy_engines_where_they_could_exchange_heads(
+@pytest.mark.usefixtures("shared_process")
+def test_search_includes_copy_engines_for_head_exchange(
     capsys: Any, tmp_path: Path, more: list[str], transports: set[str]
 ) -> None:
     options = ["--gpus-per-node", "2", "--search", "--output", str(tmp_path)]
@@ -208,34 +208,36 @@ def test_a_search_looks_at_copy_engines_where_they_could_exchange_heads(
     assert {one.partition("context_transport=")[2].partition(" parallel.pipeline")[0] for one in shared} == transports
 
 
-@pytest.mark.usefixtures("kept_process")
-@pytest.mark.parametrize(("asked", "planned"), [(8, 128), (190, 128), (192, 256), (256, None)])
-def test_a_batch_that_does_not_divide_is_planned_as_the_nearest_that_does(
-    capsys: Any, tmp_path: Path, asked: int, planned: int | None
+@pytest.mark.usefixtures("shared_process")
+@pytest.mark.parametrize(("configured", "planned"), [(8, 128), (190, 128), (192, 256), (256, None)])
+def test_indivisible_batch_is_replaced_by_nearest(
+    capsys: Any, tmp_path: Path, configured: int, planned: int | None
 ) -> None:
-    more = ["model.pattern=attention", "training.micro_batch_size=2", f"training.global_batch_size={asked}"]
+    more = ["model.pattern=attention", "training.micro_batch_size=2", f"training.global_batch_size={configured}"]
     options = ["--nodes", "32", "--output", str(tmp_path)]  # 64 replicas
     code, out, err = call(capsys, BIG, *more, *options)
     assert (code, err) == (0, "")
-    said = f"{asked} samples a step do not divide by so many replicas: planned with **{planned}**, as "
+    expected = f"{configured} samples per step cannot be divided among the replicas: planned with "
     found = json.loads((tmp_path / "plan.json").read_text())
-    assert found["tokens"] == asked * 122070 * 102400
+    assert found["tokens"] == configured * 122070 * 102400
     if planned is None:
-        assert "samples a step do not divide" not in out
+        assert "samples per step cannot be divided" not in out
         assert found["global_batch_size"] is None
     else:
-        assert f"{said}`training.global_batch_size={planned}` would train it." in out
-        assert found["global_batch_size"] == {"configured": asked, "planned": planned}
+        assert f"{expected}`training.global_batch_size={planned}`." in out
+        assert found["global_batch_size"] == {"configured": configured, "planned": planned}
         assert found["layouts"][0]["micro_batches"] == planned // 128
 
 
-@pytest.mark.usefixtures("kept_process")
-def test_a_search_in_which_no_layout_shares_the_batch_out(capsys: Any) -> None:
+@pytest.mark.usefixtures("shared_process")
+def test_search_replaces_batch_that_no_layout_divides(capsys: Any) -> None:
     """Every GPU holds a complete replica if nodes have one GPU, so no layout divides the batch."""
     more = ["model.pattern=attention", "training.global_batch_size=3", "training.micro_batch_size=1"]
     code, out, _ = call(capsys, SMALL, *more, "--nodes", "2", "--gpus-per-node", "1", "--search")
     assert code == 0
-    assert "3 samples a step do not divide by so many replicas: planned with **4**" in out
+    assert (
+        "3 samples per step cannot be divided among the replicas: planned with `training.global_batch_size=4`." in out
+    )
 
 
 LAYOUTS_NEAR = {BIG: ((1, 4, 1), (1, 8, 1), (2, 2, 1)), SMALL: ((1, 1, 1), (1, 2, 1), (2, 1, 1), (1, 1, 2))}
@@ -246,29 +248,29 @@ A search over all candidates on 8 GPUs takes a minute or more.
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("kept_process")
+@pytest.mark.usefixtures("shared_process")
 @pytest.mark.parametrize("example", [BIG, SMALL])
-def test_the_layout_of_an_example_is_what_a_search_finds(
+def test_example_layout_is_fastest_of_search(
     capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, example: str
 ) -> None:
     def near(config: RunConfig, world_size: int, per_node: int) -> Iterator[list[RunConfig]]:
-        for alternatives in candidates(config, world_size, per_node):
+        for alternatives in candidate_layouts(config, world_size, per_node):
             parallel = alternatives[0].parallel
             if (parallel.tensor, parallel.context, parallel.pipeline) in LAYOUTS_NEAR[example]:
                 yield alternatives
 
-    monkeypatch.setattr("megatron_ext.planning.plan.candidates", near)
+    monkeypatch.setattr("megatron_ext.planning.plan.candidate_layouts", near)
     code, _, _ = call(capsys, example, "--gpu", "h100", "--search", "--output", str(tmp_path))
     assert code == 0
     layouts = json.loads((tmp_path / "plan.json").read_text())["layouts"]
     fitting = [one for one in layouts if one["refused"] is None]
     assert len(fitting) >= len(LAYOUTS_NEAR[example])
     fastest = [one["layout"] for one in fitting if one["tokens_per_second"] == fitting[0]["tokens_per_second"]]
-    assert differences(load_config(Path(example), [], load_all())) in fastest
+    assert layout_overrides(load_config(Path(example), [], load_all())) in fastest
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("kept_process")
+@pytest.mark.usefixtures("shared_process")
 def test_every_rank_of_128_gpus(capsys: Any) -> None:
     more = ["parallel.pipeline=4", "training.global_batch_size=64", "model.pattern=top1_chunk*3,attention"]
     more += ["parallel.tensor=2"]
@@ -279,14 +281,14 @@ def test_every_rank_of_128_gpus(capsys: Any) -> None:
     least = layer // 2 + norms  # a stage over two tensor-parallel ranks: half the weights, all norms
     most = least + 50304 * 2048 // 2 + 2048  # the last stage adds the output layer and the final norm
     whole = 4 * (layer + norms) + 2 * 50304 * 2048 + 2048
-    assert f"Built on each of 128 ranks: {least:,} to {most:,} parameters; together one model of {whole:,}." in out
+    assert f"Built on each of 128 ranks: {least:,} to {most:,} parameters; {whole:,} in the whole model." in out
 
 
 def shard(rank: int, stage: int, of_stage: int) -> Shard:
     return Shard(rank=rank, place=(0, 0, stage, rank), parameters=of_stage, of_stage=of_stage)
 
 
-def test_shards_that_make_no_model_are_found_out() -> None:
+def test_inconsistent_shards_are_detected() -> None:
     assert whole_model([shard(0, 0, 5), shard(1, 0, 5), shard(2, 1, 7)]) == 12
     with pytest.raises(AssertionError, match="stages differ within themselves"):
         whole_model([shard(0, 0, 5), shard(1, 0, 6)])

@@ -14,8 +14,8 @@ from megatron_ext.config.load import load_config
 from megatron_ext.config.schema import RunConfig
 from megatron_ext.config.sweep_file import MatchParameters, read_sweep
 from megatron_ext.mixers.core.registry import load_all
-from megatron_ext.planning.counts import Counter
-from megatron_ext.planning.matching import with_width
+from megatron_ext.planning.counts import ModelCounter
+from megatron_ext.planning.matching import set_ffn_width
 from megatron_ext.planning.sweep import SweepRun, sweep_runs
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "sweeps" / "isoflop.yaml"
@@ -35,9 +35,9 @@ match_parameters: {{axis: mixer, to: full, multiple_of: 4}}
 
 
 @pytest.fixture
-def base(tmp_path: Path, counter: Counter, monkeypatch: pytest.MonkeyPatch) -> Path:
+def base(tmp_path: Path, counter: ModelCounter, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Folder with a base configuration. Models are counted with 300 tokens by the shared process."""
-    monkeypatch.setattr("megatron_ext.planning.sweep.Counter", lambda: nullcontext(counter))
+    monkeypatch.setattr("megatron_ext.planning.sweep.ModelCounter", lambda: nullcontext(counter))
     write_config(tmp_path, tmp_path / "data", tmp_path / "runs").rename(tmp_path / "base.yaml")
     return tmp_path
 
@@ -56,7 +56,7 @@ def runs_of(folder: Path, text: str, *more: str) -> dict[str, SweepRun]:
     return sweep_runs(written(folder, text), more, load, lambda config: None, listed=True)  # type: ignore[arg-type]
 
 
-def test_runs_of_equal_compute_with_equal_parameters(base: Path, counter: Counter) -> None:
+def test_runs_of_equal_compute_with_equal_parameters(base: Path, counter: ModelCounter) -> None:
     runs = runs_of(base, ISOFLOP)
     assert list(runs) == [f"{m}-training_flops{c}" for m in ("full", "delta", "mamba") for c in ("1e10", "3.5e10")]
     sizes = {}
@@ -71,12 +71,12 @@ def test_runs_of_equal_compute_with_equal_parameters(base: Path, counter: Counte
         assert size == pytest.approx(target, rel=0.01)
         width = runs[name].config.model.ffn_hidden_size
         assert width is not None
-        others = [counter(with_width(runs[name].config, width + more)).parameters for more in (-4, 4)]
+        others = [counter(set_ffn_width(runs[name].config, width + more)).parameters for more in (-4, 4)]
         assert abs(size - target) <= min(abs(other - target) for other in others)
     assert runs["delta-training_flops1e10"].config.model.ffn_hidden_size != 192
 
 
-def test_what_follows_is_part_of_a_configuration_that_stands_alone(base: Path) -> None:
+def test_derived_fields_are_part_of_run_configuration(base: Path) -> None:
     for name, run in runs_of(base, ISOFLOP).items():
         assert not [one for one in run.overrides if one.startswith("plan.")]
         again = load(base / "base.yaml", [*run.overrides, f"run.name={name}", f"run.dir={run.config.run.dir}"])
@@ -84,7 +84,7 @@ def test_what_follows_is_part_of_a_configuration_that_stands_alone(base: Path) -
         assert run.config.run.dir == str(base / "runs" / "planned")
 
 
-def test_tokens_and_tokens_a_parameter(base: Path, counter: Counter) -> None:
+def test_budget_in_tokens_and_tokens_per_parameter(base: Path, counter: ModelCounter) -> None:
     text = """
 config: base.yaml
 fields: {optimizer.schedule: wsd, plan.warmup_share: 0.05, plan.decay_share: 0.2}
@@ -93,15 +93,15 @@ runs: {fixed: {training.steps: 40}, given: {plan.tokens: 25600}}
 """
     runs = runs_of(base, text)
     size = counter(runs["a"].config).parameters
-    of_a = runs["a"].config
-    assert abs(of_a.training.steps * 256 - 2 * size) <= 128
-    assert of_a.optimizer.warmup_steps == round(0.05 * of_a.training.steps)
-    assert of_a.optimizer.decay_steps == round(0.2 * of_a.training.steps)
+    config_a = runs["a"].config
+    assert abs(config_a.training.steps * 256 - 2 * size) <= 128
+    assert config_a.optimizer.warmup_steps == round(0.05 * config_a.training.steps)
+    assert config_a.optimizer.decay_steps == round(0.2 * config_a.training.steps)
     assert [runs[name].config.training.steps for name in ("given", "fixed")] == [100, 40]
     assert [runs[name].config.optimizer.decay_steps for name in ("given", "fixed")] == [20, 8]
 
 
-def test_steps_of_the_command_line_win_and_shares_are_of_them(base: Path) -> None:
+def test_command_line_steps_determine_schedule(base: Path) -> None:
     text = "config: base.yaml\nfields: {plan.tokens: 25600, plan.warmup_share: 0.1}\naxes: {training.seed: [1, 2]}"
     assert [run.config.training.steps for run in runs_of(base, text).values()] == [100, 100]
     short = base / "short.yaml"
@@ -116,7 +116,7 @@ def test_steps_of_the_command_line_win_and_shares_are_of_them(base: Path) -> Non
 def test_named_runs_are_not_matched(base: Path) -> None:
     text = f"config: base.yaml\naxes:{MIXERS}\nruns: {{own: {{model.pattern: mamba2*4}}}}\n"
     text += "match_parameters: {axis: mixer, to: full, within: 0.2}"
-    assert set(read_sweep(written(base, text)).measures) == {"delta", "mamba"}
+    assert set(read_sweep(written(base, text)).reference_runs) == {"delta", "mamba"}
     runs = runs_of(base, text)
     widths = {name: run.config.model.ffn_hidden_size for name, run in runs.items()}
     assert widths["own"] == widths["full"] == 128
@@ -124,11 +124,11 @@ def test_named_runs_are_not_matched(base: Path) -> None:
     assert [name for name, run in runs.items() if run.counts is None] == ["own"]
 
 
-def test_no_model_is_counted_without_need(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_are_counted_only_if_needed(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def never(_: RunConfig) -> None:
         raise AssertionError("a model is counted")
 
-    monkeypatch.setattr("megatron_ext.planning.sweep.Counter", lambda: nullcontext(never))
+    monkeypatch.setattr("megatron_ext.planning.sweep.ModelCounter", lambda: nullcontext(never))
     text = "config: base.yaml\nfields: {plan.tokens: 25600}\naxes: {training.seed: [1]}"
     (run,) = sweep_runs(written(base, text), [], load, lambda config: None).values()  # type: ignore[arg-type]
     assert run.config.training.steps == 100
@@ -185,7 +185,7 @@ def test_no_model_is_counted_without_need(base: Path, monkeypatch: pytest.Monkey
         ),
     ],
 )
-def test_what_cannot_be_planned(
+def test_invalid_sweep_plans(
     base: Path, capsys: pytest.CaptureFixture[str], text: str, more: list[str], line: str
 ) -> None:
     path = written(base, f"config: base.yaml\n{text}")
@@ -196,7 +196,7 @@ def test_what_cannot_be_planned(
     assert not (base / "runs").exists()
 
 
-def test_what_is_shown(base: Path, counter: Counter, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_table(base: Path, counter: ModelCounter, capsys: pytest.CaptureFixture[str]) -> None:
     path = written(base, "config: base.yaml\nfields: {plan.tokens: 25600}\naxes: {training.seed: [1]}\nruns: {b: {}}")
     assert main(["sweep", str(path), "--dry-run"]) == 0
     config = load(base / "base.yaml", [])
@@ -219,18 +219,18 @@ def test_the_example(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()[2:]]
     assert len(rows) == 4 * 3 * 4
     sizes = {row[0]: int(row[1].replace(",", "")) for row in rows}
-    of_fit: dict[str, list[float]] = {}
+    compute: dict[str, list[float]] = {}
     for name, _, steps, tokens, flops, _ in rows:
         size, budget, mixer = name.split("-")
         assert float(flops) == pytest.approx(float(budget.removeprefix("training_flops")), rel=1e-3)
         assert sizes[name] == pytest.approx(sizes[f"{size}-{budget}-full"], rel=0.01)
         assert int(tokens.replace(",", "")) == int(steps) * 64 * 2048
-        of_fit.setdefault(f"{budget}-{mixer}", []).append(6 * sizes[name] * int(steps))
+        compute.setdefault(f"{budget}-{mixer}", []).append(6 * sizes[name] * int(steps))
     # `selectron fit` groups runs as equal compute if their 6 * parameters * tokens differ by a factor below 1.12.
-    assert all(max(found) / min(found) < 1.12 for found in of_fit.values())
+    assert all(max(found) / min(found) < 1.12 for found in compute.values())
 
 
 def test_matching_has_defaults(base: Path) -> None:
     text = f"config: base.yaml\naxes:{MIXERS}match_parameters: {{axis: mixer, to: full}}"
-    wanted = MatchParameters(axis="mixer", to="full", multiple_of=8, within=0.01)
-    assert read_sweep(written(base, text)).match == wanted
+    expected = MatchParameters(axis="mixer", to="full", multiple_of=8, within=0.01)
+    assert read_sweep(written(base, text)).match == expected

@@ -10,7 +10,7 @@ import pytest
 from dry_runs import ONE_GPU, configured
 
 from megatron_ext.model.step_parts import FEED_FORWARD, FORWARD, MIXER, NORMS
-from megatron_ext.planning.memory import IN_8_BITS, memory_of
+from megatron_ext.planning.memory import FP8_WEIGHTS, peak_memory
 
 HIDDEN, WIDTH, LENGTH = 2048, 5504, 4096
 Dry = Callable[..., Any]
@@ -22,16 +22,16 @@ def kept(dry: Dry, *overrides: str, mixer: str = "attention", samples: int = 2) 
     small = [f"model.pattern={mixer}*3", f"data.seq_length={LENGTH}", "training.recompute=none"]
     found = dry(dry_runs.footprint, configured([*ONE_GPU, *small, *size, *overrides]))
     of_layer = [
-        (purpose.part, held)
-        for purpose, held in found.ledger.at_peak.items()
+        (purpose.part, allocated)
+        for purpose, allocated in found.ledger.at_peak.items()
         if purpose.layer == 1 and purpose.phase == FORWARD
     ]
-    assert {part for part, held in of_layer if held} == {NORMS, MIXER, FEED_FORWARD}
-    return sum(held for _, held in of_layer), found
+    assert {part for part, allocated in of_layer if allocated} == {NORMS, MIXER, FEED_FORWARD}
+    return sum(allocated for _, allocated in of_layer), found
 
 
 @pytest.mark.parametrize("mixer", ["attention", "top1_chunk"])
-def test_outputs_of_several_samples_are_copied_into_rows(dry: Dry, mixer: str) -> None:
+def test_non_contiguous_linear_input_is_copied(dry: Dry, mixer: str) -> None:
     """The mixer's output is laid out sample by sample, but the following linear layer reads it token by token."""
     for samples, copies in ((1, 0), (2, 1)):
         theirs, _ = kept(dry, mixer=mixer, samples=samples)
@@ -49,12 +49,12 @@ def test_in_eight_bits(dry: Dry, fp8: str, bytes_each: float) -> None:
     weights = 3 * (4 * HIDDEN * HIDDEN + 3 * HIDDEN * WIDTH)
     assert found.linear_parameters == weights
     config = configured([*ONE_GPU, f"training.fp8={fp8}"])
-    assert memory_of(config, found).kinds[IN_8_BITS] == 2 * weights
+    assert peak_memory(config, found).kinds[FP8_WEIGHTS] == 2 * weights
     assert found.ledger.total < 2**24  # everything is freed
 
 
 @pytest.mark.parametrize("recompute", ["mlp", "full"])
-def test_recomputed_in_eight_bits(dry: Dry, recompute: str) -> None:
+def test_recomputation_in_fp8(dry: Dry, recompute: str) -> None:
     """Tensor-parallel ranks with sequence parallelism, whose linear layers gather their inputs."""
     layout = ["parallel.tensor=2", "parallel.sequence=true", "parallel.context=1", "training.global_batch_size=1"]
     more = ["model.pattern=attention*3", f"data.seq_length={LENGTH}", f"training.recompute={recompute}"]
