@@ -18,27 +18,27 @@ if TYPE_CHECKING:
 VOCABULARY = 50304
 
 
-def add_run(parser: argparse.ArgumentParser) -> None:
+def add_run_options(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of a run on random tokens."""
-    add_config(parser)
+    add_config_options(parser)
     add = parser.add_argument
-    add("--vocabulary", type=int, default=VOCABULARY, metavar="N", help="tokens of the model (%(default)s)")
+    add("--vocabulary", type=int, default=VOCABULARY, metavar="N", help="vocabulary size of the model (%(default)s)")
 
 
-def add_config(parser: argparse.ArgumentParser) -> None:
+def add_config_options(parser: argparse.ArgumentParser) -> None:
     """Add the arguments for the configuration."""
     add = parser.add_argument
-    add("config", type=Path, metavar="CONFIG", help="YAML file, see examples/; its data are not read unless it is said")
-    override = "e.g. parallel.tensor=2 training.global_batch_size=64; or another YAML file, laid over the first"
+    add("config", type=Path, metavar="CONFIG", help="YAML file, see examples/; its data is not read by default")
+    override = "e.g. parallel.tensor=2 training.global_batch_size=64; or another YAML file, which overrides the first"
     add("overrides", nargs="*", metavar="key=value", help=override)
 
 
-def config_of_run(args: argparse.Namespace, more: Sequence[str] = ()) -> RunConfig:
+def load_run_config(args: argparse.Namespace, extra_overrides: Sequence[str] = ()) -> RunConfig:
     """Read and check the run's configuration.
 
     Args:
-        args: see `add_run`.
-        more: overrides applied after those of the command line.
+        args: see `add_run_options`.
+        extra_overrides: overrides applied after those of the command line.
 
     Raises:
         UserError: the run is not possible.
@@ -47,12 +47,12 @@ def config_of_run(args: argparse.Namespace, more: Sequence[str] = ()) -> RunConf
     from megatron_ext.config.rules import check
     from megatron_ext.mixers.core.registry import load_all
 
-    config = load_config(args.config, [*args.overrides, *more], load_all())
+    config = load_config(args.config, [*args.overrides, *extra_overrides], load_all())
     check(config, world_size(), load_all())
     return config
 
 
-def which_run(args: argparse.Namespace) -> dict[str, Any]:
+def run_identity(args: argparse.Namespace) -> dict[str, Any]:
     """Return the fields of a report that identify the run; see `RunReport`."""
     return {"name": args.config.stem, "overrides": tuple(args.overrides), "processes": world_size()}
 
@@ -62,7 +62,7 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def is_first() -> bool:
+def is_first_rank() -> bool:
     """Return True if this process writes the report."""
     return int(os.environ.get("RANK", "0")) == 0
 

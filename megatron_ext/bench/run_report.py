@@ -9,7 +9,7 @@ from typing import Any
 
 from kernels.bench.arguments import save_into
 from kernels.bench.bench_report import BenchReport
-from megatron_ext.bench.processes import is_first
+from megatron_ext.bench.processes import is_first_rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class RunReport(BenchReport):
 
     @abstractmethod
     def about(self) -> str:
-        """Describe what the table's numbers are medians of, as a continuation of the sentence about processes."""
+        """Describe the measurements, as a continuation of the sentence on the configuration and processes."""
 
     @abstractmethod
     def table(self) -> list[str]:
@@ -36,8 +36,8 @@ class RunReport(BenchReport):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the machine, the run and all numbers."""
-        which = {"configuration": self.name, "overrides": list(self.overrides), "processes": self.processes}
-        return {"machine": self.machine, **which, **self.numbers()}
+        identity = {"configuration": self.name, "overrides": list(self.overrides), "processes": self.processes}
+        return {"machine": self.machine, **identity, **self.numbers()}
 
     def body(self) -> list[str]:
         """Return the run and the table."""
@@ -51,6 +51,6 @@ def publish(report: RunReport, folder: Path) -> None:
     Raises:
         OptionError: the folder cannot be written.
     """
-    if is_first():
+    if is_first_rank():
         save_into(folder, report.write)
         print(report.markdown())

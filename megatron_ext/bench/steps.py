@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_ext.bench.train.plain_megatron import build_plain
-from megatron_ext.bench.train.profiler_ranges import part
+from megatron_ext.bench.train.profiler_ranges import profiler_range
 from megatron_ext.bench.train.step_trace import DATA
 from megatron_ext.config.layout import layout_of
 from megatron_ext.config.schema import RunConfig
@@ -81,7 +81,7 @@ class TimedRun:
     def train(self) -> StepResult:
         """Do one step, from reading its samples to the update."""
         training, groups = self._config.training, self._groups
-        with part(DATA):
+        with profiler_range(DATA):
             batches = step_batches(
                 self.samples,
                 self.step * training.global_batch_size,
@@ -96,11 +96,11 @@ class TimedRun:
         self.step += 1
         return result
 
-    def timed(self, work: Callable[[], object]) -> float:
-        """Return the seconds until all ranks have finished work that they start together."""
+    def time_call(self, function: Callable[[], object]) -> float:
+        """Call a function on all ranks at the same time, and return the seconds until all have finished."""
         dist.barrier()
         started = time.perf_counter()
-        work()
+        function()
         self._platform.synchronize()
         dist.barrier()
         return time.perf_counter() - started

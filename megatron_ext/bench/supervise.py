@@ -37,20 +37,20 @@ class Cost:
 def supervise(command: list[str]) -> Cost:
     """Run a command and return its cost. Every child of this process counts as part of it."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
-    started, code, spent, peak = time.perf_counter(), 0, 0.0, 0
+    started, code, cpu_seconds, peak = time.perf_counter(), 0, 0.0, 0
     child = subprocess.Popen(command, stdout=sys.stderr)
     while True:
         try:
             pid, status, usage = os.wait4(-1, 0)
         except ChildProcessError:
-            return Cost(code, time.perf_counter() - started, spent, peak)
-        spent += usage.ru_utime + usage.ru_stime
+            return Cost(code, time.perf_counter() - started, cpu_seconds, peak)
+        cpu_seconds += usage.ru_utime + usage.ru_stime
         peak = max(peak, usage.ru_maxrss << 10)
         if pid == child.pid:
             code = child.returncode = os.waitstatus_to_exitcode(status)
 
 
-def cost_of(command: list[str], environment: dict[str, str]) -> tuple[Cost, str]:
+def measure_command(command: list[str], environment: dict[str, str]) -> tuple[Cost, str]:
     """Run a command under `supervise` in a separate process, and return its cost and output.
 
     Args:
@@ -60,12 +60,12 @@ def cost_of(command: list[str], environment: dict[str, str]) -> tuple[Cost, str]
     Raises:
         RuntimeError: the command failed.
     """
-    here = [sys.executable, "-m", "megatron_ext.bench.supervise", *command]
-    done = subprocess.run(here, env=os.environ | environment, capture_output=True, text=True, check=False)
-    cost = Cost(**json.loads(done.stdout)) if done.returncode == 0 else None
+    supervised = [sys.executable, "-m", "megatron_ext.bench.supervise", *command]
+    process = subprocess.run(supervised, env=os.environ | environment, capture_output=True, text=True, check=False)
+    cost = Cost(**json.loads(process.stdout)) if process.returncode == 0 else None
     if cost is None or cost.code:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
-    return cost, done.stderr
+        raise RuntimeError(f"{' '.join(command)} failed:\n{process.stderr}")
+    return cost, process.stderr
 
 
 if __name__ == "__main__":

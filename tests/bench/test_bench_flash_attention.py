@@ -9,25 +9,29 @@ import torch
 from torch import Tensor
 
 from megatron_ext.bench.layers import flash_attention
-from megatron_ext.bench.layers.flash_attention import flash_attn_func, flash_attn_varlen_func, stand_in_for_flash_attn
+from megatron_ext.bench.layers.flash_attention import (
+    flash_attn_func,
+    flash_attn_varlen_func,
+    install_flash_attn_replacement,
+)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_fla_calls_it_where_flash_attn_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replacement_is_installed_in_fla(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("fla")
     monkeypatch.setattr(flash_attention, "find_spec", lambda _: None)
     for module, names in flash_attention.CALLERS.items():
         for name in names:
             monkeypatch.setattr(import_module(module), name, None)  # asserts that fla has the name, and restores it
-    assert stand_in_for_flash_attn()
+    assert install_flash_attn_replacement()
     assert import_module("fla.layers.attn").flash_attn_func is flash_attn_func
     assert import_module("fla.ops.moba.parallel")._flash_attn_varlen_backward is not None
 
 
-def test_flash_attn_itself_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_installed_flash_attn_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash_attention, "find_spec", lambda _: "installed")
     monkeypatch.setattr(flash_attention, "import_module", None)
-    assert not stand_in_for_flash_attn()
+    assert not install_flash_attn_replacement()
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:

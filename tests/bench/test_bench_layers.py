@@ -30,23 +30,27 @@ def plan(shape: LayerShape, **changes: Any) -> LayerPlan:
 
 
 @pytest.fixture(autouse=True)
-def no_group_of_its_own(monkeypatch: pytest.MonkeyPatch, one_process: Any) -> None:
+def shared_process_group(monkeypatch: pytest.MonkeyPatch, one_process: Any) -> None:
     """Reuse the test's process group, as the run would create its own."""
     monkeypatch.setattr("megatron_ext.bench.layers.run.groups_of_one_process", lambda _: nullcontext(one_process))
 
 
-def test_every_mixer_is_checked_and_timed(meter: Any, shape: LayerShape) -> None:
-    said: list[str] = []
+def test_all_mixers_are_checked_and_timed(meter: Any, shape: LayerShape) -> None:
+    lines: list[str] = []
     saved: list[int] = []
     names = tuple(sorted(load_all()))
     report = bench(
-        plan(shape, mixers=names), meter, CPU, tell=said.append, save=lambda so_far: saved.append(len(so_far.rows))
+        plan(shape, mixers=names),
+        meter,
+        CPU,
+        report_progress=lines.append,
+        save=lambda report: saved.append(len(report.rows)),
     )
     assert [row.failed for row in report.rows] == [None] * len(names)
     assert [row.mixer for row in report.rows] == list(names)
     assert saved == list(range(len(names) + 1))
-    assert len(said) == 2 * len(names)
-    assert (said[0], said[1]) == ("tiny 70x2 attention ours ...", "tiny 70x2 attention ours: 2.00 ms")
+    assert len(lines) == 2 * len(names)
+    assert tuple(lines[:2]) == ("tiny 70x2 attention ours ...", "tiny 70x2 attention ours: 2.00 ms")
     for row in report.rows:
         assert row.measured is not None
         assert row.agreement is not None
@@ -59,28 +63,24 @@ def test_every_mixer_is_checked_and_timed(meter: Any, shape: LayerShape) -> None
     assert attention.measured.parameters == 4 * 32**2
 
 
-def test_a_wrong_gradient_is_refused_and_not_timed(
-    meter: Any, shape: LayerShape, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_gradient_is_not_timed(meter: Any, shape: LayerShape, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong_outside_of_plain_torch(monkeypatch, lambda out: out.detach() + 0.95 * (out - out.detach()))
-    (row,) = bench(plan(shape), meter, CPU, tell=lambda _: None).rows
+    (row,) = bench(plan(shape), meter, CPU, report_progress=lambda _: None).rows
     assert row.failed == "gradient of the hidden states off by 5.0e-02 from plain torch, limit 2e-02"
     assert (meter.timed, row.measured) == (0, None)
 
 
-def test_a_wrong_output_is_refused(meter: Any, shape: LayerShape, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_output_fails(meter: Any, shape: LayerShape, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong_outside_of_plain_torch(monkeypatch, lambda out: 1.03 * out)
-    report = bench(plan(shape), meter, CPU, tell=lambda _: None)
+    report = bench(plan(shape), meter, CPU, report_progress=lambda _: None)
     assert report.rows[0].failed == "output off by 3.0e-02 from plain torch, limit 2e-02"
     assert report.failures == report.rows
 
 
-def test_a_draw_that_magnifies_rounding_is_drawn_again(
-    meter: Any, shape: LayerShape, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_check_is_repeated_with_other_input(meter: Any, shape: LayerShape, monkeypatch: pytest.MonkeyPatch) -> None:
     draws = iter([Agreement(1e-3, 3e-2), Agreement(2e-3, 1e-2)])
     monkeypatch.setattr(ours, "_check_once", lambda *_: next(draws))
-    (row,) = bench(plan(shape), meter, CPU, tell=lambda _: None).rows
+    (row,) = bench(plan(shape), meter, CPU, report_progress=lambda _: None).rows
     assert (row.failed, row.agreement) == (None, Agreement(2e-3, 1e-2))
 
 
@@ -99,22 +99,20 @@ def wrong_outside_of_plain_torch(monkeypatch: pytest.MonkeyPatch, change: Any) -
 
 
 @pytest.mark.parametrize("bad", [0.021, float("nan"), float("inf")])
-def test_what_an_agreement_refuses(bad: float) -> None:
+def test_agreement_limits(bad: float) -> None:
     assert Agreement(0.0199, 0.0199).failure is None
     assert Agreement(bad, 0.0).failure is not None
     assert Agreement(0.0, bad).failure is not None
 
 
-def test_one_of_ours_that_raises_has_failed(meter: Any, shape: LayerShape, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exception_in_mixer_is_failure(meter: Any, shape: LayerShape, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_ext.mixers.gla.gated_linear_attention", lambda *_, **__: 1 / 0)
-    first, second = bench(plan(shape, mixers=("gla", "retnet")), meter, CPU, tell=lambda _: None).rows
+    first, second = bench(plan(shape, mixers=("gla", "retnet")), meter, CPU, report_progress=lambda _: None).rows
     assert first.failed == "ZeroDivisionError: division by zero"
     assert second.measured is not None
 
 
-def test_a_peer_that_cannot_run_says_why_and_ours_is_timed(
-    meter: Any, shape: LayerShape, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unavailable_peer_is_reported(meter: Any, shape: LayerShape, monkeypatch: pytest.MonkeyPatch) -> None:
     def build(name: str, *_: object) -> Layer:
         raise NotRun("it rains") if name == "gla" else RuntimeError("no kernel\nof this size")
 
@@ -130,9 +128,7 @@ def test_a_peer_that_cannot_run_says_why_and_ours_is_timed(
     assert meter.timed == 3
 
 
-def test_a_peer_is_timed_with_the_sequence_second(
-    meter: Any, shape: LayerShape, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_peer_input_is_batch_first(meter: Any, shape: LayerShape, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, ...]] = []
     weight = torch.nn.Parameter(torch.eye(shape.size.hidden, dtype=torch.bfloat16))
 
@@ -142,13 +138,13 @@ def test_a_peer_is_timed_with_the_sequence_second(
 
     layer = Layer(run=run, parameters=(weight,), sequence_first=False)
     monkeypatch.setattr(peers, "build", lambda *_: layer)
-    _, row = bench(plan(shape, peers=("fla",)), meter, CPU, tell=lambda _: None).rows
+    _, row = bench(plan(shape, peers=("fla",)), meter, CPU, report_progress=lambda _: None).rows
     assert seen == [(2, 70, 32)]
     assert row.measured is not None
     assert row.measured.parameters == 32**2
 
 
-def test_a_training_pass_gives_all_gradients() -> None:
+def test_training_pass_returns_all_gradients() -> None:
     weight, unused = (torch.nn.Parameter(torch.randn(3, 3, dtype=torch.bfloat16)) for _ in range(2))
     layer = Layer(run=lambda x: x @ weight, parameters=(weight, unused), sequence_first=True)
     x = hidden_states(layer, length=4, batch=2, hidden=3, seed=1, device=CPU.device)
@@ -163,7 +159,7 @@ def test_a_training_pass_gives_all_gradients() -> None:
     assert gradients[2] is None
 
 
-def test_weights_are_those_of_training_and_of_the_seed(shape: LayerShape, one_process: Any) -> None:
+def test_weights_have_training_initialization(shape: LayerShape, one_process: Any) -> None:
     first, again, other = (ours.build("gated_deltanet", shape, CPU, one_process, seed) for seed in (1, 1, 2))
     weights = first.in_proj.weight.detach()
     assert torch.equal(weights, again.in_proj.weight)
@@ -174,7 +170,7 @@ def test_weights_are_those_of_training_and_of_the_seed(shape: LayerShape, one_pr
     assert first.conv_weight.abs().max() <= 0.5
 
 
-def test_plain_torch_are_taken_and_left(shape: LayerShape, one_process: Any) -> None:
+def test_plain_torch_context(shape: LayerShape, one_process: Any) -> None:
     """Attention has a faster form even on a CPU."""
     mixer = ours.build("attention", shape, CPU, one_process, 1)
     x = torch.zeros(5, 1, 32, dtype=torch.bfloat16)
@@ -190,7 +186,7 @@ WITHOUT_FLASH_ATTENTION = sorted(set(peers.LAYERS) - {"attention", "moba"})
 
 @pytest.mark.parametrize("name", WITHOUT_FLASH_ATTENTION)
 @pytest.mark.filterwarnings("ignore")
-def test_the_peer_has_the_settings_of_ours(name: str, one_process: Any) -> None:
+def test_peer_has_as_many_parameters(name: str, one_process: Any) -> None:
     """Parameter counts differ at most by a bias or norm. A different width or gate would change them far more."""
     pytest.importorskip("fla")
     pytest.importorskip("transformers")
@@ -200,19 +196,19 @@ def test_the_peer_has_the_settings_of_ours(name: str, one_process: Any) -> None:
     assert theirs == pytest.approx(mixer.num_parameters(), rel=0.01)
 
 
-def test_every_peer_is_named_after_a_mixer() -> None:
+def test_peers_are_named_after_mixers() -> None:
     assert set(peers.LAYERS) <= set(load_all())
     assert MIXERS - set(peers.LAYERS) == {"top1_chunk", "top1_element"}
 
 
-def test_without_fla_its_layers_are_not_run(shape: LayerShape, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_fla(shape: LayerShape, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "find_spec", lambda _: None)
     with pytest.raises(NotRun, match=r"^flash-linear-attention is not installed: pip install flash-linear-attention$"):
         peers.build("gla", shape, CPU.device)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_plain_fallback_of_fla_is_not_run(shape: LayerShape) -> None:
+def test_plain_fallback_of_fla_is_not_run(shape: LayerShape) -> None:
     pytest.importorskip("transformers")
     module = pytest.importorskip("fla.layers.mamba2")
     if module.is_fast_path_available:
@@ -221,7 +217,7 @@ def test_a_plain_fallback_of_fla_is_not_run(shape: LayerShape) -> None:
         peers.build("mamba2", shape, CPU.device)
 
 
-def test_a_long_sequence_is_checked_at_512_tokens(shape: LayerShape, one_process: Any) -> None:
+def test_long_sequence_is_checked_at_512_tokens(shape: LayerShape, one_process: Any) -> None:
     lengths: list[int] = []
     mixer = ours.build("linear_attention", shape, CPU, one_process, 1)
     mixer.register_forward_pre_hook(lambda _, inputs: lengths.append(len(inputs[0])))

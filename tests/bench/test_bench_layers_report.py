@@ -77,10 +77,10 @@ def test_the_table(canned: LayerReport) -> None:
     assert canned.failures == [canned.rows[4]]
 
 
-def test_where_the_peak_is_not_known_there_is_no_utilisation(canned: LayerReport) -> None:
+def test_no_mfu_without_peak_flops(canned: LayerReport) -> None:
     unknown = LayerReport(plan=canned.plan, machine=canned.machine, peak_flops=None, rows=canned.rows)
     text = unknown.markdown()
-    assert "peak not known" in text
+    assert "peak unknown" in text
     assert [row[8] for row in table(text)[2:]] == [""] * 6
     assert unknown.to_dict()["rows"][0]["mfu"] is None
 
@@ -118,7 +118,7 @@ def parse(*arguments: str) -> LayerPlan:
     return options.make_plan(parser.parse_args(list(arguments)))
 
 
-def test_the_defaults_are_all_mixers_at_the_sizes_of_the_study() -> None:
+def test_default_plan() -> None:
     plan = parse()
     assert plan.mixers == tuple(sorted(load_all()))
     assert [(s.size_name, *s.size, s.length, s.tokens) for s in plan.shapes] == [
@@ -132,7 +132,7 @@ def test_the_defaults_are_all_mixers_at_the_sizes_of_the_study() -> None:
     assert parse().seed != parse().seed
 
 
-def test_options_are_taken() -> None:
+def test_options_of_layers() -> None:
     plan = parse(
         "--mixers", "rwkv7, gla,rwkv7", "--shapes", "1p3b:64x3, 110m:8x1,1p3b:64x3", "--peers", "", "--repeat", "4",
         "--seed", "9", "--output", "here",
@@ -150,17 +150,17 @@ def test_options_are_taken() -> None:
     )
 
 
-def test_a_shape_may_have_fewer_heads_than_its_size() -> None:
+def test_shape_with_fewer_heads() -> None:
     (shape,) = options.make_shapes("1p3b/2:102400x1")
     assert (shape.size_name, shape.size, shape.length_name) == ("1p3b/2", SIZES["1p3b"]._replace(heads=2), "102400x1")
 
 
-FORM = "write SIZE[/HEADS]:LENGTHxBATCH, as 110m:2048x16 or 110m/2:2048x16, with a size of 110m, 1p3b"
+FORM = "write SIZE[/HEADS]:LENGTHxBATCH, e.g. 110m:2048x16 or 110m/2:2048x16; sizes are 110m, 1p3b"
 MISTAKES = [
-    (["layers", "--shapes", "110m:2048"], f"--shapes: '110m:2048' is no such shape; {FORM}"),
-    (["layers", "--shapes", "7b:2048x1"], f"--shapes: '7b:2048x1' is no such shape; {FORM}"),
-    (["layers", "--shapes", "110m/0:8x1"], f"--shapes: '110m/0:8x1' is no such shape; {FORM}"),
-    (["layers", "--shapes", "110m:0x1"], f"--shapes: '110m:0x1' is no such shape; {FORM}"),
+    (["layers", "--shapes", "110m:2048"], f"--shapes: '110m:2048' is not a valid shape; {FORM}"),
+    (["layers", "--shapes", "7b:2048x1"], f"--shapes: '7b:2048x1' is not a valid shape; {FORM}"),
+    (["layers", "--shapes", "110m/0:8x1"], f"--shapes: '110m/0:8x1' is not a valid shape; {FORM}"),
+    (["layers", "--shapes", "110m:0x1"], f"--shapes: '110m:0x1' is not a valid shape; {FORM}"),
     (["layers", "--shapes", ","], f"--shapes: is empty; {FORM}"),
     (["layers", "--mixers", "gla,glas"], "--mixers: 'glas' is not known; choose from attention, based, deltanet, "),
     (["layers", "--mixers", ""], "--mixers: is empty; name some of attention, "),
@@ -188,8 +188,8 @@ def test_a_mistake_is_one_line(
         code = int(stop.code or 0)
     assert code == 2
     shown = capsys.readouterr()
-    (said,) = shown.err.splitlines()
-    assert said.startswith(f"selectron: error: {line}")
+    (message,) = shown.err.splitlines()
+    assert message.startswith(f"selectron: error: {line}")
     assert shown.out == ""
     assert not list(tmp_path.iterdir())
 

@@ -41,46 +41,46 @@ def test_tokens_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     read: list[int] = []
     given = run.training_batch
 
-    def noting(samples, indices, *rest):  # type: ignore[no-untyped-def]
+    def recording(samples, indices, *rest):  # type: ignore[no-untyped-def]
         read.extend(indices)
         return given(samples, indices, *rest)
 
-    monkeypatch.setattr(run, "training_batch", noting)
+    monkeypatch.setattr(run, "training_batch", recording)
     clock = iter(range(100))
     monkeypatch.setattr(run.time, "perf_counter", lambda: next(clock))
     monkeypatch.setattr(run.time, "process_time", iter((10.0, 12.0)).__next__)
     # One warm-up batch. Then the clock is read once per batch, and shows 3 s after the third one.
-    assert run.read(run.Reading(tmp_path, 100, 2, 1, 2, 3.0)) == (600 / 3, 600 / 2)
+    assert run.read_rank(run.Reading(tmp_path, 100, 2, 1, 2, 3.0)) == (600 / 3, 600 / 2)
     assert read == [2, 3, 6, 7, 10, 11, 14, 15]  # for the second of two ranks
 
 
-def test_something_is_read_however_long_the_process_is_held_up(tmp_path: Path) -> None:
+def test_at_least_one_batch_is_read(tmp_path: Path) -> None:
     make_random_data(tmp_path, 1, 3000, seed=3)
     samples, _ = open_samples(tmp_path, 100, run.SEED)
-    assert run.timed(samples, run.Reading(tmp_path, 100, 2, 0, 1, seconds=0.0), 4)[0] == 5
+    assert run.read_for_seconds(samples, run.Reading(tmp_path, 100, 2, 0, 1, seconds=0.0), 4)[0] == 5
 
 
-def test_bare_reads_are_of_the_bytes_that_samples_span(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_raw_reads_have_size_of_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     manifest = make_random_data(tmp_path, 3, 3000, seed=3)
     shard, read = manifest.domains[0].shards[0], set[tuple[int, bool]]()
     before, given = len(os.listdir("/proc/self/fd")), os.preadv
 
-    def noting(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+    def recording(descriptor: int, buffers: list[memoryview], offset: int) -> int:
         size = given(descriptor, buffers, offset)
         read.add((size, len(buffers[0]) == size))
         return size
 
-    monkeypatch.setattr(os, "preadv", noting)
+    monkeypatch.setattr(os, "preadv", recording)
     for length, expected in ((300, 4 / 100), (3_000_000, 4 / 100 * 1000)):  # at most one shard
         monkeypatch.setattr(loader_turns.time, "process_time", iter((10.0, 10.1, 12.0, 14.0)).__next__)
-        with loader_turns.bare_reads(tmp_path, manifest, length, max_open=2) as bare:
+        with loader_turns.raw_reads(tmp_path, manifest, length, max_open=2) as raw_read:
             assert len(os.listdir("/proc/self/fd")) == before + 2
-            assert bare(1.0) == pytest.approx(expected)
+            assert raw_read(1.0) == pytest.approx(expected)
     assert read == {(shard.bytes // 10, True), (shard.bytes, True)}
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_turns_read_the_samples_of_each_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_are_read_in_alternation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     roots = {tmp_path / "few": 2, tmp_path / "many": 5}
     for root, shards in roots.items():
         make_random_data(root, shards, 3000, seed=shards)
@@ -88,7 +88,7 @@ def test_turns_read_the_samples_of_each_folder(tmp_path: Path, monkeypatch: pyte
     taken: list[Path] = []
     read: dict[Path, list[int]] = {root: [] for root in roots}
     alone: dict[Path, set[Path]] = {root: set() for root in roots}
-    given, batch_of, reads = loader_turns.timed, run.training_batch, os.preadv
+    given, batch_of, reads = loader_turns.read_for_seconds, run.training_batch, os.preadv
 
     def turn(samples, reading, number):  # type: ignore[no-untyped-def]
         taken.append(reading.root)
@@ -106,8 +106,8 @@ def test_turns_read_the_samples_of_each_folder(tmp_path: Path, monkeypatch: pyte
         alone[taken[-1]].add(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
         return reads(descriptor, *rest)
 
-    monkeypatch.setattr(loader_turns, "TURN", 0.002)
-    monkeypatch.setattr(loader_turns, "timed", turn)
+    monkeypatch.setattr(loader_turns, "TURN_SECONDS", 0.002)
+    monkeypatch.setattr(loader_turns, "read_for_seconds", turn)
     monkeypatch.setattr(run, "training_batch", batch)
     monkeypatch.setattr(os, "preadv", preadv)
     turns = loader_turns.measure_turns(roots, 100, 2, 1, 0.008)
@@ -121,9 +121,7 @@ def test_turns_read_the_samples_of_each_folder(tmp_path: Path, monkeypatch: pyte
         assert alone[root] == set(root.rglob("*.tar"))
 
 
-def test_stores_and_reads_alone_share_the_files_that_a_process_may_have(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_open_files_stay_within_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_random_data(tmp_path, 8, 3000, seed=3)
     monkeypatch.setattr(loader_turns, "max_open_shards", lambda: 4)  # with 32 files
     before = len(os.listdir("/proc/self/fd"))
@@ -147,15 +145,15 @@ def test_the_report_by_hand(tmp_path: Path) -> None:
     report = LoaderReport(data="`data`", machine={"torch": "2"}, seconds=5, rows=rows, turns=turns, resumes=resumes)
     report.write(tmp_path)
     text = (tmp_path / "loader.md").read_text()
-    assert "`data`. Each row was read for 5 s. Floor" in text
-    assert "| 10 | 2,048 | 4 | 2 | in memory | 25.0 | 12.0 | 12 % |" in text
-    assert "| 10 | 2,048 | 4 | 2 | on the disk | 20.0 | 10.0 | 10 % |" in text
+    assert "`data`. Each row was read for 5 s. Upper bound" in text
+    assert "| 10 | 2,048 | 4 | 2 | in page cache | 25.0 | 12.0 | 12 % |" in text
+    assert "| 10 | 2,048 | 4 | 2 | on disk | 20.0 | 10.0 | 10 % |" in text
     alone = "3.5 (3.0 to 5.0) | 1.75 (1.50 to 2.50)"
     assert f"| 1,000 | 2,048 | 2 | 47.0 (42.0 to 66.0) | 1.10 (1.00 to 1.25) | {alone} |" in text
     assert "| 10 | 2,048 | 2 | 41.0 (40.0 to 60.0) |  | 2.0 (2.0 to 2.0) |  |" in text
     assert "| 10 | 102,400 | 2 | 400.0 (400.0 to 400.0) |  |" in text
-    assert "took turns, 5 s of samples each" in text
-    assert "took turns" not in replace(report, turns=[]).markdown()
+    assert "in alternation, 5 s each" in text
+    assert "in alternation" not in replace(report, turns=[]).markdown()
     assert "| 1,000 | 102,400 | 32,000,000 | 50 | 250 |" in text
     raw = json.loads((tmp_path / "loader.json").read_text())
     assert raw["rows"][0]["floor"] == 1e8
@@ -185,18 +183,16 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
-        (["--lengths", "2k"], "--lengths: '2k' is no list of whole numbers from 1 on; write it like 10,100"),
-        (["--ranks", "0"], "--ranks: '0' is no list of whole numbers from 1 on; write it like 10,100"),
-        (["--shards", ","], "--shards: ',' is no list of whole numbers from 1 on; write it like 10,100"),
-        (["--seconds", "0"], "--seconds: 0.0 is not above 0; give some seconds"),
+        (["--lengths", "2k"], "--lengths: '2k' is not a list of integers >= 1; write it like 10,100"),
+        (["--ranks", "0"], "--ranks: '0' is not a list of integers >= 1; write it like 10,100"),
+        (["--shards", ","], "--shards: ',' is not a list of integers >= 1; write it like 10,100"),
+        (["--seconds", "0"], "--seconds: 0.0 is not above 0; give a positive number"),
         (["--shard-tokens", "0"], "--shard-tokens: 0 is less than 1; give 1 or more"),
         (["--data", "nowhere"], "nowhere/manifest.json: cannot be read (No such file or directory)"),
     ],
 )
-def test_bad_options_are_one_line(
-    options: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_invalid_options(options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "loader", *options, "--output", str(tmp_path)]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err

@@ -19,15 +19,15 @@ from megatron_ext.platform.device import Platform
 CPU = Platform(torch.device("cpu"), "gloo")
 
 
-def test_all_train_in_turn(one_process: Any, small_run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_optimizers_alternate(one_process: Any, small_run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     turns: list[str] = []
     train = TimedRun.train
 
-    def noting(self: TimedRun) -> None:
+    def recording(self: TimedRun) -> None:
         turns.append(self._config.optimizer.sharding)
         train(self)
 
-    monkeypatch.setattr(TimedRun, "train", noting)
+    monkeypatch.setattr(TimedRun, "train", recording)
     names = ("none", "megatron")
     configs = {name: replace(small_run, optimizer=OptimizerConfig(sharding=name)) for name in names}
     found = optimizers.measure(configs, 100, one_process, CPU, rounds=2, steps=1)
@@ -37,11 +37,11 @@ def test_all_train_in_turn(one_process: Any, small_run: RunConfig, monkeypatch: 
     assert turns == 3 * none + 3 * megatron + 2 * none + 2 * megatron + 2 * megatron + 2 * none
 
 
-def test_steps_are_those_of_training(one_process: Any, small_run: RunConfig) -> None:
+def test_timed_step_updates_parameters(one_process: Any, small_run: RunConfig) -> None:
     run = TimedRun(small_run, 100, one_process, CPU)
     (chunk,) = run.trainer.optimizer.chunks
     before = [parameter.detach().clone() for parameter in chunk.parameters()]
-    assert run.timed(run.train) > 0
+    assert run.time_call(run.train) > 0
     assert run.step == 1
     assert all((a != b).any() for a, b in zip(before, chunk.parameters(), strict=True))
 
@@ -69,16 +69,16 @@ def test_the_table_by_hand(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["--rounds", "0"], "--rounds: 0 is less than 1"),
         (["--steps", "0"], "--steps: 0 is less than 1"),
-        (["--optimizers", ","], "--optimizers: names none"),
+        (["--optimizers", ","], "--optimizers: no optimizer is given"),
         (["--optimizers", "zero9"], 'optimizer.sharding: "zero9" is not one of the choices'),
     ],
 )
-def test_bad_options_are_one_line(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_options(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "optimizers", *options, "examples/110m_2k.yaml", "data.path=none"]) == 2
     errors = capsys.readouterr().err
-    assert said in errors
+    assert message in errors
     assert errors.count("\n") == 1

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_ext.bench.checkpoints import report
-from megatron_ext.bench.checkpoints.run import WARM_UP, Bench, Measured, Save
+from megatron_ext.bench.checkpoints.run import WARM_UP_STEPS, CheckpointBenchmark, Measured, Save
 from megatron_ext.cli import main
 from megatron_ext.config.schema import RunConfig
 from megatron_ext.platform.device import Platform
@@ -18,8 +18,8 @@ from megatron_ext.platform.device import Platform
 CPU = Platform(torch.device("cpu"), "gloo")
 
 
-def test_every_number_is_measured(one_process: Any, small_run: RunConfig, tmp_path: Path) -> None:
-    found = Bench(small_run, 100, one_process, CPU, tmp_path).measure(steps=1, saves=2)
+def test_checkpoint_measurements(one_process: Any, small_run: RunConfig, tmp_path: Path) -> None:
+    found = CheckpointBenchmark(small_run, 100, one_process, CPU, tmp_path).measure(steps=1, saves=2)
     # fp32 parameters, the optimizer's main parameters and two moments, plus the overhead of torch.save.
     assert 16 * found.parameters < found.size < 16 * found.parameters + 200_000
     assert len(found.saves) == 2
@@ -35,7 +35,7 @@ def test_every_number_is_measured(one_process: Any, small_run: RunConfig, tmp_pa
     assert len(list((tmp_path / "later").glob("step_*"))) == 1
     for plain in (tmp_path / "plain").iterdir():
         assert plain.stat().st_size == (whole / plain.name).stat().st_size
-    assert WARM_UP == 2
+    assert WARM_UP_STEPS == 2
 
 
 MEASURED = Measured(
@@ -75,7 +75,7 @@ def test_shares_and_speeds_by_hand() -> None:
     )
 
 
-def test_the_report_is_written_whole(tmp_path: Path) -> None:
+def test_checkpoint_report(tmp_path: Path) -> None:
     done = report.CheckpointReport(
         name="small", overrides=("a=1",), processes=2, machine={"torch": "2"}, measured=MEASURED
     )
@@ -86,11 +86,11 @@ def test_the_report_is_written_whole(tmp_path: Path) -> None:
     text = (tmp_path / "checkpoints.md").read_text()
     assert text == done.markdown()
     assert "| stall of a save | 20.0 ms, 4.0 % of a step |" in text
-    assert "`small a=1`, 2 processes, 4,000 MB a checkpoint. Medians of 3 saves." in text
+    assert "`small a=1`, 2 processes, 4,000 MB per checkpoint. Medians of 3 saves." in text
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["--saves", "0"], "--saves: 0 is less than 1"),
         (["--steps", "-1"], "--steps: -1 is less than 1"),
@@ -98,8 +98,8 @@ def test_the_report_is_written_whole(tmp_path: Path) -> None:
         ([], "none.yaml"),
     ],
 )
-def test_bad_options_are_one_line(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_options(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "checkpoints", *options, "none.yaml"]) == 2
     errors = capsys.readouterr().err
-    assert said in errors
+    assert message in errors
     assert errors.count("\n") == 1

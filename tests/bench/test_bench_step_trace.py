@@ -11,7 +11,7 @@ import torch
 
 from megatron_ext.bench.steps import TimedRun
 from megatron_ext.bench.train.measure import profile_steps
-from megatron_ext.bench.train.profiler_ranges import named_parts
+from megatron_ext.bench.train.profiler_ranges import record_parts
 from megatron_ext.bench.train.step_trace import (
     OTHER,
     PARTS,
@@ -21,7 +21,7 @@ from megatron_ext.bench.train.step_trace import (
     Breakdown,
     Idle,
     break_down,
-    mean,
+    mean_breakdown,
 )
 from megatron_ext.config.schema import RunConfig
 from megatron_ext.model.step_parts import BACKWARD, FEED_FORWARD, FORWARD, MIXER, MODEL
@@ -98,7 +98,7 @@ GPU_STEP = [
 ]
 
 
-def test_kernels_are_of_the_part_that_launched_them_or_its_forward() -> None:
+def test_kernel_time_is_attributed_to_launching_part() -> None:
     (found,) = break_down(GPU_STEP)
     expected = {
         "data": 50 + 10,  # idle GPU time and the copy
@@ -115,14 +115,14 @@ def test_kernels_are_of_the_part_that_launched_them_or_its_forward() -> None:
     assert phases == pytest.approx({FORWARD: 160, RECOMPUTE: 0, BACKWARD: 240})
 
 
-def test_what_copy_engines_fetch_and_how_ranks_meet_is_communication() -> None:
+def test_peer_copies_and_barriers_are_communication() -> None:
     meeting = "void c10d::symmetric_memory::barrier_kernel(unsigned int**, int, int, int, unsigned long)"
     step = [section("step", 0, 100), kernel(meeting, 10, 5, 1), kernel("Memcpy PtoP (Device -> Device)", 15, 30, 2)]
     (found,) = break_down(step)
     assert found.communication == found.parts["communication"] == pytest.approx(35e-6)
 
 
-def test_waits_are_told_with_their_place_but_the_last() -> None:
+def test_host_syncs_have_locations() -> None:
     (found,) = break_down(GPU_STEP)
     assert found.host_syncs == {
         "cudaStreamSynchronize in aten::copy_ (other)": 1,
@@ -130,25 +130,25 @@ def test_waits_are_told_with_their_place_but_the_last() -> None:
     }
 
 
-def test_the_longest_time_without_a_kernel_is_told_with_what_the_host_was_at() -> None:
+def test_longest_idle_interval() -> None:
     beside = host("cpu_op", "aten::mm", 30, 40, AUTOGRAD)
     step = [section("step", 0, 200), kernel("gemm", 0, 20, 1), beside, kernel("gemm", 90, 60, 2)]
     first, second = break_down([*step, section("step", 200, 100), host("cpu_op", "aten::copy_", 220, 80)])
     assert first.longest_idle == Idle(pytest.approx(70e-6), "aten::mm (other)")  # the main thread only waits
     assert second.longest_idle == Idle(pytest.approx(100e-6), "aten::copy_ in step (other)")
-    assert mean([first, second]).longest_idle == second.longest_idle
-    busy = mean(break_down([section("step", 0, 100), kernel("gemm", 0, 100, 1)]))
+    assert mean_breakdown([first, second]).longest_idle == second.longest_idle
+    busy = mean_breakdown(break_down([section("step", 0, 100), kernel("gemm", 0, 100, 1)]))
     assert busy.longest_idle is None
 
 
-def test_steps_are_apart_and_kernels_cut_at_their_ends() -> None:
+def test_kernels_are_cut_at_step_ends() -> None:
     later = [section("step", 1000, 100), kernel("late", 890, 150, 0)]
     first, second = break_down([*GPU_STEP, *later])
     assert 1e6 * first.parts[OTHER] == pytest.approx(100)
     assert 1e6 * second.parts[OTHER] == pytest.approx(40)
     for one in (first, second):
         assert sum(one.parts.values()) == pytest.approx(one.step)
-    both = mean([first, second])
+    both = mean_breakdown([first, second])
     assert both.step == pytest.approx((first.step + second.step) / 2)
     assert both.host_syncs is not None
     assert both.host_syncs["cudaStreamSynchronize in aten::item (mixer)"] == 0.5
@@ -175,13 +175,13 @@ def profiled(config: RunConfig, groups: Any, slow: str, monkeypatch: pytest.Monk
     module = getattr(layer, slow)
     forward = module.forward
 
-    def slowly(*args: Any, **more: Any) -> Any:
+    def slow_forward(*args: Any, **more: Any) -> Any:
         out, bias = forward(*args, **more)
         return Slow.apply(out), bias
 
-    monkeypatch.setattr(module, "forward", slowly)
+    monkeypatch.setattr(module, "forward", slow_forward)
     (found,) = profile_steps(run, CPU, 1)
-    assert module.forward is slowly  # the wrapper that names parts was removed
+    assert module.forward is slow_forward  # the wrapper that names parts was removed
     assert "step" not in vars(run.trainer.optimizer)
     return found
 
@@ -190,7 +190,7 @@ def profiled(config: RunConfig, groups: Any, slow: str, monkeypatch: pytest.Monk
     ("slow", "part", "recompute"),
     [("self_attention", MIXER, "none"), ("mlp", FEED_FORWARD, "full")],
 )
-def test_a_slow_part_is_seen_in_its_own_row(
+def test_slow_part_is_attributed(
     slow: str, part: str, recompute: Any, one_process: Any, small_run: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     training = replace(small_run.training, global_batch_size=1, recompute=recompute)
@@ -206,10 +206,10 @@ def test_a_slow_part_is_seen_in_its_own_row(
     assert found.host_syncs is None
 
 
-def test_the_model_is_as_it_was(one_process: Any, small_run: RunConfig) -> None:
+def test_record_parts_restores_model(one_process: Any, small_run: RunConfig) -> None:
     run = TimedRun(small_run, 100, one_process, CPU)
     modules = [module for chunk in run.trainer.optimizer.chunks for module in chunk.modules()]
-    with named_parts(run.trainer):
+    with record_parts(run.trainer):
         named = [module for module in modules if "forward" in vars(module)]
     # The model, its embedding, the transformer block, its layer, and the layer's mixer and feed-forward.
     assert len(named) == 6

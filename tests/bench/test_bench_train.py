@@ -16,7 +16,7 @@ import torch
 from kernels.bench.timing import Ceilings
 from megatron_ext.bench.train import rank as train_rank
 from megatron_ext.bench.train import run
-from megatron_ext.bench.train.measure import Amount, Measured, PeakMemory, measure
+from megatron_ext.bench.train.measure import Measured, PeakMemory, StepCounts, measure
 from megatron_ext.bench.train.rank import FAILED, Job, read_job
 from megatron_ext.bench.train.report import TrainingReport, TrainingRow, derived
 from megatron_ext.bench.train.run import parse_variant
@@ -48,20 +48,20 @@ training: {global_batch_size: 4, micro_batch_size: 1, precision: fp32}
         ("a:one/two.yaml,mixers.x.y=1,b.yml", ("one/two.yaml", "mixers.x.y=1", "b.yml")),
     ],
 )
-def test_a_comma_begins_a_key_or_a_file_or_is_of_the_value(text: str, overrides: tuple[str, ...]) -> None:
+def test_parse_variant(text: str, overrides: tuple[str, ...]) -> None:
     assert parse_variant(text) == ("a", overrides)
 
 
-def test_random_data_are_of_the_vocabulary(tmp_path: Path) -> None:
+def test_random_data_vocabulary(tmp_path: Path) -> None:
     make_random_data(tmp_path, 1, 2000, seed=0, vocabulary=7)
     samples, _ = open_samples(tmp_path, 1999, seed=0)
     assert set(samples[0]) == set(range(7))
 
 
-def test_all_is_measured(one_process: Any, small_run: RunConfig, tmp_path: Path) -> None:
+def test_training_measurements(one_process: Any, small_run: RunConfig, tmp_path: Path) -> None:
     make_random_data(tmp_path, 1, 2000, seed=0, vocabulary=100)
     samples, _ = open_samples(tmp_path, 16, seed=0)
-    found = measure(small_run, 100, samples, one_process, CPU, Amount(warm_up=1, steps=3, profiled=1))
+    found = measure(small_run, 100, samples, one_process, CPU, StepCounts(warm_up=1, steps=3, profiled=1))
     assert len(found.seconds) == len(found.losses) == 3
     assert all(seconds > 0 for seconds in (*found.seconds, found.starting, found.building, found.first_step))
     assert found.losses[0] == pytest.approx(math.log(128), abs=0.5)  # of the padded vocabulary
@@ -79,14 +79,14 @@ def test_all_is_measured(one_process: Any, small_run: RunConfig, tmp_path: Path)
 
 
 @pytest.mark.parametrize("recompute", ["none", "mlp", "full"])
-def test_plain_megatron_is_as_large_and_counts_as_many_operations(
+def test_plain_megatron_has_same_size_and_flops(
     one_process: Any, small_run: RunConfig, tmp_path: Path, recompute: str
 ) -> None:
     make_random_data(tmp_path, 1, 2000, seed=0, vocabulary=100)
     samples, _ = open_samples(tmp_path, 16, seed=0)
     config = replace(small_run, training=replace(small_run.training, recompute=recompute))
-    amount = Amount(warm_up=1, steps=2, profiled=0)
-    ours, plain = (measure(config, 100, samples, one_process, CPU, amount, plain=plain) for plain in (False, True))
+    step_counts = StepCounts(warm_up=1, steps=2, profiled=0)
+    ours, plain = (measure(config, 100, samples, one_process, CPU, step_counts, plain=plain) for plain in (False, True))
     assert plain.parameters == ours.parameters
     assert plain.flops_per_token == pytest.approx(ours.flops_per_token)
     assert plain.losses[0] == pytest.approx(math.log(100), abs=0.2)  # of 128 rows
@@ -94,30 +94,30 @@ def test_plain_megatron_is_as_large_and_counts_as_many_operations(
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "message"),
     [
-        ("model.pattern=top1_chunk*4", "model.pattern: 'top1_chunk*4' is no model of plain megatron-core"),
-        ("mixers.attention.window=8", "model.pattern: 'attention' is no model of plain megatron-core"),
-        ("model.block=rwkv7", "model.block: 'rwkv7' is no block of plain megatron-core"),
-        ("optimizer.sharding=zero1", "optimizer.sharding: zero1 is not plain megatron-core's"),
+        ("model.pattern=top1_chunk*4", "model.pattern: 'top1_chunk*4' is not supported by plain megatron-core"),
+        ("mixers.attention.window=8", "model.pattern: 'attention' is not supported by plain megatron-core"),
+        ("model.block=rwkv7", "model.block: 'rwkv7' is not supported by plain megatron-core"),
+        ("optimizer.sharding=zero1", "optimizer.sharding: zero1 is not supported by plain megatron-core"),
     ],
 )
-def test_what_plain_megatron_is_not_is_refused(tmp_path: Path, overrides: str, said: str) -> None:
+def test_unsupported_by_plain_megatron(tmp_path: Path, overrides: str, message: str) -> None:
     path = tmp_path / "tiny.yaml"
     path.write_text(TINY)
     plain, ours = run.read_variants(path, [], ["ours:"], 1, [f"plain:{overrides}"])
     assert plain.plain
-    assert str(plain.refused).startswith(said)
-    assert (ours.plain, ours.refused) == (False, None)
+    assert str(plain.error).startswith(message)
+    assert (ours.plain, ours.error) == (False, None)
 
 
-def test_without_profiled_steps_there_is_no_breakdown(one_process: Any, small_run: RunConfig, tmp_path: Path) -> None:
+def test_no_breakdown_without_profiled_steps(one_process: Any, small_run: RunConfig, tmp_path: Path) -> None:
     make_random_data(tmp_path, 1, 2000, seed=0, vocabulary=100)
     samples, _ = open_samples(tmp_path, 16, seed=0)
-    found = measure(small_run, 100, samples, one_process, CPU, Amount(warm_up=1, steps=1, profiled=0))
+    found = measure(small_run, 100, samples, one_process, CPU, StepCounts(warm_up=1, steps=1, profiled=0))
     assert found.breakdown is None
     assert found.breakdown_by_rank == []
-    *table, empty, start = replace(REPORT, rows=[ROW.with_numbers(found)]).table()
+    *table, empty, start = replace(REPORT, rows=[ROW.with_measurements(found)]).table()
     assert len(table) == 3
     assert (empty, start[:11]) == ("", "* full took")
 
@@ -145,14 +145,14 @@ MEASURED = Measured(
     building=12.5,
     first_step=30.25,
 )
-ROW = TrainingRow(name="full", overrides=("a.b=1",), config={"model": {}}, processes=2, took=70.0)
+ROW = TrainingRow(name="full", overrides=("a.b=1",), config={"model": {}}, processes=2, wall_seconds=70.0)
 REPORT = TrainingReport(
     name="small",
     overrides=("c.d=2",),
     processes=2,
     machine={"torch": "2"},
     ceilings=Ceilings(7e14, 4e12),
-    amount=Amount(warm_up=5, steps=3, profiled=2),
+    step_counts=StepCounts(warm_up=5, steps=3, profiled=2),
     prepared=False,
     rows=[],
 )
@@ -174,7 +174,7 @@ def test_rates_by_hand() -> None:
 
 def test_the_tables_by_hand(tmp_path: Path) -> None:
     big = replace(ROW, name="big").with_failure("OutOfMemoryError: x")
-    report = replace(REPORT, rows=[ROW.with_numbers(MEASURED), big])
+    report = replace(REPORT, rows=[ROW.with_measurements(MEASURED), big])
     report.write(tmp_path)
     text = (tmp_path / "train.md").read_text()
     assert text == report.markdown()
@@ -185,12 +185,10 @@ def test_the_tables_by_hand(tmp_path: Path) -> None:
     assert "| big | failed: OutOfMemoryError: x |  |" in text
     assert "| full | 500 | 200 (40 %) | 0.0 (0 %) |" in text
     assert "| full | recompute | 50.0 | 0.0 |" in text
-    start = (
-        "* full took 70.0 s: 20.0 s until its ranks had met, 12.5 s until model and optimizer were there, 30.2 s for"
-    )
+    start = "* full took 70.0 s, of which 20.0 s to start the processes, 12.5 s to build model and optimizer"
     assert start in text
-    assert "* full: communication 150 ms, of which 50.0 hidden" in text
-    assert "* full: idle for 120 ms at once on rank 1, the host at aten::mm in step (mixer)" in text
+    assert "* full: communication 150 ms, 50.0 ms of it overlapped" in text
+    assert "* full: longest idle interval 120 ms, on rank 1, while the host was in aten::mm in step (mixer)" in text
     assert "* full: 2 x cudaStreamSynchronize in aten::item (optimizer)" in text
     raw = json.loads((tmp_path / "train.json").read_text())
     assert raw["rows"][0]["measured"]["breakdown"]["parts"]["mixer"] == 0.2
@@ -200,8 +198,8 @@ def test_the_tables_by_hand(tmp_path: Path) -> None:
     assert raw["ceilings"] == {"tflops": 700, "gb_per_s": 4000}
 
 
-def test_a_loss_that_is_not_finite_is_a_failure() -> None:
-    row = ROW.with_numbers(replace(MEASURED, losses=[3.0, math.nan, 1.0]))
+def test_nonfinite_loss_is_failure() -> None:
+    row = ROW.with_measurements(replace(MEASURED, losses=[3.0, math.nan, 1.0]))
     assert row.failed == "the loss of timed step 2 is nan"
     assert row.to_dict()["measured"]["losses"] == [3.0, "nan", 1.0]
 
@@ -231,17 +229,17 @@ def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert (output / "train.md").read_text() in capfd.readouterr().out
 
 
-def test_garbage_is_not_looked_for_in_what_a_rank_has_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_imports_of_rank_are_frozen_for_gc(monkeypatch: pytest.MonkeyPatch) -> None:
     collecting: list[bool] = []
     monkeypatch.setattr(gc, "freeze", lambda: collecting.append(gc.isenabled()))
-    monkeypatch.setattr(gc_control, "_owns_process", False)  # restored after this test
-    monkeypatch.setattr(train_rank, "do", lambda folder, *, only_machine: 0)
+    monkeypatch.setattr(gc_control, "_is_ours", False)  # restored after this test
+    monkeypatch.setattr(train_rank, "run_rank", lambda folder, *, only_machine: 0)
     monkeypatch.setattr(sys, "argv", ["selectron", "bench", "train-rank", "folder"])
     assert main() == 0
     assert collecting == [False]
 
 
-def test_what_fails_says_why_and_the_others_go_on(
+def test_failed_variants_do_not_stop_benchmark(
     tmp_path: Path, small_run: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fake processes: one reports its error, one is killed, and the interruption of one ends the benchmark."""
@@ -252,57 +250,59 @@ def test_what_fails_says_why_and_the_others_go_on(
     def launch(command: list[str], processes: int) -> int:
         folder = Path(command[-1])
         jobs.append(read_job(folder))
-        said, code = next(ends)
-        if said is not None:
-            (folder / FAILED).write_text(said)
+        message, code = next(ends)
+        if message is not None:
+            (folder / FAILED).write_text(message)
         return code
 
     monkeypatch.setattr(run, "launch", launch)
     variants = [run.Variant(name=name, overrides=(), config=resolve(small_run, load_all())) for name in "abcd"]
-    amount = Amount(warm_up=1, steps=2, profiled=0)
-    plan = run.TrainingPlan(processes=1, amount=amount, vocabulary=50, prepared=False)
+    step_counts = StepCounts(warm_up=1, steps=2, profiled=0)
+    plan = run.TrainingPlan(processes=1, step_counts=step_counts, vocabulary=50, prepared=False)
     saved: list[int] = []
-    about = {"name": "small", "overrides": (), "processes": 1}
-    said: list[str] = []
-    report, code = run.bench(variants, plan, about, tell=said.append, save=lambda one: saved.append(len(one.rows)))
+    identity = {"name": "small", "overrides": (), "processes": 1}
+    lines: list[str] = []
+    report, code = run.bench(
+        variants, plan, identity, report_progress=lines.append, save=lambda report: saved.append(len(report.rows))
+    )
     assert code == 130
     assert [row.failed for row in report.rows] == [
         "OutOfMemoryError: CUDA out of memory.",
-        "was ended by SIGKILL, for want of memory perhaps",
-        "was ended by SIGINT",
+        "terminated by SIGKILL (possibly out of memory)",
+        "terminated by SIGINT",
     ]
     assert saved == [0, 1, 2, 3]
-    assert said[1] == "a: failed: OutOfMemoryError: CUDA out of memory."
+    assert lines[1] == "a: failed: OutOfMemoryError: CUDA out of memory."
     assert [job.config for job in jobs] == [variant.config for variant in variants[:3]]
-    assert jobs[0].amount == amount
+    assert jobs[0].step_counts == step_counts
     assert jobs[0].vocabulary == 50
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["--steps", "0"], "--steps: 0 is less than 1"),
         (["--profile", "-1"], "--profile: -1 is less than 0"),
         (["--processes", "0"], "--processes: 0 is less than 1"),
-        (["--variant", "model.pattern=attention"], "--variant: 'model.pattern=attention' is no variant"),
-        (["--variant", "a:", "--variant", "a:"], "--variant: 'a' is there twice"),
+        (["--variant", "model.pattern=attention"], "--variant: 'model.pattern=attention' is not a variant"),
+        (["--variant", "a:", "--variant", "a:"], "--variant: 'a' is given twice"),
         (["--processes", "3"], "is not divisible"),
     ],
 )
-def test_bad_options_are_one_line(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_options(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "train", *options, "examples/110m_2k.yaml", "data.path=none"]) == 2
     errors = capsys.readouterr().err
-    assert said in errors
+    assert message in errors
     assert errors.count("\n") == 1
 
 
-def test_options_may_stand_between_overrides(capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_between_overrides(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["examples/110m_2k.yaml", "training.steps=2", "--processes", "1", "model.depth=3", "--steps", "1"]
     assert main(["bench", "train", *arguments]) == 2
     assert capsys.readouterr().err.startswith("selectron: error: model.depth: no such field")
 
 
-def test_a_launcher_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_launcher_is_rejected(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("RANK", "0")
     assert main(["bench", "train", "examples/110m_2k.yaml"]) == 2
-    assert "RANK: is set: a launcher has started this" in capsys.readouterr().err
+    assert "RANK: is set by a launcher" in capsys.readouterr().err

@@ -15,7 +15,7 @@ def test_configurations_are_evenly_spaced(count: int, most: int, taken: list[int
     assert evenly_spaced(range(count), most) == taken
 
 
-def test_a_kernel_tries_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_configurations_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     autotuner = pytest.importorskip("triton.runtime.autotuner").Autotuner
     monkeypatch.setattr(autotuner, "prune_configs", lambda self, kwargs: [*self, kwargs["last"]])
     monkeypatch.setattr(autotuner, "do_bench", None)
@@ -23,7 +23,7 @@ def test_a_kernel_tries_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     assert autotuner.prune_configs(range(7), {"last": 7}) == [2, 6]
 
 
-def test_a_kernel_tries_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_configurations_are_timed_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
     autotuner = pytest.importorskip("triton.runtime.autotuner").Autotuner
     for name in ("prune_configs", "do_bench"):
         monkeypatch.setattr(autotuner, name, None)

@@ -19,7 +19,7 @@ import zstandard
 from data_prep.documents import Problems
 from data_prep.reading.corpus import open_files
 from data_prep.reading.fields import Fields
-from megatron_ext.bench.supervise import cost_of
+from megatron_ext.bench.supervise import measure_command
 from megatron_ext.utils.errors import UserError
 
 READ = """
@@ -84,7 +84,7 @@ def _train_keys(number: int, generator: np.random.Generator) -> np.ndarray:
 
 
 def peak(folder: Path, code: str = READ) -> tuple[int, str]:
-    cost, said = cost_of([sys.executable, "-c", code, str(folder)], {})
+    cost, said = measure_command([sys.executable, "-c", code, str(folder)], {})
     return cost.peak_bytes, said
 
 
@@ -113,7 +113,7 @@ def test_a_whole_preparation_of_ten_times_as_much_takes_no_more_memory(tmp_path,
         options = ["--input", folder, "--output", tmp_path / f"out{number}", "--tokenizer", tokenizer_file]
         options += ["--train-domains", "Text", "--domain", "Text", "--workers", "1", "--tasks", "1"]
         command = [sys.executable, "-m", "megatron_ext.cli", "prepare", *map(str, options)]
-        found[number] = cost_of(command, {})[0].peak_bytes
+        found[number] = measure_command(command, {})[0].peak_bytes
     assert found[300] < found[30] + 160 * MEBIBYTE, found
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_ext.bench.layers import ours
 from megatron_ext.bench.layers.cases import LayerPlan, LayerShape, Size
-from megatron_ext.bench.layers.run import _rows_to_fill
+from megatron_ext.bench.layers.run import _empty_rows
 from megatron_ext.commands import op_choices
 from megatron_ext.config.load import load_config
 from megatron_ext.config.schema import ModelConfig
@@ -94,5 +94,5 @@ def test_everything_else_is_derived(one_process: Any, monkeypatch: pytest.Monkey
 def test_it_is_benchmarked_without_a_peer(one_process: Any, tmp_path: Any) -> None:
     shape = LayerShape(size_name="110m", size=Size(hidden=32, heads=2, head_dim=16), length=9, batch=2)
     plan = LayerPlan(mixers=("ema",), shapes=(shape,), peers=("fla",), repeat=1, seed=5, output=tmp_path)
-    assert [row.maker for row in _rows_to_fill(plan)] == ["ours"]
+    assert [row.maker for row in _empty_rows(plan)] == ["ours"]
     assert ours.check(ours.build("ema", shape, CPU, one_process, 1), shape, 1, CPU.device).failure is None

@@ -47,7 +47,7 @@ def test_a_row_is_what_was_measured(
     rows = json.loads((TRAINING / f"{report}.json").read_text())["rows"]
     (had,) = [one for one in rows if one["variant"] == kept]
     found = variant(row(model, length, had["processes"]), had["processes"])
-    assert found.refused is None
+    assert found.error is None
     assert found.config is not None
     assert found.plain == had["plain_megatron"]
     config, was = derive(found.config), had["configuration"]
@@ -70,7 +70,7 @@ def _same(section: Any, was: dict[str, Any]) -> None:
 def test_every_row_can_be_trained(processes: int, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     for name in MODELS:
-        assert variant(row(name, length, processes), processes).refused is None
+        assert variant(row(name, length, processes), processes).error is None
 
 
 def test_the_command_has_a_row_for_each_model_and_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,17 +7,23 @@ import shutil
 from pathlib import Path
 
 from kernels.bench.arguments import at_least_one
-from megatron_ext.bench.processes import add_run, config_of_run, process_groups, which_run
+from megatron_ext.bench.processes import add_run_options, load_run_config, process_groups, run_identity
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    add_run(parser)
+    add_run_options(parser)
     add = parser.add_argument
-    add("--steps", type=int, default=10, metavar="N", help="timed without a save (%(default)s)")
-    add("--saves", type=int, default=5, metavar="N", help="timed of each kind (%(default)s)")
-    add("--output", type=Path, default=Path("bench/checkpoints"), metavar="DIR", help="of the report (%(default)s)")
-    add("--disk", type=Path, metavar="DIR", help="where checkpoints are written and removed again (--output)")
+    add("--steps", type=int, default=10, metavar="N", help="steps timed without a save (%(default)s)")
+    add("--saves", type=int, default=5, metavar="N", help="timed saves of each kind (%(default)s)")
+    add(
+        "--output",
+        type=Path,
+        default=Path("bench/checkpoints"),
+        metavar="DIR",
+        help="folder of the report (%(default)s)",
+    )
+    add("--disk", type=Path, metavar="DIR", help="folder for temporary checkpoints (--output)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -29,10 +35,10 @@ def run(args: argparse.Namespace) -> int:
     """
     steps, saves = at_least_one("--steps", args.steps), at_least_one("--saves", args.saves)
     vocabulary = at_least_one("--vocabulary", args.vocabulary)
-    config = config_of_run(args)
+    config = load_run_config(args)
     from kernels.bench.bench_report import describe_machine
     from megatron_ext.bench.checkpoints.report import CheckpointReport, host
-    from megatron_ext.bench.checkpoints.run import Bench
+    from megatron_ext.bench.checkpoints.run import CheckpointBenchmark
     from megatron_ext.bench.run_report import publish
     from megatron_ext.platform.device import platform_for_run
 
@@ -40,9 +46,9 @@ def run(args: argparse.Namespace) -> int:
     root = (args.disk or args.output) / ".checkpoints"
     with process_groups(config, platform) as groups:
         try:
-            measured = Bench(config, vocabulary, groups, platform, root).measure(steps, saves)
+            measured = CheckpointBenchmark(config, vocabulary, groups, platform, root).measure(steps, saves)
         finally:
             shutil.rmtree(root, ignore_errors=True)
     machine = describe_machine(platform.device) | host()
-    publish(CheckpointReport(**which_run(args), machine=machine, measured=measured), args.output)
+    publish(CheckpointReport(**run_identity(args), machine=machine, measured=measured), args.output)
     return 0

@@ -32,40 +32,40 @@ class CheckpointReport(RunReport):
     def about(self) -> str:
         """Describe size and number of the checkpoints."""
         measured = self.measured
-        return f", {measured.size / 1e6:,.0f} MB a checkpoint. Medians of {len(measured.saves)} saves."
+        return f", {measured.size / 1e6:,.0f} MB per checkpoint. Medians of {len(measured.saves)} saves."
 
     def table(self) -> list[str]:
         """Return a table with a row per number."""
-        found = derived(self.measured)
-        percent = {name: f"{100 * value:.1f} %" for name, value in found.items() if name.endswith("of_a_step")}
+        values = derived(self.measured)
+        percent = {name: f"{100 * value:.1f} %" for name, value in values.items() if name.endswith("of_a_step")}
         rows = [
-            ("training step, nothing being saved", f"{format_number(1e3 * self.measured.step)} ms"),
-            ("stall of a save", f"{format_number(found['stall_ms'])} ms, {percent['stall_of_a_step']} of a step"),
-            ("the longest of them", f"{percent['worst_stall_of_a_step']} of a step"),
-            ("stall of the first save, which is planned", f"{percent['first_stall_of_a_step']} of a step"),
-            ("what the steps beside a save take longer, together", f"{percent['slowed_by_of_a_step']} of a step"),
-            ("whole after", f"{format_number(found['whole_after_s'])} s"),
-            ("stall of a save that is waited for", f"{percent['at_once_of_a_step']} of a step"),
-            ("written, with checksums and read again", f"{format_number(found['save_gb_per_s'])} GB/s"),
-            ("plain files of the same sizes, written", f"{format_number(found['floor_write_gb_per_s'])} GB/s"),
-            ("checked before loading", f"{format_number(found['check_gb_per_s'])} GB/s"),
-            ("loaded", f"{format_number(found['load_gb_per_s'])} GB/s"),
-            ("plain files, read", f"{format_number(found['floor_read_gb_per_s'])} GB/s"),
+            ("training step without a save", f"{digits(1e3 * self.measured.step)} ms"),
+            ("stall of a save", f"{digits(values['stall_ms'])} ms, {percent['stall_of_a_step']} of a step"),
+            ("longest stall of a save", f"{percent['worst_stall_of_a_step']} of a step"),
+            ("stall of the first save, including planning", f"{percent['first_stall_of_a_step']} of a step"),
+            ("slowdown of the steps during a save, in total", f"{percent['slowed_by_of_a_step']} of a step"),
+            ("time until the checkpoint is complete", f"{digits(values['whole_after_s'])} s"),
+            ("stall of a synchronous save", f"{percent['at_once_of_a_step']} of a step"),
+            ("write, with checksums and verification", f"{digits(values['save_gb_per_s'])} GB/s"),
+            ("write of plain files of the same sizes", f"{digits(values['floor_write_gb_per_s'])} GB/s"),
+            ("check before loading", f"{digits(values['check_gb_per_s'])} GB/s"),
+            ("load", f"{digits(values['load_gb_per_s'])} GB/s"),
+            ("read of plain files", f"{digits(values['floor_read_gb_per_s'])} GB/s"),
         ]
-        return table(("what", "measured"), rows)
+        return table(("quantity", "measured"), rows)
 
 
 def derived(measured: Measured) -> dict[str, float]:
     """Return fractions of a training step, and throughput in GB/s (1e9 bytes)."""
     stalls = [save.stall for save in measured.saves]
-    lost = [sum(save.steps) - len(save.steps) * measured.step for save in measured.saves]
+    slowdowns = [sum(save.steps) - len(save.steps) * measured.step for save in measured.saves]
     gigabytes = measured.size / 1e9
     return {
         "stall_ms": 1e3 * median(stalls),
         "stall_of_a_step": median(stalls) / measured.step,
         "worst_stall_of_a_step": max(stalls) / measured.step,
         "first_stall_of_a_step": measured.first.stall / measured.step,
-        "slowed_by_of_a_step": median(lost) / measured.step,
+        "slowed_by_of_a_step": median(slowdowns) / measured.step,
         "at_once_of_a_step": measured.at_once / measured.step,
         "whole_after_s": median(save.whole_after for save in measured.saves),
         "save_gb_per_s": gigabytes / measured.at_once,

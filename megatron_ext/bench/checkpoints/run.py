@@ -24,10 +24,10 @@ from megatron_ext.config.schema import RunConfig
 from megatron_ext.platform.device import Platform
 from megatron_ext.utils.atomic_files import fsync_path
 
-WARM_UP = 2
+WARM_UP_STEPS = 2
 """Steps before the first timed one, and first saves: all ranks still plan these saves together."""
 
-_BLOCK = 64 << 20
+_BLOCK_SIZE = 64 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,7 @@ class Measured:
     floor_read: float
 
 
-class Bench:
+class CheckpointBenchmark:
     """Run on random tokens, and its checkpoints. Every method is a collective call.
 
     Args:
@@ -90,7 +90,7 @@ class Bench:
     ) -> None:
         self._groups, self._platform, self._root = groups, platform, root
         self._run = TimedRun(config, vocabulary, groups, platform)
-        self._timed = self._run.timed
+        self._time_call = self._run.time_call
 
     def measure(self, steps: int, saves: int) -> Measured:
         """Do all measurements in one run.
@@ -99,25 +99,26 @@ class Bench:
             steps: number of timed steps without a save.
             saves: number of timed saves of each kind.
         """
-        for _ in range(WARM_UP):
-            self._timed(self._run.train)
-        plain = median([self._timed(self._run.train) for _ in range(steps)])
-        later = self._store(asynchronous=True)
-        first, *warm = [self._save(later) for _ in range(WARM_UP + saves)]
-        at_once = self._store(asynchronous=False)
-        whole = [self._timed(partial(self._save_at_once, at_once)) for _ in range(WARM_UP + saves)][WARM_UP:]
-        folder = at_once.folder.path(self._run.step)
+        for _ in range(WARM_UP_STEPS):
+            self._time_call(self._run.train)
+        step_seconds = median([self._time_call(self._run.train) for _ in range(steps)])
+        asynchronous_store = self._store(asynchronous=True)
+        first, *later = [self._save(asynchronous_store) for _ in range(WARM_UP_STEPS + saves)]
+        synchronous_store = self._store(asynchronous=False)
+        save_synchronously = partial(self._save_synchronously, synchronous_store)
+        synchronous = [self._time_call(save_synchronously) for _ in range(WARM_UP_STEPS + saves)][WARM_UP_STEPS:]
+        folder = synchronous_store.folder.path(self._run.step)
         sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
-        # All disk accesses in turn, so that other load on the disk affects all alike.
-        reads = [(*self._load(at_once, folder), *self._plain_files(sizes)) for _ in range(saves)]
+        # Alternate the disk accesses, so that other load on the disk affects all of them alike.
+        reads = [(*self._load(synchronous_store, folder), *self._plain_files(sizes)) for _ in range(saves)]
         check, load, floor_write, floor_read = (median(seconds) for seconds in zip(*reads, strict=True))
         return Measured(
             parameters=sum(p.numel() for chunk in self._run.trainer.optimizer.chunks for p in chunk.parameters()),
             size=sum(sizes.values()),
-            step=plain,
+            step=step_seconds,
             first=first,
-            saves=warm[WARM_UP - 1 :],
-            at_once=median(whole),
+            saves=later[WARM_UP_STEPS - 1 :],
+            at_once=median(synchronous),
             floor_write=floor_write,
             check=check,
             load=load,
@@ -129,44 +130,44 @@ class Bench:
         return CheckpointStore(root, {}, self._groups, self._platform, Retention(newest=1), asynchronous=asynchronous)
 
     def _save(self, store: CheckpointStore) -> Save:
-        """Save as the training loop does: after each step, all ranks ask whether one is still writing."""
+        """Save as the training loop does: after each step, all ranks agree whether any of them is still writing."""
         started = time.perf_counter()
-        stall = self._timed(lambda: store.save(self._run.trainer.optimizer, Progress(self._run.step)))
+        stall = self._time_call(lambda: store.save(self._run.trainer.optimizer, Progress(self._run.step)))
         steps = []
         while store.is_saving:
-            steps.append(self._timed(self._run.train))
-            busy = torch.tensor(float(store.is_busy), device=self._platform.device)
-            dist.all_reduce(busy, op=dist.ReduceOp.MAX)
-            if not busy:
-                stall += self._timed(store.advance)
+            steps.append(self._time_call(self._run.train))
+            num_busy = torch.tensor(float(store.is_busy), device=self._platform.device)
+            dist.all_reduce(num_busy, op=dist.ReduceOp.MAX)
+            if not num_busy:
+                stall += self._time_call(store.advance)
         return Save(stall=stall, steps=steps, whole_after=time.perf_counter() - started)
 
-    def _save_at_once(self, store: CheckpointStore) -> None:
+    def _save_synchronously(self, store: CheckpointStore) -> None:
         self._run.step += 1  # the checkpoint is named for it
         store.save(self._run.trainer.optimizer, Progress(self._run.step))
 
     def _load(self, store: CheckpointStore, folder: Path) -> tuple[float, float]:
-        found: list[Any] = []
-        self._forget(folder)
-        check = self._timed(lambda: found.append(store.check(self._run.step)))
-        self._forget(folder)
-        return check, self._timed(lambda: store.load(self._run.trainer.optimizer, found[0]))
+        checked: list[Any] = []
+        self._drop_page_cache(folder)
+        check = self._time_call(lambda: checked.append(store.check(self._run.step)))
+        self._drop_page_cache(folder)
+        return check, self._time_call(lambda: store.load(self._run.trainer.optimizer, checked[0]))
 
     def _plain_files(self, sizes: dict[str, int]) -> tuple[float, float]:
         """Write and read this rank's files as plain files; return the seconds of both, over all ranks."""
-        folder, own = self._root / "plain", f"__{dist.get_rank()}_"
+        folder, prefix = self._root / "plain", f"__{dist.get_rank()}_"
         folder.mkdir(parents=True, exist_ok=True)
-        for old in folder.glob(f"{own}*"):
-            old.unlink()
-        files = {folder / name: size for name, size in sizes.items() if name.startswith(own)}
-        block = memoryview(np.random.default_rng(0).bytes(_BLOCK))
+        for old_file in folder.glob(f"{prefix}*"):
+            old_file.unlink()
+        files = {folder / name: size for name, size in sizes.items() if name.startswith(prefix)}
+        block = memoryview(np.random.default_rng(0).bytes(_BLOCK_SIZE))
         with ThreadPoolExecutor(FILES_PER_RANK) as threads:
-            write = self._timed(lambda: list(threads.map(lambda path: _write(path, files[path], block), files)))
-            self._forget(folder)
-            read = self._timed(lambda: list(threads.map(_read, files)))
+            write = self._time_call(lambda: list(threads.map(lambda path: _write(path, files[path], block), files)))
+            self._drop_page_cache(folder)
+            read = self._time_call(lambda: list(threads.map(_read, files)))
         return write, read
 
-    def _forget(self, folder: Path) -> None:
+    def _drop_page_cache(self, folder: Path) -> None:
         """Drop the files of a folder from the page cache."""
         dist.barrier()
         for path in folder.iterdir():
@@ -184,7 +185,7 @@ def _write(path: Path, size: int, block: memoryview) -> None:
 
 
 def _read(path: Path) -> None:
-    buffer = memoryview(bytearray(_BLOCK))
+    buffer = memoryview(bytearray(_BLOCK_SIZE))
     with path.open("rb", buffering=0) as file:
         while file.readinto(buffer):
             pass

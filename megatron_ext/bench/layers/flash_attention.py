@@ -27,7 +27,7 @@ CALLERS = {
 """Names that each module imports from flash-attn, or sets to None."""
 
 
-def stand_in_for_flash_attn() -> bool:
+def install_flash_attn_replacement() -> bool:
     """Install these functions in fla's layers if flash-attn is not installed. Return True if they were installed."""
     if find_spec("flash_attn") is not None:
         return False
@@ -42,9 +42,11 @@ def flash_attn_func(
 ) -> Tensor:
     """Attention over sequences of equal length: [b, t, h, d]; k and v may have fewer heads."""
     batch, length = q.shape[:2]
-    starts = torch.arange(0, (batch + 1) * length, length, device=q.device, dtype=torch.int32)
+    cu_seqlens = torch.arange(0, (batch + 1) * length, length, device=q.device, dtype=torch.int32)
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-    out = flash_attn_varlen_func(q, k, v, starts, starts, length, length, causal=causal, window_size=window_size)
+    out = flash_attn_varlen_func(
+        q, k, v, cu_seqlens, cu_seqlens, length, length, causal=causal, window_size=window_size
+    )
     return out.unflatten(0, (batch, length))
 
 
@@ -61,7 +63,7 @@ def flash_attn_varlen_func(
     window_size: tuple[int, int] = (-1, -1),
 ) -> Tensor:
     """Attention over packed sequences."""
-    given = {
+    options = {
         "cu_seqlens_q": cu_seqlens_q,
         "cu_seqlens_k": cu_seqlens_k,
         "max_seqlen_q": max_seqlen_q,
@@ -71,32 +73,32 @@ def flash_attn_varlen_func(
         "window_size_left": window_size[0],
         "window_size_right": window_size[1],
     }
-    out: Tensor = _Attention.apply(q, k, v, given)
+    out: Tensor = _Attention.apply(q, k, v, options)
     return out
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> Tensor:
-        out, lse, *_ = _flash_attn_varlen_forward(q=q, k=k, v=v, dropout_p=0.0, **given)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+        out, lse, *_ = _flash_attn_varlen_forward(q=q, k=k, v=v, dropout_p=0.0, **options)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.given = given
+        ctx.options = options
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q, k, v, out, lse = ctx.saved_tensors
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-        given = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "softmax_lse": lse, "dq": dq, "dk": dk, "dv": dv}
-        _flash_attn_varlen_backward(**given, dropout_p=0.0, **ctx.given)
+        options = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "softmax_lse": lse, "dq": dq, "dk": dk, "dv": dv}
+        _flash_attn_varlen_backward(**options, dropout_p=0.0, **ctx.options)
         return dq, dk, dv, None
 
 
-def _flash_attn_varlen_forward(*, q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Tensor, None, None]:
+def _flash_attn_varlen_forward(*, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor, None, None]:
     """Return outputs [t, h, d] and log-sum-exp [h, t]."""
-    options, window = _positional(given), _window(given)
+    positional, window = _positional(options), _window(options)
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, v, *options, False, scale=given["softmax_scale"], **window
+        q, k, v, *positional, False, scale=options["softmax_scale"], **window
     )
     return out, lse, None, None
 
@@ -112,27 +114,27 @@ def _flash_attn_varlen_backward(
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
-    **given: Any,
+    **options: Any,
 ) -> None:
     """Fill dq, dk and dv."""
-    options, window = _positional(given), _window(given)
+    positional, window = _positional(options), _window(options)
     unused = torch.zeros(2, dtype=torch.uint64, device=q.device)  # random state of dropout, which is not used
     grads = torch.ops.aten._flash_attention_backward(
-        dout.contiguous(), q, k, v, out.to(q.dtype), softmax_lse, *options, unused, unused[:0],
-        scale=given["softmax_scale"], **window,
+        dout.contiguous(), q, k, v, out.to(q.dtype), softmax_lse, *positional, unused, unused[:0],
+        scale=options["softmax_scale"], **window,
     )  # fmt: skip
-    for whole, part in zip((dq, dk, dv), grads, strict=True):
-        whole.copy_(part)
+    for target, grad in zip((dq, dk, dv), grads, strict=True):
+        target.copy_(grad)
 
 
-def _positional(given: dict[str, Any]) -> list[Any]:
+def _positional(options: dict[str, Any]) -> list[Any]:
     """Return torch's positional arguments: offsets and maximum lengths of q and k, dropout and causality."""
-    assert given["dropout_p"] == 0.0
-    starts = [given[f"cu_seqlens_{end}"].int() for end in "qk"]
-    return [*starts, *(given[f"max_seqlen_{end}"] for end in "qk"), 0.0, given["causal"]]
+    assert options["dropout_p"] == 0.0
+    cu_seqlens = [options[f"cu_seqlens_{name}"].int() for name in "qk"]
+    return [*cu_seqlens, *(options[f"max_seqlen_{name}"] for name in "qk"), 0.0, options["causal"]]
 
 
-def _window(given: dict[str, Any]) -> dict[str, int | None]:
+def _window(options: dict[str, Any]) -> dict[str, int | None]:
     """Return the window as torch's arguments, with None for no limit."""
-    sides = {side: given.get(f"window_size_{side}", -1) for side in ("left", "right")}
+    sides = {side: options.get(f"window_size_{side}", -1) for side in ("left", "right")}
     return {f"window_size_{side}": None if keys < 0 else keys for side, keys in sides.items()}

@@ -43,10 +43,10 @@ def training_pass(layer: Layer, x: Tensor) -> Callable[[], tuple[Tensor, ...]]:
     """
     grad = torch.randn_like(x)
     # A layer of fla may have weights that are unused in a model's first layer.
-    wanted = [x, *layer.parameters]
+    inputs = [x, *layer.parameters]
 
     def forward_backward() -> tuple[Tensor, ...]:
         out = layer.run(x)
-        return out, *torch.autograd.grad(out, wanted, grad, allow_unused=True)
+        return out, *torch.autograd.grad(out, inputs, grad, allow_unused=True)
 
     return forward_backward

@@ -19,7 +19,7 @@ from megatron_ext.bench.layers.cases import PEERS, SIZES, LayerPlan, LayerShape
 
 # Enough tokens that no layer is limited by launches from Python.
 DEFAULT_SHAPES = "110m:2048x50,1p3b:2048x16,1p3b:8192x4,1p3b:32768x1,1p3b:102400x1"
-FORM = f"write SIZE[/HEADS]:LENGTHxBATCH, as 110m:2048x16 or 110m/2:2048x16, with a size of {', '.join(SIZES)}"
+SHAPE_HINT = f"write SIZE[/HEADS]:LENGTHxBATCH, e.g. 110m:2048x16 or 110m/2:2048x16; sizes are {', '.join(SIZES)}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,8 +27,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--mixers", metavar="LIST", help="names as in model.pattern (all)")
     add("--shapes", default=DEFAULT_SHAPES, metavar="LIST", help="SIZE[/HEADS]:LENGTHxBATCH, ... (%(default)s)")
-    add("--peers", default=",".join(PEERS), metavar="LIST", help='to compare with; "" for none (%(default)s)')
-    add("--configurations", type=int, metavar="N", help="that a kernel tunes itself over, at most (all it has)")
+    add("--peers", default=",".join(PEERS), metavar="LIST", help='peers to compare with; "" for none (%(default)s)')
+    add(
+        "--configurations",
+        type=int,
+        metavar="N",
+        help="maximum number of configurations that a kernel autotunes over (all)",
+    )
     add_run_arguments(parser, output="bench/layers")
 
 
@@ -52,10 +57,10 @@ def make_plan(args: argparse.Namespace) -> LayerPlan:
 def _mixers(text: str | None) -> tuple[str, ...]:
     from megatron_ext.mixers.core.registry import load_all
 
-    known = sorted(load_all())
-    found = parse_names("--mixers", ",".join(known) if text is None else text, known)
+    registered = sorted(load_all())
+    found = names("--mixers", ",".join(registered) if text is None else text, registered)
     if not found:
-        raise OptionError("--mixers", "is empty", f"name some of {', '.join(known)}, or leave it out for all")
+        raise OptionError("--mixers", "is empty", f"name some of {', '.join(registered)}, or omit the option for all")
     return found
 
 
@@ -67,14 +72,14 @@ def make_shapes(text: str) -> tuple[LayerShape, ...]:
     """
     shapes = [_shape(part) for part in split_list(text)]
     if not shapes:
-        raise OptionError("--shapes", "is empty", FORM)
+        raise OptionError("--shapes", "is empty", SHAPE_HINT)
     return tuple(dict.fromkeys(shapes))
 
 
 def _shape(text: str) -> LayerShape:
     match = re.fullmatch(r"((\w+)(?:/([1-9]\d*))?):([1-9]\d*)x([1-9]\d*)", text)
     if match is None or match[2] not in SIZES:
-        raise OptionError("--shapes", f"{text!r} is no such shape", FORM)
+        raise OptionError("--shapes", f"{text!r} is not a valid shape", SHAPE_HINT)
     size = SIZES[match[2]]
     size = size._replace(heads=int(match[3] or size.heads))
     return LayerShape(size_name=match[1], size=size, length=int(match[4]), batch=int(match[5]))
@@ -101,10 +106,10 @@ def run(args: argparse.Namespace) -> int:
         limit_tuning(plan.configurations)
     platform = select_platform("cuda" if device.type == "cuda" else "cpu", device.index or 0)
 
-    def save(so_far: LayerReport) -> None:
-        save_into(plan.output, so_far.write)
+    def save(partial_report: LayerReport) -> None:
+        save_into(plan.output, partial_report.write)
 
-    done = bench(plan, timing.CudaMeter(device, plan.repeat), platform, tell=print_progress, save=save)
-    print(done.markdown())
+    report = bench(plan, timing.CudaMeter(device, plan.repeat), platform, report_progress=tell, save=save)
+    print(report.markdown())
     print(f"written: {plan.output}")
-    return 1 if done.failures else 0
+    return 1 if report.failures else 0

@@ -17,7 +17,7 @@ from megatron_ext.mixers.core.base import Mixer
 from megatron_ext.model.single_mixer import build_lone_mixer, lone_mixer_shape
 from megatron_ext.platform.device import Platform
 
-LIMIT = 2e-2
+MAX_ERROR = 2e-2
 """Maximum relative error ||found - expected|| / ||expected|| of an output or gradient in bf16."""
 
 CHECKED_LENGTH = 512
@@ -25,7 +25,7 @@ CHECKED_LENGTH = 512
 independent of rounding.
 """
 
-DRAWS = 3
+MAX_DRAWS = 3
 """Maximum number of random inputs to compare with. For one input, a norm may divide by almost zero and amplify rounding
 in bf16. An incorrect implementation fails for all inputs.
 """
@@ -52,8 +52,8 @@ class Agreement:
     def failure(self) -> str | None:
         """Description of an error above the limit, or NaN; None: there is none."""
         for name, error in (("output", self.output), ("gradient of the hidden states", self.gradient)):
-            if not error <= LIMIT:
-                return f"{name} off by {error:.1e} from plain torch, limit {LIMIT:.0e}"
+            if not error <= MAX_ERROR:
+                return f"{name} off by {error:.1e} from plain torch, limit {MAX_ERROR:.0e}"
         return None
 
 
@@ -87,7 +87,7 @@ def check(mixer: Mixer, shape: LayerShape, seed: int, device: torch.device) -> A
     Returns:
         Agreement for the first input that passes, or for the last one.
     """
-    for draw in range(DRAWS):
+    for draw in range(MAX_DRAWS):
         agreement = _check_once(mixer, shape, seed + draw, device)
         if agreement.failure is None:
             break

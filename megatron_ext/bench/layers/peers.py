@@ -11,7 +11,7 @@ import torch
 
 from kernels.bench.contestant import NotRun
 from megatron_ext.bench.layers.cases import LayerShape, Size
-from megatron_ext.bench.layers.flash_attention import stand_in_for_flash_attn
+from megatron_ext.bench.layers.flash_attention import install_flash_attn_replacement
 from megatron_ext.bench.layers.layer import Layer
 
 
@@ -40,7 +40,7 @@ LAYERS: dict[str, tuple[str, Callable[[Size], dict[str, Any]]]] = {
 
 NEEDS_MAMBA_SSM = ("mamba", "mamba2")
 CALLS_FLASH_ATTN = ("attention", "moba", "nsa")
-TORCHS_ATTENTION = "flash-attn is not installed: the FlashAttention-2 of torch in its place"
+TORCH_ATTENTION_NOTE = "flash-attn is not installed, so torch's FlashAttention-2 replaces it"
 
 
 def build(name: str, shape: LayerShape, device: torch.device) -> Layer:
@@ -49,8 +49,8 @@ def build(name: str, shape: LayerShape, device: torch.device) -> Layer:
     Raises:
         NotRun: fla is not installed, or a library without which this layer falls back to plain torch.
     """
-    _need_fla()
-    note = TORCHS_ATTENTION if name in CALLS_FLASH_ATTN and stand_in_for_flash_attn() else None
+    _require_fla()
+    note = TORCH_ATTENTION_NOTE if name in CALLS_FLASH_ATTN and install_flash_attn_replacement() else None
     module = construct(name, shape.size)
     if name in NEEDS_MAMBA_SSM and not import_module(type(module).__module__).is_fast_path_available:
         raise NotRun("mamba_ssm is not installed, and without it fla's layer is plain torch")
@@ -69,12 +69,12 @@ def construct(name: str, size: Size) -> torch.nn.Module:
     Raises:
         NotRun: fla is not installed.
     """
-    _need_fla()
+    _require_fla()
     layer, arguments = LAYERS[name]
     module: torch.nn.Module = getattr(import_module("fla.layers"), layer)(**arguments(size))
     return module
 
 
-def _need_fla() -> None:
+def _require_fla() -> None:
     if find_spec("fla") is None:
         raise NotRun("flash-linear-attention is not installed: pip install flash-linear-attention")

@@ -9,8 +9,8 @@ from kernels.bench.bench_report import BenchRow, ContestReport
 from kernels.bench.timing import Times
 from kernels.common.dispatch import Choice
 from megatron_ext.bench.layers.cases import FLA, OURS, LayerPlan, LayerShape
-from megatron_ext.bench.layers.ours import CHECKED_LENGTH, LIMIT, Agreement
-from megatron_ext.utils.markdown import format_number, replace_nonfinite, table
+from megatron_ext.bench.layers.ours import CHECKED_LENGTH, MAX_ERROR, Agreement
+from megatron_ext.utils.markdown import digits, finite, table
 
 COLUMNS = (
     "size",
@@ -105,13 +105,13 @@ class LayerReport(ContestReport[LayerRow]):
 
     def body(self) -> list[str]:
         """Return the table and the reasons for the implementations."""
-        peak = "not known" if self.peak_flops is None else f"{format_number(self.peak_flops / 1e12)} TFLOP/s"
+        peak = "unknown" if self.peak_flops is None else f"{digits(self.peak_flops / 1e12)} TFLOP/s"
         return [
-            "One layer's mixer with its projections, forward + backward with the gradients of all weights, in bf16. "
-            f"MFU counts 6 operations a weight and token and 3 times the mixer's own forward; peak {peak}. Memory is "
-            f"beyond weights and hidden states. Seed {self.plan.seed}. Medians of {self.plan.repeat} runs with a cold "
-            f"L2 cache. Ours agree with their plain torch forms within {LIMIT:.0e} at {CHECKED_LENGTH} tokens or "
-            "fewer.",
+            "One layer's mixer with its projections: forward and backward pass in bf16, with gradients of all weights. "
+            f"MFU counts 6 FLOPs per weight and token and 3 times the mixer's own forward pass; peak {peak}. Memory is "
+            "in addition to weights and hidden states. "
+            f"Seed {self.plan.seed}. Medians of {self.plan.repeat} runs with a cold L2 cache. The relative error of "
+            f"our mixers against plain torch is at most {MAX_ERROR:.0e} at up to {CHECKED_LENGTH} tokens.",
             "",
             *table(COLUMNS, [_cells(self, row) for row in self.rows]),
             *_choice_lines(self),
@@ -120,7 +120,7 @@ class LayerReport(ContestReport[LayerRow]):
 
 def _row_dict(report: LayerReport, row: LayerRow) -> dict[str, Any]:
     shape = row.shape
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "mixer": row.mixer,
         "layer": row.maker,
         "size": shape.size_name,
@@ -129,10 +129,10 @@ def _row_dict(report: LayerReport, row: LayerRow) -> dict[str, Any]:
         "batch": shape.batch,
         "implementations": [{"op": op, **choice._asdict()} for op, choice in row.choices],
     }
-    found |= {name: said for name in ("failed", "not_run", "note") if (said := getattr(row, name)) is not None}
+    fields |= {name: text for name in ("failed", "not_run", "note") if (text := getattr(row, name)) is not None}
     if row.agreement is not None:
-        found["check"] = replace_nonfinite(asdict(row.agreement))
-    return found if row.measured is None else found | _numbers(report, row, row.measured)
+        fields["check"] = finite(asdict(row.agreement))
+    return fields if row.measured is None else fields | _numbers(report, row, row.measured)
 
 
 def _numbers(report: LayerReport, row: LayerRow, measured: Measured) -> dict[str, Any]:

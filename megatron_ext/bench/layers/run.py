@@ -19,7 +19,7 @@ from megatron_ext.bench.layers.report import LayerReport, LayerRow, Measured
 from megatron_ext.parallel.groups import groups_of_one_process
 from megatron_ext.platform.device import Platform
 
-Tell = Callable[[str], None]
+ReportProgress = Callable[[str], None]
 
 
 def bench(
@@ -27,7 +27,7 @@ def bench(
     meter: Meter,
     platform: Platform,
     *,
-    tell: Tell = print,
+    report_progress: ReportProgress = print,
     save: Callable[[LayerReport], None] | None = None,
 ) -> LayerReport:
     """Measure all rows.
@@ -36,19 +36,19 @@ def bench(
         plan: settings.
         meter: measures on the platform's device.
         platform: of the layers.
-        tell: takes a line before and after each row, as the first run of a kernel can tune for minutes.
-        save: takes the report after each row, so that an interrupted benchmark keeps its results.
+        report_progress: called with a line before and after each row, as autotuning of a kernel can take minutes.
+        save: called with the report after each row, so that an interrupted benchmark keeps its results.
     """
     peak = platform.peak_flops(torch.bfloat16)
     report = LayerReport(plan=plan, machine=describe_machine(platform.device), peak_flops=peak, rows=[])
     if save is not None:
         save(report)  # fail before measuring if the folder cannot be written
     with groups_of_one_process(platform.communication) as groups:
-        bencher = Bencher(plan, meter, platform, groups)
-        for row in _rows_to_fill(plan):
-            tell(f"{row.title} ...")
-            report.rows.append(bencher.fill(row))
-            tell(f"{row.title}: {report.rows[-1].summary}")
+        benchmark = LayerBenchmark(plan, meter, platform, groups)
+        for row in _empty_rows(plan):
+            report_progress(f"{row.title} ...")
+            report.rows.append(benchmark.measure_row(row))
+            report_progress(f"{row.title}: {report.rows[-1].summary}")
             if platform.is_cuda:
                 torch.cuda.empty_cache()
             if save is not None:
@@ -56,7 +56,7 @@ def bench(
     return report
 
 
-def _rows_to_fill(plan: LayerPlan) -> list[LayerRow]:
+def _empty_rows(plan: LayerPlan) -> list[LayerRow]:
     """Return empty rows: each of our mixers, followed by the peers that have such a layer."""
     rows = []
     for shape, mixer in itertools.product(plan.shapes, plan.mixers):
@@ -65,7 +65,7 @@ def _rows_to_fill(plan: LayerPlan) -> list[LayerRow]:
     return rows
 
 
-class Bencher:
+class LayerBenchmark:
     """Measure rows one after the other.
 
     Args:
@@ -78,7 +78,7 @@ class Bencher:
     def __init__(self, plan: LayerPlan, meter: Meter, platform: Platform, groups: ProcessGroupCollection) -> None:
         self.seed, self.meter, self.platform, self.groups = plan.seed, meter, platform, groups
 
-    def fill(self, row: LayerRow) -> LayerRow:
+    def measure_row(self, row: LayerRow) -> LayerRow:
         """Return the row with measurements, or with the reason for having none; only our layers can fail."""
         # Makes a row independent of earlier ones: fla's weights, output gradients, and compilation for its shape.
         torch.manual_seed(self.seed)
@@ -88,14 +88,14 @@ class Bencher:
         except NotRun as reason:
             return replace(row, not_run=str(reason))
         except Exception as error:  # reported in the row, and the other rows still run
-            said = one_line(error)
-            return replace(row, failed=said) if row.maker == OURS else replace(row, not_run=said)
+            message = one_line(error)
+            return replace(row, failed=message) if row.maker == OURS else replace(row, not_run=message)
 
     def _ours(self, row: LayerRow) -> LayerRow:
         mixer = ours.build(row.mixer, row.shape, self.platform, self.groups, self.seed)
         layer = ours.as_layer(mixer)
         run = self._training_pass(layer, row.shape)
-        # Before the check, which is smaller: kernels tune themselves at their first call.
+        # Before the check, which is smaller: kernels autotune at their first call.
         row = replace(row, choices=ours.choices(run), flops=mixer.training_flops(row.shape.length))
         agreement = ours.check(mixer, row.shape, self.seed, self.platform.device)
         row = replace(row, agreement=agreement)

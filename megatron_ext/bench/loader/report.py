@@ -105,15 +105,15 @@ class LoaderReport(BenchReport):
 
     def body(self) -> list[str]:
         """Return a description of the data, and the tables, as Markdown lines."""
-        speeds = ("million tokens/s", "million tokens a processor second", "of the floor")
-        head = ("shards", "tokens a sample", "samples a batch", "ranks", "files", *speeds)
+        speeds = ("million tokens/s", "million tokens per CPU second", "of the upper bound")
+        head = ("shards", "tokens per sample", "samples per batch", "ranks", "files", *speeds)
         rows = [
             (
                 f"{row.shards:,}",
                 f"{row.length:,}",
                 f"{row.batch}",
                 f"{row.ranks}",
-                "on the disk" if row.cold else "in memory",
+                "on disk" if row.cold else "in page cache",
                 f"{row.tokens_per_second / 1e6:.1f}",
                 f"{row.tokens_per_processor_second / 1e6:.1f}",
                 f"{100 * row.tokens_per_processor_second / row.floor:.0f} %",
@@ -122,52 +122,53 @@ class LoaderReport(BenchReport):
         ]
         resumes = [
             (
-                f"{one.shards:,}",
-                f"{one.length:,}",
-                f"{one.sample:,}",
-                f"{1e3 * one.seconds:.0f}",
-                f"{1e3 * one.seconds_checked:.0f}",
+                f"{resume.shards:,}",
+                f"{resume.length:,}",
+                f"{resume.sample:,}",
+                f"{1e3 * resume.seconds:.0f}",
+                f"{1e3 * resume.seconds_checked:.0f}",
             )
-            for one in self.resumes
+            for resume in self.resumes
         ]
         about = (
-            f"{self.data}. Each row was read for {self.seconds:g} s. Floor: the 30 bytes that "
-            "a token is stored and given in, copied from memory to memory by one core, measured beside each row."
+            f"{self.data}. Each row was read for {self.seconds:g} s. Upper bound: rate at which one core copies 30 "
+            "bytes per token in memory, measured with each row. A token has 30 bytes in its shard and batch together."
         )
         return [
             about,
             "",
             *table(head, rows),
             "",
-            *self._flatness(),
-            *table(("shards", "tokens a sample", "first sample", "ms to it", "ms, data.verify sha256"), resumes),
+            *self._alternating_section(),
+            *table(("shards", "tokens per sample", "first sample", "ms", "ms with data.verify sha256"), resumes),
         ]
 
-    def _flatness(self) -> list[str]:
+    def _alternating_section(self) -> list[str]:
         """Return a table of the time per sample by number of shards; empty for a single number of shards."""
         if not self.turns:
             return []
         about = (
-            "Microseconds of a processor a sample, files in memory and shards opened before. In each process the "
-            f"folders took turns, {self.seconds:g} s of samples each: medians of all rounds, with the least and the "
-            "most; a ratio is to the fewest shards in the same round. Reads alone: as many bytes as a sample spans, at "
-            "random places, into one buffer."
+            "CPU microseconds per sample, with files in the page cache and open shards. Each process reads the folders "
+            f"in alternation, {self.seconds:g} s each. Values are medians over all rounds, with minimum and maximum. "
+            "Ratios compare with the fewest shards in the same round. Raw reads copy as many bytes as a sample spans, "
+            "from random positions, into one buffer."
         )
-        head = ("shards", "tokens a sample", "ranks", "microseconds", "ratio", "reads alone", "ratio of reads alone")
-        fewest = {(one.length, one.ranks): one for one in sorted(self.turns, key=lambda one: -one.shards)}
-        rows = [_compared(one, fewest[one.length, one.ranks]) for one in self.turns]
+        head = ("shards", "tokens per sample", "ranks", "microseconds", "ratio", "raw read", "ratio of raw reads")
+        fewest = {(turns.length, turns.ranks): turns for turns in sorted(self.turns, key=lambda turns: -turns.shards)}
+        rows = [_alternating_row(turns, fewest[turns.length, turns.ranks]) for turns in self.turns]
         return [about, "", *table(head, rows), ""]
 
 
-def _compared(one: Turns, least: Turns) -> tuple[str, ...]:
-    """Return a row of the table of `_flatness`."""
-    cells = [f"{one.shards:,}", f"{one.length:,}", f"{one.ranks}"]
-    for many, few in ((one.sample_seconds, least.sample_seconds), (one.bare_seconds, least.bare_seconds)):
-        ratios = [theirs / its for theirs, its in zip(many, few, strict=True)]
-        cells += [_spread([1e6 * x for x in many], 1), "" if one is least else _spread(ratios, 2)]
+def _alternating_row(turns: Turns, reference: Turns) -> tuple[str, ...]:
+    """Return a row of the table of `_alternating_section`."""
+    cells = [f"{turns.shards:,}", f"{turns.length:,}", f"{turns.ranks}"]
+    pairs = (turns.sample_seconds, reference.sample_seconds), (turns.bare_seconds, reference.bare_seconds)
+    for seconds, reference_seconds in pairs:
+        ratios = [a / b for a, b in zip(seconds, reference_seconds, strict=True)]
+        cells += [_spread([1e6 * x for x in seconds], 1), "" if turns is reference else _spread(ratios, 2)]
     return tuple(cells)
 
 
-def _spread(values: Sequence[float], places: int) -> str:
+def _spread(values: Sequence[float], decimals: int) -> str:
     """Format median, minimum and maximum."""
-    return f"{median(values):.{places}f} ({min(values):.{places}f} to {max(values):.{places}f})"
+    return f"{median(values):.{decimals}f} ({min(values):.{decimals}f} to {max(values):.{decimals}f})"

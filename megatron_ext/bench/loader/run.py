@@ -25,8 +25,8 @@ TOKEN_BYTES = 2 + 3 * 8 + 4
 
 SEED = 1234
 
-T = TypeVar("T")
-R = TypeVar("R")
+WorkT = TypeVar("WorkT")
+ResultT = TypeVar("ResultT")
 
 
 @dataclass(frozen=True)
@@ -50,16 +50,16 @@ class Reading:
     seconds: float
 
 
-def read(reading: Reading) -> tuple[float, float]:
+def read_rank(reading: Reading) -> tuple[float, float]:
     """Return tokens per second and per processor second of one rank, including the opening of shards."""
     samples, _ = open_samples(reading.root, reading.length, SEED)
     _micro_batch(samples, reading, 0)  # warm-up of torch
-    number, wall, work = timed(samples, reading, 0)
-    tokens = number * reading.batch * reading.length
-    return tokens / wall, tokens / work
+    num_batches, wall_seconds, cpu_seconds = read_for_seconds(samples, reading, 0)
+    tokens = num_batches * reading.batch * reading.length
+    return tokens / wall_seconds, tokens / cpu_seconds
 
 
-def timed(samples: TrainingSamples, reading: Reading, number: int) -> tuple[int, float, float]:
+def read_for_seconds(samples: TrainingSamples, reading: Reading, number: int) -> tuple[int, float, float]:
     """Read further micro-batches for `reading.seconds`, at least one.
 
     Args:
@@ -70,24 +70,24 @@ def timed(samples: TrainingSamples, reading: Reading, number: int) -> tuple[int,
     Returns:
         Index of the last micro-batch, and the seconds and processor seconds taken.
     """
-    started, worked = time.perf_counter(), time.process_time()
+    started, cpu_started = time.perf_counter(), time.process_time()
     while True:  # at least one micro-batch, even if the process is descheduled for longer than `reading.seconds`
         number += 1
         _micro_batch(samples, reading, number)
         if (seconds := time.perf_counter() - started) >= reading.seconds:
-            return number, seconds, time.process_time() - worked
+            return number, seconds, time.process_time() - cpu_started
 
 
 def _micro_batch(samples: TrainingSamples, reading: Reading, number: int) -> None:
     training_batch(samples, micro_batch_indices(0, number, reading.batch, reading.rank, reading.ranks))
 
 
-def at_once(work: Callable[[T], R], ranks: Sequence[T]) -> list[R]:
-    """Run `work` for all ranks concurrently, each in its own process. A single rank runs in this process."""
+def run_concurrently(function: Callable[[WorkT], ResultT], ranks: Sequence[WorkT]) -> list[ResultT]:
+    """Call `function` for all ranks concurrently, each in its own process. A single rank runs in this process."""
     if len(ranks) == 1:
-        return [work(ranks[0])]
+        return [function(ranks[0])]
     with multiprocessing.get_context("spawn").Pool(len(ranks)) as pool:
-        return pool.map(work, ranks, chunksize=1)
+        return pool.map(function, ranks, chunksize=1)
 
 
 def measure(root: Path, shards: int, length: int, batch: int, ranks: int, seconds: float, *, cold: bool) -> LoaderRow:
@@ -104,13 +104,13 @@ def measure(root: Path, shards: int, length: int, batch: int, ranks: int, second
     """
     for path in shard_files(root):
         if cold:
-            _forget(path)
+            _drop_page_cache(path)
         else:
             path.read_bytes()
-    best = floor(batch * length)
-    speeds = at_once(read, [Reading(root, length, batch, rank, ranks, seconds) for rank in range(ranks)])
-    wall, work = (sum(speed) for speed in zip(*speeds, strict=True))
-    return LoaderRow(shards, length, batch, ranks, cold, wall, work / ranks, best)
+    upper_bound = copy_rate(batch * length)
+    speeds = run_concurrently(read_rank, [Reading(root, length, batch, rank, ranks, seconds) for rank in range(ranks)])
+    per_second, per_cpu_second = (sum(speed) for speed in zip(*speeds, strict=True))
+    return LoaderRow(shards, length, batch, ranks, cold, per_second, per_cpu_second / ranks, upper_bound)
 
 
 def verify_once(root: Path, folder: Path) -> None:
@@ -131,22 +131,22 @@ def resume(root: Path, shards: int, length: int, sample: int, repeat: int, folde
         repeat: number of repetitions. The result contains their medians.
         folder: folder to which `verify_once` wrote.
     """
-    opening, checked = [], []
+    open_seconds, checked_seconds = [], []
     for _ in range(repeat):
         for path in shard_files(root):
-            _forget(path)
+            _drop_page_cache(path)
         started = time.perf_counter()
         samples, manifest = open_samples(root, length, SEED)
         training_batch(samples, [sample])
-        opening.append(time.perf_counter() - started)
+        open_seconds.append(time.perf_counter() - started)
         verified = ShardVerifier(root, read_verified(folder))
         verify_shards(root, manifest, ["train"], check=verified.check)
-        checked.append(time.perf_counter() - started)
+        checked_seconds.append(time.perf_counter() - started)
         assert verified.num_unchanged == len(verified.stamps), "files changed while they were read"
-    return Resume(shards, length, sample, median(opening), median(checked))
+    return Resume(shards, length, sample, median(open_seconds), median(checked_seconds))
 
 
-def _forget(path: Path) -> None:
+def _drop_page_cache(path: Path) -> None:
     """Ask the operating system to drop a file from the page cache."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -156,14 +156,14 @@ def _forget(path: Path) -> None:
         os.close(descriptor)
 
 
-def floor(tokens: int, seconds: float = 0.3) -> float:
+def copy_rate(tokens: int, seconds: float = 0.3) -> float:
     """Return the tokens per second at which one core copies the bytes of a micro-batch in memory, an upper bound."""
     source = np.ones(tokens * TOKEN_BYTES, dtype=np.uint8)
     target = np.empty_like(source)
-    spent: list[float] = []
-    ends = time.perf_counter() + seconds
-    while not spent or time.perf_counter() < ends:
+    durations: list[float] = []
+    deadline = time.perf_counter() + seconds
+    while not durations or time.perf_counter() < deadline:
         started = time.perf_counter()
         np.copyto(target, source)
-        spent.append(time.perf_counter() - started)
-    return tokens / median(spent)
+        durations.append(time.perf_counter() - started)
+    return tokens / median(durations)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from kernels.bench.arguments import at_least_one, split_list
-from megatron_ext.bench.processes import add_run, config_of_run, process_groups, which_run
+from kernels.bench.arguments import at_least_one, split
+from megatron_ext.bench.processes import add_run_options, load_run_config, process_groups, run_identity
 from megatron_ext.utils.errors import UserError
 
 DEFAULT = "megatron,zero1,zero2,zero3"
@@ -14,12 +14,24 @@ DEFAULT = "megatron,zero1,zero2,zero3"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    add_run(parser)
+    add_run_options(parser)
     add = parser.add_argument
     add("--optimizers", default=DEFAULT, metavar="A,B,...", help="values of optimizer.sharding (%(default)s)")
-    add("--rounds", type=int, default=6, metavar="N", help="how often each has its turn (%(default)s)")
-    add("--steps", type=int, default=10, metavar="N", help="timed in a round (%(default)s)")
-    add("--output", type=Path, default=Path("bench/optimizers"), metavar="DIR", help="of the report (%(default)s)")
+    add(
+        "--rounds",
+        type=int,
+        default=6,
+        metavar="N",
+        help="number of rounds; each optimizer runs once per round (%(default)s)",
+    )
+    add("--steps", type=int, default=10, metavar="N", help="timed steps per round (%(default)s)")
+    add(
+        "--output",
+        type=Path,
+        default=Path("bench/optimizers"),
+        metavar="DIR",
+        help="folder of the report (%(default)s)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -32,8 +44,8 @@ def run(args: argparse.Namespace) -> int:
     rounds, steps = at_least_one("--rounds", args.rounds), at_least_one("--steps", args.steps)
     vocabulary, names = at_least_one("--vocabulary", args.vocabulary), split_list(args.optimizers)
     if not names:
-        raise UserError("--optimizers", "names none", f"give e.g. {DEFAULT}")
-    configs = {name: config_of_run(args, [f"optimizer.sharding={name}"]) for name in names}
+        raise UserError("--optimizers", "no optimizer is given", f"give e.g. {DEFAULT}")
+    configs = {name: load_run_config(args, [f"optimizer.sharding={name}"]) for name in names}
     from kernels.bench.bench_report import describe_machine
     from megatron_ext.bench.optimizers import run as optimizers
     from megatron_ext.bench.run_report import publish
@@ -44,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     with process_groups(first, platform) as groups:
         seconds = optimizers.measure(configs, vocabulary, groups, platform, rounds=rounds, steps=steps)
     report = optimizers.OptimizerReport(
-        **which_run(args), machine=describe_machine(platform.device), steps=steps, seconds=seconds
+        **run_identity(args), machine=describe_machine(platform.device), steps=steps, seconds=seconds
     )
     publish(report, args.output)
     return 0

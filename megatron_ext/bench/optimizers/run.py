@@ -15,7 +15,7 @@ from megatron_ext.config.schema import RunConfig
 from megatron_ext.platform.device import Platform
 from megatron_ext.utils.markdown import table
 
-WARM_UP = 3
+WARM_UP_STEPS = 3
 """Untimed steps of each run first, in which kernels are compiled and Adam's moments created."""
 
 
@@ -43,14 +43,14 @@ def measure(
     """
     runs = {name: TimedRun(config, vocabulary, groups, platform) for name, config in configs.items()}
     for run in runs.values():
-        for _ in range(WARM_UP):
-            run.timed(run.train)
+        for _ in range(WARM_UP_STEPS):
+            run.time_call(run.train)
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(rounds):
         for name in list(runs)[:: -1 if number % 2 else 1]:
             run = runs[name]
-            run.timed(run.train)
-            seconds[name].append(median(run.timed(run.train) for _ in range(steps)))
+            run.time_call(run.train)
+            seconds[name].append(median(run.time_call(run.train) for _ in range(steps)))
     return seconds
 
 
@@ -70,7 +70,7 @@ class OptimizerReport(RunReport):
 
     def numbers(self) -> dict[str, Any]:
         """Return all numbers, in seconds."""
-        return {"steps": self.steps, "seconds": self.seconds, "beside_first": beside_first(self.seconds)}
+        return {"steps": self.steps, "seconds": self.seconds, "beside_first": ratios_to_first(self.seconds)}
 
     def about(self) -> str:
         """Describe the number of rounds and steps."""
@@ -79,7 +79,7 @@ class OptimizerReport(RunReport):
 
     def table(self) -> list[str]:
         """Return a table with a row per optimizer."""
-        ratios = beside_first(self.seconds)
+        ratios = ratios_to_first(self.seconds)
         rows = [
             (
                 name,
@@ -89,10 +89,10 @@ class OptimizerReport(RunReport):
             )
             for name, seconds in self.seconds.items()
         ]
-        return table(("optimizer", "ms a step", f"beside {next(iter(self.seconds))}", "in a round"), rows)
+        return table(("optimizer", "ms per step", f"ratio to {next(iter(self.seconds))}", "range over rounds"), rows)
 
 
-def beside_first(seconds: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
-    """Return the ratio of step times to the first optimizer in the same round; a list over rounds by name."""
+def ratios_to_first(seconds: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
+    """Return the ratios of step times to those of the first optimizer in the same round, by name."""
     first = next(iter(seconds.values()))
-    return {name: [a / b for a, b in zip(own, first, strict=True)] for name, own in seconds.items()}
+    return {name: [a / b for a, b in zip(values, first, strict=True)] for name, values in seconds.items()}

@@ -31,9 +31,9 @@ def bare(tokenizer: str, folder: str, workers: int, method: str) -> dict[str, fl
     paths = sorted(Path(folder).glob("*.jsonl.zst"))
     shares = [(tokenizer, paths[rank::workers], method) for rank in range(workers)]
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
-        found = pool.starmap(_encode, shares, chunksize=1)
-    seconds, spent, tokens = zip(*found, strict=True)
-    return {"seconds": max(seconds), "cpu_seconds": sum(spent), "tokens": sum(tokens)}
+        results = pool.starmap(_encode, shares, chunksize=1)
+    seconds, cpu_seconds, tokens = zip(*results, strict=True)
+    return {"seconds": max(seconds), "cpu_seconds": sum(cpu_seconds), "tokens": sum(tokens)}
 
 
 def _encode(tokenizer: str, paths: list[Path], method: str) -> tuple[float, float, int]:
@@ -41,10 +41,10 @@ def _encode(tokenizer: str, paths: list[Path], method: str) -> tuple[float, floa
 
     encode = getattr(Tokenizer.from_file(tokenizer), method)
     batches = list(_batches(read_texts(paths)))
-    tokens, started, spent = 0, time.perf_counter(), time.process_time()
+    tokens, started, cpu_started = 0, time.perf_counter(), time.process_time()
     for batch in batches:
         tokens += sum(map(len, encode(batch, add_special_tokens=False)))
-    return time.perf_counter() - started, time.process_time() - spent, tokens
+    return time.perf_counter() - started, time.process_time() - cpu_started, tokens
 
 
 def _batches(texts: list[str]) -> Iterator[list[str]]:
@@ -81,8 +81,8 @@ def main() -> None:
     # The tokenizer library reads these variables when it first runs, and then uses one thread per process.
     os.environ["TOKENIZERS_PARALLELISM"], os.environ["RAYON_NUM_THREADS"] = "false", "1"
     contestant = bare if name == "bare" else datatrove
-    found = contestant(*json.loads(arguments))
-    Path(target).write_text(json.dumps(found))
+    result = contestant(*json.loads(arguments))
+    Path(target).write_text(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ def write_input(root: Path, texts: Iterator[str], files: int) -> Input:
     return Input(folder, lines, documents, size)
 
 
-def given_texts(source: Path) -> Iterator[str]:
+def input_texts(source: Path) -> Iterator[str]:
     """Yield every text of a file or folder."""
     return (document.text for document in open_files(source, Fields(default=DOMAIN)).documents(Problems("stop")))
 

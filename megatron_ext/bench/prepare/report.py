@@ -70,8 +70,8 @@ class PrepareReport(BenchReport):
         """Return a description of the input, notes and the table, as Markdown lines."""
         floors = self.rows[:2]
         shares = [f"of {floor.name}" for floor in floors]
-        speeds = ("MB a processor second", "thousand tokens a processor second")
-        head = ("contestant", "tokens", "s", "processor s", "of them to start", *speeds, *shares, "peak MiB")
+        speeds = ("MB per CPU second", "thousand tokens per CPU second")
+        head = ("contestant", "tokens", "s", "CPU s", "CPU s to start", *speeds, *shares, "peak MiB")
         rows = [
             (
                 row.name,
@@ -88,10 +88,10 @@ class PrepareReport(BenchReport):
         ]
         about = (
             f"{self.data}: {floors[0].documents:,} documents, {floors[0].bytes / 1e6:.1f} MB of text. "
-            f"{self.workers} workers of one thread; medians of {self.rounds} rounds in turn. The last columns but one "
-            "are of processor seconds without those that a document a file takes: other work on the machine and "
-            "starting are not in them."
+            f"{self.workers} workers of one thread; medians of {self.rounds} rounds. Speeds and percentages use CPU "
+            "seconds, so that other load on the machine hardly affects them, minus the CPU seconds to start, measured "
+            "with one document per file."
         )
         notes = [f"{row.name}: {row.does_more}." for row in self.rows if row.does_more]
-        notes += [f"Left out: {name}." for name in self.left_out]
+        notes += [f"Not measured: {name}." for name in self.left_out]
         return [about, *notes, "", *table(head, rows)]

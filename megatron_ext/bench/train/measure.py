@@ -15,8 +15,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from megatron_ext.bench.steps import TimedRun
 from megatron_ext.bench.train.plain_megatron import plain_flops_per_token
-from megatron_ext.bench.train.profiler_ranges import named_parts, part
-from megatron_ext.bench.train.step_trace import END, STEP, Breakdown, break_down, breakdown_of, mean
+from megatron_ext.bench.train.profiler_ranges import profiler_range, record_parts
+from megatron_ext.bench.train.step_trace import END, STEP, Breakdown, break_down, breakdown_from_dict, mean_breakdown
 from megatron_ext.config.schema import RunConfig
 from megatron_ext.data.samples import TrainingSamples
 from megatron_ext.parallel.agreement import gather_objects
@@ -27,7 +27,7 @@ from megatron_ext.utils.temp_dirs import scratch_folder
 
 
 @dataclass(frozen=True, kw_only=True)
-class Amount:
+class StepCounts:
     """Numbers of steps to run.
 
     Attributes:
@@ -96,7 +96,7 @@ def measure(
     samples: TrainingSamples,
     groups: ProcessGroupCollection,
     platform: Platform,
-    amount: Amount,
+    step_counts: StepCounts,
     *,
     plain: bool = False,
 ) -> Measured:
@@ -108,25 +108,25 @@ def measure(
         samples: training samples.
         groups: process groups.
         platform: platform of this process.
-        amount: numbers of warm-up, timed and profiled steps.
+        step_counts: numbers of warm-up, timed and profiled steps.
         plain: True if megatron-core alone builds the model.
 
     Returns:
         Measurements, the same on every rank.
     """
     starting = max(gather_objects(time.time() - psutil.Process().create_time()))
-    begun = time.perf_counter()
+    started = time.perf_counter()
     run = TimedRun(config, vocabulary, groups, platform, samples, plain=plain)
     platform.synchronize()
-    building = time.perf_counter() - begun
-    warm_up = [run.timed(run.train) for _ in range(amount.warm_up)]
+    building = time.perf_counter() - started
+    warm_up = [run.time_call(run.train) for _ in range(step_counts.warm_up)]
     before = platform.peak_memory_bytes()
     if platform.is_cuda:
         torch.cuda.reset_peak_memory_stats(platform.device)
     results: list[StepResult] = []
-    seconds = [run.timed(lambda: results.append(run.train())) for _ in range(amount.steps)]
-    memory = [PeakMemory(**one) for one in gather_objects(asdict(_memory(platform, before)))]
-    by_rank = _breakdowns(run, platform, amount.profiled)
+    seconds = [run.time_call(lambda: results.append(run.train())) for _ in range(step_counts.steps)]
+    memory = [PeakMemory(**fields) for fields in gather_objects(asdict(_memory(platform, before)))]
+    by_rank = _breakdowns(run, platform, step_counts.profiled)
     with run.trainer.optimizer.whole():  # the parameters are counted, so they must be gathered
         flops, peak = flops_and_peak(config, run.shape, run.trainer, run.samples)
         if plain:
@@ -139,8 +139,8 @@ def measure(
         losses=[result.loss for result in results],
         flops_per_token=flops,
         peak_flops=peak,
-        memory=_largest(memory),
-        breakdown=mean(by_rank) if by_rank else None,
+        memory=_max_memory(memory),
+        breakdown=mean_breakdown(by_rank) if by_rank else None,
         breakdown_by_rank=by_rank,
         starting=starting,
         building=building,
@@ -153,49 +153,50 @@ def _memory(platform: Platform, before: int) -> PeakMemory:
     return PeakMemory(allocated=platform.peak_memory_bytes(), reserved=reserved, allocated_before=before)
 
 
-def _largest(of_ranks: list[PeakMemory]) -> PeakMemory:
-    reserved = [one.reserved for one in of_ranks if one.reserved is not None]
+def _max_memory(by_rank: list[PeakMemory]) -> PeakMemory:
+    reserved = [memory.reserved for memory in by_rank if memory.reserved is not None]
     return PeakMemory(
-        allocated=max(one.allocated for one in of_ranks),
+        allocated=max(memory.allocated for memory in by_rank),
         reserved=max(reserved) if reserved else None,
-        allocated_before=max(one.allocated_before for one in of_ranks),
+        allocated_before=max(memory.allocated_before for memory in by_rank),
     )
 
 
 def _breakdowns(run: TimedRun, platform: Platform, profiled: int) -> list[Breakdown]:
     """Return each rank's mean over the profiled steps; empty if there are none or the profiler sees no GPU kernels."""
-    own = [asdict(step) for step in profile_steps(run, platform, profiled)] if profiled else []
-    of_ranks = [[breakdown_of(step) for step in steps] for steps in gather_objects(own)] if profiled else []
-    if not all(of_ranks):
-        print("the profiler sees no kernels of a GPU: there are no parts of a step", file=sys.stderr)
+    own_steps = [asdict(step) for step in profile_steps(run, platform, profiled)] if profiled else []
+    by_rank = [[breakdown_from_dict(step) for step in steps] for steps in gather_objects(own_steps)] if profiled else []
+    if not all(by_rank):
+        print("the profiler recorded no GPU kernels, so there is no breakdown of a step", file=sys.stderr)
         return []
-    return [mean(steps) for steps in of_ranks]
+    return [mean_breakdown(steps) for steps in by_rank]
 
 
 def profile_steps(run: TimedRun, platform: Platform, steps: int) -> list[Breakdown]:
     """Profile this rank's next steps and return their breakdowns; a collective call.
 
-    One more step is made first and left out, as the profiler starts slowly.
+    A first step is profiled and discarded, because the profiler starts slowly.
 
     Returns:
-        Breakdowns by step; empty if the profiler sees no kernels of the GPU, e.g. if CUPTI is not permitted.
+        Breakdowns by step; empty if the profiler records no GPU kernels, e.g. if CUPTI is not permitted.
     """
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if platform.is_cuda else [])]
     with scratch_folder("trace") as folder:
         path = folder / "trace.json"
         with ExitStack() as stack:
-            stack.enter_context(named_parts(run.trainer))
+            stack.enter_context(record_parts(run.trainer))
             profiler = stack.enter_context(profile(activities=activities))
             for _ in range(1 + steps):
-                run.timed(lambda: _marked_step(run, platform))
+                run.time_call(lambda: _profiled_step(run, platform))
         profiler.export_chrome_trace(str(path))
         events = json.loads(path.read_bytes(), strict=False)["traceEvents"]
-    found = break_down(events)[1:]
-    return found if not platform.is_cuda or all(one.host_syncs is not None for one in found) else []
+    breakdowns = break_down(events)[1:]
+    has_kernels = all(breakdown.host_syncs is not None for breakdown in breakdowns)
+    return breakdowns if has_kernels or not platform.is_cuda else []
 
 
-def _marked_step(run: TimedRun, platform: Platform) -> None:
-    with part(STEP):
+def _profiled_step(run: TimedRun, platform: Platform) -> None:
+    with profiler_range(STEP):
         run.train()
-        with part(END):
+        with profiler_range(END):
             platform.synchronize()

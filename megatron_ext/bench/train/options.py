@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from kernels.bench.arguments import at_least_one, print_progress, save_into
 from kernels.bench.cases import OptionError
-from megatron_ext.bench.processes import VOCABULARY, add_config, which_run
+from megatron_ext.bench.processes import VOCABULARY, add_config_options, run_identity
 from megatron_ext.utils import gc_control
 from megatron_ext.utils.errors import UserError
 
@@ -21,24 +21,29 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    add_config(parser)
+    add_config_options(parser)
     add = parser.add_argument
     variant = "a row of the table, e.g. full:model.pattern=attention*24 or mamba2:examples/mixers/1p3b/mamba2.yaml"
-    add("--variant", action="append", default=[], metavar="NAME:key=value,...", help=f"{variant}; as often as wanted")
-    plain = "a row before those: megatron-core's own GPT of these sizes, with attention"
-    add("--plain", action="append", default=[], metavar="NAME:key=value,...", help=f"{plain}; as often as wanted")
-    add("--processes", type=int, default=1, metavar="N", help="that train each variant (%(default)s)")
-    add("--steps", type=int, default=10, metavar="N", help="timed (%(default)s)")
-    add("--warmup", type=int, default=5, metavar="N", help="steps before those (%(default)s)")
-    add("--profile", type=int, default=2, metavar="N", help="steps after those whose parts are measured (%(default)s)")
-    add("--data", choices=("random", "prepared"), default="random", help="prepared: the configuration's (%(default)s)")
+    add("--variant", action="append", default=[], metavar="NAME:key=value,...", help=f"{variant}; repeatable")
+    plain = "a row before the variants: megatron-core's own GPT of these sizes, with attention"
+    add("--plain", action="append", default=[], metavar="NAME:key=value,...", help=f"{plain}; repeatable")
+    add("--processes", type=int, default=1, metavar="N", help="processes per variant (%(default)s)")
+    add("--steps", type=int, default=10, metavar="N", help="timed steps (%(default)s)")
+    add("--warmup", type=int, default=5, metavar="N", help="untimed steps before them (%(default)s)")
+    add("--profile", type=int, default=2, metavar="N", help="profiled steps after the timed ones (%(default)s)")
+    add(
+        "--data",
+        choices=("random", "prepared"),
+        default="random",
+        help="prepared: data of the configuration (%(default)s)",
+    )
     add(
         "--vocabulary",
         type=int,
         metavar="N",
-        help=f"tokens of the model ({VOCABULARY}; prepared: the data's)",
+        help=f"vocabulary size of the model ({VOCABULARY}; with prepared data: that of the data)",
     )
-    add("--output", type=Path, default=Path("bench/train"), metavar="DIR", help="of the report (%(default)s)")
+    add("--output", type=Path, default=Path("bench/train"), metavar="DIR", help="folder of the report (%(default)s)")
 
 
 def add_rank(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +55,7 @@ def add_rank(parser: argparse.ArgumentParser) -> None:
         with gc_control.paused_collection():
             from megatron_ext.bench.train import rank as train_rank
 
-        return train_rank.do(args.folder, only_machine=args.machine)
+        return train_rank.run_rank(args.folder, only_machine=args.machine)
 
     parser.set_defaults(measure=measure)
 
@@ -63,8 +68,8 @@ def make_plan(args: argparse.Namespace) -> TrainingPlan:
         UserError: this process was started by a launcher.
     """
     if "RANK" in os.environ:
-        hint = "start it once, with --processes"
-        raise UserError("RANK", "is set: a launcher has started this, which starts its processes itself", hint)
+        hint = "run the command without a launcher, with --processes"
+        raise UserError("RANK", "is set by a launcher, but this command starts its own processes", hint)
     at_least_one("--processes", args.processes)
     at_least_one("--steps", args.steps)
     at_least_one("--warmup", args.warmup)
@@ -73,12 +78,12 @@ def make_plan(args: argparse.Namespace) -> TrainingPlan:
     prepared, vocabulary = args.data == "prepared", args.vocabulary
     if vocabulary is not None:
         at_least_one("--vocabulary", vocabulary)
-    from megatron_ext.bench.train.measure import Amount
+    from megatron_ext.bench.train.measure import StepCounts
     from megatron_ext.bench.train.run import TrainingPlan
 
     return TrainingPlan(
         processes=args.processes,
-        amount=Amount(warm_up=args.warmup, steps=args.steps, profiled=args.profile),
+        step_counts=StepCounts(warm_up=args.warmup, steps=args.steps, profiled=args.profile),
         vocabulary=VOCABULARY if vocabulary is None and not prepared else vocabulary,
         prepared=prepared,
     )
@@ -102,8 +107,8 @@ def run(args: argparse.Namespace) -> int:
     def save(report: TrainingReport) -> None:
         save_into(args.output, partial(type(report).write, report))
 
-    about = which_run(args) | {"processes": plan.processes}
-    report, code = train.bench(variants, plan, about, tell=print_progress, save=save)
+    identity = run_identity(args) | {"processes": plan.processes}
+    report, code = train.bench(variants, plan, identity, report_progress=tell, save=save)
     print(report.markdown())
     print(f"written: {args.output}")
     return code

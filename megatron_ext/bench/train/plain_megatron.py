@@ -62,25 +62,27 @@ def check_plain(config: RunConfig) -> None:
     """
     settings = AttentionConfig(**config.mixers.get("attention", {}))
     if set(parse_pattern(config.model.pattern)) != {"attention"} or settings != AttentionConfig():
-        hint = "give it the pattern attention*N, with what mixers.attention has by default"
-        raise UserError("model.pattern", f"{config.model.pattern!r} is no model of plain megatron-core", hint)
+        hint = "set it to attention*N, with default mixers.attention"
+        raise UserError("model.pattern", f"{config.model.pattern!r} is not supported by plain megatron-core", hint)
     if config.model.block != "transformer":
-        raise UserError("model.block", f"{config.model.block!r} is no block of plain megatron-core", "set transformer")
-    p = config.parallel
-    if p.context > 1 or p.pipeline > 1:
-        problem = f"{p.context} and parallel.pipeline {p.pipeline}: plain megatron-core is measured without either"
+        raise UserError(
+            "model.block", f"{config.model.block!r} is not supported by plain megatron-core", "set it to transformer"
+        )
+    parallel = config.parallel
+    if parallel.context > 1 or parallel.pipeline > 1:
+        problem = f"{parallel.context} and parallel.pipeline {parallel.pipeline}, but plain megatron-core needs 1"
         raise UserError("parallel.context", problem, "set both to 1")
     if config.optimizer.sharding not in ("none", "megatron"):
-        problem = f"{config.optimizer.sharding} is not plain megatron-core's"
+        problem = f"{config.optimizer.sharding} is not supported by plain megatron-core"
         raise UserError("optimizer.sharding", problem, "set it to megatron or none")
 
 
 def build_plain(config: RunConfig, shape: ModelShape, groups: ProcessGroupCollection, platform: Platform) -> Trainer:
     """Build model, optimizer and schedule of this rank, with Megatron's initialization; see `build_trainer`."""
     megatron = _megatron_config(shape, platform)
-    of_engine = shape.backend == "transformer_engine"
+    uses_engine = shape.backend == "transformer_engine"
     norm = "RMSNorm" if shape.model.normalization == "rms_norm" else "LayerNorm"
-    spec = get_gpt_layer_with_transformer_engine_spec() if of_engine else get_gpt_layer_local_spec(normalization=norm)
+    spec = get_gpt_layer_with_transformer_engine_spec() if uses_engine else get_gpt_layer_local_spec(normalization=norm)
     torch.manual_seed(config.training.seed)
     with platform.optimizer_context():
         model = PlainGPT(
@@ -118,8 +120,8 @@ def plain_flops_per_token(shape: ModelShape, trainer: Trainer, seq_length: int) 
     These are six per weight of a matrix without the embedding's lookup, plus the causal pairs of attention.
     """
     model = shape.model
-    assert model.head_dim is not None, "derived"
-    of_rank = sum(p.numel() for chunk in trainer.optimizer.chunks for p in chunk.parameters() if p.dim() == 2)
-    looked_up = 0 if model.tie_embeddings else shape.padded_vocab_size * model.hidden_size
-    pairs = 4 * model.num_attention_heads * model.head_dim * keys_in_window(None, seq_length)
-    return 6 * (of_rank * shape.parallel.tensor - looked_up) + 3 * len(shape.mixers) * pairs
+    assert model.head_dim is not None, "the configuration is derived"
+    rank_weights = sum(p.numel() for chunk in trainer.optimizer.chunks for p in chunk.parameters() if p.dim() == 2)
+    embedding_weights = 0 if model.tie_embeddings else shape.padded_vocab_size * model.hidden_size
+    attention_flops = 4 * model.num_attention_heads * model.head_dim * keys_in_window(None, seq_length)
+    return 6 * (rank_weights * shape.parallel.tensor - embedding_weights) + 3 * len(shape.mixers) * attention_flops

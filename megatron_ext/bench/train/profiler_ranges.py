@@ -16,13 +16,13 @@ from megatron_ext.model.step_parts import OPTIMIZER
 from megatron_ext.training.trainer import Trainer
 
 
-def part(name: str) -> AbstractContextManager[Any]:
+def profiler_range(name: str) -> AbstractContextManager[Any]:
     """Return a profiler range for a part of the step. Time in an inner range does not count for the outer one."""
     return record_function(PREFIX + name)
 
 
 @contextmanager
-def named_parts(trainer: Trainer) -> Iterator[None]:
+def record_parts(trainer: Trainer) -> Iterator[None]:
     """Context manager in which the modules of a trainer's model and its optimizer open a range for each call.
 
     Ranges surround `forward`, which recomputation calls again in the backward pass. The backward pass needs no ranges,
@@ -30,7 +30,7 @@ def named_parts(trainer: Trainer) -> Iterator[None]:
     """
     with ExitStack() as stack:
         for owner, method, name in _calls(trainer):
-            stack.enter_context(within(owner, method, partial(part, name)))
+            stack.enter_context(within(owner, method, partial(profiler_range, name)))
         yield
 
 

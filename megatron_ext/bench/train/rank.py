@@ -21,8 +21,8 @@ import torch.distributed as dist
 from kernels.bench.bench_report import describe_machine, version
 from kernels.bench.contestant import one_line
 from kernels.bench.timing import CudaMeter
-from megatron_ext.bench.processes import is_first, process_groups
-from megatron_ext.bench.train.measure import Amount, measure
+from megatron_ext.bench.processes import is_first_rank, process_groups
+from megatron_ext.bench.train.measure import StepCounts, measure
 from megatron_ext.config.load import load_config
 from megatron_ext.config.save import save_config
 from megatron_ext.config.schema import RunConfig
@@ -50,14 +50,14 @@ class Job:
         config: to train.
         vocabulary: vocabulary size of the model; None: that of the data.
         random_data: prepared folder of random tokens; None: use the configured data.
-        amount: numbers of steps.
+        step_counts: numbers of steps.
         plain: the model is megatron-core's own.
     """
 
     config: RunConfig
     vocabulary: int | None
     random_data: Path | None
-    amount: Amount
+    step_counts: StepCounts
     plain: bool = False
 
 
@@ -65,8 +65,13 @@ def write_job(folder: Path, job: Job) -> None:
     """Write the job of the ranks to a folder."""
     save_config(job.config, folder / _CONFIG)
     random = None if job.random_data is None else str(job.random_data)
-    fields = {"vocabulary": job.vocabulary, "random_data": random, "amount": asdict(job.amount), "plain": job.plain}
-    write_atomically(folder / _JOB, json.dumps(fields).encode())
+    fields = {
+        "vocabulary": job.vocabulary,
+        "random_data": random,
+        "amount": asdict(job.step_counts),
+        "plain": job.plain,
+    }
+    write_whole(folder / _JOB, json.dumps(fields).encode())
 
 
 def read_job(folder: Path) -> Job:
@@ -74,17 +79,17 @@ def read_job(folder: Path) -> Job:
     fields = json.loads((folder / _JOB).read_bytes())
     random = None if fields["random_data"] is None else Path(fields["random_data"])
     config = load_config(folder / _CONFIG, [], load_all())
-    amount = Amount(**fields["amount"])
+    step_counts = StepCounts(**fields["amount"])
     return Job(
         config=config,
         vocabulary=fields["vocabulary"],
         random_data=random,
-        amount=amount,
+        step_counts=step_counts,
         plain=fields["plain"],
     )
 
 
-def about_machine(device: torch.device) -> dict[str, str | None]:
+def describe_training_machine(device: torch.device) -> dict[str, str | None]:
     """Describe this machine and the versions of the training packages; None: not installed."""
     packages = ("megatron-core", "transformer-engine", "deepspeed")
     count = str(torch.cuda.device_count()) if device.type == "cuda" else None
@@ -95,8 +100,8 @@ def _measure_machine(folder: Path) -> None:
     """Write the description of the machine and the ceilings of its first GPU to a folder."""
     device = select_platform("cuda").device
     ceilings = CudaMeter(device, _REPEAT).ceilings()
-    found = {"machine": about_machine(device), "ceilings": ceilings._asdict()}
-    write_atomically(folder / MACHINE, json.dumps(found).encode())
+    results = {"machine": describe_training_machine(device), "ceilings": ceilings._asdict()}
+    write_whole(folder / MACHINE, json.dumps(results).encode())
 
 
 def run(folder: Path) -> None:
@@ -105,25 +110,25 @@ def run(folder: Path) -> None:
     platform = platform_for_run(job.config.run.device, job.config.parallel)
     with process_groups(job.config, platform) as groups:
         try:
-            samples, vocabulary = _data(job)
-            found = measure(job.config, vocabulary, samples, groups, platform, job.amount, plain=job.plain)
-            if is_first():
-                write_atomically(folder / MEASURED, json.dumps(asdict(found)).encode())
+            samples, vocabulary = _open_samples(job)
+            measured = measure(job.config, vocabulary, samples, groups, platform, job.step_counts, plain=job.plain)
+            if is_first_rank():
+                write_whole(folder / MEASURED, json.dumps(asdict(measured)).encode())
             dist.barrier()
         except Exception as error:  # exit at once: proper destruction of the groups needs all ranks
-            _leave(_fail(folder, error))
+            _exit_now(_report_failure(folder, error))
 
 
-def _data(job: Job) -> tuple[TrainingSamples, int]:
+def _open_samples(job: Job) -> tuple[TrainingSamples, int]:
     data, seed = job.config.data, job.config.training.seed
     if job.random_data is not None:
         assert job.vocabulary is not None, "random tokens have no tokenizer"
         return open_samples(job.random_data, data.seq_length, seed)[0], job.vocabulary
-    found = open_data(data, seed)
-    return found.samples, found.vocab_size if job.vocabulary is None else job.vocabulary
+    opened = open_data(data, seed)
+    return opened.samples, opened.vocab_size if job.vocabulary is None else job.vocabulary
 
 
-def _fail(folder: Path, error: Exception) -> int:
+def _report_failure(folder: Path, error: Exception) -> int:
     """Report an error in the folder (first rank only) and on standard error."""
     with suppress(OSError):
         error_reporting.create_once(folder / FAILED, str(error) if isinstance(error, UserError) else one_line(error))
@@ -134,7 +139,7 @@ def _fail(folder: Path, error: Exception) -> int:
     return 1
 
 
-def do(folder: Path, *, only_machine: bool) -> int:
+def run_rank(folder: Path, *, only_machine: bool) -> int:
     """Execute a rank's part of the job in a folder, or describe the machine there.
 
     Returns:
@@ -143,11 +148,11 @@ def do(folder: Path, *, only_machine: bool) -> int:
     try:
         _measure_machine(folder) if only_machine else run(folder)
     except Exception as error:  # shown in the table
-        return _fail(folder, error)
+        return _report_failure(folder, error)
     return 0
 
 
-def _leave(code: int) -> NoReturn:
+def _exit_now(code: int) -> NoReturn:
     """Exit at once: threads of communication libraries may never end, and the other ranks are waiting."""
     sys.stdout.flush()
     sys.stderr.flush()

@@ -10,7 +10,7 @@ from typing import Any
 
 from kernels.bench.timing import Ceilings
 from megatron_ext.bench.run_report import RunReport
-from megatron_ext.bench.train.measure import Amount, Measured
+from megatron_ext.bench.train.measure import Measured, StepCounts
 from megatron_ext.bench.train.step_trace import PARTS, PHASES
 from megatron_ext.model.step_parts import COMMUNICATION, MODEL
 from megatron_ext.utils.markdown import format_number, replace_nonfinite, table
@@ -19,14 +19,14 @@ COLUMNS = (
     "variant",
     "tokens/s",
     "min to max",
-    "a process",
-    "ms a step",
+    "per process",
+    "ms per step",
     "MFU",
     "allocated, GiB",
     "reserved, GiB",
     "parameters",
     "last loss",
-    "host syncs a step",
+    "host syncs per step",
 )
 
 
@@ -42,7 +42,7 @@ class TrainingRow:
         measured: measurements; None: there are none.
         failed: reason why there are no measurements, or why they are invalid; None: the variant succeeded.
         plain: True if the model was built by megatron-core alone.
-        took: seconds from the start of the variant's processes until all had exited; None: they were not started.
+        wall_seconds: seconds from the start of the variant's processes until all had exited; None: not started.
     """
 
     name: str
@@ -52,17 +52,17 @@ class TrainingRow:
     measured: Measured | None = None
     failed: str | None = None
     plain: bool = False
-    took: float | None = None
+    wall_seconds: float | None = None
 
-    def with_numbers(self, measured: Measured) -> TrainingRow:
+    def with_measurements(self, measured: Measured) -> TrainingRow:
         """Return a copy of the row with measurements, and with a failure if a loss is not finite."""
-        wrong = [number for number, loss in enumerate(measured.losses, 1) if not math.isfinite(loss)]
-        said = f"the loss of timed step {wrong[0]} is {measured.losses[wrong[0] - 1]}" if wrong else None
-        return replace(self, measured=measured, failed=said)
+        nonfinite = [number for number, loss in enumerate(measured.losses, 1) if not math.isfinite(loss)]
+        message = f"the loss of timed step {nonfinite[0]} is {measured.losses[nonfinite[0] - 1]}" if nonfinite else None
+        return replace(self, measured=measured, failed=message)
 
-    def with_failure(self, said: str) -> TrainingRow:
+    def with_failure(self, message: str) -> TrainingRow:
         """Return a copy of the row with a failure."""
-        return replace(self, failed=said)
+        return replace(self, failed=message)
 
     @property
     def summary(self) -> str:
@@ -73,21 +73,21 @@ class TrainingRow:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all measurements as plain values, in seconds and bytes unless a name contains another unit."""
-        found: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "variant": self.name,
             "overrides": list(self.overrides),
             "processes": self.processes,
             "plain_megatron": self.plain,
-            "took": self.took,
+            "took": self.wall_seconds,
             "configuration": self.config,
         }
         if self.failed is not None:
-            found["failed"] = self.failed
+            fields["failed"] = self.failed
         if self.measured is not None:
             measured = asdict(self.measured)
-            measured["losses"] = [replace_nonfinite(loss) for loss in self.measured.losses]
-            found |= {"measured": measured, "derived": derived(self.measured, self.processes)}
-        return found
+            measured["losses"] = [finite(loss) for loss in self.measured.losses]
+            fields |= {"measured": measured, "derived": derived(self.measured, self.processes)}
+        return fields
 
 
 def derived(measured: Measured, processes: int) -> dict[str, float | None]:
@@ -112,7 +112,7 @@ class TrainingReport(RunReport):
 
     Attributes:
         ceilings: peak rates of one GPU, measured in the same benchmark; None: there is no GPU.
-        amount: numbers of warm-up, timed and profiled steps.
+        step_counts: numbers of warm-up, timed and profiled steps.
         prepared: True if the configured data was read instead of random tokens.
         rows: results of the variants, in the order of the table.
     """
@@ -120,7 +120,7 @@ class TrainingReport(RunReport):
     stem = "train"
 
     ceilings: Ceilings | None
-    amount: Amount
+    step_counts: StepCounts
     prepared: bool
     rows: list[TrainingRow]
 
@@ -129,7 +129,7 @@ class TrainingReport(RunReport):
         first = self.rows[0].measured
         if first is None or row.measured is None:
             return None
-        rates = [one.tokens / median(one.seconds) for one in (row.measured, first)]
+        rates = [measured.tokens / median(measured.seconds) for measured in (row.measured, first)]
         return rates[0] / rates[1]
 
     def numbers(self) -> dict[str, Any]:
@@ -140,41 +140,41 @@ class TrainingReport(RunReport):
             if ceilings is None
             else {"tflops": ceilings.operations / 1e12, "gb_per_s": ceilings.bytes / 1e9},
             "data": "prepared" if self.prepared else "random",
-            "amount": asdict(self.amount),
+            "amount": asdict(self.step_counts),
             "rows": [row.to_dict() | {"speed_over_first": self.speed(row)} for row in self.rows],
         }
 
     def about(self) -> str:
         """Describe the number of steps, the data and the ceilings."""
-        amount, data = self.amount, "the configuration's own data" if self.prepared else "random tokens"
-        said = f". Medians of {amount.steps} steps after {amount.warm_up}, on {data}; memory of the rank with most."
+        counts, data = self.step_counts, "the configuration's own data" if self.prepared else "random tokens"
+        text = f". Medians of {counts.steps} steps after {counts.warm_up}, on {data}. Memory: maximum over ranks."
         if self.ceilings is None:
-            return said
+            return text
         best = f"{self.ceilings.operations / 1e12:.0f} TFLOP/s"
         copy = f"{self.ceilings.bytes / 1e12:.2f} TB/s (read + written)"
-        return f"{said} Measured ceilings of a GPU: bf16 product of 8192 x 8192 matrices {best}, copy {copy}."
+        return f"{text} Measured peak rates of a GPU: bf16 product of 8192 x 8192 matrices {best}, copy {copy}."
 
     def table(self) -> list[str]:
         """Return a table with a row per variant and, for profiled variants, tables of the parts of a step."""
         columns = (*COLUMNS, f"speed over {self.rows[0].name}") if self.rows else COLUMNS
         lines = table(columns, [_cells(row, self.speed(row)) for row in self.rows])
         profiled = [row for row in self.rows if row.measured is not None and row.measured.breakdown is not None]
-        begun = [_start(row, row.measured) for row in self.rows if row.measured is not None]
-        lines += ["", *begun] if begun else []
+        start_lines = [_start_line(row, row.measured) for row in self.rows if row.measured is not None]
+        lines += ["", *start_lines] if start_lines else []
         if not profiled:
             return lines
         parts = table(("ms of a profiled step", "whole", *PARTS), [_part_cells(row) for row in profiled])
         phases = table(
-            ("ms of the model's parts", "in", *MODEL), [cells for row in profiled for cells in _phase_cells(row)]
+            ("ms of the model's parts", "pass", *MODEL), [cells for row in profiled for cells in _phase_cells(row)]
         )
-        return [*lines, "", _ABOUT_PARTS, "", *parts, "", *phases, *_lines_below(profiled)]
+        return [*lines, "", _ABOUT_PARTS, "", *parts, "", *phases, *_notes(profiled)]
 
 
 _ABOUT_PARTS = (
-    "Parts of a step, in milliseconds of steps that were profiled after the timed ones, and so took longer; the mean "
-    "of all ranks. They add up to the whole. An instant belongs to the kernel that runs, to communication where "
-    "nothing else does, to the data where the GPU waits for them; without a GPU to what the processor is at. What is "
-    "computed again for the backward pass is of its own part."
+    "Parts of a step in milliseconds: means over all ranks and over the steps that were profiled after the timed ones. "
+    "Profiled steps are slower. The parts add up to the whole step. Time counts for the part of the kernel that runs, "
+    "for communication if nothing else runs, and for data if the GPU waits for it. Without a GPU it counts for the "
+    "part that the CPU works on. Recomputation counts for the recomputed part."
 )
 
 
@@ -200,14 +200,13 @@ def _cells(row: TrainingRow, speed: float | None) -> list[str]:
     ]
 
 
-def _start(row: TrainingRow, measured: Measured) -> str:
-    assert row.took is not None
-    took, started, built, first = map(
-        format_number, (row.took, measured.starting, measured.building, measured.first_step)
-    )
+def _start_line(row: TrainingRow, measured: Measured) -> str:
+    assert row.wall_seconds is not None
+    seconds = (row.wall_seconds, measured.starting, measured.building, measured.first_step)
+    total, start, build, first = map(digits, seconds)
     return (
-        f"* {row.name} took {took} s: {started} s until its ranks had met, {built} s until model and optimizer were "
-        f"there, {first} s for the first step and its compiling"
+        f"* {row.name} took {total} s, of which {start} s to start the processes, {build} s to build model and "
+        f"optimizer, and {first} s for the first step including compilation"
     )
 
 
@@ -219,35 +218,39 @@ def _count(number: float | None) -> str:
 def _part_cells(row: TrainingRow) -> list[str]:
     assert row.measured is not None
     assert row.measured.breakdown is not None
-    found = row.measured.breakdown
-    shares = [f"{_ms(found.parts[part])} ({100 * found.parts[part] / found.step:.0f} %)" for part in PARTS]
-    return [row.name, _ms(found.step), *shares]
+    breakdown = row.measured.breakdown
+    shares = [f"{_ms(breakdown.parts[part])} ({100 * breakdown.parts[part] / breakdown.step:.0f} %)" for part in PARTS]
+    return [row.name, _ms(breakdown.step), *shares]
 
 
 def _phase_cells(row: TrainingRow) -> list[list[str]]:
     assert row.measured is not None
     assert row.measured.breakdown is not None
-    found = row.measured.breakdown.phases
-    return [[row.name, phase, *(_ms(found[part][phase]) for part in MODEL)] for phase in PHASES]
+    phases = row.measured.breakdown.phases
+    return [[row.name, phase, *(_ms(phases[part][phase]) for part in MODEL)] for phase in PHASES]
 
 
 def _ms(seconds: float) -> str:
     return format_number(1e3 * seconds)
 
 
-def _lines_below(profiled: Sequence[TrainingRow]) -> list[str]:
+def _notes(profiled: Sequence[TrainingRow]) -> list[str]:
     """Return lines about overlapped communication, the longest idle time and the host's waits for the GPU."""
     lines = []
     for row in profiled:
         assert row.measured is not None
         assert row.measured.breakdown is not None
-        found = row.measured.breakdown
-        if found.communication:
-            hidden = found.communication - found.parts[COMMUNICATION]
-            lines.append(f"* {row.name}: communication {_ms(found.communication)} ms, of which {_ms(hidden)} hidden")
-        if found.longest_idle is not None:
-            rank = [one.longest_idle for one in row.measured.breakdown_by_rank].index(found.longest_idle)
-            longest, host = _ms(found.longest_idle.seconds), found.longest_idle.host
-            lines.append(f"* {row.name}: idle for {longest} ms at once on rank {rank}, the host at {host}")
-        lines += [f"* {row.name}: {count:g} x {place}" for place, count in (found.host_syncs or {}).items()]
+        breakdown = row.measured.breakdown
+        if breakdown.communication:
+            overlapped = breakdown.communication - breakdown.parts[COMMUNICATION]
+            lines.append(
+                f"* {row.name}: communication {_ms(breakdown.communication)} ms, {_ms(overlapped)} ms of it overlapped"
+            )
+        if breakdown.longest_idle is not None:
+            rank = [each.longest_idle for each in row.measured.breakdown_by_rank].index(breakdown.longest_idle)
+            longest, host = _ms(breakdown.longest_idle.seconds), breakdown.longest_idle.host
+            lines.append(
+                f"* {row.name}: longest idle interval {longest} ms, on rank {rank}, while the host was in {host}"
+            )
+        lines += [f"* {row.name}: {count:g} x {location}" for location, count in (breakdown.host_syncs or {}).items()]
     return ["", *lines] if lines else []

@@ -15,9 +15,9 @@ import torch
 from pydantic import TypeAdapter
 
 from kernels.bench.timing import Ceilings
-from megatron_ext.bench.train.measure import Amount, Measured
+from megatron_ext.bench.train.measure import Measured, StepCounts
 from megatron_ext.bench.train.plain_megatron import check_plain
-from megatron_ext.bench.train.rank import FAILED, MACHINE, MEASURED, Job, about_machine, write_job
+from megatron_ext.bench.train.rank import FAILED, MACHINE, MEASURED, Job, describe_training_machine, write_job
 from megatron_ext.bench.train.report import TrainingReport, TrainingRow
 from megatron_ext.config.load import load_config
 from megatron_ext.config.rules import check
@@ -31,12 +31,12 @@ from megatron_ext.utils.temp_dirs import scratch_folder
 RANK = "train-rank"
 """Internal subject of `selectron bench` with which ranks are started."""
 
-FORM = "write NAME:key=value,key=value or NAME:overlay.yaml"
+VARIANT_HINT = "write NAME:key=value,key=value or NAME:overlay.yaml"
 
 _SHARD_TOKENS = 1 << 22
 _SEED = 0
-_STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
-_LONGEST = 300
+_SIGNAL_CODES = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+_MAX_REASON_LENGTH = 300
 """Maximum length of a failure reason in the table, in characters."""
 
 
@@ -48,14 +48,14 @@ class Variant:
         name: name in the table.
         overrides: overrides of the common configuration.
         config: whole configuration; None: the configuration is invalid.
-        refused: reason why the variant cannot be trained; None: it can be trained.
+        error: reason why the variant cannot be trained; None: it can be trained.
         plain: True if megatron-core alone builds the model; see `plain_megatron`.
     """
 
     name: str
     overrides: tuple[str, ...]
     config: RunConfig | None = None
-    refused: str | None = None
+    error: str | None = None
     plain: bool = False
 
 
@@ -65,13 +65,13 @@ class TrainingPlan:
 
     Attributes:
         processes: number of processes that train each variant.
-        amount: numbers of warm-up, timed and profiled steps.
+        step_counts: numbers of warm-up, timed and profiled steps.
         vocabulary: vocabulary size of the model; None: that of the data.
         prepared: True if the configured data is read instead of random tokens.
     """
 
     processes: int
-    amount: Amount
+    step_counts: StepCounts
     vocabulary: int | None
     prepared: bool
 
@@ -86,10 +86,10 @@ def parse_variant(text: str, option: str = "--variant") -> tuple[str, tuple[str,
     Raises:
         UserError: the format is invalid.
     """
-    name, colon, rest = text.partition(":")
+    name, colon, overrides_text = text.partition(":")
     if not colon or not re.fullmatch(r"[\w.+-]+", name):
-        raise UserError(option, f"{text!r} is no variant", FORM)
-    parts = re.split(r",(?=\s*[A-Za-z_]\w*(?:\.\w+)+=|[^,=]+\.ya?ml(?:,|$))", rest)
+        raise UserError(option, f"{text!r} is not a variant", VARIANT_HINT)
+    parts = re.split(r",(?=\s*[A-Za-z_]\w*(?:\.\w+)+=|[^,=]+\.ya?ml(?:,|$))", overrides_text)
     return name, tuple(part.strip() for part in parts if part.strip())
 
 
@@ -111,34 +111,34 @@ def read_variants(
         UserError: the common configuration cannot be read, or cannot be trained and there are no variants; or a variant
             is malformed or a duplicate.
     """
-    own = load_config(path, overrides, load_all())
+    common_config = load_config(path, overrides, load_all())
     if not texts and not plain:
-        check(own, processes, load_all())
-        return [Variant(name=path.stem, overrides=(), config=own)]
-    found: dict[str, Variant] = {}
+        check(common_config, processes, load_all())
+        return [Variant(name=path.stem, overrides=(), config=common_config)]
+    variants: dict[str, Variant] = {}
     for is_plain, text in [*((True, text) for text in plain), *((False, text) for text in texts)]:
         option = "--plain" if is_plain else "--variant"
-        name, more = parse_variant(text, option)
-        if name in found:
-            raise UserError(option, f"{name!r} is there twice", "give each a name of its own")
-        found[name] = Variant(name=name, overrides=more, plain=is_plain)
+        name, variant_overrides = parse_variant(text, option)
+        if name in variants:
+            raise UserError(option, f"{name!r} is given twice", "give each variant its own name")
+        variants[name] = Variant(name=name, overrides=variant_overrides, plain=is_plain)
         try:
-            config = load_config(path, [*overrides, *more], load_all())
-            found[name] = replace(found[name], config=config)
+            config = load_config(path, [*overrides, *variant_overrides], load_all())
+            variants[name] = replace(variants[name], config=config)
             check(config, processes, load_all())
             if is_plain:
                 check_plain(config)
         except UserError as error:
-            found[name] = replace(found[name], refused=str(error))
-    return list(found.values())
+            variants[name] = replace(variants[name], error=str(error))
+    return list(variants.values())
 
 
 def bench(
     variants: Sequence[Variant],
     plan: TrainingPlan,
-    about: Mapping[str, Any],
+    identity: Mapping[str, Any],
     *,
-    tell: Callable[[str], None] = print,
+    report_progress: Callable[[str], None] = print,
     save: Callable[[TrainingReport], None] | None = None,
 ) -> tuple[TrainingReport, int]:
     """Measure every variant.
@@ -146,8 +146,8 @@ def bench(
     Args:
         variants: variants in the order of the rows.
         plan: settings of the benchmark.
-        about: fields of the report that identify the run; see `which_run`.
-        tell: function called with a line of text before and after each variant.
+        identity: fields of the report that identify the run; see `run_identity`.
+        report_progress: function called with a line of text before and after each variant.
         save: function called with the report after each row, so that an interrupted benchmark keeps its results.
 
     Returns:
@@ -155,29 +155,34 @@ def bench(
         variant failed, else 0.
     """
     with scratch_folder("bench") as folder:
-        here, ceilings = _machine(folder)
+        machine, ceilings = _measure_machine(folder)
         report = TrainingReport(
-            **about, machine=here, ceilings=ceilings, amount=plan.amount, prepared=plan.prepared, rows=[]
+            **identity,
+            machine=machine,
+            ceilings=ceilings,
+            step_counts=plan.step_counts,
+            prepared=plan.prepared,
+            rows=[],
         )
         if save is not None:
             save(report)  # fail before measuring if the folder cannot be written
         random_data = None if plan.prepared else _random_data(folder / "data", variants, plan)
         for number, variant in enumerate(variants):
-            tell(f"{variant.name} ...")
-            row, code = _row(folder / str(number), variant, plan, random_data)
+            report_progress(f"{variant.name} ...")
+            row, code = _train_variant(folder / str(number), variant, plan, random_data)
             report.rows.append(row)
-            tell(f"{variant.name}: {row.summary}")
+            report_progress(f"{variant.name}: {row.summary}")
             if save is not None:
                 save(report)
-            if code in _STOPPED:
+            if code in _SIGNAL_CODES:
                 return report, code
     return report, 1 if any(row.failed for row in report.rows) else 0
 
 
 def _random_data(folder: Path, variants: Sequence[Variant], plan: TrainingPlan) -> Path:
     """Write a data folder with as many random tokens as the longest variant reads, up to a maximum."""
-    steps = plan.amount.warm_up + plan.amount.steps + plan.amount.profiled + 1
-    configs = [one.config for one in variants if one.config is not None]
+    steps = plan.step_counts.warm_up + plan.step_counts.steps + plan.step_counts.profiled + 1
+    configs = [variant.config for variant in variants if variant.config is not None]
     lengths = [(config.data.seq_length, config.training.global_batch_size) for config in configs]
     needed = [2 * (length + 1) + min(_SHARD_TOKENS, steps * batch * length) for length, batch in lengths]
     assert plan.vocabulary is not None, "random tokens have no tokenizer"
@@ -185,23 +190,25 @@ def _random_data(folder: Path, variants: Sequence[Variant], plan: TrainingPlan) 
     return folder
 
 
-def _machine(folder: Path) -> tuple[dict[str, str | None], Ceilings | None]:
+def _measure_machine(folder: Path) -> tuple[dict[str, str | None], Ceilings | None]:
     """Describe this machine and measure its GPU's ceilings in a separate process, which frees the GPU's memory.
 
     Raises:
         UserError: the GPU does not work.
     """
     if not torch.cuda.is_available():
-        return about_machine(torch.device("cpu")), None
+        return describe_training_machine(torch.device("cpu")), None
     code = launch(rank_command("bench", [RANK, "--machine", str(folder)]), 1)
     if code:
         problem = f"the GPU cannot be measured: {_reason(folder, code)}"
-        raise UserError("run.device", problem, "see who else is at it (nvidia-smi), and `selectron doctor`")
-    found = json.loads((folder / MACHINE).read_bytes())
-    return found["machine"], Ceilings(**found["ceilings"])
+        raise UserError("run.device", problem, "check for other processes with nvidia-smi, and run `selectron doctor`")
+    results = json.loads((folder / MACHINE).read_bytes())
+    return results["machine"], Ceilings(**results["ceilings"])
 
 
-def _row(folder: Path, variant: Variant, plan: TrainingPlan, random_data: Path | None) -> tuple[TrainingRow, int]:
+def _train_variant(
+    folder: Path, variant: Variant, plan: TrainingPlan, random_data: Path | None
+) -> tuple[TrainingRow, int]:
     """Train a variant, and return its row and the exit code of its processes."""
     config = None if variant.config is None else TypeAdapter(RunConfig).dump_python(variant.config, mode="json")
     row = TrainingRow(
@@ -211,31 +218,31 @@ def _row(folder: Path, variant: Variant, plan: TrainingPlan, random_data: Path |
         processes=plan.processes,
         plain=variant.plain,
     )
-    if variant.refused is not None or variant.config is None:
-        return row.with_failure(str(variant.refused)), EXIT_USER_ERROR
+    if variant.error is not None or variant.config is None:
+        return row.with_failure(str(variant.error)), EXIT_USER_ERROR
     folder.mkdir()
     job = Job(
         config=variant.config,
         vocabulary=plan.vocabulary,
         random_data=random_data,
-        amount=plan.amount,
+        step_counts=plan.step_counts,
         plain=variant.plain,
     )
     write_job(folder, job)
-    begun = time.perf_counter()
+    started = time.perf_counter()
     code = launch(rank_command("bench", [RANK, str(folder)]), plan.processes)
-    row = replace(row, took=time.perf_counter() - begun)
+    row = replace(row, wall_seconds=time.perf_counter() - started)
     if code:
         return row.with_failure(_reason(folder, code)), code
-    return row.with_numbers(TypeAdapter(Measured).validate_json((folder / MEASURED).read_bytes())), 0
+    return row.with_measurements(TypeAdapter(Measured).validate_json((folder / MEASURED).read_bytes())), 0
 
 
 def _reason(folder: Path, code: int) -> str:
-    """Return the error of the first rank that failed, or how it ended if it reported none."""
-    said = folder / FAILED
-    if said.exists():
-        return said.read_text()[:_LONGEST]
+    """Return the error of the first rank that failed, or its exit code or signal if it reported none."""
+    error_file = folder / FAILED
+    if error_file.exists():
+        return error_file.read_text()[:_MAX_REASON_LENGTH]
     if code > 128:
         name = signal.Signals(code - 128).name
-        return f"was ended by {name}" + (", for want of memory perhaps" if name == "SIGKILL" else "")
-    return f"ended with exit code {code}"
+        return f"terminated by {name}" + (" (possibly out of memory)" if name == "SIGKILL" else "")
+    return f"exited with code {code}"

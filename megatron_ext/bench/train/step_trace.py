@@ -25,16 +25,16 @@ from statistics import fmean
 from typing import Any
 
 from megatron_ext.bench.train.trace_slices import (
-    Place,
+    Attribution,
+    PartPhase,
     Slice,
     Span,
-    Spent,
+    attribute_layer,
+    attribute_step,
     descendants,
-    fill,
-    nest,
-    own_spans,
+    exclusive_spans,
+    link_parents,
     span_of,
-    take,
 )
 from megatron_ext.model.step_parts import BACKWARD, COMMUNICATION, FORWARD, MODEL, OPTIMIZER
 
@@ -102,25 +102,28 @@ class Breakdown:
     longest_idle: Idle | None
 
 
-def breakdown_of(plain: dict[str, Any]) -> Breakdown:
+def breakdown_from_dict(fields: dict[str, Any]) -> Breakdown:
     """Return a `Breakdown` from the dictionary into which `asdict` converted it."""
-    idle = plain["longest_idle"]
-    return Breakdown(**{**plain, "longest_idle": None if idle is None else Idle(**idle)})
+    idle = fields["longest_idle"]
+    return Breakdown(**{**fields, "longest_idle": None if idle is None else Idle(**idle)})
 
 
-def mean(found: Sequence[Breakdown]) -> Breakdown:
+def mean_breakdown(breakdowns: Sequence[Breakdown]) -> Breakdown:
     """Return the mean of the breakdowns of one or more steps or ranks."""
-    all_communicate = [one.communication for one in found if one.communication is not None]
-    syncs = [one.host_syncs for one in found if one.host_syncs is not None]
-    places = {place for one in syncs for place in one}
-    idle = [one.longest_idle for one in found if one.longest_idle is not None]
+    communication = [breakdown.communication for breakdown in breakdowns if breakdown.communication is not None]
+    syncs = [breakdown.host_syncs for breakdown in breakdowns if breakdown.host_syncs is not None]
+    locations = {location for counts in syncs for location in counts}
+    mean_syncs = {name: fmean(counts.get(name, 0) for counts in syncs) for name in sorted(locations)} if syncs else None
+    idle = [breakdown.longest_idle for breakdown in breakdowns if breakdown.longest_idle is not None]
     return Breakdown(
-        step=fmean(one.step for one in found),
-        parts={part: fmean(one.parts[part] for one in found) for part in PARTS},
-        phases={part: {p: fmean(one.phases[part][p] for one in found) for p in PHASES} for part in MODEL},
-        communication=fmean(all_communicate) if all_communicate else None,
-        host_syncs={place: fmean(one.get(place, 0) for one in syncs) for place in sorted(places)} if syncs else None,
-        longest_idle=max(idle, key=lambda one: one.seconds, default=None),
+        step=fmean(breakdown.step for breakdown in breakdowns),
+        parts={part: fmean(breakdown.parts[part] for breakdown in breakdowns) for part in PARTS},
+        phases={
+            part: {p: fmean(breakdown.phases[part][p] for breakdown in breakdowns) for p in PHASES} for part in MODEL
+        },
+        communication=fmean(communication) if communication else None,
+        host_syncs=mean_syncs,
+        longest_idle=max(idle, key=lambda interval: interval.seconds, default=None),
     )
 
 
@@ -131,7 +134,7 @@ def break_down(events: Sequence[Mapping[str, Any]]) -> list[Breakdown]:
         events: `traceEvents` of a trace.
     """
     trace = _Trace(events)
-    return [trace.of_step(step) for step in trace.steps]
+    return [trace.break_down_step(step) for step in trace.steps]
 
 
 class _Trace:
@@ -143,28 +146,28 @@ class _Trace:
             if event.get("ph") == "X" and event.get("cat") in _HOST:
                 self._add(event)
         for slices in self._threads.values():
-            nest(slices)
-        self._starts = {tid: [one.begin for one in slices] for tid, slices in self._threads.items()}
-        self._forward_of = self._flows(events)
-        self._backward: dict[Slice, Place] = {}
+            link_parents(slices)
+        self._starts = {tid: [slice_.begin for slice_ in slices] for tid, slices in self._threads.items()}
+        self._forward = self._link_forward(events)
+        self._backward: dict[Slice, PartPhase] = {}
         self._resolve_backward()
-        self._gpu = [event for event in events if event.get("ph") == "X" and event.get("cat") in _GPU]
-        self.steps = [one for slices in self._threads.values() for one in slices if one.name == PREFIX + STEP]
-        self.steps.sort(key=lambda one: one.begin)
+        self._gpu_events = [event for event in events if event.get("ph") == "X" and event.get("cat") in _GPU]
+        self.steps = [slice_ for slices in self._threads.values() for slice_ in slices if slice_.name == PREFIX + STEP]
+        self.steps.sort(key=lambda slice_: slice_.begin)
 
     def _add(self, event: Mapping[str, Any]) -> None:
         begin, args = float(event["ts"]), event.get("args", {})
         is_range = event["cat"] == "user_annotation"
-        one = Slice(begin, begin + float(event["dur"]), event["name"], is_range)
-        self._threads[event["tid"]].append(one)
+        slice_ = Slice(begin, begin + float(event["dur"]), event["name"], is_range)
+        self._threads[event["tid"]].append(slice_)
         if event["cat"] in ("cuda_runtime", "cuda_driver"):
-            self._by_correlation[args.get("correlation", -1)] = one
+            self._by_correlation[args.get("correlation", -1)] = slice_
         else:
-            self._by_id[args.get("External id", -1)] = one
+            self._by_id[args.get("External id", -1)] = slice_
 
-    # --- which part --------------------------------------------------------------------------------------------------
+    # --- parts and phases ---------------------------------------------------------------------------------------------
 
-    def _flows(self, events: Sequence[Mapping[str, Any]]) -> dict[Slice, Slice]:
+    def _link_forward(self, events: Sequence[Mapping[str, Any]]) -> dict[Slice, Slice]:
         """Map each backward operation to its forward operation, if it has one."""
         ends: dict[str, dict[Any, Slice]] = {"s": {}, "f": {}}
         for event in events:
@@ -172,67 +175,73 @@ class _Trace:
                 found = self._innermost(event["tid"], float(event["ts"]))
                 if found is not None:
                     ends[event["ph"]][event["id"]] = found
-        return {one: ends["s"][name] for name, one in ends["f"].items() if name in ends["s"]}
+        return {slice_: ends["s"][name] for name, slice_ in ends["f"].items() if name in ends["s"]}
 
     def _innermost(self, tid: Any, instant: float) -> Slice | None:
         index = bisect_right(self._starts.get(tid, []), instant) - 1
         if index < 0:
             return None
-        return next((one for one in self._threads[tid][index].up() if one.end >= instant), None)
+        return next((slice_ for slice_ in self._threads[tid][index].ancestors() if slice_.end >= instant), None)
 
     def _resolve_backward(self) -> None:
         """Assign a part and phase to every backward operation, in order of time."""
         nodes = [
-            (one.begin, number, tid, one)
+            (slice_.begin, number, tid, slice_)
             for number, (tid, slices) in enumerate(self._threads.items())
-            for one in slices
-            if one.name.startswith(_BACKWARD)
+            for slice_ in slices
+            if slice_.name.startswith(_BACKWARD)
         ]
-        last: dict[Any, Place] = {}
-        for _, _, tid, node in sorted(nodes, key=lambda entry: entry[:2]):
-            forward = next((self._forward_of[one] for one in (node, *node.children) if one in self._forward_of), None)
+        last: dict[Any, PartPhase] = {}
+        for _, _, tid, operation in sorted(nodes, key=lambda entry: entry[:2]):
+            forward = next(
+                (self._forward[slice_] for slice_ in (operation, *operation.children) if slice_ in self._forward), None
+            )
             if forward is not None:
-                last[tid] = Place(self.place(forward).part, BACKWARD)
-            self._backward[node] = last.get(tid, Place(OTHER, BACKWARD))
+                last[tid] = PartPhase(self.part_phase(forward).part, BACKWARD)
+            self._backward[operation] = last.get(tid, PartPhase(OTHER, BACKWARD))
 
-    def place(self, one: Slice) -> Place:
+    def part_phase(self, slice_: Slice) -> PartPhase:
         """Return the part and phase of a slice, from the ranges and backward operations that contain it."""
-        for outer in one.up():
+        for outer in slice_.ancestors():
             if outer in self._backward:
                 return self._backward[outer]
             if outer.is_range and outer.name.removeprefix(PREFIX) in PARTS:
-                again = any(beyond in self._backward for beyond in outer.up())
-                return Place(outer.name.removeprefix(PREFIX), RECOMPUTE if again else FORWARD)
-        return Place(OTHER, FORWARD)
+                is_recomputed = any(ancestor in self._backward for ancestor in outer.ancestors())
+                return PartPhase(outer.name.removeprefix(PREFIX), RECOMPUTE if is_recomputed else FORWARD)
+        return PartPhase(OTHER, FORWARD)
 
-    def _place_on_host(self, one: Slice) -> Place:
-        communicates = any(outer.name.startswith(_COMMUNICATION) for outer in one.up())
-        return Place(COMMUNICATION, FORWARD) if communicates else self.place(one)
+    def _host_part_phase(self, slice_: Slice) -> PartPhase:
+        communicates = any(outer.name.startswith(_COMMUNICATION) for outer in slice_.ancestors())
+        return PartPhase(COMMUNICATION, FORWARD) if communicates else self.part_phase(slice_)
 
-    def _place_of_kernel(self, event: Mapping[str, Any]) -> Place:
+    def _kernel_part_phase(self, event: Mapping[str, Any]) -> PartPhase:
         if _is_communication(event["name"]):
-            return Place(COMMUNICATION, FORWARD)
+            return PartPhase(COMMUNICATION, FORWARD)
         args = event.get("args", {})
         callers = self._by_correlation.get(args.get("correlation")), self._by_id.get(args.get("External id"))
-        places = [self.place(one) for one in callers if one is not None]
-        found = next((place for place in places if place.part != OTHER), Place(OTHER, FORWARD))
+        candidates = [self.part_phase(slice_) for slice_ in callers if slice_ is not None]
+        found = next((part_phase for part_phase in candidates if part_phase.part != OTHER), PartPhase(OTHER, FORWARD))
         is_input = found.part == OTHER and event["name"].startswith("Memcpy HtoD")
-        return Place(DATA, FORWARD) if is_input else found
+        return PartPhase(DATA, FORWARD) if is_input else found
 
-    # --- how long ----------------------------------------------------------------------------------------------------
+    # --- durations ----------------------------------------------------------------------------------------------------
 
-    def of_step(self, step: Slice) -> Breakdown:
+    def break_down_step(self, step: Slice) -> Breakdown:
         """Return the breakdown of a step."""
         idle: Idle | None = None
         communication: float | None = None
-        if self._gpu:
-            spent, free = self._by_kernels(step)
-            idle, communication = self._longest_idle(free), self._communication(step)
+        if self._gpu_events:
+            attributed, unattributed = self._attribute_kernels(step)
+            idle, communication = self._longest_idle(unattributed), self._communication(step)
         else:
-            spent = self._by_host(step)
-        parts = {part: sum(us for place, us in spent.items() if place.part == part) / 1e6 for part in PARTS}
-        phases = {part: {phase: spent.get(Place(part, phase), 0.0) / 1e6 for phase in PHASES} for part in MODEL}
-        syncs = self._host_syncs(step) if self._gpu else None
+            attributed = self._attribute_host(step)
+        parts = {
+            part: sum(us for part_phase, us in attributed.items() if part_phase.part == part) / 1e6 for part in PARTS
+        }
+        phases = {
+            part: {phase: attributed.get(PartPhase(part, phase), 0.0) / 1e6 for phase in PHASES} for part in MODEL
+        }
+        syncs = self._host_syncs(step) if self._gpu_events else None
         seconds = (step.end - step.begin) / 1e6
         return Breakdown(
             step=seconds,
@@ -243,68 +252,73 @@ class _Trace:
             longest_idle=idle,
         )
 
-    def _by_kernels(self, step: Slice) -> tuple[Spent, list[Span]]:
-        computed: list[tuple[Span, Place]] = []
-        communicated: list[tuple[Span, Place]] = []
-        for event in self._gpu:
-            place = self._place_of_kernel(event)
-            (communicated if place.part == COMMUNICATION else computed).append((span_of(event), place))
-        at_data = [
-            ((one.begin, one.end), Place(DATA, FORWARD)) for one in descendants(step) if one.name == PREFIX + DATA
+    def _attribute_kernels(self, step: Slice) -> tuple[Attribution, list[Span]]:
+        computed: list[tuple[Span, PartPhase]] = []
+        communicated: list[tuple[Span, PartPhase]] = []
+        for event in self._gpu_events:
+            part_phase = self._kernel_part_phase(event)
+            (communicated if part_phase.part == COMMUNICATION else computed).append((span_of(event), part_phase))
+        loading = [
+            ((slice_.begin, slice_.end), PartPhase(DATA, FORWARD))
+            for slice_ in descendants(step)
+            if slice_.name == PREFIX + DATA
         ]
-        return fill(step, (computed, communicated, at_data), Place(IDLE, FORWARD))
+        return attribute_step(step, (computed, communicated, loading), PartPhase(IDLE, FORWARD))
 
-    def _longest_idle(self, free: Sequence[Span]) -> Idle | None:
-        if not free:
+    def _longest_idle(self, unattributed: Sequence[Span]) -> Idle | None:
+        if not unattributed:
             return None
-        begin, end = max(free, key=lambda span: span[1] - span[0])
-        at: list[tuple[bool, float, Slice]] = []
+        begin, end = max(unattributed, key=lambda span: span[1] - span[0])
+        candidates: list[tuple[bool, float, Slice]] = []
         for slices in self._threads.values():
-            for one in slices:
-                own = sum(max(0.0, min(stop, end) - max(start, begin)) for start, stop in own_spans(one))
+            for slice_ in slices:
+                covered = sum(max(0.0, min(stop, end) - max(start, begin)) for start, stop in exclusive_spans(slice_))
                 # Ranges do not count: the main thread is always in a range, even while it waits for autograd's thread.
-                at.append((not one.is_range and 2 * own >= end - begin, own, one))
-        _, spent, host = max(at, key=lambda entry: entry[:2])
-        return Idle((end - begin) / 1e6, self._description(host) if spent else "?")
+                candidates.append((not slice_.is_range and 2 * covered >= end - begin, covered, slice_))
+        _, longest, host = max(candidates, key=lambda entry: entry[:2])
+        return Idle((end - begin) / 1e6, self._describe(host) if longest else "?")
 
-    def _description(self, one: Slice) -> str:
+    def _describe(self, slice_: Slice) -> str:
         """Describe a slice of the host by its name, its caller and its part."""
-        by = "" if one.parent is None else f" in {one.parent.name.removeprefix(PREFIX)}"
-        return f"{one.name.removeprefix(PREFIX)}{by} ({self.place(one).part})"
+        caller = "" if slice_.parent is None else f" in {slice_.parent.name.removeprefix(PREFIX)}"
+        return f"{slice_.name.removeprefix(PREFIX)}{caller} ({self.part_phase(slice_).part})"
 
     def _communication(self, step: Slice) -> float:
-        spent: Spent = defaultdict(float)
-        found = [span_of(event) for event in self._gpu if _is_communication(event["name"])]
-        take([(step.begin, step.end)], [(span, Place(COMMUNICATION, FORWARD)) for span in found], spent)
-        return float(sum(spent.values())) / 1e6
+        attributed: Attribution = defaultdict(float)
+        found = [span_of(event) for event in self._gpu_events if _is_communication(event["name"])]
+        attribute_layer(
+            [(step.begin, step.end)], [(span, PartPhase(COMMUNICATION, FORWARD)) for span in found], attributed
+        )
+        return float(sum(attributed.values())) / 1e6
 
-    def _by_host(self, step: Slice) -> Spent:
+    def _attribute_host(self, step: Slice) -> Attribution:
         """Attribute the main thread's time: operations first, then communication of other threads, then Python."""
-        worked: list[tuple[Span, Place]] = []
-        idle: list[tuple[Span, Place]] = []
-        for one in descendants(step):
-            place = self._place_on_host(one)
-            entries = idle if one.is_range and place.part != COMMUNICATION else worked
-            entries += ((span, place) for span in own_spans(one))
-        own = set(descendants(step))
-        others = (one for slices in self._threads.values() for one in slices if one not in own)
-        beside = [
-            ((one.begin, one.end), Place(COMMUNICATION, FORWARD))
-            for one in others
-            if one.name.startswith(_COMMUNICATION)
+        operations: list[tuple[Span, PartPhase]] = []
+        ranges: list[tuple[Span, PartPhase]] = []
+        for slice_ in descendants(step):
+            part_phase = self._host_part_phase(slice_)
+            entries = ranges if slice_.is_range and part_phase.part != COMMUNICATION else operations
+            entries += ((span, part_phase) for span in exclusive_spans(slice_))
+        in_step = set(descendants(step))
+        others = (slice_ for slices in self._threads.values() for slice_ in slices if slice_ not in in_step)
+        other_communication = [
+            ((slice_.begin, slice_.end), PartPhase(COMMUNICATION, FORWARD))
+            for slice_ in others
+            if slice_.name.startswith(_COMMUNICATION)
         ]
-        return fill(step, (worked, beside, idle), Place(OTHER, FORWARD))[0]
+        return attribute_step(step, (operations, other_communication, ranges), PartPhase(OTHER, FORWARD))[0]
 
     def _host_syncs(self, step: Slice) -> dict[str, float]:
         found: Counter[str] = Counter()
         for slices in self._threads.values():
-            for one in slices:
-                if one.name not in _SYNCS or not step.begin <= one.begin < step.end:
+            for slice_ in slices:
+                if slice_.name not in _SYNCS or not step.begin <= slice_.begin < step.end:
                     continue
-                around = [outer.name for outer in one.up()][1:]
-                if PREFIX + END in around or _SYNCS.intersection(around):  # a driver call in a runtime call counts once
+                outer_names = [outer.name for outer in slice_.ancestors()][1:]
+                # A driver call inside a runtime call counts once.
+                if PREFIX + END in outer_names or _SYNCS.intersection(outer_names):
                     continue
-                found[self._description(one)] += 1
+                found[self._describe(slice_)] += 1
         return {name: float(count) for name, count in found.items()}
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 
-class Place(NamedTuple):
+class PartPhase(NamedTuple):
     """Part of a step, and the phase. Only parts of the model have other phases than forward."""
 
     part: str
@@ -18,7 +18,7 @@ class Place(NamedTuple):
 Span = tuple[float, float]
 """Begin and end in microseconds."""
 
-Spent = dict[Place, float]
+Attribution = dict[PartPhase, float]
 """Microseconds by part and phase."""
 
 
@@ -33,7 +33,7 @@ class Slice:
     parent: Slice | None = None
     children: list[Slice] = field(default_factory=list)
 
-    def up(self) -> Iterable[Slice]:
+    def ancestors(self) -> Iterable[Slice]:
         """Yield this slice and its ancestors, innermost first."""
         found: Slice | None = self
         while found is not None:
@@ -46,95 +46,99 @@ def span_of(event: Mapping[str, Any]) -> Span:
     return float(event["ts"]), float(event["ts"]) + float(event["dur"])
 
 
-def nest(slices: list[Slice]) -> None:
+def link_parents(slices: list[Slice]) -> None:
     """Sort the slices of a thread, and set parents and children."""
-    slices.sort(key=lambda one: (one.begin, -one.end))
-    around: list[Slice] = []
-    for one in slices:
-        while around and around[-1].end <= one.begin:
-            around.pop()
-        if around:
-            one.parent = around[-1]
-            one.parent.children.append(one)
-        around.append(one)
+    slices.sort(key=lambda slice_: (slice_.begin, -slice_.end))
+    open_slices: list[Slice] = []
+    for slice_ in slices:
+        while open_slices and open_slices[-1].end <= slice_.begin:
+            open_slices.pop()
+        if open_slices:
+            slice_.parent = open_slices[-1]
+            slice_.parent.children.append(slice_)
+        open_slices.append(slice_)
 
 
 def descendants(outer: Slice) -> Iterable[Slice]:
     """Yield a slice and all its descendants."""
-    left = [outer]
-    while left:
-        one = left.pop()
-        yield one
-        left += one.children
+    remaining = [outer]
+    while remaining:
+        slice_ = remaining.pop()
+        yield slice_
+        remaining += slice_.children
 
 
-def own_spans(one: Slice) -> Iterable[Span]:
+def exclusive_spans(slice_: Slice) -> Iterable[Span]:
     """Yield the spans of a slice that none of its children covers."""
-    at = one.begin
-    for child in one.children:
-        if child.begin > at:
-            yield at, child.begin
-        at = max(at, child.end)
-    if one.end > at:
-        yield at, one.end
+    cursor = slice_.begin
+    for child in slice_.children:
+        if child.begin > cursor:
+            yield cursor, child.begin
+        cursor = max(cursor, child.end)
+    if slice_.end > cursor:
+        yield cursor, slice_.end
 
 
-def fill(step: Slice, layers: Iterable[Sequence[tuple[Span, Place]]], rest: Place) -> tuple[Spent, list[Span]]:
+def attribute_step(
+    step: Slice, layers: Iterable[Sequence[tuple[Span, PartPhase]]], default: PartPhase
+) -> tuple[Attribution, list[Span]]:
     """Attribute a step's time to layers of spans. A layer only gets the time that no earlier layer covers.
 
     Args:
         step: slice of the whole step.
         layers: spans with their parts and phases, by layer.
-        rest: part and phase of the time that no layer covers.
+        default: part and phase of the time that no layer covers.
 
     Returns:
         Attributed microseconds, and the spans that no layer covers.
     """
-    free = [(step.begin, step.end)]
-    spent: Spent = defaultdict(float)
+    unattributed = [(step.begin, step.end)]
+    attributed: Attribution = defaultdict(float)
     for layer in layers:
-        free = take(free, layer, spent)
-    spent[rest] += sum(end - begin for begin, end in free)
-    return spent, free
+        unattributed = attribute_layer(unattributed, layer, attributed)
+    attributed[default] += sum(end - begin for begin, end in unattributed)
+    return attributed, unattributed
 
 
-def take(free: Sequence[Span], wanted: Sequence[tuple[Span, Place]], spent: Spent) -> list[Span]:
+def attribute_layer(
+    unattributed: Sequence[Span], spans: Sequence[tuple[Span, PartPhase]], attributed: Attribution
+) -> list[Span]:
     """Attribute unattributed time to the spans that cover it. Of several such spans, the one that begins first counts.
 
     Args:
-        free: unattributed spans, ascending and disjoint.
-        wanted: spans with their parts and phases, in any order.
-        spent: microseconds by part and phase; updated in place.
+        unattributed: unattributed spans, ascending and disjoint.
+        spans: spans with their parts and phases, in any order.
+        attributed: microseconds by part and phase; updated in place.
 
     Returns:
         Spans that are still unattributed.
     """
-    left: list[Span] = []
-    claims, index = disjoint(wanted), 0
-    for begin, end in free:
-        at = begin
+    remaining: list[Span] = []
+    claims, index = disjoint(spans), 0
+    for begin, end in unattributed:
+        cursor = begin
         while index < len(claims) and claims[index][0][0] < end:
-            (start, stop), place = claims[index]
-            if stop > at:
-                if start > at:
-                    left.append((at, start))
+            (start, stop), part_phase = claims[index]
+            if stop > cursor:
+                if start > cursor:
+                    remaining.append((cursor, start))
                 until = min(stop, end)
-                spent[place] += until - max(at, start)
-                at = until
+                attributed[part_phase] += until - max(cursor, start)
+                cursor = until
             if stop > end:  # the claim may extend into the next free span
                 break
             index += 1
-        if at < end:
-            left.append((at, end))
-    return left
+        if cursor < end:
+            remaining.append((cursor, end))
+    return remaining
 
 
-def disjoint(wanted: Sequence[tuple[Span, Place]]) -> list[tuple[Span, Place]]:
+def disjoint(spans: Sequence[tuple[Span, PartPhase]]) -> list[tuple[Span, PartPhase]]:
     """Sort spans by their begin, and shorten each span so that it begins after the preceding spans end."""
-    found: list[tuple[Span, Place]] = []
-    at = float("-inf")
-    for (start, stop), place in sorted(wanted):
-        if stop > max(start, at):
-            found.append(((max(start, at), stop), place))
-            at = stop
+    found: list[tuple[Span, PartPhase]] = []
+    cursor = float("-inf")
+    for (start, stop), part_phase in sorted(spans):
+        if stop > max(start, cursor):
+            found.append(((max(start, cursor), stop), part_phase))
+            cursor = stop
     return found
