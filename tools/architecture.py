@@ -59,8 +59,8 @@ def folder_of(package: str) -> Path:
     """Return the folder of a package, or the file of a module."""
     if package.split(".")[0] in ("kernels", "data_prep"):
         return ROOT / package.replace(".", "/")
-    inside = ROOT / "megatron_ext" / package
-    return inside if inside.is_dir() else inside.with_suffix(".py")
+    path = ROOT / "megatron_ext" / package
+    return path if path.is_dir() else path.with_suffix(".py")
 
 
 def lower_floors(package: str) -> set[str]:
@@ -88,15 +88,15 @@ def picture() -> str:
     ]
     for level, floor in enumerate(reversed(FLOORS)):
         width = (WIDTH - 2 * MARGIN - GAP * (len(floor) - 1)) / len(floor)
-        for place, package in enumerate(floor):
-            x, y = MARGIN + place * (width + GAP), MARGIN + level * (ROW + GAP)
+        for index, package in enumerate(floor):
+            x, y = MARGIN + index * (width + GAP), MARGIN + level * (ROW + GAP)
             parts.append(
                 f'<rect x="{x:.0f}" y="{y}" width="{width:.0f}" height="{ROW}" rx="5" fill="#eef3f8" stroke="#5b7a99"/>'
             )
             parts.append(f'<text x="{x + 10:.0f}" y="{y + 19}" font-size="15" font-weight="bold">{package}</text>')
             for row, line in enumerate(textwrap.wrap(purpose(package), int(width / 6.6))[:2]):
-                place_of_line = f'x="{x + 10:.0f}" y="{y + 37 + row * LINE}"'
-                parts.append(f'<text {place_of_line} font-size="12" fill="#333333">{escape(line)}</text>')
+                position = f'x="{x + 10:.0f}" y="{y + 37 + row * LINE}"'
+                parts.append(f'<text {position} font-size="12" fill="#333333">{escape(line)}</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 

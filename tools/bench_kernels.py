@@ -1,4 +1,4 @@
-"""Times our attention kernels beside their peers on one GPU: `selectron bench kernels` without the rest of Selectron.
+"""Time our attention kernels and their peers on one GPU: `selectron bench kernels` without the rest of Selectron.
 
     PYTHONPATH=. python tools/bench_kernels.py --lengths 2048x50 --heads 16x128 --output out
 

@@ -1,9 +1,9 @@
-"""Trains one configuration under several layouts, devices and back-ends, and tables the losses side by side.
+"""Train one configuration under several layouts, devices and back-ends, and write a table of the losses.
 
     python tools/compare_layouts.py examples/quickstart.yaml --output out --steps 20 --devices cpu,cuda --jobs 6
 
-Every run is a `selectron train` of its own. Writes losses.json and losses.md into the output folder. What was run on
-another machine joins the table by its losses.json; with `--devices ""` nothing else is run:
+Each run is a separate `selectron train`. The program writes losses.json and losses.md into the output folder. Runs of
+other machines are added from their losses.json. With `--devices ""` no run is started:
 
     python tools/compare_layouts.py examples/quickstart.yaml --output out --devices "" --others cpu.json,gpu.json
 """
@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from training_runs import comparing, largest_difference, train
+from training_runs import comparison_parser, largest_difference, train
 
 from megatron_ext.utils import markdown
 
@@ -78,16 +78,16 @@ class Case:
 
 
 def cases(patterns: Sequence[str], devices: Sequence[str], backends: Sequence[str]) -> list[Case]:
-    """Cases to compare: one CPU process in fp32 and bf16; on CUDA every layout in fp32, and in bf16 per back-end."""
-    found = []
+    """Return one CPU case in fp32 and in bf16; on CUDA every layout in fp32, and in bf16 with each back-end."""
+    result = []
     for pattern in patterns:
         if "cpu" in devices:
-            found += [Case(pattern, precision, "cpu", "local", "1") for precision in ("fp32", "bf16")]
+            result += [Case(pattern, precision, "cpu", "local", "1") for precision in ("fp32", "bf16")]
         if "cuda" in devices:
             layouts = [name for name in LAYOUTS if name == "1" or torch.cuda.device_count() > 1]
-            found += [Case(pattern, "fp32", "cuda", "local", name) for name in layouts]
-            found += [Case(pattern, "bf16", "cuda", backend, name) for backend in backends for name in layouts]
-    return found
+            result += [Case(pattern, "fp32", "cuda", "local", name) for name in layouts]
+            result += [Case(pattern, "bf16", "cuda", backend, name) for backend in backends for name in layouts]
+    return result
 
 
 def run_case(case: Case, number: int, config: Path, output: Path, overrides: Sequence[str]) -> list[float]:
@@ -109,8 +109,8 @@ def read_results(path: Path) -> dict[Case, list[float]]:
 
 
 def table(results: dict[Case, list[float]]) -> str:
-    """Markdown table of first and last loss, and of the largest differences from one CPU process and from one GPU."""
-    # Rows to be compared stand next to each other, even if they were run on different machines.
+    """Return a Markdown table of first and last loss, and of the largest differences from one CPU and one GPU."""
+    # Compared rows are adjacent, even if they were run on different machines.
     patterns = list(dict.fromkeys(case.pattern for case in results))
     rows = []
     for case in sorted(results, key=lambda case: (patterns.index(case.pattern), case.device)):
@@ -125,7 +125,7 @@ def table(results: dict[Case, list[float]]) -> str:
 
 def main() -> int:
     """Run all cases. Return 1 if one failed, else 0."""
-    parser = comparing(__doc__)
+    parser = comparison_parser(__doc__)
     parser.add_argument("--patterns", default="attention*4,top1_chunk*4,gated_deltanet*4")
     parser.add_argument("--devices", default="cpu")
     parser.add_argument("--backends", default="local")
@@ -134,7 +134,7 @@ def main() -> int:
     parser.add_argument("--others", default="", help="losses.json of other machines, comma-separated")
     args = parser.parse_intermixed_args()
     args.output.mkdir(parents=True, exist_ok=True)
-    chosen = cases(args.patterns.split(","), args.devices.split(","), args.backends.split(","))
+    selected = cases(args.patterns.split(","), args.devices.split(","), args.backends.split(","))
     overrides = [
         f"training.steps={args.steps}",
         "optimizer.warmup_steps=2",
@@ -143,12 +143,12 @@ def main() -> int:
     ]
     with ThreadPoolExecutor(args.jobs) as pool:
         losses = pool.map(
-            lambda item: run_case(item[1], item[0], args.config, args.output, overrides), enumerate(chosen)
+            lambda item: run_case(item[1], item[0], args.config, args.output, overrides), enumerate(selected)
         )
     results: dict[Case, list[float]] = {}
     for path in filter(None, args.others.split(",")):
         results |= read_results(Path(path))
-    results |= dict(zip(chosen, losses, strict=True))
+    results |= dict(zip(selected, losses, strict=True))
     rows = [{**asdict(case), "losses": values} for case, values in results.items()]
     markdown.write_report(args.output, "losses", {"torch": torch.__version__, "cases": rows}, table(results))
     print(table(results))

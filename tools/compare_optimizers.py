@@ -1,9 +1,9 @@
-"""Trains one configuration under several optimizers and tables losses, time a step and memory side by side.
+"""Train one configuration under several optimizers, and write a table of losses, step times and memory.
 
     python tools/compare_optimizers.py examples/110m_2k.yaml data.path=data/mine --processes 2 --output out
 
-Every run is a `selectron train` of its own, one after the other; with `--rounds 2` all run again, so that what drifts
-on the machine does not count for one of them. Writes optimizers.json and optimizers.md into the output folder.
+Each run is a separate `selectron train`, one after the other. With `--rounds 2` all run again, so that a drift of the
+machine's speed affects all of them. The program writes optimizers.json and optimizers.md into the output folder.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import torch
-from training_runs import comparing, largest_difference, train
+from training_runs import comparison_parser, largest_difference, train
 
 from megatron_ext.utils import markdown
 
@@ -51,7 +51,7 @@ class Outcome:
     peak_memory: int
 
     def step_time(self, skipped: int) -> float:
-        """Median milliseconds of a step after the first `skipped` ones, in which kernels are compiled."""
+        """Return the median milliseconds of a step after the first `skipped` ones, in which kernels are compiled."""
         return statistics.median(self.milliseconds[skipped:])
 
 
@@ -72,34 +72,34 @@ def run(optimizer: str, number: int, args: argparse.Namespace) -> Outcome:
 
 
 def table(outcomes: Sequence[Outcome], skipped: int) -> str:
-    """Markdown table with one row per optimizer: its fastest round, and its step time relative to the reference."""
+    """Return a Markdown table of the fastest round of each optimizer, with its step time relative to the reference."""
     best: dict[str, Outcome] = {}
     for outcome in outcomes:
-        known = best.get(outcome.optimizer)
-        if outcome.losses and (known is None or outcome.step_time(skipped) < known.step_time(skipped)):
+        previous = best.get(outcome.optimizer)
+        if outcome.losses and (previous is None or outcome.step_time(skipped) < previous.step_time(skipped)):
             best[outcome.optimizer] = outcome
     reference = best.get(REFERENCE)
-    columns = ["optimizer", "ms a step", f"beside {REFERENCE}", "all rounds, ms", "peak memory, GiB", "first loss"]
+    columns = ["optimizer", "ms per step", f"ratio to {REFERENCE}", "all rounds, ms", "peak memory, GiB", "first loss"]
     columns += ["last loss", f"largest difference from {REFERENCE}"]
     rows = []
     for name in dict.fromkeys(outcome.optimizer for outcome in outcomes):
         if name not in best:
             rows.append([name, "failed", *[""] * (len(columns) - 2)])
             continue
-        one = best[name]
+        fastest = best[name]
         rounds = [o.step_time(skipped) for o in outcomes if o.optimizer == name and o.losses]
-        fields = [name, f"{one.step_time(skipped):.1f}", "", " ".join(f"{ms:.1f}" for ms in rounds)]
-        fields += [f"{one.peak_memory / 2**30:.1f}", f"{one.losses[0]:.4f}", f"{one.losses[-1]:.4f}", ""]
+        fields = [name, f"{fastest.step_time(skipped):.1f}", "", " ".join(f"{ms:.1f}" for ms in rounds)]
+        fields += [f"{fastest.peak_memory / 2**30:.1f}", f"{fastest.losses[0]:.4f}", f"{fastest.losses[-1]:.4f}", ""]
         if reference is not None:
-            fields[2] = f"{one.step_time(skipped) / reference.step_time(skipped):.3f}"
-            fields[-1] = largest_difference(one.losses, reference.losses)
+            fields[2] = f"{fastest.step_time(skipped) / reference.step_time(skipped):.3f}"
+            fields[-1] = largest_difference(fastest.losses, reference.losses)
         rows.append(fields)
     return "\n".join(markdown.table(columns, rows)) + "\n"
 
 
 def main() -> int:
     """Run all optimizers. Return 1 if a run failed, else 0."""
-    parser = comparing(__doc__)
+    parser = comparison_parser(__doc__)
     parser.add_argument("--optimizers", default="megatron,zero1,zero2,zero3,none,megatron-tp2")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--steps", type=int, default=100)
@@ -108,14 +108,14 @@ def main() -> int:
     names = args.optimizers.split(",")
     unknown = sorted(set(names) - OPTIMIZERS.keys())
     if unknown:
-        parser.error(f"--optimizers: no {', '.join(unknown)}; there are {', '.join(OPTIMIZERS)}")
+        parser.error(f"--optimizers: unknown {', '.join(unknown)}; choose from {', '.join(OPTIMIZERS)}")
     args.output.mkdir(parents=True, exist_ok=True)
     outcomes = []
     for number in range(args.rounds):
         for name in names:
             outcomes.append(run(name, number, args))
-            found = {"torch": torch.__version__, "runs": [asdict(outcome) for outcome in outcomes]}
-            markdown.write_report(args.output, "optimizers", found, table(outcomes, args.steps // 5))
+            results = {"torch": torch.__version__, "runs": [asdict(outcome) for outcome in outcomes]}
+            markdown.write_both(args.output, "optimizers", results, table(outcomes, args.steps // 5))
     print(table(outcomes, args.steps // 5))
     return 0 if all(outcome.losses for outcome in outcomes) else 1
 

@@ -18,31 +18,31 @@ LAW = ScalingLaw(1.7, 400.0, 1500.0, 0.34, 0.36)
 SYMMETRIC = ScalingLaw(1.7, 400.0, 400.0, 0.35, 0.35)
 """Law whose loss at equal compute is symmetric about the best size, so that a fitted parabola has its minimum there."""
 
-WITHIN, BEYOND = (5e8, 1e10), (6e10, 1.2e12)
+INTERPOLATED, EXTRAPOLATED = (5e8, 1e10), (6e10, 1.2e12)
 """Parameters and tokens of two predictions: one within the fitted points, one at ten times the largest model."""
 
 Noise = Callable[[Points, np.random.Generator], np.ndarray]
 """Standardised errors of log losses, [n]."""
 
 
-def normal(points: Points, dice: np.random.Generator) -> np.ndarray:
+def normal(points: Points, generator: np.random.Generator) -> np.ndarray:
     """Draw normal errors with equal variance."""
-    return dice.normal(size=len(points))
+    return generator.normal(size=len(points))
 
 
-def heavy(points: Points, dice: np.random.Generator) -> np.ndarray:
+def heavy(points: Points, generator: np.random.Generator) -> np.ndarray:
     """Draw errors from Student's t with 3 degrees of freedom, which produces outliers."""
-    return dice.standard_t(3, size=len(points)) / np.sqrt(3)
+    return generator.standard_t(3, size=len(points)) / np.sqrt(3)
 
 
-def uneven(points: Points, dice: np.random.Generator) -> np.ndarray:
+def uneven(points: Points, generator: np.random.Generator) -> np.ndarray:
     """Draw normal errors, three times as large for the smallest model as for the largest."""
     log_n = np.log(points.params)
-    return dice.normal(size=len(points)) * 3 ** (1 - (log_n - log_n.min()) / np.ptp(log_n))
+    return generator.normal(size=len(points)) * 3 ** (1 - (log_n - log_n.min()) / np.ptp(log_n))
 
 
 def design(number: int) -> Points:
-    """Noise-free points of `number` models that span a factor of 60 in parameters and in tokens."""
+    """Return the noise-free points of `number` models that span a factor of 60 in parameters and in tokens."""
     if number == 6:
         n = np.array([1e8, 1e8, 4e8, 1.6e9, 1.6e9, 6e9])
         d = np.array([2e9, 6e10, 1e10, 4e9, 1.2e11, 3e10])
@@ -54,7 +54,7 @@ def design(number: int) -> Points:
 
 
 def law_coverage(number: int, noise: float, experiments: int, seed: int = 0, kind: Noise = normal) -> dict[str, float]:
-    """Share of experiments in which the intervals of a fitted law contain the true values.
+    """Return the share of experiments in which the intervals of a fitted law contain the true values.
 
     Args:
         number: number of points; 6, 9, 16 or 50.
@@ -66,18 +66,18 @@ def law_coverage(number: int, noise: float, experiments: int, seed: int = 0, kin
     Returns:
         Coverage of each constant, of the exponent of the best size, and of the law's loss at two models.
     """
-    dice, exact, hits = np.random.default_rng([seed, number]), design(number), Counter[str]()
+    generator, exact, hits = np.random.default_rng([seed, number]), design(number), Counter[str]()
     truth = {name: getattr(LAW, name) for name in (*CONSTANTS, PARAMS_EXPONENT)}
-    params, tokens = (np.array(x) for x in zip(WITHIN, BEYOND, strict=True))
+    params, tokens = (np.array(x) for x in zip(INTERPOLATED, EXTRAPOLATED, strict=True))
     for _ in range(experiments):
-        losses = exact.losses * np.exp(noise * kind(exact, dice))
+        losses = exact.losses * np.exp(noise * kind(exact, generator))
         points = Points(exact.params, exact.tokens, losses)
-        sure = compute_uncertainty(Fit(refit(points, LAW), 0.0, points))
+        uncertainty = compute_uncertainty(Fit(refit(points, LAW), 0.0, points))
         for name, value in truth.items():
-            low, high = sure.interval(name)
+            low, high = uncertainty.interval(name)
             # If the fitted law does not decrease there is no best size and no interval. Count the experiment as a hit.
             hits[name] += low <= value <= high or bool(np.isnan(low))
-        low_p, high_p = sure.band(params, tokens)
+        low_p, high_p = uncertainty.band(params, tokens)
         inside = (low_p <= LAW.loss(params, tokens)) & (LAW.loss(params, tokens) <= high_p)
         hits["loss within"] += bool(inside[0])
         hits["loss beyond"] += bool(inside[1])
@@ -85,23 +85,23 @@ def law_coverage(number: int, noise: float, experiments: int, seed: int = 0, kin
 
 
 def isoflop_coverage(sizes: int, noise: float, experiments: int, seed: int = 0) -> dict[str, float]:
-    """Coverage of the intervals of a parabola's minimum and of the exponent of the best size, over five budgets.
+    """Return the coverage of intervals of a parabola's minimum and of the exponent of the best size, over five budgets.
 
     A minimum outside the range of sizes has no interval and is not counted.
     """
-    dice, hits, tries = np.random.default_rng([seed, sizes]), Counter[str](), Counter[str]()
+    generator, hits, tries = np.random.default_rng([seed, sizes]), Counter[str](), Counter[str]()
     flops = np.geomspace(1e19, 1e21, 5)
     n = np.concatenate([SYMMETRIC.best_params(c) * np.geomspace(1 / 3, 3, sizes) for c in flops])
     d = np.repeat(flops, sizes) / 6 / n
     for _ in range(experiments):
-        found = budgets(Points(n, d, SYMMETRIC.loss(n, d) * np.exp(noise * dice.normal(size=len(n)))))
-        for one in found:
-            if one.best_params is not None:
-                low, high = one.best_interval or (0.0, np.inf)
+        fits = budgets(Points(n, d, SYMMETRIC.loss(n, d) * np.exp(noise * generator.normal(size=len(n)))))
+        for fit in fits:
+            if fit.best_params is not None:
+                low, high = fit.best_interval or (0.0, np.inf)
                 tries["lowest place"] += 1
-                hits["lowest place"] += low <= float(SYMMETRIC.best_params(one.flops)) <= high
-                hits["bounded"] += one.best_interval is not None
-        best = best_sizes(found)
+                hits["lowest place"] += low <= float(SYMMETRIC.best_params(fit.flops)) <= high
+                hits["bounded"] += fit.best_interval is not None
+        best = best_sizes(fits)
         if best is not None and best.exponent_interval is not None:
             tries["exponent"] += 1
             hits["exponent"] += best.exponent_interval[0] <= 0.5 <= best.exponent_interval[1]
@@ -112,7 +112,7 @@ def isoflop_coverage(sizes: int, noise: float, experiments: int, seed: int = 0) 
 def transfer_coverage(
     number: tuple[int, int], spread: tuple[float, float], error: float, experiments: int, seed: int = 0
 ) -> dict[str, float]:
-    """Coverage of the intervals of the power law of test loss, and of the test that two mixers have one curve.
+    """Return the coverage of intervals of the power law of test loss, and of the test that two mixers have one curve.
 
     Args:
         number: number of models of each of two mixers, whose true curves are equal.
@@ -125,19 +125,19 @@ def transfer_coverage(
         Coverage of the exponent and of the ratio of the curves, and the share of experiments in which the test does
         not reject equal curves at 5 % ("same curve").
     """
-    dice, hits = np.random.default_rng([seed, *number]), Counter[str]()
+    generator, hits = np.random.default_rng([seed, *number]), Counter[str]()
     for _ in range(experiments):
         lines: list[Line] = []
-        for models, about in zip(number, spread, strict=True):
+        for models, scatter in zip(number, spread, strict=True):
             train = np.linspace(2.2, 3.2, models)
-            test = 1.1 * train**1.05 * np.exp(about * dice.normal(size=models))
-            line = fit_line(train * np.exp(error * dice.normal(size=models)), test)
+            test = 1.1 * train**1.05 * np.exp(scatter * generator.normal(size=models))
+            line = fit_line(train * np.exp(error * generator.normal(size=models)), test)
             assert line is not None
             lines.append(line)
         low, high = lines[0].exponent_interval
         hits["exponent"] += low <= 1.05 <= high
-        apart = difference(*lines)
-        assert apart.interval is not None
-        hits["ratio"] += apart.interval[0] <= 1 <= apart.interval[1]
-        hits["same curve"] += apart.p_value >= 0.05
+        ratio = difference(*lines)
+        assert ratio.interval is not None
+        hits["ratio"] += ratio.interval[0] <= 1 <= ratio.interval[1]
+        hits["same curve"] += ratio.p_value >= 0.05
     return {name: count / experiments for name, count in hits.items()}

@@ -1,4 +1,4 @@
-"""Measure how often intervals hold the truth, and write the tables of docs/statistics.md.
+"""Measure how often confidence intervals contain the true value, and write the tables of docs/statistics.md.
 
     python tools/measure_coverage.py [--experiments 100] [laws isoflop transfer documents gaps]
 
@@ -27,9 +27,9 @@ def laws(experiments: int) -> Rows:
     for number in (6, 9, 16, 50):
         for noise in (0.001, 0.01):
             yield f"{number} points, noise {100 * noise:g} %", law_coverage(number, noise, experiments)
-    for kind, what in ((heavy, "Student's t with 3 degrees"), (uneven, "three times as much for the smallest")):
+    for kind, experiment in ((heavy, "Student's t with 3 degrees"), (uneven, "three times as much for the smallest")):
         for number in (9, 50):
-            yield f"{number} points, 0.3 %, {what}", law_coverage(number, 0.003, experiments, kind=kind)
+            yield f"{number} points, 0.3 %, {experiment}", law_coverage(number, 0.003, experiments, kind=kind)
 
 
 def isoflop(experiments: int) -> Rows:
@@ -48,20 +48,23 @@ def transfer(experiments: int) -> Rows:
         ((3, 12), (0.02, 0.01), 0.0),
         ((8, 8), (0.01, 0.01), 0.003),
     ):
-        models, about = " and ".join(map(str, numbers)), " and ".join(f"{100 * x:g}" for x in spread)
+        models, scatter = " and ".join(map(str, numbers)), " and ".join(f"{100 * x:g}" for x in spread)
         exact = f", training loss off by {100 * error:g} %" if error else ""
-        yield f"{models} models, scatter {about} %{exact}", transfer_coverage(numbers, spread, error, 10 * experiments)
+        yield (
+            f"{models} models, scatter {scatter} %{exact}",
+            transfer_coverage(numbers, spread, error, 10 * experiments),
+        )
 
 
 def documents(experiments: int) -> Rows:
     """Yield rows of the table of losses by domain."""
     for corpus in ("web", "one length", "books and notes", "heavy tail"):
         for number in (3, 5, 10, 20, 50, 200, *((1000,) if corpus == "heavy tail" else ())):
-            now = ratio_coverage(number, 20 * experiments, corpus)
+            interval_coverage = ratio_coverage(number, 20 * experiments, corpus)
             yield (
                 f"{corpus}, {number} documents",
                 {
-                    "interval": now,
+                    "interval": interval_coverage,
                     "percentile bootstrap": percentile_coverage(number, 4 * experiments, corpus),
                 },
             )
@@ -71,31 +74,36 @@ def gaps(experiments: int) -> Rows:
     """Yield rows of the table of gaps at matched training loss."""
     for numbers in ((5,), (10,), (20,), (50,), (200,), (5, 30, 8), (1, 1, 40)):
         for noise in (0.0, 0.05):
-            what = f"{' and '.join(map(str, numbers))} documents, batch noise {noise:g} nats"
-            found = gap_coverage(numbers, noise, 3 * experiments)
-            yield what, found if numbers[0] > 2 else {"all": found["all"]}
+            experiment = f"{' and '.join(map(str, numbers))} documents, batch noise {noise:g} nats"
+            coverage = gap_coverage(numbers, noise, 3 * experiments)
+            yield experiment, coverage if numbers[0] > 2 else {"all": coverage["all"]}
 
 
 TABLES = {"laws": laws, "isoflop": isoflop, "transfer": transfer, "documents": documents, "gaps": gaps}
 
 
-def written(text: str, name: str, lines: list[str]) -> str:
+def replace_table(text: str, name: str, lines: list[str]) -> str:
     """Return the page with the table `name` replaced by `lines`."""
-    place = re.compile(rf"(<!-- {name} -->\n)(\|[^\n]*\n)*")
-    return place.sub(lambda found: found.group(1) + "\n".join(lines) + "\n", text)
+    pattern = re.compile(rf"(<!-- {name} -->\n)(\|[^\n]*\n)*")
+    return pattern.sub(lambda match: match.group(1) + "\n".join(lines) + "\n", text)
 
 
 def main() -> None:
     """Measure the chosen tables and write them into the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--experiments", type=int, default=100, help="a row; cheap ones have a multiple")
-    parser.add_argument("tables", nargs="*", choices=[*TABLES, []], help="of which tables (default: all)")
+    parser.add_argument(
+        "--experiments", type=int, default=100, help="experiments per row; tables of fast experiments use a multiple"
+    )
+    parser.add_argument("tables", nargs="*", choices=[*TABLES, []], help="tables to measure (default: all)")
     args = parser.parse_args()
     for name in args.tables or TABLES:
-        found = list(TABLES[name](args.experiments))
-        columns = list(found[0][1])
-        rows = [[what, *(f"{held[x]:.3f}" if x in held else "" for x in columns)] for what, held in found]
-        PAGE.write_text(written(PAGE.read_text(), name, table(["experiment", *columns], rows)))
+        results = list(TABLES[name](args.experiments))
+        columns = list(results[0][1])
+        rows = [
+            [experiment, *(f"{coverage[x]:.3f}" if x in coverage else "" for x in columns)]
+            for experiment, coverage in results
+        ]
+        PAGE.write_text(replace_table(PAGE.read_text(), name, table(["experiment", *columns], rows)))
         print(f"{name}: {len(rows)} rows")
 
 

@@ -2,11 +2,11 @@
 
     python tools/measure_training.py --processes 2 --seq-length 2048 8192 --models megatron exact --output bench/two
 
-is one `selectron bench train` over examples/1p3b_100k.yaml, whose variants have what the table's rows have in common.
-Below 102,400 tokens each GPU is a replica with 65,536 tokens a step, in two micro-batches, and nothing is recomputed.
-At 102,400 there is a sample a GPU: one GPU recomputes what it must, several share each sequence by copy engines and
-recompute nothing; plain megatron-core, which has no such exchange, recomputes whole layers of replicas. The report
-joins the table by its name in tools/training_table.py.
+runs one `selectron bench train` with examples/1p3b_100k.yaml, with a variant for each row of the table. Below 102,400
+tokens each GPU is a replica with 65,536 tokens per step, in two micro-batches, without recomputation. At 102,400 tokens
+there is one sample per GPU. One GPU recomputes as `Model.recompute` says. Several GPUs use context parallelism with
+copy engines, without recomputation. Plain megatron-core, which has no such exchange, recomputes whole layers in
+replicas. To add a report to the table, list its name in tools/training_table.py.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class Model:
     Attributes:
         overrides: overrides of the configuration, or a configuration file.
         recompute: value of `training.recompute` on one GPU at 102,400 tokens.
-        hands_states_on: whether context-parallel ranks pass recurrent states, in which case rounds bring no gain.
-        plain: whether the model is plain megatron-core.
+        passes_states: True if context-parallel ranks pass recurrent states, in which case rounds bring no gain.
+        plain: True if the model is plain megatron-core.
     """
 
     overrides: str
     recompute: str = "mlp"
-    hands_states_on: bool = False
+    passes_states: bool = False
     plain: bool = False
 
 
@@ -50,14 +50,14 @@ MODELS = {
     "attention": Model("model.pattern=attention*24"),
     "approx": Model("mixers.top1_chunk.score=approx"),
     "exact": Model("mixers.top1_chunk.score=exact"),
-    "gdn": Model("examples/mixers/1p3b/gated_deltanet.yaml", recompute="full", hands_states_on=True),
+    "gdn": Model("examples/mixers/1p3b/gated_deltanet.yaml", recompute="full", passes_states=True),
     "rwkv7_block": Model("examples/models/1p3b/rwkv7_block_top1_chunk.yaml"),
-    "hybrid": Model("examples/models/1p3b/gated_deltanet_top1_chunk.yaml", recompute="full", hands_states_on=True),
+    "hybrid": Model("examples/models/1p3b/gated_deltanet_top1_chunk.yaml", recompute="full", passes_states=True),
 }
 
 
 def row(name: str, length: int, processes: int) -> list[str]:
-    """Options of `selectron bench train` for one row of the table.
+    """Return the options of `selectron bench train` for one row of the table.
 
     Args:
         name: a key of MODELS.
@@ -75,20 +75,20 @@ def row(name: str, length: int, processes: int) -> list[str]:
             overrides.append(f"training.recompute={model.recompute}")
         else:
             overrides += [f"parallel.context={processes}", "parallel.context_transport=copy_engine"]
-            rounds = 1 if model.hands_states_on else 2
+            rounds = 1 if model.passes_states else 2
             overrides.append(f"parallel.context_exchange_rounds={rounds}")
-            if not model.hands_states_on:
+            if not model.passes_states:
                 overrides.append(f"training.micro_batch_size={processes // 2}")
     option, thousands = "--plain" if model.plain else "--variant", "100k" if length == LONG else f"{length // 1024}k"
     return [option, f"{thousands}_{name}:{','.join(overrides)}"]
 
 
 def command(models: Sequence[str], lengths: Sequence[int], processes: int, steps: int, output: Path) -> list[str]:
-    """Command line of `selectron bench train` with a row for each model and length."""
+    """Return the command line of `selectron bench train` with a row for each model and length."""
     options = ["--processes", str(processes), "--steps", str(steps), "--warmup", "2", "--profile", "1"]
-    rows = [word for length in lengths for name in models for word in row(name, length, processes)]
-    words = ["bench", "train", CONFIG, *ONE_GPU, *options, *rows, "--output", str(output.absolute())]
-    return [sys.executable, "-m", "megatron_ext.cli", *words]
+    rows = [argument for length in lengths for name in models for argument in row(name, length, processes)]
+    arguments = ["bench", "train", CONFIG, *ONE_GPU, *options, *rows, "--output", str(output.absolute())]
+    return [sys.executable, "-m", "megatron_ext.cli", *arguments]
 
 
 def main() -> int:
@@ -97,17 +97,31 @@ def main() -> int:
     Returns:
         The exit code of `selectron bench train`.
     """
-    about = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=about, allow_abbrev=False)
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter, allow_abbrev=False)
     add = parser.add_argument
-    add("--processes", type=int, choices=(1, 2, 4), default=1, help="GPUs (%(default)s)")
-    add("--seq-length", type=int, nargs="+", choices=(2048, 8192, 32768, LONG), default=[LONG], help="(%(default)s)")
-    add("--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="MODEL", help=f"of {', '.join(MODELS)}")
-    add("--steps", type=int, default=3, help="timed, after two that are not (%(default)s)")
+    add("--processes", type=int, choices=(1, 2, 4), default=1, help="number of GPUs (%(default)s)")
+    add(
+        "--seq-length",
+        type=int,
+        nargs="+",
+        choices=(2048, 8192, 32768, LONG),
+        default=[LONG],
+        help="tokens per sample (%(default)s)",
+    )
+    add(
+        "--models",
+        nargs="+",
+        choices=MODELS,
+        default=list(MODELS),
+        metavar="MODEL",
+        help=f"models: {', '.join(MODELS)}",
+    )
+    add("--steps", type=int, default=3, help="timed steps, after two untimed ones (%(default)s)")
     add("--output", type=Path, required=True, help="folder of the report")
     args = parser.parse_args()
-    words = command(args.models, args.seq_length, args.processes, args.steps, args.output)
-    return subprocess.run(words, cwd=ROOT, check=False).returncode
+    arguments = command(args.models, args.seq_length, args.processes, args.steps, args.output)
+    return subprocess.run(arguments, cwd=ROOT, check=False).returncode
 
 
 if __name__ == "__main__":

@@ -29,10 +29,10 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 ROOT = Path(__file__).resolve().parents[1]
-LIMIT = 900
-"""Seconds after which the tests of a fault are ended. A fault that makes them hang is caught."""
+TIMEOUT_SECONDS = 900
+"""Seconds after which the tests of a fault are stopped. A fault that makes them hang counts as caught."""
 FAILED = 1
-"""Exit code of pytest if tests failed. Others mean that pytest itself went wrong."""
+"""Exit code of pytest if tests failed. Other codes mean that pytest itself failed."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,30 +45,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", metavar="WORDS", help="plant only faults whose name contains WORDS")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the results as JSON")
     parser.add_argument(
-        "--workers", type=int, default=1, metavar="N", help="faults planted at once, each in a copy (1)"
+        "--workers", type=int, default=1, metavar="N", help="number of faults planted at once, each in its own copy (1)"
     )
-    given = parser.parse_args(argv)
-    chosen = [fault for fault in FAULTS if given.only in fault.name]
+    args = parser.parse_args(argv)
+    selected = [fault for fault in FAULTS if args.only in fault.name]
     results = []
-    with TemporaryDirectory() as folder, ThreadPoolExecutor(given.workers) as workers:
+    with TemporaryDirectory() as folder, ThreadPoolExecutor(args.workers) as workers:
         copies: Queue[Path] = Queue()
-        for worker in range(given.workers):
-            copies.put(copied_sources(Path(folder) / f"sources_{worker}"))
-        sound = {tests: workers.submit(in_copy, copies, require_pass, tests) for tests in {one.tests for one in chosen}}
-        tried = [workers.submit(in_copy, copies, plant, fault) for fault in chosen]
-        for result in (one.result() for one in as_completed(tried)):
+        for worker in range(args.workers):
+            copies.put(copy_sources(Path(folder) / f"sources_{worker}"))
+        baselines = {
+            tests: workers.submit(in_copy, copies, require_pass, tests) for tests in {fault.tests for fault in selected}
+        }
+        trials = [workers.submit(in_copy, copies, plant, fault) for fault in selected]
+        for result in (trial.result() for trial in as_completed(trials)):
             results.append(result)
-            word = "caught" if result["caught"] else "MISSED"
-            print(f"{word}  {result['seconds']:6.0f} s  {result['name']}", flush=True)
-            if given.output:
-                given.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-        for one in sound.values():
-            one.result()
+            verdict = "caught" if result["caught"] else "MISSED"
+            print(f"{verdict}  {result['seconds']:6.0f} s  {result['name']}", flush=True)
+            if args.output:
+                args.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        for baseline in baselines.values():
+            baseline.result()
     return 0 if all(result["caught"] for result in results) else 1
 
 
 def in_copy(copies: Queue[Path], function: Callable[[Path, Item], Result], item: Item) -> Result:
-    """Call a function with a copy of the sources that no other thread uses meanwhile."""
+    """Call a function with a copy of the sources that no other thread uses at the same time."""
     copy = copies.get()
     try:
         return function(copy, item)
@@ -76,7 +78,7 @@ def in_copy(copies: Queue[Path], function: Callable[[Path, Item], Result], item:
         copies.put(copy)
 
 
-def copied_sources(folder: Path) -> Path:
+def copy_sources(folder: Path) -> Path:
     """Copy the tracked files of the repository into a new folder and return the folder."""
     names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in filter(None, names.split("\0")):
@@ -101,20 +103,20 @@ def plant(copy: Path, fault: PlantedFault) -> dict[str, Any]:
     Raises:
         RuntimeError: pytest itself fails.
     """
-    path, begun = copy / fault.file, time.monotonic()
+    path, started = copy / fault.file, time.monotonic()
     source = path.read_text(encoding="utf-8")
-    path.write_text(planted(source, fault), encoding="utf-8")
+    path.write_text(plant_text(source, fault), encoding="utf-8")
     try:
         code = run_tests(copy, fault.tests)
     finally:
         path.write_text(source, encoding="utf-8")
     if code not in (0, FAILED, None):
         raise RuntimeError(f"{fault.tests}: exit code {code} with the fault {fault.name!r}")
-    seconds = round(time.monotonic() - begun, 1)
+    seconds = round(time.monotonic() - started, 1)
     return {"name": fault.name, "file": fault.file, "tests": fault.tests, "caught": code != 0, "seconds": seconds}
 
 
-def planted(source: str, fault: PlantedFault) -> str:
+def plant_text(source: str, fault: PlantedFault) -> str:
     """Return a source with the fault.
 
     Raises:
@@ -128,11 +130,13 @@ def planted(source: str, fault: PlantedFault) -> str:
 def run_tests(copy: Path, tests: str) -> int | None:
     """Run tests in the copy until the first failure and return pytest's exit code; None: they did not end in time."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *shlex.split(tests)]
-    own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    search = os.pathsep.join(filter(None, [str(copy), own.get("PYTHONPATH")]))
-    environment = own | {"PYTHONPATH": search, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    python_path = os.pathsep.join(filter(None, [str(copy), inherited.get("PYTHONPATH")]))
+    environment = inherited | {"PYTHONPATH": python_path, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
     try:
-        return subprocess.run(command, cwd=copy, env=environment, capture_output=True, timeout=LIMIT).returncode
+        return subprocess.run(
+            command, cwd=copy, env=environment, capture_output=True, timeout=TIMEOUT_SECONDS
+        ).returncode
     except subprocess.TimeoutExpired:
         return None
 

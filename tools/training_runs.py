@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 
-def comparing(description: str | None) -> argparse.ArgumentParser:
+def comparison_parser(description: str | None) -> argparse.ArgumentParser:
     """Build a parser with the arguments of every comparison.
 
     Use `parse_intermixed_args`, so that options may stand between positional arguments.
@@ -53,8 +53,10 @@ def train(
     command = [sys.executable, "-m", "megatron_ext.cli", "train", str(config), *overrides]
     command += [f"run.dir={output / 'runs'}", f"run.name={name}", "--processes", str(processes)]
     with (output / f"{name}.log").open("w") as log:
-        done = subprocess.run(command, env={**os.environ, **(environment or {})}, stdout=log, stderr=log, check=False)
-    if done.returncode:
+        process = subprocess.run(
+            command, env={**os.environ, **(environment or {})}, stdout=log, stderr=log, check=False
+        )
+    if process.returncode:
         return []
     lines = (output / "runs" / name / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]

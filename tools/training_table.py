@@ -35,7 +35,7 @@ REPORTS = [
 ]
 LENGTHS = [2048, 8192, 32768, 102400, 524288, 1048576]
 KIND = "H200"
-"""GPU of most rows. Rows of other GPUs are sorted behind them."""
+"""GPU of most rows. Rows of other GPUs come after them."""
 MIXERS = {"attention": "attention", "gated_deltanet": "gated DeltaNet", "top1_chunk": "Top-1 Chunk"}
 
 Row = tuple[str, str, str]
@@ -43,35 +43,39 @@ Row = tuple[str, str, str]
 
 
 def cells() -> dict[Row, dict[int, str]]:
-    """Cells by row and length: tokens/s per GPU, MFU, peak memory in GiB, and `training.recompute`."""
-    found: dict[Row, dict[int, tuple[float, str]]] = {}
+    """Return the cells by row and length: tokens/s per GPU, MFU, peak memory in GiB, and `training.recompute`."""
+    by_row: dict[Row, dict[int, tuple[float, str]]] = {}
     for name in REPORTS:
         report = json.loads((PAGE.parent / "training" / f"{name}.json").read_text())
         for row in report["rows"]:
             if "derived" in row:
-                had, derived = row["configuration"], row["derived"]
+                config, derived = row["configuration"], row["derived"]
                 gpu = re.sub(r"^NVIDIA (\S+).*", r"\1", report["machine"]["gpu"])
-                key = _model(row), f"{row['processes']} {gpu}", _layout(had["parallel"], row["processes"])
-                mfu = "" if "exact" in key[0] or had["training"]["fp8"] != "none" else f", {100 * derived['mfu']:.0f} %"
+                key = _model(row), f"{row['processes']} {gpu}", _layout(config["parallel"], row["processes"])
+                mfu = (
+                    ""
+                    if "exact" in key[0] or config["training"]["fp8"] != "none"
+                    else f", {100 * derived['mfu']:.0f} %"
+                )
                 gib = row["measured"]["memory"]["allocated"] / 2**30
-                speed, length = derived["tokens_per_s_per_process"], had["data"]["seq_length"]
-                cell = speed, f"{speed:,.0f}{mfu}, {gib:.0f} GiB, {had['training']['recompute']}"
-                of_key = found.setdefault(key, {})
-                of_key[length] = max(cell, of_key.get(length, cell))
-    return {key: {length: cell for length, (_, cell) in of_key.items()} for key, of_key in found.items()}
+                speed, length = derived["tokens_per_s_per_process"], config["data"]["seq_length"]
+                cell = speed, f"{speed:,.0f}{mfu}, {gib:.0f} GiB, {config['training']['recompute']}"
+                row_cells = by_row.setdefault(key, {})
+                row_cells[length] = max(cell, row_cells.get(length, cell))
+    return {key: {length: cell for length, (_, cell) in row_cells.items()} for key, row_cells in by_row.items()}
 
 
 def _model(row: Mapping[str, Any]) -> str:
-    had = row["configuration"]
-    mixers = dict.fromkeys(parse_pattern(had["model"]["pattern"]))
+    config = row["configuration"]
+    mixers = dict.fromkeys(parse_pattern(config["model"]["pattern"]))
     name = ", ".join(MIXERS[mixer] for mixer in mixers)
     if "top1_chunk" in mixers:
-        name += f" {had['mixers'].get('top1_chunk', {}).get('score', 'exact')}"
-    if had["model"]["block"] == "rwkv7":
+        name += f" {config['mixers'].get('top1_chunk', {}).get('score', 'exact')}"
+    if config["model"]["block"] == "rwkv7":
         name += " in RWKV-7's block"
     if row["plain_megatron"]:
         name = "plain megatron-core"
-    return name if had["training"]["fp8"] == "none" else f"{name}, fp8 {had['training']['fp8']}"
+    return name if config["training"]["fp8"] == "none" else f"{name}, fp8 {config['training']['fp8']}"
 
 
 def _layout(parallel: Mapping[str, Any], processes: int) -> str:
@@ -79,31 +83,31 @@ def _layout(parallel: Mapping[str, Any], processes: int) -> str:
         return ""
     tensor, context = parallel["tensor"], parallel["context"]
     sizes = {"TP": tensor, "CP": context, "DP": processes // (tensor * context)}
-    said = [" x ".join(f"{name}{size}" for name, size in sizes.items() if size > 1)]
+    parts = [" x ".join(f"{name}{size}" for name, size in sizes.items() if size > 1)]
     if context > 1:
         exchange, transport = parallel.get("context_exchange", "auto"), parallel.get("context_transport", "nccl")
         rounds = parallel.get("context_exchange_rounds", 1)
-        said += [exchange] if exchange != "auto" else []
-        said += ["copy engines"] if transport == "copy_engine" else []
-        said += [f"{rounds} rounds"] if rounds > 1 else []
-    return ", ".join(said)
+        parts += [exchange] if exchange != "auto" else []
+        parts += ["copy engines"] if transport == "copy_engine" else []
+        parts += [f"{rounds} rounds"] if rounds > 1 else []
+    return ", ".join(parts)
 
 
 def markdown() -> str:
-    """Markdown table, sorted by kind of GPU, by model in the order of the reports, and by number of GPUs."""
-    found = cells()
-    models = list(dict.fromkeys(model for model, _, _ in found))
-    keys = sorted(found, key=lambda key: (key[1].split()[1] != KIND, models.index(key[0]), key[1]))
-    rows = [[*key, *(found[key].get(length, "") for length in LENGTHS)] for key in keys]
+    """Return the Markdown table, sorted by kind of GPU, by model in the order of the reports, and by number of GPUs."""
+    table_cells = cells()
+    models = list(dict.fromkeys(model for model, _, _ in table_cells))
+    keys = sorted(table_cells, key=lambda key: (key[1].split()[1] != KIND, models.index(key[0]), key[1]))
+    rows = [[*key, *(table_cells[key].get(length, "") for length in LENGTHS)] for key in keys]
     return "\n".join(table(["", "GPUs", "layout", *(f"{length:,} tokens" for length in LENGTHS)], rows)) + "\n"
 
 
-def written(text: str) -> str:
+def replace_table(text: str) -> str:
     """Return the page with the table replaced by the current one."""
     page, tables = re.subn(r"(?<=<!-- table -->\n\n).*?\n(?=\n<!-- end -->)", markdown(), text, flags=re.DOTALL)
-    assert tables == 1, f"{PAGE} has no place for a table"
+    assert tables == 1, f"{PAGE} has no marker for the table"
     return page
 
 
 if __name__ == "__main__":
-    PAGE.write_text(written(PAGE.read_text()))
+    PAGE.write_text(replace_table(PAGE.read_text()))

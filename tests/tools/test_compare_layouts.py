@@ -12,7 +12,7 @@ def write(path, cases):
     return str(path)
 
 
-def test_differences_are_from_one_cpu_process_and_from_one_gpu(tmp_path, monkeypatch, capsys):
+def test_table_of_differences(tmp_path, monkeypatch, capsys):
     gpu = write(
         tmp_path / "gpu.json",
         [

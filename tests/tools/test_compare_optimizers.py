@@ -8,7 +8,7 @@ def rows(outcomes, skipped):
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
 
 
-def test_the_fastest_round_stands_beside_the_references():
+def test_table_uses_fastest_round():
     outcome = compare_optimizers.Outcome
     found = rows(
         [
@@ -26,5 +26,5 @@ def test_the_fastest_round_stands_beside_the_references():
     ]
 
 
-def test_without_the_reference_nothing_is_beside_it():
+def test_no_ratio_without_reference():
     assert rows([compare_optimizers.Outcome("zero1", [3.0, 2.0], [9.0, 5.0], 2**30)], skipped=0)[0][2] == ""

@@ -14,7 +14,7 @@ from megatron_ext.bench.train.run import Variant, read_variants
 from megatron_ext.config.derive import derive
 
 TRAINING = ROOT / "docs" / "benchmarks" / "training"
-KEPT = [
+STORED = [
     *[("2k_5dfa910", f"2k_{name}", name, 2048) for name in ("megatron", "hybrid")],
     *[("8k_two_gpus_5dfa910", f"8k_{name}", name, 8192) for name in ("megatron", "attention", "exact")],
     *[("dp4_6768b71", f"2k_{name}", name, 2048) for name in ("megatron", "approx", "gdn", "hybrid")],
@@ -32,63 +32,67 @@ KEPT = [
 """Report, its variant, model and sequence length."""
 
 
-def variant(words: list[str], processes: int) -> Variant:
-    option, text = words
+def variant(arguments: list[str], processes: int) -> Variant:
+    option, text = arguments
     texts = {"--plain": ([], [text]), "--variant": ([text], [])}[option]
     (found,) = read_variants(ROOT / CONFIG, ONE_GPU, texts[0], processes, texts[1])
     return found
 
 
-@pytest.mark.parametrize(("report", "kept", "model", "length"), KEPT, ids=[f"{one[0]}-{one[1]}" for one in KEPT])
-def test_a_row_is_what_was_measured(
-    report: str, kept: str, model: str, length: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("report", "stored", "model", "length"), STORED, ids=[f"{case[0]}-{case[1]}" for case in STORED]
+)
+def test_row_equals_stored_configuration(
+    report: str, stored: str, model: str, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
     rows = json.loads((TRAINING / f"{report}.json").read_text())["rows"]
-    (had,) = [one for one in rows if one["variant"] == kept]
-    found = variant(row(model, length, had["processes"]), had["processes"])
+    (measured,) = [each for each in rows if each["variant"] == stored]
+    found = variant(row(model, length, measured["processes"]), measured["processes"])
     assert found.error is None
     assert found.config is not None
-    assert found.plain == had["plain_megatron"]
-    config, was = derive(found.config), had["configuration"]
-    assert config.data.seq_length == was["data"]["seq_length"] == length
-    _same(config.model, was["model"])
-    _same(config.parallel, was["parallel"])
+    assert found.plain == measured["plain_megatron"]
+    config, stored_config = derive(found.config), measured["configuration"]
+    assert config.data.seq_length == stored_config["data"]["seq_length"] == length
+    _assert_equal(config.model, stored_config["model"])
+    _assert_equal(config.parallel, stored_config["parallel"])
     for field in ("global_batch_size", "micro_batch_size", "recompute", "fp8"):
-        assert getattr(config.training, field) == was["training"].get(field, "none")
-    if "top1_chunk" in was["model"]["pattern"]:
-        assert config.mixers["top1_chunk"]["score"] == was["mixers"]["top1_chunk"]["score"]
+        assert getattr(config.training, field) == stored_config["training"].get(field, "none")
+    if "top1_chunk" in stored_config["model"]["pattern"]:
+        assert config.mixers["top1_chunk"]["score"] == stored_config["mixers"]["top1_chunk"]["score"]
 
 
-def _same(section: Any, was: dict[str, Any]) -> None:
-    for field, value in was.items():
+def _assert_equal(section: Any, expected: dict[str, Any]) -> None:
+    for field, value in expected.items():
         assert getattr(section, field) == value, field
 
 
 @pytest.mark.parametrize("processes", [1, 2, 4])
 @pytest.mark.parametrize("length", [2048, 8192, 32768, 102400])
-def test_every_row_can_be_trained(processes: int, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_valid(processes: int, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     for name in MODELS:
         assert variant(row(name, length, processes), processes).error is None
 
 
-def test_the_command_has_a_row_for_each_model_and_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_has_row_for_each_model_and_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[tuple[list[str], Path]] = []
 
     class Done:
         returncode = 3
 
-    def run(words: list[str], *, cwd: Path, check: bool) -> Done:
-        ran.append((words, cwd))
+    def run(arguments: list[str], *, cwd: Path, check: bool) -> Done:
+        ran.append((arguments, cwd))
         return Done()
 
     monkeypatch.setattr("measure_training.subprocess.run", run)
     options = ["--processes", "2", "--seq-length", "2048", "8192", "--models", "megatron", "approx"]
     monkeypatch.setattr("sys.argv", ["measure_training.py", *options, "--output", str(tmp_path)])
     assert measure_training.main() == 3
-    ((words, cwd),) = ran
+    ((arguments, cwd),) = ran
     assert cwd == ROOT
-    names = [words[at + 1].partition(":")[0] for at, word in enumerate(words) if word in ("--plain", "--variant")]
+    names = [
+        arguments[at + 1].partition(":")[0] for at, word in enumerate(arguments) if word in ("--plain", "--variant")
+    ]
     assert names == ["2k_megatron", "2k_approx", "8k_megatron", "8k_approx"]
-    assert words[-2:] == ["--output", str(tmp_path)]
+    assert arguments[-2:] == ["--output", str(tmp_path)]

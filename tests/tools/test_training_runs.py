@@ -24,22 +24,22 @@ def train(folder, monkeypatch, code):
     )
 
 
-def test_a_run_is_told_its_place_and_gives_its_steps(tmp_path, monkeypatch):
+def test_train_returns_steps(tmp_path, monkeypatch):
     assert train(tmp_path, monkeypatch, 0) == [{"loss": 2.5, "tokens": 8}, {"loss": 2.25, "tokens": 16}]
-    said = (tmp_path / "one.log").read_text().splitlines()
-    assert said == [
+    log_lines = (tmp_path / "one.log").read_text().splitlines()
+    assert log_lines == [
         f"-m megatron_ext.cli train {tmp_path}/c.yaml model.pattern=a*2 training.steps=2 "
         f"run.dir={tmp_path}/runs run.name=one --processes 2",
         "threads 3",
     ]
 
 
-def test_a_run_that_failed_gives_none_though_there_are_metrics(tmp_path, monkeypatch):
+def test_failed_run_returns_no_steps(tmp_path, monkeypatch):
     assert train(tmp_path, monkeypatch, 1) == []
     assert (tmp_path / "runs" / "one" / "metrics.jsonl").exists()
 
 
-def test_the_largest_difference_needs_two_curves():
+def test_largest_difference():
     assert training_runs.largest_difference([3.0, 2.0, 1.0], [3.0, 2.25, 0.5]) == "5.0e-01"
     assert training_runs.largest_difference([3.0], None) == ""
     assert training_runs.largest_difference([], [3.0]) == ""
