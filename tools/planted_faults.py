@@ -28,8 +28,8 @@ FAULTS = [
     PlantedFault(
         "state handed to the wrong rank",
         "megatron_ext/parallel/states.py",
-        "return torch.stack(before)[group.rank()]",
-        "return torch.stack(before)[group.rank() - 1]",
+        "return torch.stack(initial_states)[group.rank()]",
+        "return torch.stack(initial_states)[group.rank() - 1]",
         "tests/distributed/test_handing_on.py",
     ),
     PlantedFault(
@@ -56,7 +56,7 @@ FAULTS = [
     PlantedFault(
         "gradient of gathered keys not reduced",
         "megatron_ext/parallel/exchange.py",
-        "exchange(x_tbnw, _gather_sequence, _sum_to_parts, group)",
+        "exchange(x_tbnw, _gather_sequence, _reduce_scatter_sequence, group)",
         "exchange(x_tbnw, _gather_sequence, lambda g, of: g.chunk(of.size())[of.rank()], group)",
         "tests/distributed/test_exchange.py",
     ),
@@ -147,7 +147,7 @@ FAULTS = [
     PlantedFault(
         "error of one rank swallowed",
         "megatron_ext/parallel/agreement.py",
-        "    if failure is not None:\n        raise _error(*failure)\n",
+        "    if failure is not None:\n        raise _error_from_json(*failure)\n",
         "",
         "tests/parallel/test_agreement.py",
     ),
@@ -175,8 +175,8 @@ FAULTS = [
     PlantedFault(
         "shard of a ring pass received from the wrong rank",
         "megatron_ext/parallel/line.py",
-        "dist.irecv, coming, group=group, group_peer=rank - 1",
-        "dist.irecv, coming, group=group, group_peer=max(0, rank - 2)",
+        "dist.irecv, next_shard, group=group, group_peer=rank - 1",
+        "dist.irecv, next_shard, group=group, group_peer=max(0, rank - 2)",
         "tests/distributed/test_fetching.py tests/distributed/test_exchange.py --timeout 60",
     ),
 ]

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
-from megatron_ext.optim.fp32_values import Master, spread, values_at
-from megatron_ext.optim.schedule import go_on_from
+from megatron_ext.optim.fp32_values import Master, values_at, write_fp32_values
+from megatron_ext.optim.schedule import resume_schedule
 from megatron_ext.optim.state import FlatSlice, set_steps
 from megatron_ext.parallel.fp32_values import stored, with_fp32_values
 
@@ -44,12 +44,12 @@ class RunOptimizer(ABC):
         self._optimizers, self._scheduler, self.shards_state = optimizers, schedule, shards_state
         self._skipped = 0
         self._group = group if shards_state else None
-        self._in_fp32 = with_fp32_values(
+        self._fp32_parameters = with_fp32_values(
             p for module in self._modules for p in module._parameters.values() if p is not None
         )
-        self._begin_with_fp32_values()
+        self._initialize_masters()
 
-    # --- a step ------------------------------------------------------------------------------------------------------
+    # --- steps -------------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def begin_step(self) -> None:
@@ -70,7 +70,7 @@ class RunOptimizer(ABC):
         """
         self._scheduler.step(increment=1)  # before the update, so that step 1 has a rate above zero
         self._update()
-        self._spread_fp32_values()
+        self._update_fp32_values()
 
     @abstractmethod
     def _update(self) -> None:
@@ -98,7 +98,7 @@ class RunOptimizer(ABC):
         """
         return nullcontext(self.chunks)
 
-    # --- its state ---------------------------------------------------------------------------------------------------
+    # --- state -------------------------------------------------------------------------------------------------------
 
     def whole(self) -> AbstractContextManager[None]:
         """Return a context manager under which no parameter is sharded over data-parallel ranks; a collective call.
@@ -146,13 +146,13 @@ class RunOptimizer(ABC):
             slices: state of this rank, with the saved values written to it.
             plain: saved result of `plain_state`.
         """
-        done = go_on_from(self._scheduler, plain["schedule"])
+        completed_steps = resume_schedule(self._scheduler, plain["schedule"])
         self._skipped = int(plain["schedule"].get("skipped", 0))  # absent in older checkpoints: no skips
         for optimizer in self._optimizers:
-            set_steps(optimizer, done - self._skipped)
-        self._spread_fp32_values()
+            set_steps(optimizer, completed_steps - self._skipped)
+        self._update_fp32_values()
 
-    # --- fp32 values beside parameters -------------------------------------------------------------------------------
+    # --- fp32 values of parameters -----------------------------------------------------------------------------------
 
     @abstractmethod
     def masters(self, parameters: Sequence[Tensor]) -> Iterator[Master]:
@@ -162,11 +162,11 @@ class RunOptimizer(ABC):
         """Write values to one of the optimizer's fp32 copies."""
         master.values.copy_(values)
 
-    def _begin_with_fp32_values(self) -> None:
+    def _initialize_masters(self) -> None:
         """Write the exact initial values to the optimizer's fp32 copies, which were made from rounded values."""
-        for master in self.masters(self._in_fp32):
+        for master in self.masters(self._fp32_parameters):
             self._write_master(master, values_at(master))
 
-    def _spread_fp32_values(self) -> None:
+    def _update_fp32_values(self) -> None:
         """Copy the optimizer's fp32 copies to the parameters' fp32 values; a collective call."""
-        spread(self._in_fp32, self.masters(self._in_fp32), self._group)
+        write_fp32_values(self._fp32_parameters, self.masters(self._fp32_parameters), self._group)

@@ -15,7 +15,7 @@ import torch
 from deepspeed.runtime.utils import combine_grad_norm_groups
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-_INVALID = -1.0
+_NONFINITE_NORM = -1.0
 """DeepSpeed's value of a norm that is not finite; the step then drops the gradients."""
 
 
@@ -51,35 +51,35 @@ class DeepSpeedStep:
 
     def drop_gradients(self) -> None:
         """Release the gradients without an update."""
-        invalid = torch.tensor(_INVALID)
-        self._step_with([invalid] if self._is_stage_3 else invalid)
+        nonfinite_norm = torch.tensor(_NONFINITE_NORM)
+        self._step_with([nonfinite_norm] if self._is_stage_3 else nonfinite_norm)
 
     def _step_with(self, norm: Any) -> None:
         self._norm = None
         if self._is_stage_3:
-            replaced: dict[str, Any] = {"_get_norm_groups": lambda: norm}
+            replacements: dict[str, Any] = {"_get_norm_groups": lambda: norm}
         else:
             # DeepSpeed uses the norm only if it checks for overflow. It would then also check the gradients.
-            replaced = {
+            replacements = {
                 "compute_grad_norm": True,  # a user's DeepSpeed file may disable it
                 "scaled_global_norm": lambda: norm,
                 "check_grad_overflow": True,
                 "check_overflow": lambda *_, **__: None,
             }
         if self._engine is not None:
-            replaced["finalize_gradient_accumulation_boundary"] = lambda: None
-        with _instead(self._zero, **replaced):
+            replacements["finalize_gradient_accumulation_boundary"] = lambda: None
+        with _replace_attributes(self._zero, **replacements):
             (self._zero if self._engine is None else self._engine).step()
 
 
 @contextmanager
-def _instead(owner: Any, **attributes: Any) -> Iterator[None]:
+def _replace_attributes(target: Any, **attributes: Any) -> Iterator[None]:
     """Context manager that temporarily replaces attributes of an object."""
-    own = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
-    vars(owner).update(attributes)
+    previous = {name: vars(target)[name] for name in attributes if name in vars(target)}
+    vars(target).update(attributes)
     try:
         yield
     finally:
         for name in attributes:
-            del vars(owner)[name]
-        vars(owner).update(own)
+            del vars(target)[name]
+        vars(target).update(previous)

@@ -29,11 +29,11 @@ class Master(NamedTuple):
 def values_at(master: Master) -> Tensor:
     """Return the elements of a parameter's fp32 values that correspond to a master."""
     values = fp32_values(master.parameter)
-    assert values is not None, "masters are asked for of such parameters alone"
+    assert values is not None, "the parameter of a master has no fp32 values"
     return values.view(-1)[master.start : master.start + len(master.values)]
 
 
-def spread(parameters: Sequence[Tensor], masters: Iterable[Master], group: dist.ProcessGroup | None) -> None:
+def write_fp32_values(parameters: Sequence[Tensor], masters: Iterable[Master], group: dist.ProcessGroup | None) -> None:
     """Write the optimizer's fp32 copies to the parameters' fp32 values; a collective call if the copies are sharded.
 
     Args:
@@ -43,24 +43,26 @@ def spread(parameters: Sequence[Tensor], masters: Iterable[Master], group: dist.
     """
     if not parameters:
         return
-    shared_out = group is not None and group.size() > 1
-    if shared_out:
+    is_sharded = group is not None and group.size() > 1
+    if is_sharded:
         flat = torch.zeros(
-            sum(p.numel() for p in parameters), dtype=torch.float32, device=_values(parameters[0]).device
+            sum(p.numel() for p in parameters), dtype=torch.float32, device=_require_fp32_values(parameters[0]).device
         )
-        parts = {id(p): part for p, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True)}
+        shards = {
+            id(p): shard for p, shard in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True)
+        }
     for master in masters:
-        if shared_out:
-            parts[id(master.parameter)][master.start : master.start + len(master.values)] = master.values
+        if is_sharded:
+            shards[id(master.parameter)][master.start : master.start + len(master.values)] = master.values
         else:
             values_at(master).copy_(master.values)
-    if shared_out:
+    if is_sharded:
         dist.all_reduce(flat, group=group)
         for parameter in parameters:
-            _values(parameter).view(-1).copy_(parts[id(parameter)])
+            _require_fp32_values(parameter).view(-1).copy_(shards[id(parameter)])
 
 
-def _values(parameter: Tensor) -> Tensor:
+def _require_fp32_values(parameter: Tensor) -> Tensor:
     values = fp32_values(parameter)
     assert values is not None
     return values

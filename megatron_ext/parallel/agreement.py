@@ -38,10 +38,10 @@ def raise_on_all_ranks(check: Callable[[], object]) -> None:
             raise error
         return
     failure = next(
-        (parts for parts in gather_objects(None if error is None else _parts(error)) if parts is not None), None
+        (parts for parts in gather_objects(None if error is None else _error_to_json(error)) if parts is not None), None
     )
     if failure is not None:
-        raise _error(*failure)
+        raise _error_from_json(*failure)
 
 
 def gather_objects(value: Any) -> list[Any]:
@@ -60,7 +60,7 @@ def gather_objects(value: Any) -> list[Any]:
 
 def gather_values(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     """Gather values as `gather_objects` does, over the ranks of a group."""
-    return [json.loads(content) for content in _gathered(_encoded(value), group, None) or ()]
+    return [json.loads(content) for content in _gather_bytes(_encode(value), group, None) or ()]
 
 
 def gather_on_first(content: bytes) -> list[bytes] | None:
@@ -69,7 +69,7 @@ def gather_on_first(content: bytes) -> list[bytes] | None:
     Returns:
         The bytes of all ranks on rank 0; None on the other ranks.
     """
-    return _gathered(content, None, 0)
+    return _gather_bytes(content, None, 0)
 
 
 def from_first_rank(value: Any) -> Any:
@@ -78,36 +78,36 @@ def from_first_rank(value: Any) -> Any:
     Args:
         value: the value on rank 0; ignored on other ranks.
     """
-    content = _encoded(value) if dist.get_rank() == 0 else b""
+    content = _encode(value) if dist.get_rank() == 0 else b""
     size = torch.tensor([len(content)], dtype=torch.int64, device=_device(None))
     dist.broadcast(size, 0)
-    bytes_x = _bytes(content, int(size), size.device)
+    bytes_x = _to_tensor(content, int(size), size.device)
     dist.broadcast(bytes_x, 0)
-    return json.loads(_content(bytes_x))
+    return json.loads(_from_tensor(bytes_x))
 
 
-def _encoded(value: Any) -> bytes:
+def _encode(value: Any) -> bytes:
     return json.dumps(value).encode()
 
 
-def _gathered(content: bytes, group: dist.ProcessGroup | None, to: int | None) -> list[bytes] | None:
-    device, ranks = _device(group), dist.get_world_size(group)
+def _gather_bytes(content: bytes, group: dist.ProcessGroup | None, destination: int | None) -> list[bytes] | None:
+    device, num_ranks = _device(group), dist.get_world_size(group)
     size = torch.tensor([len(content)], dtype=torch.int64, device=device)
-    sizes = [torch.empty_like(size) for _ in range(ranks)]
+    sizes = [torch.empty_like(size) for _ in range(num_ranks)]
     dist.all_gather(sizes, size, group=group)
     lengths = [int(size) for size in sizes]
-    own = _bytes(content, max(lengths), device)
-    if to is None or dist.get_rank(group) == to:
-        parts: list[Tensor] | None = [torch.empty_like(own) for _ in range(ranks)]
+    own_bytes = _to_tensor(content, max(lengths), device)
+    if destination is None or dist.get_rank(group) == destination:
+        parts: list[Tensor] | None = [torch.empty_like(own_bytes) for _ in range(num_ranks)]
     else:
         parts = None
-    if to is None:
-        dist.all_gather(parts, own, group=group)
+    if destination is None:
+        dist.all_gather(parts, own_bytes, group=group)
     else:
-        dist.gather(own, parts, to, group=group)
+        dist.gather(own_bytes, parts, destination, group=group)
     if parts is None:
         return None
-    return [_content(part[:length]) for part, length in zip(parts, lengths, strict=True)]
+    return [_from_tensor(part[:length]) for part, length in zip(parts, lengths, strict=True)]
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:
@@ -117,35 +117,35 @@ def _device(group: dist.ProcessGroup | None) -> torch.device:
     return torch.device("cpu")
 
 
-def _bytes(content: bytes, length: int, device: torch.device) -> Tensor:
+def _to_tensor(content: bytes, length: int, device: torch.device) -> Tensor:
     """Return bytes as a tensor, uint8 [length], padded with zeros."""
     return torch.frombuffer(bytearray(content.ljust(max(length, 1), b"\0")), dtype=torch.uint8).to(device)
 
 
-def _content(bytes_x: Tensor) -> bytes:
+def _from_tensor(bytes_x: Tensor) -> bytes:
     return bytes_x.cpu().numpy().tobytes()
 
 
 # --- errors ----------------------------------------------------------------------------------------------------------
 
 
-def _parts(error: UserError) -> tuple[str, list[str], list[str]]:
+def _error_to_json(error: UserError) -> tuple[str, list[str], list[str]]:
     """Return an error as JSON types: its class, the arguments of that class, and those of a plain `UserError`."""
-    kind, arguments = cast(tuple[type, tuple[str, ...]], error.__reduce__()[:2])
-    return _name(kind), list(arguments), [error.where, error.problem, error.hint]
+    error_class, arguments = cast(tuple[type, tuple[str, ...]], error.__reduce__()[:2])
+    return _class_name(error_class), list(arguments), [error.where, error.problem, error.hint]
 
 
-def _error(name: str, arguments: list[str], plain: list[str]) -> UserError:
-    kind = {_name(kind): kind for kind in _kinds(UserError)}.get(name)
-    return UserError(*plain) if kind is None else kind(*arguments)
+def _error_from_json(name: str, arguments: list[str], fallback_arguments: list[str]) -> UserError:
+    error_class = {_class_name(error_class): error_class for error_class in _error_classes(UserError)}.get(name)
+    return UserError(*fallback_arguments) if error_class is None else error_class(*arguments)
 
 
-def _name(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
+def _class_name(error_class: type) -> str:
+    return f"{error_class.__module__}.{error_class.__qualname__}"
 
 
-def _kinds(kind: type[UserError]) -> Iterator[type[UserError]]:
+def _error_classes(error_class: type[UserError]) -> Iterator[type[UserError]]:
     """Iterate over an error class and all its subclasses in imported modules."""
-    yield kind
-    for derived in kind.__subclasses__():
-        yield from _kinds(derived)
+    yield error_class
+    for subclass in error_class.__subclasses__():
+        yield from _error_classes(subclass)

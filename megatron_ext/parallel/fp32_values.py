@@ -1,10 +1,10 @@
 """Parameters that a 16-bit run uses in fp32 in the forward pass: those that determine a state's decay and step size.
 
-In bf16 a number near log(A) or a step's bias has an error of up to 2^-9. The exponential turns that into errors of some
-per cent in the decay or step, which then changes in equally large jumps. The mixers' authors keep such parameters in
+In bf16 a number such as log(A) or a step's bias has a relative error of up to 2^-9. After the exponential, the decay or
+step has an error of some per cent and changes in equally large jumps. The mixers' authors keep such parameters in
 fp32. Optimizers and their wrappers (Megatron's buffers, DeepSpeed's flat groups, ZeRO-3's shards) take a model of one
 dtype. So the parameter itself has the run's dtype, and the optimizer has its usual fp32 copy. `fp32_values` are that
-copy, whole on every rank. `optim.fp32_values` updates them after each step, and checkpoints store them as the
+copy, complete on every rank. `optim.fp32_values` updates them after each step, and checkpoints store them as the
 parameter. Gradients are those of the parameter, rounded to its dtype like all others.
 """
 
@@ -54,8 +54,8 @@ def set_values(parameter: Tensor, values: Tensor) -> None:
     """Set a parameter and its fp32 values, if it has any."""
     with torch.no_grad():
         parameter.copy_(values)
-        if (own := fp32_values(parameter)) is not None:
-            own.copy_(values)
+        if (fp32 := fp32_values(parameter)) is not None:
+            fp32.copy_(values)
 
 
 class _ToFP32(torch.autograd.Function):

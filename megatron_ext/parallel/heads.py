@@ -75,10 +75,10 @@ class AsyncAllToAll:
         self._message = _Message(transport)
         self._parts_nx = _Send.apply(parts_nx, self._message)
 
-    def arrived(self) -> Tensor:
+    def wait(self) -> Tensor:
         """Wait for the message and return the received tensors by sending rank, [ranks, ...]."""
-        arrived_nx: Tensor = _Wait.apply(self._parts_nx, self._message)
-        return arrived_nx
+        received_nx: Tensor = _Wait.apply(self._parts_nx, self._message)
+        return received_nx
 
 
 def sequence_to_heads(
@@ -97,16 +97,16 @@ def sequence_to_heads(
         Iterator over the rounds, in the order of the heads: [t, b, n / (cp * rounds), width] of each tensor. Each step
         waits for the messages of its round.
     """
-    cut = [x.unflatten(2, (transport.size, rounds, -1)).unbind(3) for x in features_tbnw]
+    chunks = [x.unflatten(2, (transport.size, rounds, -1)).unbind(3) for x in features_tbnw]
     messages = deque(
-        [AsyncAllToAll(x.permute(2, 0, 1, 3, 4), transport) for x in features] for features in zip(*cut, strict=True)
+        [AsyncAllToAll(x.permute(2, 0, 1, 3, 4), transport) for x in features] for features in zip(*chunks, strict=True)
     )
-    return _arrivals(messages)
+    return _received_rounds(messages)
 
 
-def _arrivals(messages: deque[list[AsyncAllToAll]]) -> Iterator[tuple[Tensor, ...]]:
+def _received_rounds(messages: deque[list[AsyncAllToAll]]) -> Iterator[tuple[Tensor, ...]]:
     while messages:
-        yield tuple(x.arrived().flatten(0, 1) for x in messages.popleft())
+        yield tuple(x.wait().flatten(0, 1) for x in messages.popleft())
 
 
 def heads_to_sequence(x_tbnw: Tensor, transport: Transport) -> AsyncAllToAll:
@@ -121,4 +121,4 @@ def heads_to_sequence(x_tbnw: Tensor, transport: Transport) -> AsyncAllToAll:
 
 def all_heads(rounds: Sequence[AsyncAllToAll]) -> Tensor:
     """Wait for the heads of all rounds and return the sequence shard of all heads, [t/cp, b, n, w]."""
-    return torch.stack([x.arrived().permute(1, 2, 0, 3, 4) for x in rounds], 3).flatten(2, 4)
+    return torch.stack([x.wait().permute(1, 2, 0, 3, 4) for x in rounds], 3).flatten(2, 4)

@@ -13,8 +13,8 @@ from torch.distributed import ProcessGroup
 def ring_pass(x: Tensor, group: ProcessGroup) -> Iterator[tuple[int, Tensor]]:
     """Iterate over this rank's shard of a sequence and then those of the ranks before it, the nearest first.
 
-    A shard moves along the ranks by one step per iteration, while the previous one is in use. At most two shards are
-    held besides this rank's own. Not differentiable.
+    The next shard is received while the current one is in use, so at most two shards are held besides this rank's own.
+    Not differentiable.
 
     Args:
         x: this rank's shard, of the same shape on all ranks.
@@ -24,16 +24,16 @@ def ring_pass(x: Tensor, group: ProcessGroup) -> Iterator[tuple[int, Tensor]]:
         (rank that holds the shard, the shard).
     """
     rank, size = group.rank(), group.size()
-    visiting = x.detach().contiguous()
+    shard = x.detach().contiguous()
     for source in range(rank, -1, -1):
         # No shard precedes rank 0's; the last rank sends nothing.
-        coming = torch.empty_like(visiting) if source > 0 else None
-        moves = [] if rank + 1 == size else [dist.P2POp(dist.isend, visiting, group=group, group_peer=rank + 1)]
-        if coming is not None:
-            moves.append(dist.P2POp(dist.irecv, coming, group=group, group_peer=rank - 1))
-        pending = dist.batch_isend_irecv(moves) if moves else []
-        yield source, visiting
+        next_shard = torch.empty_like(shard) if source > 0 else None
+        operations = [] if rank + 1 == size else [dist.P2POp(dist.isend, shard, group=group, group_peer=rank + 1)]
+        if next_shard is not None:
+            operations.append(dist.P2POp(dist.irecv, next_shard, group=group, group_peer=rank - 1))
+        pending = dist.batch_isend_irecv(operations) if operations else []
+        yield source, shard
         for work in pending:
             work.wait()
-        if coming is not None:
-            visiting = coming
+        if next_shard is not None:
+            shard = next_shard

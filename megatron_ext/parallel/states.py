@@ -41,51 +41,51 @@ def context_parallel_scan(scan: Scan, v_bthe: Tensor, key_dim: int, group: Proce
         torch.cat([identity.new_zeros(b, h, key_dim, e), identity], -1),
     )
 
-    def after(summary: Tensor, state: Tensor) -> Tensor:
+    def apply_shard(summary: Tensor, state: Tensor) -> Tensor:
         return summary[..., e:] @ state + summary[..., :e]
 
-    state = _initial_state(last, after, torch.zeros_like(last[..., :e]), group)
+    state = _initial_state(last, apply_shard, torch.zeros_like(last[..., :e]), group)
     out_from_zeros, state_factors = (x.transpose(1, 2).flatten(0, 1) for x in outputs.split([e, key_dim], -1))
     # baddbmm rounds the sum of both terms only once.
     out = torch.baddbmm(out_from_zeros, state_factors, state.to(outputs.dtype).flatten(0, 1))
     return out.unflatten(0, (b, h)).transpose(1, 2)
 
 
-def diagonal_state_before(kept: Tensor, written: Tensor, group: ProcessGroup) -> Tensor:
+def diagonal_state_before(decay: Tensor, written: Tensor, group: ProcessGroup) -> Tensor:
     """Return the state at the beginning of this rank's shard; zeros on the first rank.
 
-    The state is updated elementwise: this rank's shard maps the state S to kept * S + W. The caller must scan its shard
-    again from the result. The method of `context_parallel_scan`, which needs no second scan, would have to store the
-    contribution of S to each token's output, which takes as much memory as the states of all tokens.
+    The state is updated elementwise: this rank's shard maps the state S to decay * S + W. The caller must scan its
+    shard again from the result. The method of `context_parallel_scan` needs no second scan, but it would have to store
+    the contribution of S to each token's output, which takes as much memory as the states of all tokens.
 
     Args:
-        kept: factor by which this shard multiplies each element of the state, of any shape.
-        written: W, the final state of this shard from zeros, of the shape of `kept`.
+        decay: factor by which this shard multiplies each element of the state, of any shape.
+        written: W, the final state of this shard from zeros, of the shape of `decay`.
         group: context-parallel group; rank r has shard r.
     """
 
-    def after(summary: Tensor, state: Tensor) -> Tensor:
+    def apply_shard(summary: Tensor, state: Tensor) -> Tensor:
         return summary[0] * state + summary[1]
 
-    return _initial_state(torch.stack([kept, written]), after, torch.zeros_like(written), group)
+    return _initial_state(torch.stack([decay, written]), apply_shard, torch.zeros_like(written), group)
 
 
 def _initial_state(
-    summary: Tensor, after: Callable[[Tensor, Tensor], Tensor], state: Tensor, group: ProcessGroup
+    summary: Tensor, apply_shard: Callable[[Tensor, Tensor], Tensor], state: Tensor, group: ProcessGroup
 ) -> Tensor:
     """Compute the initial state of this rank's shard.
 
     Args:
         summary: summary of this rank's shard.
-        after: function from a shard's summary and initial state to the shard's final state.
+        apply_shard: function from a shard's summary and initial state to the shard's final state.
         state: initial state of the first shard.
         group: context-parallel group; rank r has shard r.
     """
     # Every rank uses all summaries, because all ranks must take part in the exchange of the backward pass.
-    before = [state]
-    for part_summary in gather_sequence(summary[None], group)[:-1]:
-        before.append(after(part_summary, before[-1]))
-    return torch.stack(before)[group.rank()]
+    initial_states = [state]
+    for shard_summary in gather_sequence(summary[None], group)[:-1]:
+        initial_states.append(apply_shard(shard_summary, initial_states[-1]))
+    return torch.stack(initial_states)[group.rank()]
 
 
 def previous_rows(x_tbuw: Tensor, count: int, group: ProcessGroup) -> Tensor:
@@ -103,8 +103,8 @@ def previous_rows(x_tbuw: Tensor, count: int, group: ProcessGroup) -> Tensor:
         return x_tbuw[:0]
     if len(x_tbuw) < count:
         raise ValueError(
-            f"a part of the sequence has {len(x_tbuw)} positions, but the convolution looks back {count}: "
-            "lower parallel.context, or set parallel.context_exchange=heads"
+            f"a sequence shard has {len(x_tbuw)} positions, but the convolution needs {count} previous positions; "
+            "reduce parallel.context, or set parallel.context_exchange=heads"
         )
-    tails = gather_sequence(x_tbuw[len(x_tbuw) - count :], group)
-    return torch.cat([torch.zeros_like(tails[:count]), tails]).narrow(0, group.rank() * count, count)
+    last_rows = gather_sequence(x_tbuw[len(x_tbuw) - count :], group)
+    return torch.cat([torch.zeros_like(last_rows[:count]), last_rows]).narrow(0, group.rank() * count, count)

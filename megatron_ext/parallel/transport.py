@@ -80,27 +80,27 @@ class _Outbox:
         import torch.distributed._symmetric_memory as symmetric_memory  # needed only here
 
         self.num_bytes = num_bytes
-        own = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
+        buffer = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
         try:
-            self._shared: Any = symmetric_memory.rendezvous(own, group)
+            self._shared: Any = symmetric_memory.rendezvous(buffer, group)
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
             problem = f"copy_engine, but the GPUs cannot share memory ({reason})"
             raise UserError("parallel.context_transport", problem, "choose nccl") from error
         self._parts: dict[Any, tuple[Tensor, ...]] = {}
 
-    def of(self, rank: int, like: Tensor) -> tuple[Tensor, ...]:
-        """Return views of the start of a rank's outbox, by receiving rank: together of the shape and dtype of `like`.
+    def views(self, rank: int, template: Tensor) -> tuple[Tensor, ...]:
+        """Return views of a rank's outbox by receiving rank, together of the shape and dtype of `template`.
 
         The views are cached to save host time.
         """
-        key = rank, like.shape, like.dtype
+        key = rank, template.shape, template.dtype
         if key not in self._parts:
-            self._parts[key] = self._shared.get_buffer(rank, like.shape, like.dtype).unbind()
+            self._parts[key] = self._shared.get_buffer(rank, template.shape, template.dtype).unbind()
         return self._parts[key]
 
-    def meet(self) -> None:
-        """Make the current stream wait until the streams of all ranks have arrived here."""
+    def synchronize(self) -> None:
+        """Make the current stream wait for the streams of all ranks."""
         self._shared.barrier()
 
 
@@ -121,11 +121,11 @@ class CopyEngines:
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group, self.size, self._rank = group, group.size(), group.rank()
-        hosts: list[str] = gather_values(socket.gethostname(), group)
-        if len(set(hosts)) > 1:
+        host_names: list[str] = gather_values(socket.gethostname(), group)
+        if len(set(host_names)) > 1:
             raise UserError(
                 "parallel.context_transport",
-                f"copy_engine, but the ranks of a context-parallel group are on {', '.join(sorted(set(hosts)))}",
+                f"copy_engine, but the ranks of a context-parallel group are on {', '.join(sorted(set(host_names)))}",
                 "choose nccl, or a tensor * context that divides the GPUs of a node",
             )
         self._device = torch.device("cuda", torch.cuda.current_device())
@@ -134,45 +134,45 @@ class CopyEngines:
 
     def send(self, parts_nx: Tensor) -> MessageInFlight:
         """Implement `Transport.send`; the first messages of a size wait for all ranks, to allocate shared memory."""
-        outbox = self._take(parts_nx.nbytes)
-        outgoing = outbox.of(self._rank, parts_nx)
+        outbox = self._allocate(parts_nx.nbytes)
+        own_views = outbox.views(self._rank, parts_nx)
         received_nx = parts_nx.new_empty(parts_nx.shape)
         parts, received = parts_nx.unbind(), received_nx.unbind()
-        in_order = parts_nx.is_contiguous()
+        is_contiguous = parts_nx.is_contiguous()
 
         def pack() -> None:
             for rank in range(self.size):
-                (received if rank == self._rank else outgoing)[rank].copy_(parts[rank])
+                (received if rank == self._rank else own_views)[rank].copy_(parts[rank])
 
-        if not in_order:
+        if not is_contiguous:
             pack()
         self._stream.wait_stream(torch.cuda.current_stream())
-        arrived = torch.cuda.Event()
+        received_event = torch.cuda.Event()
         with torch.cuda.stream(self._stream):
-            if in_order:
+            if is_contiguous:
                 pack()
-            outbox.meet()
+            outbox.synchronize()
             for step in range(1, self.size):  # no two ranks read from the same rank at once
                 rank = (self._rank + step) % self.size
-                received[rank].copy_(outbox.of(rank, parts_nx)[self._rank])
-            outbox.meet()
-            arrived.record()
+                received[rank].copy_(outbox.views(rank, parts_nx)[self._rank])
+            outbox.synchronize()
+            received_event.record()
 
-        def wait(_kept: Tensor | None = parts_nx if in_order else None) -> None:  # keeps it alive until read
-            torch.cuda.current_stream().wait_event(arrived)
+        def wait(_kept: Tensor | None = parts_nx if is_contiguous else None) -> None:  # keeps it alive until read
+            torch.cuda.current_stream().wait_event(received_event)
             self._free.append(outbox)
 
         return MessageInFlight(received_nx, wait)
 
-    def _take(self, num_bytes: int) -> _Outbox:
+    def _allocate(self, num_bytes: int) -> _Outbox:
         """Return the smallest free outbox that is large enough, or a new one.
 
         All ranks make the same choice, because they send messages of the same sizes in the same order.
         """
-        fitting = [box for box in self._free if box.num_bytes >= num_bytes]
-        if not fitting:
+        candidates = [box for box in self._free if box.num_bytes >= num_bytes]
+        if not candidates:
             return _Outbox(num_bytes, self._group, self._device)
-        chosen = min(fitting, key=lambda box: box.num_bytes)
+        chosen = min(candidates, key=lambda box: box.num_bytes)
         self._free.remove(chosen)
         return chosen
 

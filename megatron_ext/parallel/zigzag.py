@@ -39,20 +39,20 @@ def zigzag_pieces(group: ProcessGroup) -> tuple[int, int]:
 
 
 def _to_zigzag(x_tbnw: Tensor, group: ProcessGroup) -> Tensor:
-    sent, order = _send_counts(len(x_tbnw), group)
+    send_counts, order = _send_counts(len(x_tbnw), group)
     # Received rows are ordered by rank, and the early piece comes from the same or a lower rank.
-    return all_to_all(_in_order(x_tbnw, order), group, sent, _receive_counts(len(x_tbnw), group))
+    return all_to_all(_reorder_halves(x_tbnw, order), group, send_counts, _receive_counts(len(x_tbnw), group))
 
 
 def _from_zigzag(x_tbnw: Tensor, group: ProcessGroup) -> Tensor:
-    received, order = _send_counts(len(x_tbnw), group)
-    return _in_order(all_to_all(x_tbnw, group, _receive_counts(len(x_tbnw), group), received), order)
+    receive_counts, order = _send_counts(len(x_tbnw), group)
+    return _reorder_halves(all_to_all(x_tbnw, group, _receive_counts(len(x_tbnw), group), receive_counts), order)
 
 
 def _send_counts(num_rows: int, group: ProcessGroup) -> tuple[list[int], list[int]]:
     """Return the number of rows sent to each rank, and the order of this rank's two pieces by receiving rank."""
-    size, held = group.size(), (2 * group.rank(), 2 * group.rank() + 1)
-    workers = [min(piece, 2 * size - 1 - piece) for piece in held]
+    size, pieces = group.size(), (2 * group.rank(), 2 * group.rank() + 1)
+    workers = [min(piece, 2 * size - 1 - piece) for piece in pieces]
     return _rows_per_rank(workers, num_rows // 2, size), [0, 1] if workers[0] <= workers[1] else [1, 0]
 
 
@@ -64,6 +64,6 @@ def _rows_per_rank(ranks: list[int], rows: int, size: int) -> list[int]:
     return [rows * ranks.count(rank) for rank in range(size)]
 
 
-def _in_order(x_tbnw: Tensor, order: list[int]) -> Tensor:
+def _reorder_halves(x_tbnw: Tensor, order: list[int]) -> Tensor:
     """Return the two halves of the rows in the given order. Each order is its own inverse."""
     return x_tbnw if order == [0, 1] else torch.cat(x_tbnw.chunk(2)[::-1])

@@ -14,8 +14,8 @@ from megatron_ext.config.load import read_tree
 from megatron_ext.config.schema import OptimizerConfig
 from megatron_ext.config.validate import validate
 from megatron_ext.mixers.core.registry import load_all
-from megatron_ext.optim.schedule import first_other_rate
-from megatron_ext.runs.config_files import config_path_at
+from megatron_ext.optim.schedule import first_different_rate
+from megatron_ext.runs.config_files import config_file_at
 from megatron_ext.runs.identity import FIELDS, TOKENIZER
 from megatron_ext.training.domain_synonyms import DOMAIN_FIELDS
 
@@ -54,7 +54,7 @@ def other_rate(found: Sequence[Change], before: Mapping[str, Any], after: Mappin
     """Describe the first completed step whose learning rate would differ with the new schedule, or return None."""
     if not any(one.effect is Effect.SCHEDULE for one in found):
         return None
-    other = first_other_rate(*_schedule(before), *_schedule(after), step)
+    other = first_different_rate(*_schedule(before), *_schedule(after), step)
     if other is None:
         return None
     number, rate, now = other

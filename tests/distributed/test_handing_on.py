@@ -49,6 +49,6 @@ def test_rows_before_are_the_end_of_the_part_before(pool: WorkerPool, world_size
 
 def test_parts_shorter_than_what_is_asked_of_them(pool: WorkerPool) -> None:
     with pytest.raises(
-        WorkerFailed, match=r"has 3 positions, but the convolution looks back 4: lower parallel\.context"
+        WorkerFailed, match=r"has 3 positions, but the convolution needs 4 previous positions; reduce parallel\.context"
     ):
         pool.run(handing_on.rows, 2, torch.zeros(6, 1, 1, 1), 4)

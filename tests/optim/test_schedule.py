@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_ext.config.schema import OptimizerConfig
-from megatron_ext.optim.schedule import first_other_rate
+from megatron_ext.optim.schedule import first_different_rate
 
 COSINE = OptimizerConfig(lr=1e-3, min_lr=1e-4, warmup_steps=10, schedule="cosine")
 WSD = OptimizerConfig(lr=1e-3, min_lr=0.0, warmup_steps=10, schedule="wsd", decay_steps=20)
@@ -41,12 +41,12 @@ def cosine(step: int, steps: int) -> float:
 def test_the_first_step_with_another_rate(
     before: OptimizerConfig, steps_before: int, after: OptimizerConfig, steps: int, done: int, first: int | None
 ) -> None:
-    found = first_other_rate(before, steps_before, after, steps, done)
+    found = first_different_rate(before, steps_before, after, steps, done)
     assert (found and found[0]) == first
 
 
 def test_the_rates_are_those_of_the_schedules() -> None:
-    found = first_other_rate(COSINE, 100, COSINE, 200, 50)
+    found = first_different_rate(COSINE, 100, COSINE, 200, 50)
     assert found is not None
     step, before, after = found
     assert (before, after) == (pytest.approx(cosine(step, 100)), pytest.approx(cosine(step, 200)))

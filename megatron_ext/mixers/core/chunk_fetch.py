@@ -42,8 +42,8 @@ def choose_over_ranks(
         own_nbgd = mean_keys(k_bthd, chunk_size).transpose(0, 1)
         means = gather_sequence(own_nbgd, group).transpose(0, 1)
         return best_by_mean(q_bthd, means, chunk_size=chunk_size, top_k=top_k, query_offset=rank * t)
-    rule: dict[str, Any] = {"chunk_size": chunk_size, "top_k": top_k, "score": score, "query_offset": rank * t}
-    found = (best_by_keys(q_bthd, k, first_chunk=r * t // chunk_size, **rule) for r, k in ring_pass(k_bthd, group))
+    options: dict[str, Any] = {"chunk_size": chunk_size, "top_k": top_k, "score": score, "query_offset": rank * t}
+    found = (best_by_keys(q_bthd, k, first_chunk=r * t // chunk_size, **options) for r, k in ring_pass(k_bthd, group))
     return reduce(merge, found).chunks
 
 
@@ -64,45 +64,45 @@ def fetch_chosen(
         order of the sequence. Query groups that fetch fewer than others are padded with zeros, which no query chose.
     """
     count = k_bthd.shape[1] // chunk_size
-    wanted_bgn = _wanted_elsewhere(chosen_bthm, k_bthd.shape[2], count, group)
+    needed_bgn = _needed_from_other_ranks(chosen_bthm, k_bthd.shape[2], count, group)
     blocks_bgncw = torch.cat([k_bthd, v_bthd], -1).unflatten(1, (count, chunk_size)).permute(0, 3, 1, 2, 4)
-    wanted_rbgn = wanted_bgn.unflatten(-1, (group.size(), count)).permute(2, 0, 1, 3)
-    fetched_mcw = fetch_blocks(blocks_bgncw.flatten(0, 2), wanted_rbgn.flatten(1), group)
+    needed_rbgn = needed_bgn.unflatten(-1, (group.size(), count)).permute(2, 0, 1, 3)
+    fetched_mcw = fetch_blocks(blocks_bgncw.flatten(0, 2), needed_rbgn.flatten(1), group)
 
-    place_bgn = wanted_bgn.cumsum(-1) - 1
-    packed_bgmcw = _packed(fetched_mcw, wanted_rbgn, place_bgn)
-    k_bsgd, v_bsgd = packed_bgmcw.permute(0, 2, 3, 1, 4).flatten(1, 2).chunk(2, -1)
+    position_bgn = needed_bgn.cumsum(-1) - 1
+    padded_bgmcw = _pad_by_group(fetched_mcw, needed_rbgn, position_bgn)
+    k_bsgd, v_bsgd = padded_bgmcw.permute(0, 2, 3, 1, 4).flatten(1, 2).chunk(2, -1)
     # This rank's own chunks follow the fetched ones.
-    own_n = torch.arange(wanted_bgn.shape[-1], device=k_bthd.device) - group.rank() * count + packed_bgmcw.shape[2]
-    selection = _counted_anew(chosen_bthm, torch.where(wanted_bgn, place_bgn, own_n))
+    own_n = torch.arange(needed_bgn.shape[-1], device=k_bthd.device) - group.rank() * count + padded_bgmcw.shape[2]
+    selection = _renumber(chosen_bthm, torch.where(needed_bgn, position_bgn, own_n))
     return torch.cat([k_bsgd, k_bthd], 1), torch.cat([v_bsgd, v_bthd], 1), selection
 
 
-def _packed(fetched_mcw: Tensor, wanted_rbgn: Tensor, place_bgn: Tensor) -> Tensor:
+def _pad_by_group(fetched_mcw: Tensor, needed_rbgn: Tensor, position_bgn: Tensor) -> Tensor:
     """Arrange fetched chunks by sample and group, padded with zeros: [b, groups, most chunks, chunk_size, w]."""
-    r, b, g, n = wanted_rbgn.nonzero(as_tuple=True)
-    shape = (*place_bgn.shape[:2], int(place_bgn.max()) + 1, *fetched_mcw.shape[1:])
-    at = (b, g, place_bgn[b, g, r * wanted_rbgn.shape[-1] + n])
-    return fetched_mcw.new_zeros(shape).index_put(at, fetched_mcw)
+    r, b, g, n = needed_rbgn.nonzero(as_tuple=True)
+    shape = (*position_bgn.shape[:2], int(position_bgn.max()) + 1, *fetched_mcw.shape[1:])
+    indices = (b, g, position_bgn[b, g, r * needed_rbgn.shape[-1] + n])
+    return fetched_mcw.new_zeros(shape).index_put(indices, fetched_mcw)
 
 
-def _wanted_elsewhere(chosen_bthm: Tensor, num_groups: int, count: int, group: ProcessGroup) -> Tensor:
+def _needed_from_other_ranks(chosen_bthm: Tensor, num_groups: int, count: int, group: ProcessGroup) -> Tensor:
     """Mark the chunks of other ranks (`count` per rank) that any query of a group chose: bool [b, groups, chunks]."""
     chosen_bgx = _by_group(chosen_bthm, num_groups)
-    num_chunks, own = group.size() * count, group.rank() * count
+    num_chunks, first_own = group.size() * count, group.rank() * count
     # The extra column takes the entries of -1.
-    wanted = torch.zeros(*chosen_bgx.shape[:2], num_chunks + 1, dtype=torch.bool, device=chosen_bgx.device)
-    wanted.scatter_(-1, chosen_bgx.where(chosen_bgx >= 0, num_chunks), True)
-    wanted[..., own : own + count] = False
-    return wanted[..., :num_chunks]
+    needed = torch.zeros(*chosen_bgx.shape[:2], num_chunks + 1, dtype=torch.bool, device=chosen_bgx.device)
+    needed.scatter_(-1, chosen_bgx.where(chosen_bgx >= 0, num_chunks), True)
+    needed[..., first_own : first_own + count] = False
+    return needed[..., :num_chunks]
 
 
-def _counted_anew(chosen_bthm: Tensor, index_bgn: Tensor) -> Tensor:
+def _renumber(chosen_bthm: Tensor, index_bgn: Tensor) -> Tensor:
     """Map a choice [b, t, hq, top_k] through `index_bgn`, an index per group and chunk; -1 stays -1."""
     b, t, hq, top_k = chosen_bthm.shape
     chosen_bgx = _by_group(chosen_bthm, index_bgn.shape[1])
-    found_bgx = torch.where(chosen_bgx >= 0, index_bgn.gather(-1, chosen_bgx.clamp(min=0)), -1)
-    return found_bgx.view(b, -1, t, hq // index_bgn.shape[1], top_k).transpose(1, 2).reshape(b, t, hq, top_k)
+    renumbered_bgx = torch.where(chosen_bgx >= 0, index_bgn.gather(-1, chosen_bgx.clamp(min=0)), -1)
+    return renumbered_bgx.view(b, -1, t, hq // index_bgn.shape[1], top_k).transpose(1, 2).reshape(b, t, hq, top_k)
 
 
 def _by_group(x_bthm: Tensor, num_groups: int) -> Tensor:
