@@ -36,13 +36,13 @@ def with_decode_caches(module: torch.nn.Module) -> Iterator[list[DecodeCache]]:
     try:
         caches = [DecodeCache() for _ in cached]
         for part, cache in zip(cached, caches, strict=True):
-            part.memory = cache
+            part.decode_cache = cache
         with torch.no_grad(), _whole_sequences(module):
             yield caches
     finally:
         module.train(training)
         for part in cached:
-            part.memory = None
+            part.decode_cache = None
 
 
 @contextmanager

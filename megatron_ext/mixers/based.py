@@ -16,7 +16,7 @@ from kernels.common.fusion import cut, fused
 from kernels.gated_linear_attention import gated_linear_attention
 from megatron_ext.config.traits import MixerTraits
 from megatron_ext.mixers.core.base import Mixer, MixInput, batch_first
-from megatron_ext.mixers.core.history import BEGINNING
+from megatron_ext.mixers.core.history import EMPTY_HISTORY
 from megatron_ext.mixers.core.registry import register
 from megatron_ext.mixers.core.settings import BasedConfig
 from megatron_ext.mixers.core.shapes import StateShape
@@ -54,7 +54,7 @@ class Based(Mixer):
     def mix(self, x_tbuw: Tensor, part: MixInput) -> Tensor:
         """Implement `Mixer.mix`: the `based` op, or a scan over its features if there are earlier positions."""
         q_btuf, k_btuf, v_btud = cut_heads(x_tbuw, self._widths)
-        if part.history is BEGINNING:
+        if part.history is EMPTY_HISTORY:
             return batch_first(based(q_btuf, k_btuf, v_btud))
         scan_on = partial(scan, gated_linear_attention, part=part, scale=1.0)
         return batch_first(by_features(q_btuf, k_btuf, v_btud, scan_on))

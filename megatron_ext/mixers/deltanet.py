@@ -46,10 +46,10 @@ class DeltaNet(StatefulMixer):
         weight = self.own_head_groups(self.conv_weight, part)
         before, unit_length = previous_rows(qkv, weight, part.history), (True, True, False)
         q, k, v = short_convolution(qkv, before, weight, widths=self.head_widths[:3], unit_length=unit_length)
-        decay, beta = self.log_forgetting(scalars, part), strengths(scalars[..., 0])
+        decay, beta = self.compute_log_decay(scalars, part), write_strengths(scalars[..., 0])
         return scan(gated_delta_rule, q, k, v, decay, beta, part=part), batch_first(gate)
 
-    def log_forgetting(self, scalars_tbuw: Tensor, part: MixInput) -> Tensor | None:
+    def compute_log_decay(self, scalars_tbuw: Tensor, part: MixInput) -> Tensor | None:
         """Compute the state's log decay [b, t, head groups], <= 0, fp32, from the rows' scalars; None: no decay."""
         return None
 
@@ -77,21 +77,21 @@ class GatedDeltaNet(DeltaNet):
         """Return the width of a head's query, key, value, output gate, beta and alpha together."""
         return super().head_group_width() + 1
 
-    def log_forgetting(self, scalars_tbuw: Tensor, part: MixInput) -> Tensor:
-        """Compute the log decay with `forgetting`."""
-        return forgetting(
+    def compute_log_decay(self, scalars_tbuw: Tensor, part: MixInput) -> Tensor:
+        """Compute the log decay with `gated_log_decay`."""
+        return gated_log_decay(
             scalars_tbuw[..., 1], self.own_head_groups(self.step_bias, part), self.own_head_groups(self.log_decay, part)
         )
 
 
 @fused
-def strengths(beta_tbu: Tensor) -> Tensor:
+def write_strengths(beta_tbu: Tensor) -> Tensor:
     """Compute each token's write strength, sigmoid(beta): [b, t, u], fp32."""
     return batch_first(beta_tbu).float().sigmoid().contiguous()
 
 
 @fused
-def forgetting(alpha_tbu: Tensor, step_bias_u: Tensor, log_decay_u: Tensor) -> Tensor:
+def gated_log_decay(alpha_tbu: Tensor, step_bias_u: Tensor, log_decay_u: Tensor) -> Tensor:
     """Compute the log decay -A softplus(alpha + bias): [b, t, u], fp32."""
     step = F.softplus(batch_first(alpha_tbu).float() + step_bias_u.float())
     return (-log_decay_u.float().exp() * step).contiguous()

@@ -43,12 +43,12 @@ class GLA(StatefulMixer):
         up, bias = (self.own_head_groups(p, part) for p in (self.decay_up, self.decay_bias))
         logits = F.linear(part.shared, up.flatten(0, 1)).unflatten(-1, up.shape[:2])
         temperature = self.mixer_config.decay_temperature
-        q, k, v, gate, decay = decaying_heads(x_tbuw, logits, bias, temperature, self.head_widths)
+        q, k, v, gate, decay = split_with_log_decay(x_tbuw, logits, bias, temperature, self.head_widths)
         return scan(gated_linear_attention, q, k, v, decay, part=part), gate
 
 
 @fused
-def decaying_heads(
+def split_with_log_decay(
     x_tbuw: Tensor, logits_tbud: Tensor, bias_ud: Tensor, temperature: float, widths: Sequence[int]
 ) -> tuple[Tensor, ...]:
     """Split the rows, and compute the log decays (<= 0, fp32): [b, t, u, width] each."""

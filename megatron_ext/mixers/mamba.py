@@ -45,11 +45,11 @@ class Mamba(Mixer):
         width, kernel, size = self.output_width(), self.mixer_config.conv_kernel_size, self.mixer_config.state_size
         self.conv_weight = self.new_parameter_of_head_groups(uniform_within(kernel**-0.5), width, kernel)
         self.conv_bias = self.new_parameter_of_head_groups(uniform_within(kernel**-0.5), width)
-        start = normal(self.config.init_method_std)
-        self.x_proj = self.new_parameter_of_head_groups(start, self.dt_rank + 2 * size, width)
+        initializer = normal(self.config.init_method_std)
+        self.x_proj = self.new_parameter_of_head_groups(initializer, self.dt_rank + 2 * size, width)
         self.dt_proj = self.new_parameter_of_head_groups(uniform_within(self.dt_rank**-0.5), width, self.dt_rank)
         self.dt_bias = self.new_parameter_of_head_groups(inverse_softplus_step, width, in_fp32=True)
-        self.A_log = self.new_parameter_of_head_groups(log_of_one_to_size, width, size, in_fp32=True)
+        self.A_log = self.new_parameter_of_head_groups(log_arange, width, size, in_fp32=True)
         self.A_log.no_weight_decay = True  # type: ignore[attr-defined]  # as in the authors' code
         self.D = self.new_parameter_of_head_groups(ones, width, in_fp32=True)
 
@@ -81,8 +81,8 @@ class Mamba(Mixer):
         dt_bias = self.own_head_groups(self.dt_bias, part)
         dt_proj = self.own_head_groups(self.dt_proj, part)
         dt_logits = linear_to_fp32(low_btr.to(x.dtype), dt_proj.flatten(0, 1)).unflatten(-1, dt_proj.shape[:2])
-        dt_btuw = steps(dt_logits, dt_bias)
-        return gated(self._scan(x_btuw, dt_btuw, B_btn, C_btn, part), z)
+        dt_btuw = step_sizes(dt_logits, dt_bias)
+        return gated_output(self._scan(x_btuw, dt_btuw, B_btn, C_btn, part), z)
 
     def _scan(self, x_btuw: Tensor, dt_btuw: Tensor, B_btn: Tensor, C_btn: Tensor, part: MixInput) -> Tensor:
         """Run the selective scan and return the tokens' outputs, [b, t, u, w]."""
@@ -95,14 +95,14 @@ class Mamba(Mixer):
             assert last is not None
             return y_btc, last
 
-        kept = (dt_btc.sum(1)[..., None] * inputs[2]).exp()
-        return part.history.scan_diagonal("state", from_state, kept).unflatten(2, (part.num_head_groups, -1))
+        decay = (dt_btc.sum(1)[..., None] * inputs[2]).exp()
+        return part.history.scan_diagonal("state", from_state, decay).unflatten(2, (part.num_head_groups, -1))
 
     def _project_all_channels(self, x_btuw: Tensor, part: MixInput) -> Tensor:
         """Project the layer's channels to [b, t, dt_rank + 2n], fp32, identical on all ranks of the layer."""
         # In fp32, as 16-bit rounding of the partial products would depend on the number of ranks.
-        own = linear_to_fp32(x_btuw.flatten(2), self.own_head_groups(self.x_proj, part).transpose(0, 1).flatten(1))
-        total = sum_over_ranks(own, self.tp_group)
+        partial = linear_to_fp32(x_btuw.flatten(2), self.own_head_groups(self.x_proj, part).transpose(0, 1).flatten(1))
+        total = sum_over_ranks(partial, self.tp_group)
         # After the all-to-all, context-parallel ranks hold different heads, too.
         return total if part.num_head_groups == self.num_head_groups_per_rank else sum_over_ranks(total, self.cp_group)
 
@@ -120,17 +120,17 @@ class Mamba(Mixer):
 
 
 @fused
-def steps(logits_btuw: Tensor, bias_uw: Tensor) -> Tensor:
+def step_sizes(logits_btuw: Tensor, bias_uw: Tensor) -> Tensor:
     """Compute the step sizes [b, t, u, w], fp32."""
     return F.softplus(logits_btuw + bias_uw.float())
 
 
 @fused
-def gated(y_btuw: Tensor, gate_tbuw: Tensor) -> Tensor:
+def gated_output(y_btuw: Tensor, gate_tbuw: Tensor) -> Tensor:
     """Multiply by SiLU of the gate: [t, b, u, w]."""
     return (batch_first(y_btuw).float() * F.silu(gate_tbuw.float())).to(gate_tbuw.dtype).contiguous()
 
 
-def log_of_one_to_size(whole: Tensor, _: torch.Generator) -> None:
+def log_arange(whole: Tensor, _: torch.Generator) -> None:
     """Fill each channel with log(1), ..., log(n), n the last dimension: S4D-real (Gu et al. 2022, arXiv 2206.11893)."""
     whole.copy_(torch.arange(1.0, whole.shape[-1] + 1).log().expand_as(whole))

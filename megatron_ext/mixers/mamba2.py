@@ -25,8 +25,8 @@ from megatron_ext.parallel.parameters import ones, uniform_within
 class Mamba2(Mixer):
     """Mamba-2; the head group is a query group, whose heads share B and C as in one of Mamba-2's groups.
 
-    Rows of the input projection, per group: [x of its heads | B | C | gate z of its heads | step of its heads]. The
-    step is there only if the decay is data-dependent.
+    Rows of the input projection, per group: [x of its heads | B | C | gate z of its heads | step of its heads]. A
+    step exists only if the decay is data-dependent.
 
     Suffixes: u group, h head of a group, d value dim, n state dim, w width of a group's features.
     """
@@ -85,17 +85,17 @@ class Mamba2(Mixer):
         """Implement `Mixer.mix`: short convolution, scan, skip, gate, norm."""
         width = self.output_width()
         xbc, gate, step = cut(x_tbuw, [self.conv_width, width, self.step_width])
-        x_btuw, b_btun, c_btun = self._convolved(xbc, part)
+        x_btuw, b_btun, c_btun = self._convolve(xbc, part)
         x_btuhd = x_btuw.unflatten(-1, (self.heads_per_group, self.value_dim))
         y_btuhd = self._read_states(x_btuhd, b_btun, c_btun, step, part)
         norm_weight = self.own_head_groups(self.group_norm_weight, part) if self.mixer_config.group_norm else None
         skip_uh = self.own_head_groups(self.skip, part)
-        return gated(y_btuhd, x_btuhd, skip_uh, gate, norm_weight, self.config.layernorm_epsilon)
+        return gated_output(y_btuhd, x_btuhd, skip_uh, gate, norm_weight, self.config.layernorm_epsilon)
 
-    def _convolved(self, xbc_tbuw: Tensor, part: MixInput) -> tuple[Tensor, ...]:
+    def _convolve(self, xbc_tbuw: Tensor, part: MixInput) -> tuple[Tensor, ...]:
         widths = [self.output_width(), self.mixer_config.state_size, self.mixer_config.state_size]
         if not self.mixer_config.convolution:
-            return activated(xbc_tbuw, widths)
+            return activate_and_split(xbc_tbuw, widths)
         weight, bias = (self.own_head_groups(p, part) for p in (self.conv_weight, self.conv_bias))
         return short_convolution(xbc_tbuw, previous_rows(xbc_tbuw, weight, part.history), weight, bias, widths=widths)
 
@@ -109,8 +109,8 @@ class Mamba2(Mixer):
         v, decays = x_btuhd.flatten(2, 3), []
         if self.mixer_config.decay != "none":
             bias_uh, log_decay_uh = (self.own_head_groups(p, part) for p in (self.step_bias, self.log_decay))
-            by_data = self.mixer_config.decay == "data_dependent"
-            v, decay = stepped(x_btuhd, step_tbuh if by_data else None, bias_uh, log_decay_uh)
+            is_data_dependent = self.mixer_config.decay == "data_dependent"
+            v, decay = values_and_log_decays(x_btuhd, step_tbuh if is_data_dependent else None, bias_uh, log_decay_uh)
             decays = [decay]
         o = scan(gated_linear_attention, q, k, v, *decays, part=part, scale=1.0)
         return o.unflatten(2, (-1, self.heads_per_group))
@@ -125,13 +125,15 @@ class Mamba2(Mixer):
 
 
 @fused
-def activated(xbc_tbuw: Tensor, widths: list[int]) -> tuple[Tensor, ...]:
+def activate_and_split(xbc_tbuw: Tensor, widths: list[int]) -> tuple[Tensor, ...]:
     """Apply SiLU and split into x, B and C: [b, t, u, w] each."""
     return tuple(batch_first(y).contiguous() for y in cut(F.silu(xbc_tbuw), widths))
 
 
 @fused
-def stepped(x_btuhd: Tensor, step_tbuh: Tensor | None, bias_uh: Tensor, log_decay_uh: Tensor) -> tuple[Tensor, Tensor]:
+def values_and_log_decays(
+    x_btuhd: Tensor, step_tbuh: Tensor | None, bias_uh: Tensor, log_decay_uh: Tensor
+) -> tuple[Tensor, Tensor]:
     """Compute the written values, step * x [b, t, u * h, d], and the log decay -A * step [b, t, u * h], fp32.
 
     The step is softplus of the head's bias, plus the token's logit if there is one.
@@ -144,12 +146,12 @@ def stepped(x_btuhd: Tensor, step_tbuh: Tensor | None, bias_uh: Tensor, log_deca
 
 
 @fused
-def gated(
+def gated_output(
     y_btuhd: Tensor, x_btuhd: Tensor, skip_uh: Tensor, gate_tbuw: Tensor, norm_weight_uw: Tensor | None, epsilon: float
 ) -> Tensor:
     """Add the skip of x, multiply by SiLU of the gate, and apply RMSNorm over all heads of a group: [t, b, u, w].
 
-    The norm is left out if `norm_weight_uw` is None.
+    No norm is applied if `norm_weight_uw` is None.
     """
     y = y_btuhd.float() + skip_uh.float()[..., None] * x_btuhd.float()
     y_tbuw = batch_first(y.flatten(-2)) * F.silu(gate_tbuw.float())

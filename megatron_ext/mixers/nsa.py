@@ -16,7 +16,7 @@ from megatron_ext.mixers.core.settings import NUM_BRANCHES, NSAConfig
 
 
 @plain_dataclass(frozen=True, kw_only=True)
-class GatedPart(MixInput):
+class GatedMixInput(MixInput):
     """`MixInput` with the gates of its queries.
 
     Attributes:
@@ -51,27 +51,27 @@ class NSA(KeyValueMixer):
         t, b, u, _ = x_tbuw.shape
         rows, gates = cut(x_tbuw, [super().head_group_width(), self._num_gates])
         gates_tbhx = gates.float().sigmoid().reshape(t, b, u * self.queries_per_group, NUM_BRANCHES)
-        return super().mix(rows, GatedPart(**vars(part), gates_bthx=batch_first(gates_tbhx)))
+        return super().mix(rows, GatedMixInput(**vars(part), gates_bthx=batch_first(gates_tbhx)))
 
     def attend(self, q_bthd: Tensor, k_bshd: Tensor, v_bshd: Tensor, query_offset: int, part: MixInput) -> Tensor:
         """Implement `KeyValueMixer.attend`."""
-        assert isinstance(part, GatedPart), "mix gives the gates along"
-        chosen = self.mixer_config
+        assert isinstance(part, GatedMixInput), "`mix` adds the gates"
+        settings = self.mixer_config
         return native_sparse_attention(
             q_bthd,
             k_bshd,
             v_bshd,
             part.gates_bthx,
-            block_size=chosen.block_size,
-            num_selected=chosen.num_selected,
-            window=chosen.window,
+            block_size=settings.block_size,
+            num_selected=settings.num_selected,
+            window=settings.window,
             query_offset=query_offset,
         )
 
     def mixing_flops(self, seq_length: int) -> float:
         """Count scores and weighted values of the three branches. Selected blocks count in full, also the query's."""
-        chosen = self.mixer_config
-        compressed = seq_length / chosen.block_size / 2
-        selected = min(chosen.num_selected * chosen.block_size, seq_length / 2)
-        seen = compressed + selected + keys_in_window(chosen.window, seq_length)
-        return 4 * self.config.num_attention_heads * self.head_dim * seen
+        settings = self.mixer_config
+        compressed = seq_length / settings.block_size / 2
+        selected = min(settings.num_selected * settings.block_size, seq_length / 2)
+        num_visible = compressed + selected + keys_in_window(settings.window, seq_length)
+        return 4 * self.config.num_attention_heads * self.head_dim * num_visible

@@ -25,12 +25,12 @@ class RetNet(StatefulMixer):
 
     def read_states(self, x_tbuw: Tensor, part: MixInput) -> tuple[Tensor, Tensor]:
         """Implement `StatefulMixer.read_states`: rotate, then scan with a fixed decay."""
-        by = rotation(part.first_position, len(x_tbuw), self.head_dim, self.config.rotary_base, x_tbuw.device)
-        q, k, v, gate = rotated_heads(x_tbuw, by, self.head_widths)
-        return scan(gated_linear_attention, q, k, v, log_fading(part, q.device), part=part), gate
+        rotary = rotation(part.first_position, len(x_tbuw), self.head_dim, self.config.rotary_base, x_tbuw.device)
+        q, k, v, gate = rotated_heads(x_tbuw, rotary, self.head_widths)
+        return scan(gated_linear_attention, q, k, v, head_log_decays(part, q.device), part=part), gate
 
 
-def log_fading(part: MixInput, device: torch.device) -> Tensor:
+def head_log_decays(part: MixInput, device: torch.device) -> Tensor:
     """Return each head's log decay [u], fp32."""
     heads = torch.arange(part.first_head_group, part.first_head_group + part.num_head_groups, device=device)
     # log1p: fp32 would round 1 - x for small x.

@@ -17,13 +17,13 @@ from kernels.common.fusion import fused
 from kernels.rwkv7 import rwkv7
 from megatron_ext.mixers.core.base import MixInput, batch_first
 from megatron_ext.mixers.core.registry import register
-from megatron_ext.mixers.core.rwkv import RWKVMixer, along, normed_heads
+from megatron_ext.mixers.core.rwkv import RWKVMixer, channel_position, normed_heads
 from megatron_ext.mixers.core.settings import RWKV7Config
 from megatron_ext.mixers.core.stateful import scan
 from megatron_ext.mixers.core.token_shift import mixtures, ramp, ramps
 from megatron_ext.parallel.parameters import Initializer, by_channel, constant, normal, zeros
 
-LEAST_LOG_DECAY = -math.exp(-0.5)
+MIN_LOG_DECAY = -math.exp(-0.5)
 """Lower bound of the log decay, as in the paper: a key feature keeps at least 0.545 per token, before any removal."""
 
 
@@ -32,8 +32,8 @@ class RWKV7(RWKVMixer):
     """RWKV-7's time mixing; see `RWKVMixer`.
 
     Every layer is like the paper's first. The paper's later layers mix the first layer's values into their own (the
-    value residual). That is left out here, because those values would have to pass through the pipeline with the hidden
-    states.
+    value residual). This mixer omits the value residual, because those values would have to pass through the pipeline
+    with the hidden states.
 
     Rows of `mu`, as in the authors' code: receptance, decay, key, value, learning rate, gate. Features of a head:
     receptance, key, value, decay logits, learning rate logits, gate.
@@ -45,14 +45,14 @@ class RWKV7(RWKVMixer):
     def add_parameters(self) -> None:
         """Create the parameters of mixtures, decays, learning rates and gates, and the scales of keys and bonus."""
         hidden, left = self.config.hidden_size, self.layers_left
-        starts = ramps(*(ramp(share * left) for share in (0.2, 0.9, 0.7, 0.7, 0.9, 0.2)))
-        self.mu = self.new_of_all_ranks(starts, 6, hidden, weight_decay=False)
-        for_head = 2.5 * self.head_dim / 64
-        self.decay_down, self.decay_up = self._new_low_rank(self.mixer_config.decay_rank, for_head)
-        self.rate_down, self.rate_up = self._new_low_rank(self.mixer_config.rate_rank, for_head)
+        mu_initializer = ramps(*(ramp(share * left) for share in (0.2, 0.9, 0.7, 0.7, 0.9, 0.2)))
+        self.mu = self.new_replicated_parameter(mu_initializer, 6, hidden, weight_decay=False)
+        head_rank_factor = 2.5 * self.head_dim / 64
+        self.decay_down, self.decay_up = self._new_low_rank(self.mixer_config.decay_rank, head_rank_factor)
+        self.rate_down, self.rate_up = self._new_low_rank(self.mixer_config.rate_rank, head_rank_factor)
         self.gate_down, self.gate_up = self._new_low_rank(self.mixer_config.gate_rank, 5)
-        starts_of_decay = _initial_decay(self.depth, self.head_dim)
-        self.decay_base = self.new_parameter_of_head_groups(starts_of_decay, self.head_dim, in_fp32=True)
+        decay_initializer = _initial_decay(self.depth, self.head_dim)
+        self.decay_base = self.new_parameter_of_head_groups(decay_initializer, self.head_dim, in_fp32=True)
         self.rate_base = self.new_parameter_of_head_groups(_initial_rate(self.head_dim), self.head_dim)
         self.removal_scale = self.new_parameter_of_head_groups(by_channel(_initial_removal), self.head_dim)
         self.key_rate = self.new_parameter_of_head_groups(constant(1.02), self.head_dim)
@@ -64,7 +64,7 @@ class RWKV7(RWKVMixer):
         Entries of `up` have the spread of the authors' orthogonal matrix, whose columns have length 0.1.
         """
         rank = rank or default_rank(factor, self.config.hidden_size)
-        down = self.new_of_all_ranks(zeros, rank, self.config.hidden_size)
+        down = self.new_replicated_parameter(zeros, rank, self.config.hidden_size)
         return down, self.new_parameter_of_head_groups(
             normal(0.1 / math.sqrt(self.num_head_groups() * self.head_dim)), self.head_dim, rank
         )
@@ -72,9 +72,9 @@ class RWKV7(RWKVMixer):
     def project(self, x_tbh: Tensor, before_1bh: Tensor) -> tuple[Tensor, ...]:
         """Implement `RWKVMixer.project`."""
         r, w, k, v, a, g = mixtures(x_tbh, before_1bh, self.replicated(self.mu))
-        decay_logits = self.to_heads(self.narrow(w, self.decay_down).tanh(), self.decay_up)
-        rate_logits = self.to_heads(self.narrow(a, self.rate_down), self.rate_up)
-        gate = self.to_heads(self.narrow(g, self.gate_down).sigmoid(), self.gate_up)
+        decay_logits = self.to_heads(self.project_down(w, self.decay_down).tanh(), self.decay_up)
+        rate_logits = self.to_heads(self.project_down(a, self.rate_down), self.rate_up)
+        gate = self.to_heads(self.project_down(g, self.gate_down).sigmoid(), self.gate_up)
         r, k, v = map(self.to_heads, (r, k, v), (self.r_proj, self.k_proj, self.v_proj))
         return r, k, v, decay_logits, rate_logits, gate
 
@@ -82,10 +82,10 @@ class RWKV7(RWKVMixer):
         """Implement `Mixer.mix`: scan, norm, bonus of the current token, gate."""
         r, k, v, decay_logits, rate_logits, gate = x_tbuw, *part.more
         names = (self.decay_base, self.rate_base, self.removal_scale, self.key_rate)
-        heads = moving_heads(r, k, v, decay_logits, rate_logits, *(self.own_head_groups(p, part) for p in names))
-        o = scan(partial(rwkv7, log_decay_bound=LEAST_LOG_DECAY), *heads, part=part)
+        heads = scan_inputs(r, k, v, decay_logits, rate_logits, *(self.own_head_groups(p, part) for p in names))
+        o = scan(partial(rwkv7, log_decay_bound=MIN_LOG_DECAY), *heads, part=part)
         r, k, v, *_ = heads
-        return gated(o, r, k, v, self.own_head_groups(self.bonus, part), gate, *self.own_group_norm(part))
+        return gated_output(o, r, k, v, self.own_head_groups(self.bonus, part), gate, *self.own_group_norm(part))
 
     def mixing_flops(self, seq_length: int) -> float:
         """Count the read of the removed value, its removal, the write, the read, and the bonus of the current token."""
@@ -98,7 +98,7 @@ def default_rank(factor: float, hidden_size: int) -> int:
 
 
 @fused
-def moving_heads(
+def scan_inputs(
     r_tbud: Tensor,
     k_tbud: Tensor,
     v_tbud: Tensor,
@@ -110,7 +110,7 @@ def moving_heads(
     key_rate_ud: Tensor,
 ) -> tuple[Tensor, ...]:
     """Return receptances, keys, values, log decays (fp32), removal keys and their replacements: [b, t, u, d] each."""
-    log_decay = LEAST_LOG_DECAY * (decay_base_ud.float() + decay_logits_tbud.float()).sigmoid()
+    log_decay = MIN_LOG_DECAY * (decay_base_ud.float() + decay_logits_tbud.float()).sigmoid()
     rate = (rate_base_ud.float() + rate_logits_tbud.float()).sigmoid()
     removed = F.normalize(k_tbud.float() * removal_scale_ud.float(), dim=-1)
     k = k_tbud.float() * (1 + (rate - 1) * key_rate_ud.float())
@@ -119,7 +119,7 @@ def moving_heads(
 
 
 @fused
-def gated(
+def gated_output(
     o_btud: Tensor,
     r_btud: Tensor,
     k_btud: Tensor,
@@ -137,15 +137,18 @@ def gated(
 
 
 def _initial_decay(depth: float, head_dim: int) -> Initializer:
-    return by_channel(lambda channel: -5.5 + 6 * along(channel) ** (1 + depth**0.3) + 2.5 * _zigzag(channel, head_dim))
+    power = 1 + depth**0.3
+    return by_channel(lambda channel: -5.5 + 6 * channel_position(channel) ** power + 2.5 * _zigzag(channel, head_dim))
 
 
 def _initial_rate(head_dim: int) -> Initializer:
-    return by_channel(lambda channel: -0.19 + 0.3 * _zigzag(channel, head_dim) + 0.4 * (along(channel) - 0.5))
+    return by_channel(
+        lambda channel: -0.19 + 0.3 * _zigzag(channel, head_dim) + 0.4 * (channel_position(channel) - 0.5)
+    )
 
 
 def _initial_removal(channel: Tensor) -> Tensor:
-    return 0.71 - 0.1 * (along(channel) - 0.5)
+    return 0.71 - 0.1 * (channel_position(channel) - 0.5)
 
 
 def _zigzag(channel: Tensor, head_dim: int) -> Tensor:

@@ -28,33 +28,31 @@ class Top1Chunk(KeyValueMixer):
         """Settings of the selection."""
         return self.mixer_config
 
-    def bytes_in_parts(self, num_positions: int) -> float | None:
-        """Implement `Mixer.bytes_in_parts`: an upper bound, all keys and values and the inputs of the choice.
+    def sharded_bytes(self, num_positions: int) -> float | None:
+        """Implement `Mixer.sharded_bytes`: an upper bound, all keys and values and the inputs of the choice.
 
         The choice itself is not known beforehand. The bound is identical on all ranks.
         """
-        chosen = self.selection
-        if num_positions % chosen.chunk_size:
+        settings = self.selection
+        if num_positions % settings.chunk_size:
             return None
-        scored = 1 / chosen.chunk_size if chosen.score == "approx" else 1
+        scored = 1 / settings.chunk_size if settings.score == "approx" else 1
         return num_positions * self.head_dim * (2 + scored) * self.config.params_dtype.itemsize
 
-    def attend_to_past(self, q_bthd: Tensor, k_tbgd: Tensor | None, v_tbgd: Tensor, part: MixInput) -> Tensor:
-        """Implement `KeyValueMixer.attend_to_past`: fetch from other ranks only the chunks that are chosen here."""
-        chosen, group = self.selection, part.history.ranks
-        gathers = self.config.context_exchange == "heads" or len(v_tbgd) % chosen.chunk_size
-        if group is None or gathers:
-            return super().attend_to_past(q_bthd, k_tbgd, v_tbgd, part)
+    def attend_to_history(self, q_bthd: Tensor, k_tbgd: Tensor | None, v_tbgd: Tensor, part: MixInput) -> Tensor:
+        """Implement `KeyValueMixer.attend_to_history`: fetch from other ranks only the chunks that are chosen here."""
+        settings, group = self.selection, part.history.ranks
+        gathers_all = self.config.context_exchange == "heads" or len(v_tbgd) % settings.chunk_size
+        if group is None or gathers_all:
+            return super().attend_to_history(q_bthd, k_tbgd, v_tbgd, part)
         if v_tbgd.is_meta:
-            problem = (
-                f"{self.config.context_exchange}: what queries choose cannot be planned, so what is fetched cannot"
-            )
+            problem = f"{self.config.context_exchange}, but the fetched chunks depend on the data and cannot be planned"
             raise UserError("parallel.context_exchange", problem, "plan with parallel.context_exchange=heads")
         assert k_tbgd is not None
         k, v = batch_first(k_tbgd), batch_first(v_tbgd)
-        rule: dict[str, Any] = {"chunk_size": chosen.chunk_size, "top_k": chosen.top_k, "score": chosen.score}
-        choice = choose_over_ranks(q_bthd, k, **rule, group=group)
-        k, v, choice = fetch_chosen(k, v, choice, chunk_size=chosen.chunk_size, group=group)
+        options: dict[str, Any] = {"chunk_size": settings.chunk_size, "top_k": settings.top_k, "score": settings.score}
+        choice = choose_over_ranks(q_bthd, k, **options, group=group)
+        k, v, choice = fetch_chosen(k, v, choice, chunk_size=settings.chunk_size, group=group)
         return self._attend(q_bthd, k, v, k.shape[1] - q_bthd.shape[1], choice)
 
     def attend(self, q_bthd: Tensor, k_bshd: Tensor, v_bshd: Tensor, query_offset: int, part: MixInput) -> Tensor:
@@ -64,15 +62,15 @@ class Top1Chunk(KeyValueMixer):
     def _attend(
         self, q_bthd: Tensor, k_bshd: Tensor, v_bshd: Tensor, query_offset: int, selection: Tensor | None = None
     ) -> Tensor:
-        chosen = self.selection
+        settings = self.selection
         out, _ = top1_chunk_attention(
             q_bthd,
             k_bshd,
             v_bshd,
-            chunk_size=chosen.chunk_size,
-            top_k=chosen.top_k,
-            score=chosen.score,
-            local=chosen.local,
+            chunk_size=settings.chunk_size,
+            top_k=settings.top_k,
+            score=settings.score,
+            local=settings.local,
             query_offset=query_offset,
             selection=selection,
         )
@@ -80,8 +78,8 @@ class Top1Chunk(KeyValueMixer):
 
     def mixing_flops(self, seq_length: int) -> float:
         """Count attention to the query's own chunk and the chosen ones, and the scores of the choice."""
-        chosen = self.selection
-        c, before = chosen.chunk_size, max(seq_length - chosen.chunk_size, 0) / 2
-        scored = before / c if chosen.score == "approx" else before
-        attended = min(chosen.top_k * c, before) + (c / 2 if chosen.local else 0)
+        settings = self.selection
+        c, num_earlier = settings.chunk_size, max(seq_length - settings.chunk_size, 0) / 2
+        scored = num_earlier / c if settings.score == "approx" else num_earlier
+        attended = min(settings.top_k * c, num_earlier) + (c / 2 if settings.local else 0)
         return self.config.num_attention_heads * self.head_dim * (4 * attended + 2 * scored)

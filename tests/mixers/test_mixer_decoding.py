@@ -36,8 +36,8 @@ def _by_pieces(mixer: Mixer, x_tbh: Tensor, lengths: Sequence[int]) -> Tensor:
 
 def _numbers_kept(mixer: Mixer) -> int:
     """Number of elements in the decode cache, including tensors of which only a view is used."""
-    assert mixer.memory is not None
-    return mixer.memory.num_bytes // torch.float32.itemsize
+    assert mixer.decode_cache is not None
+    return mixer.decode_cache.num_bytes // torch.float32.itemsize
 
 
 @pytest.mark.parametrize("lengths", [[5, *[1] * 8], [1] * 13, [1, 6, 2, 4]], ids=["prompt", "alone", "pieces"])
@@ -101,7 +101,7 @@ def test_keys_and_values_are_seldom_copied(make_mixer: MakeMixer, monkeypatch: p
 def test_a_sequence_is_forgotten_at_the_end(make_mixer: MakeMixer, hidden_states: Tensor) -> None:
     mixer = make_mixer("gated_deltanet")
     first = _by_pieces(mixer, hidden_states, [6, 7])
-    assert mixer.memory is None
+    assert mixer.decode_cache is None
     assert mixer.training
     assert not first.requires_grad
     torch.testing.assert_close(_by_pieces(mixer, hidden_states, [6, 7]), first, rtol=0, atol=0)

@@ -83,8 +83,8 @@ def test_pieces_that_share_a_call(
     fields: dict[str, Any],
 ) -> None:
     """Batch pieces as on a GPU: five pieces in four calls. The first call has two pieces, of 1 and 2 tokens."""
-    monkeypatch.setattr(documents, "TOGETHER", ("cpu",))
-    monkeypatch.setattr(documents, "SHORTEST", 2)
+    monkeypatch.setattr(documents, "BATCHED_DEVICES", ("cpu",))
+    monkeypatch.setattr(documents, "MIN_PADDED_LENGTH", 2)
     mixer, x = make_mixer(name, **fields), hidden_states.clone().requires_grad_()
     shapes = _shapes_of_calls(mixer, monkeypatch)
     packed, expected = _packed(mixer, x), _alone(mixer, x)

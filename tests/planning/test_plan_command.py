@@ -95,7 +95,7 @@ def test_chunk_fetching_is_not_planned(capsys: Any, option: list[str]) -> None:
     fetching = ["model.pattern=top1_chunk*2", "parallel.context=2", "parallel.context_exchange=chunks"]
     code, out, err = call(capsys, SMALL, "--gpus-per-node", "2", *fetching, *option)
     expected = (
-        "parallel.context_exchange: chunks: what queries choose cannot be planned, so what is fetched cannot; "
+        "parallel.context_exchange: chunks, but the fetched chunks depend on the data and cannot be planned; "
         "plan with parallel.context_exchange=heads\n"
     )
     if option:  # other layouts exist

@@ -30,7 +30,7 @@ from torch import Tensor
 from megatron_ext.config.traits import MixerTraits
 from megatron_ext.mixers.core.decode_cache import HistoryModule
 from megatron_ext.mixers.core.documents import mix_by_document
-from megatron_ext.mixers.core.history import BEGINNING, SequenceHistory
+from megatron_ext.mixers.core.history import EMPTY_HISTORY, SequenceHistory
 from megatron_ext.mixers.core.shapes import Rounds, StateShape
 from megatron_ext.parallel.aligned_linear import AlignedColumnParallelLinear
 from megatron_ext.parallel.exchange import copy_to_group, gather_sequence
@@ -64,7 +64,7 @@ class MixInput:
     first_head_group: int
     num_head_groups: int
     first_position: int = 0
-    history: SequenceHistory = BEGINNING
+    history: SequenceHistory = EMPTY_HISTORY
     shared: Tensor | None = None
     more: tuple[Tensor, ...] = ()
 
@@ -171,13 +171,13 @@ class Mixer(HistoryModule, ABC):
         Megatron passes every kind of attention input by keyword. A mixer is causal by itself, so it uses only the
         document boundaries, and only if documents are kept apart: `cu_seqlens_q` as in `mix_by_document`.
         """
-        if packed_seq_params is None and self._has_whole_sequences_sent(hidden_states):
+        if packed_seq_params is None and self._exchanges_whole_sequences(hidden_states):
             return self._mix_whole_sequences(hidden_states), None
         features, shared = self.features(hidden_states), self.shared_features(hidden_states)
         if packed_seq_params is None:
             o_tbuw = self._mix_over_context(features, shared)
         else:
-            assert self.cp_size == 1, "the rules refuse this layout"
+            assert self.cp_size == 1, "the configuration rules reject this layout"
             o_tbuw = mix_by_document(self._mix_over_context, features, shared, packed_seq_params.cu_seqlens_q)
         return self.out_proj(o_tbuw.flatten(2))
 
@@ -209,16 +209,17 @@ class Mixer(HistoryModule, ABC):
     def _mix_over_context(self, features_tbuw: tuple[Tensor, ...], shared_tbw: Tensor | None) -> Tensor:
         """Mix this rank's head groups over its sequence shard, or over the whole sequence."""
         # During decoding every rank processes whole sequences.
-        cp, head_groups = 1 if self.memory is not None else self.cp_size, self.num_head_groups_per_rank
+        cp, head_groups = 1 if self.decode_cache is not None else self.cp_size, self.num_head_groups_per_rank
         x_tbuw, *more = features_tbuw
-        stays_sharded = self.traits.supports_state_passing or self.traits.supports_kv_gather
-        assert cp == 1 or stays_sharded, "the rules refuse this layout"
-        first_position = self.cp_rank * len(x_tbuw) if self.memory is None else self.memory.advance(len(x_tbuw))
+        supports_sharded_sequence = self.traits.supports_state_passing or self.traits.supports_kv_gather
+        assert cp == 1 or supports_sharded_sequence, "the configuration rules reject this layout"
+        cache = self.decode_cache
+        first_position = self.cp_rank * len(x_tbuw) if cache is None else cache.advance(len(x_tbuw))
         part = MixInput(self.tp_rank * head_groups, head_groups, first_position, self.history, shared_tbw, tuple(more))
         return self.mix(x_tbuw, part)
 
-    def _has_whole_sequences_sent(self, hidden_states: Tensor) -> bool:
-        if self.memory is not None:
+    def _exchanges_whole_sequences(self, hidden_states: Tensor) -> bool:
+        if self.decode_cache is not None:
             return False  # decoding: every rank processes whole sequences
         return self.exchanges_heads(len(hidden_states) * (self.tp_size if self.config.sequence_parallel else 1))
 
@@ -230,23 +231,24 @@ class Mixer(HistoryModule, ABC):
         """
         rounds = self.exchange_rounds(hidden_states.shape[1])
         transport = transport_of(self.cp_group, self.config.context_transport)
-        coming = []
-        for some_tbh in hidden_states.chunk(rounds.samples, 1):
-            some_tbh = some_tbh.contiguous()  # required by the linear layers
-            shared = self.shared_features(some_tbh)
+        incoming = []
+        for samples_tbh in hidden_states.chunk(rounds.samples, 1):
+            samples_tbh = samples_tbh.contiguous()  # required by the linear layers
+            shared = self.shared_features(samples_tbh)
             whole = None if shared is None else gather_sequence(shared, self.cp_group)
-            coming.append((sequence_to_heads(self.features(some_tbh), transport, rounds.head_groups), whole))
-        own = self.num_head_groups_per_rank // self.cp_size
-        head_groups = own // rounds.head_groups
-        begin = self.tp_rank * self.num_head_groups_per_rank + self.cp_rank * own
-        going = []
-        for arriving, shared in coming:
+            incoming.append((sequence_to_heads(self.features(samples_tbh), transport, rounds.head_groups), whole))
+        own_head_groups = self.num_head_groups_per_rank // self.cp_size
+        head_groups = own_head_groups // rounds.head_groups
+        begin = self.tp_rank * self.num_head_groups_per_rank + self.cp_rank * own_head_groups
+        outgoing = []
+        for received_rounds, shared in incoming:
             mixed = []
-            for first, (x_tbuw, *more) in zip(range(begin, begin + own, head_groups), arriving, strict=True):
+            first_head_groups = range(begin, begin + own_head_groups, head_groups)
+            for first, (x_tbuw, *more) in zip(first_head_groups, received_rounds, strict=True):
                 o_tbuw = self.mix(x_tbuw, MixInput(first, head_groups, shared=shared, more=tuple(more)))
                 mixed.append(heads_to_sequence(o_tbuw, transport))
-            going.append(mixed)
-        projected = [self.out_proj(all_heads(mixed).flatten(2))[0] for mixed in going]
+            outgoing.append(mixed)
+        projected = [self.out_proj(all_heads(mixed).flatten(2))[0] for mixed in outgoing]
         return torch.cat(projected, 1) if len(projected) > 1 else projected[0]
 
     def exchange_rounds(self, num_samples: int) -> Rounds:
@@ -269,17 +271,17 @@ class Mixer(HistoryModule, ABC):
         Args:
             num_positions: number of positions in a context-parallel rank's shard.
         """
-        cp, chosen = self.cp_size, self.config.context_exchange
+        cp, exchange = self.cp_size, self.config.context_exchange
         if cp == 1 or self.num_head_groups_per_rank % cp:
             return False
-        in_parts = self.bytes_in_parts(num_positions)
-        if in_parts is None or chosen == "heads":
+        sharded = self.sharded_bytes(num_positions)
+        if sharded is None or exchange == "heads":
             return True
-        own = "states" if self.traits.supports_state_passing else "chunks"
+        alternative = "states" if self.traits.supports_state_passing else "chunks"
         heads = num_positions * (self.head_group_width() + self.output_width()) * self.config.params_dtype.itemsize / cp
-        return chosen != own and heads <= in_parts
+        return exchange != alternative and heads <= sharded
 
-    def bytes_in_parts(self, num_positions: int) -> float | None:
+    def sharded_bytes(self, num_positions: int) -> float | None:
         """Return the bytes a rank receives in the forward pass from each other rank if the sequence stays sharded.
 
         Args:
@@ -293,7 +295,7 @@ class Mixer(HistoryModule, ABC):
 
     def state_shape(self) -> StateShape:
         """Return the shape of a head group's states that `states.context_parallel_scan` passes between ranks."""
-        raise AssertionError(f"{type(self).__name__} hands no states on")
+        raise AssertionError(f"{type(self).__name__} passes no states")
 
     def summary_size(self) -> int:
         """Return the number of values per head group in a rank's summary; see `states.context_parallel_scan`."""

@@ -19,10 +19,10 @@ It takes features, [n, b, head groups, width] each, and shared features [n, b, w
 [n, b, head groups, output_width].
 """
 
-TOGETHER = ("cuda",)
+BATCHED_DEVICES = ("cuda",)
 """Device types on which a call of `mix` costs more than padding, so that pieces of similar length are batched."""
 
-SHORTEST = 64
+MIN_PADDED_LENGTH = 64
 """Minimum padded length of a batched piece, in positions."""
 
 
@@ -33,8 +33,8 @@ def mix_by_document(
 
     A mixer that accesses earlier positions only in `Mixer.mix` begins each sample of each call without history: keys,
     states, convolutions, chunks and positions. Each piece therefore becomes a sample. On a CPU, a call has a single
-    sample. On devices in `TOGETHER`, pieces of similar length share a call. Shorter pieces are padded with zeros at the
-    end, which causal mixers never read.
+    sample. On devices in `BATCHED_DEVICES`, pieces of similar length share a call. Shorter pieces are padded with
+    zeros at the end, which causal mixers never read.
 
     Args:
         mix: function that mixes pieces of equal length.
@@ -47,45 +47,47 @@ def mix_by_document(
         [t, b, head groups, output_width].
     """
     t, b = features_tbuw[0].shape[:2]
-    bounds: list[int] = cu_seqlens.tolist()
-    assert {row * t for row in range(b + 1)} <= set(bounds), "pieces do not fit the batch"
-    given = [*features_tbuw] if shared_tbw is None else [*features_tbuw, shared_tbw]
-    flat = [x.transpose(0, 1).flatten(0, 1) for x in given]
+    offsets: list[int] = cu_seqlens.tolist()
+    assert {row * t for row in range(b + 1)} <= set(offsets), "pieces do not fit the batch"
+    tensors = [*features_tbuw] if shared_tbw is None else [*features_tbuw, shared_tbw]
+    flat = [x.transpose(0, 1).flatten(0, 1) for x in tensors]
 
-    def mix_given(given: tuple[Tensor, ...]) -> Tensor:
-        return mix(given, None) if shared_tbw is None else mix(given[:-1], given[-1])
+    def mix_tensors(tensors: tuple[Tensor, ...]) -> Tensor:
+        return mix(tensors, None) if shared_tbw is None else mix(tensors[:-1], tensors[-1])
 
-    if features_tbuw[0].device.type in TOGETHER:
-        mixed = _mix_together(mix_given, flat, bounds, t)
+    if features_tbuw[0].device.type in BATCHED_DEVICES:
+        mixed = _mix_batched(mix_tensors, flat, offsets, t)
     else:
-        mixed = _mix_one_by_one(mix_given, flat, bounds)
+        mixed = _mix_each(mix_tensors, flat, offsets)
     return mixed.unflatten(0, (b, t)).transpose(0, 1)
 
 
-def _mix_one_by_one(mix: Callable[[tuple[Tensor, ...]], Tensor], flat: list[Tensor], bounds: list[int]) -> Tensor:
-    lengths = [end - start for start, end in pairwise(bounds)]
+def _mix_each(mix: Callable[[tuple[Tensor, ...]], Tensor], flat: list[Tensor], offsets: list[int]) -> Tensor:
+    lengths = [end - start for start, end in pairwise(offsets)]
     # One split, so that the backward pass concatenates the gradients once.
     pieces = zip(*(x.unsqueeze(1).split(lengths) for x in flat), strict=True)
     return torch.cat([mix(piece) for piece in pieces]).squeeze(1)
 
 
-def _mix_together(
-    mix: Callable[[tuple[Tensor, ...]], Tensor], flat: list[Tensor], bounds: list[int], longest: int
+def _mix_batched(
+    mix: Callable[[tuple[Tensor, ...]], Tensor], flat: list[Tensor], offsets: list[int], max_length: int
 ) -> Tensor:
-    shapes, rows = _plan(tuple(bounds), longest, flat[0].device)
+    shapes, rows = _plan_calls(tuple(offsets), max_length, flat[0].device)
     sizes = [length * pieces for length, pieces in shapes]
     padded = (x.new_zeros(sum(sizes), *x.shape[1:]).index_copy_(0, rows, x).split(sizes) for x in flat)
     with shapes_vary():
         mixed = [
-            mix(tuple(x.unflatten(0, shape) for x in given)).flatten(0, 1)
-            for shape, given in zip(shapes, zip(*padded, strict=True), strict=True)
+            mix(tuple(x.unflatten(0, shape) for x in tensors)).flatten(0, 1)
+            for shape, tensors in zip(shapes, zip(*padded, strict=True), strict=True)
         ]
-    out: Tensor = _Rows.apply(torch.cat(mixed), rows)
+    out: Tensor = _SelectRows.apply(torch.cat(mixed), rows)
     return out
 
 
 @lru_cache(maxsize=2)
-def _plan(bounds: tuple[int, ...], longest: int, device: torch.device) -> tuple[list[tuple[int, int]], Tensor]:
+def _plan_calls(
+    offsets: tuple[int, ...], max_length: int, device: torch.device
+) -> tuple[list[tuple[int, int]], Tensor]:
     """Plan the calls that pieces share. The plan is cached, because every layer needs the same plan.
 
     Returns:
@@ -93,9 +95,9 @@ def _plan(bounds: tuple[int, ...], longest: int, device: torch.device) -> tuple[
         of the calls' inputs, each flattened from [length, pieces].
     """
     calls: dict[int, list[tuple[int, int]]] = {}
-    for start, end in pairwise(bounds):
-        calls.setdefault(_padded(end - start, longest), []).append((start, end))
-    rows, first = torch.empty(bounds[-1], dtype=torch.int64), 0
+    for start, end in pairwise(offsets):
+        calls.setdefault(_padded_length(end - start, max_length), []).append((start, end))
+    rows, first = torch.empty(offsets[-1], dtype=torch.int64), 0
     for length, pieces in calls.items():
         for sample, (start, end) in enumerate(pieces):
             rows[start:end] = first + sample + len(pieces) * torch.arange(end - start)
@@ -103,17 +105,17 @@ def _plan(bounds: tuple[int, ...], longest: int, device: torch.device) -> tuple[
     return [(length, len(pieces)) for length, pieces in calls.items()], rows.to(device)
 
 
-def _padded(length: int, longest: int) -> int:
-    """Round a piece's length up to a power of two or three quarters of a power of two, at least `SHORTEST`.
+def _padded_length(length: int, max_length: int) -> int:
+    """Round a piece's length up to a power of two or three quarters of a power of two, at least `MIN_PADDED_LENGTH`.
 
-    The result is at most `longest`. Rounding limits the number of different lengths, and thus of calls.
+    The result is at most `max_length`. Rounding limits the number of different lengths, and thus of calls.
     """
-    power = max(SHORTEST, 1 << (length - 1).bit_length())
+    power = max(MIN_PADDED_LENGTH, 1 << (length - 1).bit_length())
     three_quarters = power * 3 // 4
-    return min(three_quarters if power > SHORTEST and length <= three_quarters else power, longest)
+    return min(three_quarters if power > MIN_PADDED_LENGTH and length <= three_quarters else power, max_length)
 
 
-class _Rows(torch.autograd.Function):
+class _SelectRows(torch.autograd.Function):
     """`x.index_select(0, rows)` for distinct rows. The backward pass copies gradients instead of accumulating them."""
 
     @staticmethod

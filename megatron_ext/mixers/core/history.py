@@ -59,13 +59,13 @@ class SequenceHistory(ABC):
         """
 
     @abstractmethod
-    def scan_diagonal(self, name: str, scan: DiagonalScan, kept: Tensor) -> Tensor:
+    def scan_diagonal(self, name: str, scan: DiagonalScan, decay: Tensor) -> Tensor:
         """Run a scan whose state is updated elementwise, from the state that earlier positions have left.
 
         Args:
             name: name of the state, unique within the layer.
             scan: scan over the current rows; affine in the state.
-            kept: factor by which the scan multiplies each element of the initial state, of the state's shape.
+            decay: factor by which the scan multiplies each element of the initial state, of the state's shape.
 
         Returns:
             Outputs of the scan.
@@ -87,12 +87,12 @@ class EmptyHistory(SequenceHistory):
         """Implement `SequenceHistory.scan`."""
         return scan(v_bthe, None)[0]
 
-    def scan_diagonal(self, name: str, scan: DiagonalScan, kept: Tensor) -> Tensor:
+    def scan_diagonal(self, name: str, scan: DiagonalScan, decay: Tensor) -> Tensor:
         """Implement `SequenceHistory.scan_diagonal`."""
         return scan(None)[0]
 
 
-BEGINNING = EmptyHistory()
+EMPTY_HISTORY = EmptyHistory()
 
 
 class ContextParallelHistory(SequenceHistory):
@@ -122,7 +122,7 @@ class ContextParallelHistory(SequenceHistory):
         """Implement `SequenceHistory.scan`."""
         return context_parallel_scan(scan, v_bthe, key_dim, self._group)
 
-    def scan_diagonal(self, name: str, scan: DiagonalScan, kept: Tensor) -> Tensor:
+    def scan_diagonal(self, name: str, scan: DiagonalScan, decay: Tensor) -> Tensor:
         """Implement `SequenceHistory.scan_diagonal`."""
         _, written = scan(None)
-        return scan(diagonal_state_before(kept, written, self._group))[0]
+        return scan(diagonal_state_before(decay, written, self._group))[0]

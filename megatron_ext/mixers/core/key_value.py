@@ -87,21 +87,21 @@ class KeyValueMixer(Mixer):
     def mix(self, x_tbuw: Tensor, part: MixInput) -> Tensor:
         """Implement `Mixer.mix`: split the rows into heads, rotate, attend."""
         t, b, u, _ = x_tbuw.shape
-        o_bthd = self.attend_to_past(*self._heads(x_tbuw, part), part)
+        o_bthd = self.attend_to_history(*self._heads(x_tbuw, part), part)
         return batch_first(o_bthd).reshape(t, b, u, self.output_width())
 
     def _heads(self, x_tbuw: Tensor, part: MixInput) -> tuple[Tensor, Tensor | None, Tensor]:
         """Split rows into queries [b, t, hq, d], keys (None if not projected) and values [t, b, groups, d]."""
         widths = [self.queries_per_group * self.head_dim, *([self.head_dim] * (self.projects_keys + 1))]
         if self.mixer_config.position_encoding == "rope" and self.projects_keys:
-            by = rotation(part.first_position, len(x_tbuw), self.head_dim, self.config.rotary_base, x_tbuw.device)
-            q_bthd, k_btgd, v_btgd = rotated_heads(x_tbuw, by, widths)
+            rotary = rotation(part.first_position, len(x_tbuw), self.head_dim, self.config.rotary_base, x_tbuw.device)
+            q_bthd, k_btgd, v_btgd = rotated_heads(x_tbuw, rotary, widths)
             return q_bthd, batch_first(k_btgd), batch_first(v_btgd)
         q_tbuw, *keys, v_tbgd = cut(x_tbuw, widths)
         q_tbhd = q_tbuw.unflatten(-1, (-1, self.head_dim)).flatten(2, 3)
         return batch_first(q_tbhd), keys[0] if keys else None, v_tbgd
 
-    def attend_to_past(self, q_bthd: Tensor, k_tbgd: Tensor | None, v_tbgd: Tensor, part: MixInput) -> Tensor:
+    def attend_to_history(self, q_bthd: Tensor, k_tbgd: Tensor | None, v_tbgd: Tensor, part: MixInput) -> Tensor:
         """Attend to all visible keys and values, at the same and earlier positions. Return outputs [b, t, hq, d].
 
         Args:
@@ -111,7 +111,7 @@ class KeyValueMixer(Mixer):
             part: as in `attend`.
         """
         if part.history.ranks is not None and self.moves_queries and self.window is None and len(v_tbgd) % 2 == 0:
-            return self._attend_in_zigzag(q_bthd, k_tbgd, v_tbgd, part, part.history.ranks)
+            return self._attend_zigzag(q_bthd, k_tbgd, v_tbgd, part, part.history.ranks)
         v_bshd = batch_first(part.history.prefix_rows("values", v_tbgd, self.window))
         query_offset = v_bshd.shape[1] - len(v_tbgd)
         if k_tbgd is None:
@@ -120,10 +120,10 @@ class KeyValueMixer(Mixer):
             k_bshd = batch_first(part.history.prefix_rows("keys", k_tbgd, self.window))
         return self.attend(q_bthd, k_bshd, v_bshd, query_offset, part)
 
-    def _attend_in_zigzag(
+    def _attend_zigzag(
         self, q_bthd: Tensor, k_tbgd: Tensor | None, v_tbgd: Tensor, part: MixInput, ranks: ProcessGroup
     ) -> Tensor:
-        """Implement `attend_to_past` with gathered keys and values, for an early and a late piece of the queries.
+        """Implement `attend_to_history` with gathered keys and values, for an early and a late piece of the queries.
 
         Each rank exchanges half of its queries, so that all ranks have the same causal load.
         """
@@ -132,6 +132,6 @@ class KeyValueMixer(Mixer):
         pieces = batch_first(to_zigzag(batch_first(q_bthd), ranks)).chunk(2, 1)
         length, outputs = pieces[0].shape[1], []
         for piece, q_piece in zip(zigzag_pieces(ranks), pieces, strict=True):
-            seen = (piece + 1) * length
-            outputs.append(self.attend(q_piece, k_bshd[:, :seen], v_bshd[:, :seen], piece * length, part))
+            num_visible = (piece + 1) * length
+            outputs.append(self.attend(q_piece, k_bshd[:, :num_visible], v_bshd[:, :num_visible], piece * length, part))
         return batch_first(from_zigzag(batch_first(torch.cat(outputs, 1)), ranks))

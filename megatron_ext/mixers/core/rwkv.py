@@ -98,11 +98,13 @@ class RWKVMixer(Mixer):
             normal(self.config.init_method_std), self.head_dim, self.config.hidden_size
         )
 
-    def new_of_all_ranks(self, start: Initializer, *shape: int, weight_decay: bool = True) -> torch.nn.Parameter:
+    def new_replicated_parameter(
+        self, start: Initializer, *shape: int, weight_decay: bool = True
+    ) -> torch.nn.Parameter:
         """Return a new parameter replicated over tensor-parallel ranks, to be used through `replicated`."""
         return new_parameter(shape, start, dtype=self.config.params_dtype, weight_decay=weight_decay)
 
-    def narrow(self, x_tbh: Tensor, down_rh: Tensor) -> Tensor:
+    def project_down(self, x_tbh: Tensor, down_rh: Tensor) -> Tensor:
         """Project hidden states to r features that all heads share: [t, b, r]."""
         return F.linear(x_tbh, self.replicated(down_rh))
 
@@ -130,6 +132,6 @@ def normed_heads(o_btud: Tensor, weight_ud: Tensor, bias_ud: Tensor, epsilon: fl
     return normed * weight_ud.float() + bias_ud.float()
 
 
-def along(channel: Tensor) -> Tensor:
+def channel_position(channel: Tensor) -> Tensor:
     """Map channels 0, 1, ... linearly to [0, 1]."""
     return channel / (len(channel) - 1)

@@ -47,8 +47,8 @@ class StatefulMixer(Mixer):
     """Base class of mixers whose head group is a head with its own query, key, value and state.
 
     The features of the input projection begin with [query | key | value | output gate], followed by those that a
-    subclass adds. The mixer's configuration has the fields `output_gate` and `expand_v`. Without `output_gate`, the
-    gate is left out.
+    subclass adds. The mixer's configuration has the fields `output_gate` and `expand_v`. Without `output_gate`, there
+    is no gate.
     """
 
     traits: ClassVar[MixerTraits] = MixerTraits(supports_state_passing=True, supports_document_masking=True)

@@ -10,21 +10,23 @@ from megatron_ext.parallel.parameters import Initializer, by_channel
 
 
 @fused
-def mixtures(x_tbh: Tensor, before_1bh: Tensor, mu_ih: Tensor, more_itbh: Tensor | None = None) -> tuple[Tensor, ...]:
+def mixtures(
+    x_tbh: Tensor, before_1bh: Tensor, mu_ih: Tensor, offsets_itbh: Tensor | None = None
+) -> tuple[Tensor, ...]:
     """Interpolate between each token and the previous token with several weights: x_t + (x_{t-1} - x_t) * mu.
 
     Args:
         x_tbh: hidden states [t, b, hidden].
         before_1bh: hidden state before the first token; see `SequenceHistory.previous_rows`.
         mu_ih: weights of the previous token [i, hidden], for i mixtures.
-        more_itbh: token-dependent addition to the weights [i, t, b, hidden], or None.
+        offsets_itbh: token-dependent addition to the weights [i, t, b, hidden], or None.
 
     Returns:
         The mixtures, [t, b, hidden] each.
     """
-    to_previous_tbh = torch.cat([before_1bh, x_tbh[:-1]]) - x_tbh
-    share_itbh = mu_ih[:, None, None] if more_itbh is None else mu_ih[:, None, None] + more_itbh
-    return tuple(x_tbh + to_previous_tbh * share for share in share_itbh.unbind())
+    difference_tbh = torch.cat([before_1bh, x_tbh[:-1]]) - x_tbh
+    share_itbh = mu_ih[:, None, None] if offsets_itbh is None else mu_ih[:, None, None] + offsets_itbh
+    return tuple(x_tbh + difference_tbh * share for share in share_itbh.unbind())
 
 
 def ramp(exponent: float, lowered: float = 0.0) -> Initializer:
