@@ -53,13 +53,13 @@ def test_parse_variant(text: str, overrides: tuple[str, ...]) -> None:
 
 
 def test_random_data_vocabulary(tmp_path: Path) -> None:
-    make_random_data(tmp_path, 1, 2000, seed=0, vocabulary=7)
+    make_random_data(tmp_path, 1, 2000, seed=0, vocab_size=7)
     samples, _ = open_samples(tmp_path, 1999, seed=0)
     assert set(samples[0]) == set(range(7))
 
 
 def test_training_measurements(one_process: Any, small_run: RunConfig, tmp_path: Path) -> None:
-    make_random_data(tmp_path, 1, 2000, seed=0, vocabulary=100)
+    make_random_data(tmp_path, 1, 2000, seed=0, vocab_size=100)
     samples, _ = open_samples(tmp_path, 16, seed=0)
     found = measure(small_run, 100, samples, one_process, CPU, StepCounts(warm_up=1, steps=3, profiled=1))
     assert len(found.seconds) == len(found.losses) == 3
@@ -82,7 +82,7 @@ def test_training_measurements(one_process: Any, small_run: RunConfig, tmp_path:
 def test_plain_megatron_has_same_size_and_flops(
     one_process: Any, small_run: RunConfig, tmp_path: Path, recompute: str
 ) -> None:
-    make_random_data(tmp_path, 1, 2000, seed=0, vocabulary=100)
+    make_random_data(tmp_path, 1, 2000, seed=0, vocab_size=100)
     samples, _ = open_samples(tmp_path, 16, seed=0)
     config = replace(small_run, training=replace(small_run.training, recompute=recompute))
     step_counts = StepCounts(warm_up=1, steps=2, profiled=0)
@@ -112,7 +112,7 @@ def test_unsupported_by_plain_megatron(tmp_path: Path, overrides: str, message: 
 
 
 def test_no_breakdown_without_profiled_steps(one_process: Any, small_run: RunConfig, tmp_path: Path) -> None:
-    make_random_data(tmp_path, 1, 2000, seed=0, vocabulary=100)
+    make_random_data(tmp_path, 1, 2000, seed=0, vocab_size=100)
     samples, _ = open_samples(tmp_path, 16, seed=0)
     found = measure(small_run, 100, samples, one_process, CPU, StepCounts(warm_up=1, steps=1, profiled=0))
     assert found.breakdown is None

@@ -76,7 +76,7 @@ def test_everything_else_is_derived(one_process: Any, monkeypatch: pytest.Monkey
         "{model: {pattern: ema*2, hidden_size: 32, num_attention_heads: 2}, data: {path: x, seq_length: 8}}"
     )
     config = load_config(file, ["mixers.ema.output_gate=false"], registry.load_all())
-    monkeypatch.setattr(weightless, "_alone", lambda: (CPU, one_process))
+    monkeypatch.setattr(weightless, "_single_process", lambda: (CPU, one_process))
     gated = load_config(file, [], registry.load_all())
     fewer, more = (weightless.count(each, 100).parameters for each in (config, gated))
     assert more - fewer == 2 * 32 * 32
