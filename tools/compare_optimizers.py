@@ -115,7 +115,7 @@ def main() -> int:
         for name in names:
             outcomes.append(run(name, number, args))
             results = {"torch": torch.__version__, "runs": [asdict(outcome) for outcome in outcomes]}
-            markdown.write_both(args.output, "optimizers", results, table(outcomes, args.steps // 5))
+            markdown.write_report(args.output, "optimizers", results, table(outcomes, args.steps // 5))
     print(table(outcomes, args.steps // 5))
     return 0 if all(outcome.losses for outcome in outcomes) else 1
 

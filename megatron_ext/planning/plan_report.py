@@ -12,7 +12,7 @@ from megatron_ext.planning.layouts import layout_overrides
 from megatron_ext.planning.memory import USABLE_FRACTION, MemoryByPurpose
 from megatron_ext.planning.plan import Machine, PlannedLayout
 from megatron_ext.planning.step_time import OVERLAP_FRACTION
-from megatron_ext.utils.atomic_files import os_reason
+from megatron_ext.utils.atomic_files import os_error_reason
 from megatron_ext.utils.errors import UserError
 from megatron_ext.utils.git_info import commit
 from megatron_ext.utils.markdown import format_number, table, write_report
@@ -92,7 +92,7 @@ class PlanReport:
         """
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            write_both(folder, "plan", self.as_dict(), self.markdown() + "\n")
+            write_report(folder, "plan", self.as_dict(), self.markdown() + "\n")
         except OSError as error:
             raise UserError(
                 "--output", f"{folder} cannot be written ({os_error_reason(error)})", "choose another folder"

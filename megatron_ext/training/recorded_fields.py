@@ -15,7 +15,7 @@ from megatron_ext.config.schema import OptimizerConfig
 from megatron_ext.config.validate import validate
 from megatron_ext.mixers.core.registry import load_all
 from megatron_ext.optim.schedule import first_different_rate
-from megatron_ext.runs.config_files import config_file_at
+from megatron_ext.runs.config_files import config_path_at
 from megatron_ext.runs.identity import FIELDS, TOKENIZER
 from megatron_ext.training.domain_synonyms import DOMAIN_FIELDS
 

@@ -232,7 +232,7 @@ def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
 def test_imports_of_rank_are_frozen_for_gc(monkeypatch: pytest.MonkeyPatch) -> None:
     collecting: list[bool] = []
     monkeypatch.setattr(gc, "freeze", lambda: collecting.append(gc.isenabled()))
-    monkeypatch.setattr(gc_control, "_is_ours", False)  # restored after this test
+    monkeypatch.setattr(gc_control, "_owns_process", False)  # restored after this test
     monkeypatch.setattr(train_rank, "run_rank", lambda folder, *, only_machine: 0)
     monkeypatch.setattr(sys, "argv", ["selectron", "bench", "train-rank", "folder"])
     assert main() == 0

@@ -39,18 +39,18 @@ class CheckpointReport(RunReport):
         values = derived(self.measured)
         percent = {name: f"{100 * value:.1f} %" for name, value in values.items() if name.endswith("of_a_step")}
         rows = [
-            ("training step without a save", f"{digits(1e3 * self.measured.step)} ms"),
-            ("stall of a save", f"{digits(values['stall_ms'])} ms, {percent['stall_of_a_step']} of a step"),
+            ("training step without a save", f"{format_number(1e3 * self.measured.step)} ms"),
+            ("stall of a save", f"{format_number(values['stall_ms'])} ms, {percent['stall_of_a_step']} of a step"),
             ("longest stall of a save", f"{percent['worst_stall_of_a_step']} of a step"),
             ("stall of the first save, including planning", f"{percent['first_stall_of_a_step']} of a step"),
             ("slowdown of the steps during a save, in total", f"{percent['slowed_by_of_a_step']} of a step"),
-            ("time until the checkpoint is complete", f"{digits(values['whole_after_s'])} s"),
+            ("time until the checkpoint is complete", f"{format_number(values['whole_after_s'])} s"),
             ("stall of a synchronous save", f"{percent['at_once_of_a_step']} of a step"),
-            ("write, with checksums and verification", f"{digits(values['save_gb_per_s'])} GB/s"),
-            ("write of plain files of the same sizes", f"{digits(values['floor_write_gb_per_s'])} GB/s"),
-            ("check before loading", f"{digits(values['check_gb_per_s'])} GB/s"),
-            ("load", f"{digits(values['load_gb_per_s'])} GB/s"),
-            ("read of plain files", f"{digits(values['floor_read_gb_per_s'])} GB/s"),
+            ("write, with checksums and verification", f"{format_number(values['save_gb_per_s'])} GB/s"),
+            ("write of plain files of the same sizes", f"{format_number(values['floor_write_gb_per_s'])} GB/s"),
+            ("check before loading", f"{format_number(values['check_gb_per_s'])} GB/s"),
+            ("load", f"{format_number(values['load_gb_per_s'])} GB/s"),
+            ("read of plain files", f"{format_number(values['floor_read_gb_per_s'])} GB/s"),
         ]
         return table(("quantity", "measured"), rows)
 

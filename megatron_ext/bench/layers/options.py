@@ -58,7 +58,7 @@ def _mixers(text: str | None) -> tuple[str, ...]:
     from megatron_ext.mixers.core.registry import load_all
 
     registered = sorted(load_all())
-    found = names("--mixers", ",".join(registered) if text is None else text, registered)
+    found = parse_names("--mixers", ",".join(registered) if text is None else text, registered)
     if not found:
         raise OptionError("--mixers", "is empty", f"name some of {', '.join(registered)}, or omit the option for all")
     return found
@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
     def save(partial_report: LayerReport) -> None:
         save_into(plan.output, partial_report.write)
 
-    report = bench(plan, timing.CudaMeter(device, plan.repeat), platform, report_progress=tell, save=save)
+    report = bench(plan, timing.CudaMeter(device, plan.repeat), platform, report_progress=print_progress, save=save)
     print(report.markdown())
     print(f"written: {plan.output}")
     return 1 if report.failures else 0

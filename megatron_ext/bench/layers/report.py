@@ -10,7 +10,7 @@ from kernels.bench.timing import Times
 from kernels.common.dispatch import Choice
 from megatron_ext.bench.layers.cases import FLA, OURS, LayerPlan, LayerShape
 from megatron_ext.bench.layers.ours import CHECKED_LENGTH, MAX_ERROR, Agreement
-from megatron_ext.utils.markdown import digits, finite, table
+from megatron_ext.utils.markdown import format_number, replace_nonfinite, table
 
 COLUMNS = (
     "size",
@@ -105,7 +105,7 @@ class LayerReport(ContestReport[LayerRow]):
 
     def body(self) -> list[str]:
         """Return the table and the reasons for the implementations."""
-        peak = "unknown" if self.peak_flops is None else f"{digits(self.peak_flops / 1e12)} TFLOP/s"
+        peak = "unknown" if self.peak_flops is None else f"{format_number(self.peak_flops / 1e12)} TFLOP/s"
         return [
             "One layer's mixer with its projections: forward and backward pass in bf16, with gradients of all weights. "
             f"MFU counts 6 FLOPs per weight and token and 3 times the mixer's own forward pass; peak {peak}. Memory is "
@@ -131,7 +131,7 @@ def _row_dict(report: LayerReport, row: LayerRow) -> dict[str, Any]:
     }
     fields |= {name: text for name in ("failed", "not_run", "note") if (text := getattr(row, name)) is not None}
     if row.agreement is not None:
-        fields["check"] = finite(asdict(row.agreement))
+        fields["check"] = replace_nonfinite(asdict(row.agreement))
     return fields if row.measured is None else fields | _numbers(report, row, row.measured)
 
 

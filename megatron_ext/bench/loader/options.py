@@ -71,13 +71,13 @@ def run(args: argparse.Namespace) -> int:
             record = folders.enter_context(scratch_folder("loader"))
             loader.verify_once(root, record)
             for length, batch in sizes:
-                tell(f"{shards} shards, {length} tokens per sample")
+                print_progress(f"{shards} shards, {length} tokens per sample")
                 resumes += [loader.resume(root, shards, length, start, 3, record) for start in first_samples]
                 # Cold reading comes last, as it evicts the files that the others need in the page cache.
                 for number, cold in [*((number, False) for number in ranks), (ranks[-1], True)]:
                     rows.append(loader.measure(root, shards, length, batch, number, args.seconds, cold=cold))
         for length, batch in sizes if len(roots) > 1 else ():
-            tell(f"in alternation, {length} tokens per sample")
+            print_progress(f"in alternation, {length} tokens per sample")
             for number in ranks:
                 turns += measure_turns(roots, length, batch, number, args.seconds)
     data = (
@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _numbers(option: str, text: str, minimum: int) -> list[int]:
     """Parse comma-separated integers."""
-    parts = split(text)
+    parts = split_list(text)
     if not parts or not all(part.isdecimal() and int(part) >= minimum for part in parts):
         raise OptionError(option, f"{text!r} is not a list of integers >= {minimum}", "write it like 10,100")
     return [int(part) for part in parts]
@@ -115,5 +115,7 @@ def _data(path: Path | None, disk: Path, shards: int, shard_tokens: int) -> Iter
             yield folder
     except OSError as error:
         raise OptionError(
-            "--disk", f"{disk} cannot be written ({os_reason(error)})", "give another folder, with enough free space"
+            "--disk",
+            f"{disk} cannot be written ({os_error_reason(error)})",
+            "give another folder, with enough free space",
         ) from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from kernels.bench.arguments import at_least_one, split
+from kernels.bench.arguments import at_least_one, split_list
 from megatron_ext.bench.processes import add_run_options, load_run_config, process_groups, run_identity
 from megatron_ext.utils.errors import UserError
 

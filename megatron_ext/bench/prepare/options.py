@@ -55,7 +55,9 @@ def run(args: argparse.Namespace) -> int:
     try:
         disk.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise OptionError("--disk", f"{disk} cannot be written ({os_reason(error)})", "choose another folder") from None
+        raise OptionError(
+            "--disk", f"{disk} cannot be written ({os_error_reason(error)})", "choose another folder"
+        ) from None
     texts = input_texts(args.input) if args.input else random_texts(round(args.megabytes * 1e6))
     rows = prepare.compare(texts, args.tokenizer, workers, rounds, disk, args.megatron_lm)
     data = f"`{args.input}`" if args.input else "Random text"

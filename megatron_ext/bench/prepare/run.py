@@ -17,7 +17,7 @@ import numpy as np
 from data_prep.manifest import load_manifest
 from data_prep.tokenization.tokenizer import JsonTokenizer, load_tokenizer
 from data_prep.tokenization.vocabularies import end_of_document, token_dtype
-from kernels.bench.arguments import tell
+from kernels.bench.arguments import print_progress
 from megatron_ext.bench.prepare.input import DOMAIN, TEST_DOMAIN, TEST_EVERY, Input, input_texts, write_input
 from megatron_ext.bench.prepare.report import PrepareRow
 from megatron_ext.bench.supervise import measure_command

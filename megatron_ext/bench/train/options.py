@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
         save_into(args.output, partial(type(report).write, report))
 
     identity = run_identity(args) | {"processes": plan.processes}
-    report, code = train.bench(variants, plan, identity, report_progress=tell, save=save)
+    report, code = train.bench(variants, plan, identity, report_progress=print_progress, save=save)
     print(report.markdown())
     print(f"written: {args.output}")
     return code

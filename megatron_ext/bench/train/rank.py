@@ -71,7 +71,7 @@ def write_job(folder: Path, job: Job) -> None:
         "amount": asdict(job.step_counts),
         "plain": job.plain,
     }
-    write_whole(folder / _JOB, json.dumps(fields).encode())
+    write_atomically(folder / _JOB, json.dumps(fields).encode())
 
 
 def read_job(folder: Path) -> Job:
@@ -101,7 +101,7 @@ def _measure_machine(folder: Path) -> None:
     device = select_platform("cuda").device
     ceilings = CudaMeter(device, _REPEAT).ceilings()
     results = {"machine": describe_training_machine(device), "ceilings": ceilings._asdict()}
-    write_whole(folder / MACHINE, json.dumps(results).encode())
+    write_atomically(folder / MACHINE, json.dumps(results).encode())
 
 
 def run(folder: Path) -> None:
@@ -113,7 +113,7 @@ def run(folder: Path) -> None:
             samples, vocabulary = _open_samples(job)
             measured = measure(job.config, vocabulary, samples, groups, platform, job.step_counts, plain=job.plain)
             if is_first_rank():
-                write_whole(folder / MEASURED, json.dumps(asdict(measured)).encode())
+                write_atomically(folder / MEASURED, json.dumps(asdict(measured)).encode())
             dist.barrier()
         except Exception as error:  # exit at once: proper destruction of the groups needs all ranks
             _exit_now(_report_failure(folder, error))

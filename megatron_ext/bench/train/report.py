@@ -85,7 +85,7 @@ class TrainingRow:
             fields["failed"] = self.failed
         if self.measured is not None:
             measured = asdict(self.measured)
-            measured["losses"] = [finite(loss) for loss in self.measured.losses]
+            measured["losses"] = [replace_nonfinite(loss) for loss in self.measured.losses]
             fields |= {"measured": measured, "derived": derived(self.measured, self.processes)}
         return fields
 
@@ -203,7 +203,7 @@ def _cells(row: TrainingRow, speed: float | None) -> list[str]:
 def _start_line(row: TrainingRow, measured: Measured) -> str:
     assert row.wall_seconds is not None
     seconds = (row.wall_seconds, measured.starting, measured.building, measured.first_step)
-    total, start, build, first = map(digits, seconds)
+    total, start, build, first = map(format_number, seconds)
     return (
         f"* {row.name} took {total} s, of which {start} s to start the processes, {build} s to build model and "
         f"optimizer, and {first} s for the first step including compilation"
