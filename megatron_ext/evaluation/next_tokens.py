@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron_ext.data.batches import micro_batch_indices
 from megatron_ext.evaluation.vocabulary import Vocabulary
-from megatron_ext.model.pipeline_schedule import evaluating, run_schedule
+from megatron_ext.model.pipeline_schedule import evaluation_mode, run_schedule
 from megatron_ext.platform.device import Platform
 
 NO_TARGET = -1
@@ -106,7 +106,7 @@ class NextTokens:
         """Score the targets of all texts. Every rank must pass the same texts."""
         order = sorted(range(len(texts)), key=lambda index: -len(texts[index].tokens))
         sums_n2 = torch.zeros(len(texts), 2, dtype=torch.float64, device=self._platform.device)
-        with evaluating(self._chunks), without_output_layer(self._chunks) as output:
+        with evaluation_mode(self._chunks), without_output_layer(self._chunks) as output:
             for text_indices in self._rounds(order):
                 for micro_batch, scores_b2 in self._run(texts, text_indices, output):
                     is_text = micro_batch.text_indices != NO_TARGET

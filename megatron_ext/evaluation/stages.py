@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
 
-from megatron_ext.parallel.watchdog import alive
+from megatron_ext.parallel.watchdog import record_progress
 
 
 class Stages:
@@ -36,7 +36,7 @@ class Stages:
         Returns:
             Output of the last chunk of this rank. On the last stage this is the output of the model.
         """
-        alive()
+        record_progress()
         rank, last = self._group.rank(), self._group.size() - 1
         for index, chunk in enumerate(self._chunks):
             if rank or index:

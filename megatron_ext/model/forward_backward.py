@@ -13,7 +13,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from megatron_ext.data.batches import Batch
-from megatron_ext.model.pipeline_schedule import evaluating, run_schedule
+from megatron_ext.model.pipeline_schedule import evaluation_mode, run_schedule
 from megatron_ext.platform.device import Platform
 
 
@@ -54,8 +54,8 @@ class TokenLosses:
 
         The forward passes run without gradients.
         """
-        with evaluating(self.chunks):
-            return [report["losses_bt"] for report in self.run(batches, _kept_loss, forward_only=True)]
+        with evaluation_mode(self.chunks):
+            return [report["losses_bt"] for report in self.run(batches, _unreduced_loss, forward_only=True)]
 
     def reduce(self, sums: Tensor) -> Tensor:
         """Sum over the data- and context-parallel group, in float64 on the CPU; every rank gets the result.
@@ -89,13 +89,13 @@ def _forward_step(
     loss: Callable[..., Any], reset_attention: bool, batches: Iterator[Batch], model: torch.nn.Module
 ) -> tuple[Tensor, Any]:
     batch = next(batches)
-    documents = {"packed_seq_params": packed(batch.cu_seqlens)} if reset_attention else {}
-    known = {"labels": batch.labels, "loss_mask": batch.loss_mask}
-    output = model(batch.tokens, batch.position_ids, attention_mask=None, **known, **documents)
+    documents = {"packed_seq_params": make_packed_seq_params(batch.cu_seqlens)} if reset_attention else {}
+    targets = {"labels": batch.labels, "loss_mask": batch.loss_mask}
+    output = model(batch.tokens, batch.position_ids, attention_mask=None, **targets, **documents)
     return output, partial(loss, batch)
 
 
-def packed(cu_seqlens: Tensor | None) -> PackedSeqParams:
+def make_packed_seq_params(cu_seqlens: Tensor | None) -> PackedSeqParams:
     """Return document boundaries as Megatron's `PackedSeqParams`, which Megatron passes to each mixer.
 
     Args:
@@ -105,7 +105,7 @@ def packed(cu_seqlens: Tensor | None) -> PackedSeqParams:
     return PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens)
 
 
-def _kept_loss(batch: Batch, losses_bt: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def _unreduced_loss(batch: Batch, losses_bt: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     tokens = batch.loss_mask.sum().to(torch.int)
     return losses_bt.sum(), tokens, {"losses_bt": losses_bt.float().cpu()}
 

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from megatron_ext.utils.errors import UserError
 
 
-class _OnMeta(TorchFunctionMode):
+class _MetaDeviceMode(TorchFunctionMode):
     """Mode in which every tensor with an explicit device is created on the meta device."""
 
     def __torch_function__(
@@ -22,10 +22,10 @@ class _OnMeta(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        given = dict(kwargs or {})
-        if given.get("device") is not None:
-            given["device"] = "meta"
-        return function(*args, **given)
+        meta_kwargs = dict(kwargs or {})
+        if meta_kwargs.get("device") is not None:
+            meta_kwargs["device"] = "meta"
+        return function(*args, **meta_kwargs)
 
 
 @contextmanager
@@ -34,12 +34,12 @@ def on_meta() -> Iterator[None]:
 
     It does not affect tensors that a backward pass creates; `ledger.LedgerMode` does.
     """
-    with torch.device("meta"), _OnMeta():
+    with torch.device("meta"), _MetaDeviceMode():
         yield
 
 
 @contextmanager
-def sizes_of(where: str) -> Iterator[None]:
+def reject_impossible_sizes(where: str) -> Iterator[None]:
     """Context manager that turns torch's errors on impossible tensor sizes, or lack of memory, into user errors.
 
     Args:
@@ -52,13 +52,13 @@ def sizes_of(where: str) -> Iterator[None]:
         yield
     except (RuntimeError, TypeError, OverflowError, MemoryError) as error:
         text = " ".join(str(error).split())
-        is_about_size = any(message in text.lower() for message in _SIZE_MESSAGES)
-        if not isinstance(error, MemoryError | OverflowError) and not is_about_size:
+        is_size_error = any(message in text.lower() for message in _SIZE_MESSAGES)
+        if not isinstance(error, MemoryError | OverflowError) and not is_size_error:
             raise
-        problem = f"describes a tensor that is too large to be made ({text[:_SHOWN]})"
+        problem = f"describes a tensor that is too large to be made ({text[:_MAX_SHOWN]})"
         raise UserError(where, problem, "give the configuration that the model was made with") from error
 
 
-_SHOWN = 140
+_MAX_SHOWN = 140
 _SIZE_MESSAGES = ("overflow", "allocate memory", "out of memory")
 """Substrings of torch's messages about sizes that exceed its integers or the memory."""

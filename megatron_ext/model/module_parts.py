@@ -30,7 +30,7 @@ class Member(NamedTuple):
     layer: int | None
 
 
-def members(chunks: Iterable[nn.Module]) -> Iterator[Member]:
+def part_members(chunks: Iterable[nn.Module]) -> Iterator[Member]:
     """Iterate over the modules of all parts in model chunks, wrapped or not."""
     for chunk in chunks:
         for module in chunk.modules():
@@ -53,7 +53,7 @@ def _members(module: nn.Module) -> Iterator[Member]:
 
 
 @contextmanager
-def within(owner: Any, method: str, around: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+def wrap_method(owner: Any, method: str, make_context: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
     """Context manager under which one object's method runs inside another context manager.
 
     Other objects of the class are not affected.
@@ -61,21 +61,21 @@ def within(owner: Any, method: str, around: Callable[[], AbstractContextManager[
     Args:
         owner: the object.
         method: name of the object's method.
-        around: function that creates the inner context manager for each call of the method.
+        make_context: function that creates the inner context manager for each call of the method.
     """
     original: Callable[..., Any] = getattr(owner, method)
-    is_own = method in vars(owner)
+    has_own_method = method in vars(owner)
 
     @wraps(original)
-    def surrounded(*args: Any, **more: Any) -> Any:
-        with around():
-            return original(*args, **more)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with make_context():
+            return original(*args, **kwargs)
 
-    setattr(owner, method, surrounded)
+    setattr(owner, method, wrapped)
     try:
         yield
     finally:
-        if is_own:
+        if has_own_method:
             setattr(owner, method, original)
         else:
             delattr(owner, method)

@@ -10,7 +10,7 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_block import TransformerBlock
 
-from megatron_ext.parallel.watchdog import alive
+from megatron_ext.parallel.watchdog import record_progress
 
 ForwardStep = Callable[[Iterator[Any], torch.nn.Module], tuple[torch.Tensor, Callable[..., Any]]]
 """Function from micro-batches and a chunk to the chunk's output and the function that the last stage applies to it."""
@@ -40,24 +40,24 @@ def run_schedule(
     Returns:
         Results of the last stage's function, one per micro-batch; empty on other stages.
     """
-    alive()
+    record_progress()
     iterators = [iter(micro_batches) for _ in chunks]
-    several = len(chunks) > 1
-    found: list[Any] = get_forward_backward_func()(
+    has_several_chunks = len(chunks) > 1
+    results: list[Any] = get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=iterators if several else iterators[0],
-        model=list(chunks) if several else chunks[0],
+        data_iterator=iterators if has_several_chunks else iterators[0],
+        model=list(chunks) if has_several_chunks else chunks[0],
         num_microbatches=len(micro_batches),
         seq_length=seq_length,
         micro_batch_size=micro_batch_size,
         forward_only=forward_only,
         collect_non_loss_data=collects,
     )
-    return found
+    return results
 
 
 @contextmanager
-def evaluating(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+def evaluation_mode(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
     """Context manager that sets the chunks to evaluation mode, without gradients and without FP8.
 
     FP8 matrix products do not take every sequence length of the tests. The tests also measure the weights however they
@@ -65,7 +65,7 @@ def evaluating(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
     """
     was_training = [chunk.training for chunk in chunks]
     blocks = [module for chunk in chunks for module in chunk.modules() if isinstance(module, TransformerBlock)]
-    in_fp8 = [block.config.fp8 for block in blocks]
+    fp8_recipes = [block.config.fp8 for block in blocks]
     for chunk in chunks:
         chunk.eval()
     for block in blocks:
@@ -74,7 +74,9 @@ def evaluating(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
         with torch.no_grad():
             yield
     finally:
-        for block, fp8 in zip(reversed(blocks), reversed(in_fp8), strict=True):  # chunks may share one configuration
+        for block, fp8 in zip(
+            reversed(blocks), reversed(fp8_recipes), strict=True
+        ):  # chunks may share one configuration
             block.config.fp8 = fp8
         for chunk, training in zip(chunks, was_training, strict=True):
             chunk.train(training)

@@ -26,7 +26,7 @@ class ShiftedNorm(HistoryModule):
     Args:
         config: Megatron's configuration of the model.
         norm: norm whose output is shifted.
-        start: initializer of mu.
+        initializer: initializer of mu.
         pg_collection: process groups; `tp`, `cp` and `tp_cp` are used.
     """
 
@@ -34,13 +34,13 @@ class ShiftedNorm(HistoryModule):
         self,
         config: TransformerConfig,
         norm: torch.nn.Module,
-        start: Initializer,
+        initializer: Initializer,
         pg_collection: ProcessGroupCollection,
     ) -> None:
         # Ranks in the order of their tokens: sequence parallelism splits a context-parallel rank's shard.
         super().__init__(config, pg_collection.tp_cp if config.sequence_parallel else pg_collection.cp)
         self.norm = norm
-        self.mu = new_parameter((config.hidden_size,), start, dtype=config.params_dtype)
+        self.mu = new_parameter((config.hidden_size,), initializer, dtype=config.params_dtype)
         # Its gradient covers this rank's tokens only, so Megatron must sum it over sequence-parallel ranks.
         self.mu.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self.tp_group = pg_collection.tp
@@ -63,7 +63,7 @@ class RWKV7Layer(BlockLayer):
         submodules: as in `TransformerLayer`.
         layer_number: number in this model chunk, from 1.
         pg_collection: process groups.
-        more: further arguments of `TransformerLayer`.
+        kwargs: further arguments of `TransformerLayer`.
     """
 
     input_layernorm: torch.nn.Module
@@ -76,11 +76,13 @@ class RWKV7Layer(BlockLayer):
         layer_number: int = 1,
         *,
         pg_collection: ProcessGroupCollection,
-        **more: Any,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(config, submodules, layer_number, pg_collection=pg_collection, **more)
-        left = layers_left(self.layer_number, config.num_layers)
+        super().__init__(config, submodules, layer_number, pg_collection=pg_collection, **kwargs)
+        remaining_fraction = layers_left(self.layer_number, config.num_layers)
         if not self.self_attention.traits.shifts_tokens:
             # The initial value of RWKV-7's keys and values.
-            self.input_layernorm = ShiftedNorm(config, self.input_layernorm, ramp(0.7 * left), pg_collection)
-        self.pre_mlp_layernorm = ShiftedNorm(config, self.pre_mlp_layernorm, ramp(left**4), pg_collection)
+            self.input_layernorm = ShiftedNorm(
+                config, self.input_layernorm, ramp(0.7 * remaining_fraction), pg_collection
+            )
+        self.pre_mlp_layernorm = ShiftedNorm(config, self.pre_mlp_layernorm, ramp(remaining_fraction**4), pg_collection)

@@ -30,22 +30,22 @@ def group_timeout(seconds: float) -> timedelta:
     The time-out is longer than the watchdog's limit, because NCCL's time-out ends a rank without printing stacks.
 
     Args:
-        seconds: limit of the watchdog, as in `watching`.
+        seconds: limit of the watchdog, as in `watchdog`.
     """
     return max(GROUP_TIMEOUT, timedelta(seconds=seconds, minutes=1)) if seconds else GROUP_TIMEOUT
 
 
 @contextmanager
-def watching(seconds: float, heartbeat: Heartbeat | None = None) -> Iterator[None]:
+def watchdog(seconds: float, heartbeat: Heartbeat | None = None) -> Iterator[None]:
     """Context manager under which this process ends with exit code 1 and prints its stacks if it makes no progress.
 
     Args:
-        seconds: maximum number of seconds between two calls of `alive`; 0: no watchdog.
-        heartbeat: receives a beat at each call of `alive`.
+        seconds: maximum number of seconds between two calls of `record_progress`; 0: no watchdog.
+        heartbeat: receives a beat at each call of `record_progress`.
     """
     global _seconds, _heartbeat
     _seconds, _heartbeat = seconds, heartbeat
-    alive()
+    record_progress()
     try:
         yield
     finally:
@@ -53,7 +53,7 @@ def watching(seconds: float, heartbeat: Heartbeat | None = None) -> Iterator[Non
         faulthandler.cancel_dump_traceback_later()
 
 
-def alive() -> None:
+def record_progress() -> None:
     """Record progress of this process and restart the watchdog. Every forward pass calls this."""
     if _heartbeat is not None:
         _heartbeat.beat()

@@ -28,7 +28,7 @@ from megatron_ext.mixers.core.shapes import Rounds
 from megatron_ext.model.build import build_model, check_tiles
 from megatron_ext.model.forward_backward import TokenLosses, summed_loss
 from megatron_ext.model.meta_device import on_meta
-from megatron_ext.model.module_parts import members, within
+from megatron_ext.model.module_parts import part_members, wrap_method
 from megatron_ext.model.output_layer import LanguageModel
 from megatron_ext.model.shape import ModelShape, model_shape
 from megatron_ext.model.step_parts import BACKWARD, FORWARD, LOSS
@@ -170,9 +170,9 @@ def _ledger_of_step(
     data, size = config.data, config.training.micro_batch_size
     losses = TokenLosses(chunks, groups, gpu, data.seq_length, size, reset_attention=data.reset_attention)
     with ExitStack() as stack:
-        for member in members(chunks):
+        for member in part_members(chunks):
             stack.enter_context(
-                within(member.module, "forward", partial(current_part.enter, member.part, member.layer))
+                wrap_method(member.module, "forward", partial(current_part.enter, member.part, member.layer))
             )
         for parameter in (p for chunk in chunks for p in chunk.parameters() if p.requires_grad):
             handle = parameter.register_post_accumulate_grad_hook(_drop_gradient)
@@ -222,7 +222,10 @@ def count_fused_kernels() -> Iterator[None]:
     for name, norm in norms.items():
         setattr(functional, name, partial(as_one_kernel, norm))
     try:
-        with within(fused_bias_swiglu, "swiglu", one_kernel), within(fused_bias_swiglu, "swiglu_back", one_kernel):
+        with (
+            wrap_method(fused_bias_swiglu, "swiglu", one_kernel),
+            wrap_method(fused_bias_swiglu, "swiglu_back", one_kernel),
+        ):
             yield
     finally:
         for name, norm in norms.items():

@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatron_ext.model.module_parts import within
+from megatron_ext.model.module_parts import wrap_method
 from megatron_ext.model.output_layer import LossOutputLayer
 
 FP8_BYTES_PER_ELEMENT = {"tensorwise": 1.0, "blockwise": 1 + 4 / 128}
@@ -51,7 +51,7 @@ def save_like_transformer_engine(modules: Sequence[nn.Module], fp8: str) -> Iter
         for _name, linear in linears(modules):
             stack.callback(linear.register_forward_pre_hook(_make_contiguous).remove)
             if fp8 != "none":
-                stack.enter_context(within(linear, "forward", partial(_fp8_hooks, FP8_BYTES_PER_ELEMENT[fp8])))
+                stack.enter_context(wrap_method(linear, "forward", partial(_fp8_hooks, FP8_BYTES_PER_ELEMENT[fp8])))
         yield
 
 

@@ -20,7 +20,7 @@ from megatron_ext.config.schema import ParallelConfig, RunConfig
 from megatron_ext.data.verify import check_tokenizer
 from megatron_ext.mixers.core.registry import load_all
 from megatron_ext.model.build import build_model
-from megatron_ext.model.meta_device import on_meta, sizes_of
+from megatron_ext.model.meta_device import on_meta, reject_impossible_sizes
 from megatron_ext.model.shape import ModelShape, model_shape
 from megatron_ext.parallel.agreement import raise_on_all_ranks
 from megatron_ext.parallel.groups import groups_of_one_process
@@ -131,13 +131,13 @@ def load_chunks(run: TrainedRun, groups: ProcessGroupCollection) -> list[Megatro
     config_path = str(run.folder / CONFIG)
 
     def check_parameters() -> None:
-        with sizes_of(config_path), on_meta():
+        with reject_impossible_sizes(config_path), on_meta():
             meta_chunks = build_model(run.shape, run.platform, groups, seed=None)
         _check_parameters(meta_chunks, sum(content.size for content in record.files.values()), config_path)
 
     if not run.platform.is_cuda:  # on a GPU an allocation that is too large fails at once
         raise_on_all_ranks(check_parameters)
-    with sizes_of(config_path):
+    with reject_impossible_sizes(config_path):
         chunks = build_model(run.shape, run.platform, groups, run.seed)
     store.load_model(chunks, record)
     return chunks

@@ -9,7 +9,7 @@ from megatron_ext.data.datasets import RunData
 from megatron_ext.data.failed import record_failures
 from megatron_ext.parallel.agreement import gather_objects, raise_on_all_ranks
 from megatron_ext.parallel.first_rank import print_on_first_rank
-from megatron_ext.parallel.watchdog import group_timeout, watching
+from megatron_ext.parallel.watchdog import group_timeout, watchdog
 from megatron_ext.platform.device import platform_for_run, start_process_group
 from megatron_ext.run_folder.layout import CHECKPOINTS, CONFIG
 from megatron_ext.training import trial
@@ -89,7 +89,7 @@ def _run(context: RunContext, data: RunData, loop: TrainingLoop, stop: StopReque
     skip_damaged = config.data.on_damaged == "skip"
     try:
         with (
-            watching(config.run.hang_timeout, loop.heartbeat),
+            watchdog(config.run.hang_timeout, loop.heartbeat),
             record_failures(context.folder, data.manifest, skip_damaged=skip_damaged),
         ):
             return loop.run(stop)

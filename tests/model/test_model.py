@@ -11,7 +11,7 @@ from megatron_ext.config.derive import derive
 from megatron_ext.config.schema import DataConfig, ModelConfig, ParallelConfig, RunConfig, TrainingConfig
 from megatron_ext.mixers.core.base import Mixer
 from megatron_ext.model.build import build_model, packed_flops_per_token, training_flops_per_token, transformer_config
-from megatron_ext.model.pipeline_schedule import evaluating
+from megatron_ext.model.pipeline_schedule import evaluation_mode
 from megatron_ext.model.shape import ModelShape, model_shape
 from megatron_ext.platform.device import Platform
 from megatron_ext.utils.errors import UserError
@@ -75,7 +75,7 @@ def test_tests_are_not_in_eight_bits(one_process: Any) -> None:
     (model,) = build_model(replace(_shape("attention*2"), precision="fp32"), CPU, one_process, seed=1)
     config = model.decoder.config
     config.fp8 = "hybrid"
-    with evaluating([model]):
+    with evaluation_mode([model]):
         assert config.fp8 is None
     assert config.fp8 == "hybrid"
     assert all(layer.config is config for layer in model.decoder.layers)

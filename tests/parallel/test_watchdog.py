@@ -12,23 +12,23 @@ from megatron_ext.parallel.watchdog import group_timeout
 
 SCRIPT = """
 import time
-from megatron_ext.parallel.watchdog import alive, watching
+from megatron_ext.parallel.watchdog import record_progress, watchdog
 
 def stuck_in_a_collective():
     time.sleep(600)
 
-with watching({seconds}):
+with watchdog({seconds}):
     for _ in range(8):
         time.sleep(0.5)
         {call}
 time.sleep(3)  # after the watch
 print("got here", flush=True)
-with watching({seconds}):
+with watchdog({seconds}):
     stuck_in_a_collective() if {seconds} else None
 """
 
 
-def run(seconds: float, call: str = "alive()") -> tuple[int, str, str, float]:
+def run(seconds: float, call: str = "record_progress()") -> tuple[int, str, str, float]:
     start = time.monotonic()
     script = SCRIPT.format(seconds=seconds, call=call)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)

@@ -11,7 +11,7 @@ from megatron.core.models.gpt import GPTModel
 from torch.profiler import record_function
 
 from megatron_ext.bench.train.step_trace import PREFIX
-from megatron_ext.model.module_parts import members, within
+from megatron_ext.model.module_parts import part_members, wrap_method
 from megatron_ext.model.step_parts import OPTIMIZER
 from megatron_ext.training.trainer import Trainer
 
@@ -30,7 +30,7 @@ def record_parts(trainer: Trainer) -> Iterator[None]:
     """
     with ExitStack() as stack:
         for owner, method, name in _calls(trainer):
-            stack.enter_context(within(owner, method, partial(profiler_range, name)))
+            stack.enter_context(wrap_method(owner, method, partial(profiler_range, name)))
         yield
 
 
@@ -39,7 +39,7 @@ def _calls(trainer: Trainer) -> Iterator[tuple[Any, str, str]]:
     optimizer = trainer.optimizer
     for method in ("begin_step", "compute_grad_norm", "step"):
         yield optimizer, method, OPTIMIZER
-    yield from ((member.module, "forward", member.part) for member in members(optimizer.chunks))
+    yield from ((member.module, "forward", member.part) for member in part_members(optimizer.chunks))
     models = (module for chunk in optimizer.chunks for module in chunk.modules() if isinstance(module, GPTModel))
     configs = {id(model.config): model.config for model in models}
     for config in configs.values():  # Megatron's schedule calls it after the last backward pass

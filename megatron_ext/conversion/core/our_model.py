@@ -34,7 +34,10 @@ def _model(saved: SavedModel, *, with_buffers: bool = False) -> Iterator[Megatro
     """
     platform = select_platform("cpu")
     with groups_of_one_process(platform.communication) as groups:
-        with on_meta() if with_buffers else meta_device.on_meta(), meta_device.sizes_of("the model's configuration"):
+        with (
+            on_meta() if with_buffers else meta_device.on_meta(),
+            meta_device.reject_impossible_sizes("the model's configuration"),
+        ):
             (model,) = build_model(shape_of(saved), platform, groups, seed=None)
         yield model
 
