@@ -34,7 +34,7 @@ def run_state(
     """Return the sharded state dictionary to save, or to load into.
 
     Args:
-        optimizer: optimizer with its model chunks. The call must be inside the context `optimizer.whole()`.
+        optimizer: optimizer with its model chunks. Call this inside `optimizer.gathered_parameters()`.
         slices: slices of the optimizer's state, from `optimizer.slices()`.
         groups: process groups.
         platform: platform of this process.

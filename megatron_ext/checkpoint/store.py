@@ -170,7 +170,7 @@ class CheckpointStore:
     def _snapshot_state(self, optimizer: RunOptimizer, partial: Path) -> tuple[RankPlan, FetchToHost]:
         """Plan this rank's writes and copy its state, so that training may change it. A collective call."""
         # Planning creates thousands of short-lived objects, which would trigger full garbage collections.
-        with optimizer.whole(), _disable_gc(), self._platform.optimizer_context():
+        with optimizer.gathered_parameters(), _disable_gc(), self._platform.optimizer_context():
             slices = list(optimizer.slices())
             backing = backing_tensors(optimizer, slices)
             if self._planner.is_settled:
@@ -251,7 +251,7 @@ class CheckpointStore:
         layout they are not restored. This only affects runs with dropout, because other runs draw no random numbers.
         """
         same_layout = record.generators == generator_layout(self._groups)
-        with optimizer.whole(), self._platform.optimizer_context():
+        with optimizer.gathered_parameters(), self._platform.optimizer_context():
             optimizer.make_moments()
             slices = list(optimizer.slices())
             state = run_state(optimizer, slices, self._groups, self._platform, include_generators=same_layout)

@@ -26,7 +26,7 @@ class SuitesBetweenSteps:
 
     Args:
         context: the run's model.
-        testing: returns a context manager that yields the model chunks in evaluation state, see `RunOptimizer.testing`.
+        testing: `RunOptimizer.evaluation_chunks`: returns a context manager that yields the model chunks.
         options: options of each suite, by name.
         folder: run folder.
 

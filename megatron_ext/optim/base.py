@@ -90,7 +90,7 @@ class RunOptimizer(ABC):
         """Learning rate of the last update, for parameters without a multiplier."""
         return float(self._optimizers[0].param_groups[0]["lr"])
 
-    def testing(self) -> AbstractContextManager[Sequence[torch.nn.Module]]:
+    def evaluation_chunks(self) -> AbstractContextManager[Sequence[torch.nn.Module]]:
         """Return a context manager that provides the chunks for tests between steps; a collective call.
 
         Within the context, each rank holds its complete model-parallel shard of the parameters. Forward passes then
@@ -100,7 +100,7 @@ class RunOptimizer(ABC):
 
     # --- state -------------------------------------------------------------------------------------------------------
 
-    def whole(self) -> AbstractContextManager[None]:
+    def gathered_parameters(self) -> AbstractContextManager[None]:
         """Return a context manager under which no parameter is sharded over data-parallel ranks; a collective call.
 
         Within the context, each rank holds its complete model-parallel shard of the parameters. With ZeRO-3, the values

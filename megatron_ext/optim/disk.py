@@ -42,15 +42,15 @@ def _check_folder(folder: Path, where: str) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(where, f"{folder} cannot be made ({os_error_reason(error)})", hint) from error
+        raise UserError(where, f"{folder} cannot be created ({os_error_reason(error)})", hint) from error
     if not os.access(folder, os.W_OK | os.X_OK):
         raise UserError(where, f"{folder} cannot be written to", hint)
 
 
 def _check_buffer(buffer_size: int, chunk: torch.nn.Module, data_parallel_size: int) -> None:
     """Check that the buffer holds a rank's shard of the largest parameter; sizes are numbers of elements."""
-    name, parameter = max(chunk.named_parameters(), key=lambda named: named[1].numel())
-    share = -(-parameter.numel() // data_parallel_size)
-    if buffer_size < share:
-        problem = f"{buffer_size:,} is less than the {share:,} elements that a rank has of {name}"
-        raise UserError("zero_optimization.offload_param.buffer_size", problem, f"set it to {share} or more")
+    name, parameter = max(chunk.named_parameters(), key=lambda entry: entry[1].numel())
+    shard_size = -(-parameter.numel() // data_parallel_size)
+    if buffer_size < shard_size:
+        problem = f"{buffer_size:,} is less than the {shard_size:,} elements that a rank has of {name}"
+        raise UserError("zero_optimization.offload_param.buffer_size", problem, f"set it to {shard_size} or more")

@@ -77,8 +77,8 @@ class MegatronRunOptimizer(RunOptimizer):
         transformer_config.finalize_model_grads_func = finalize_model_grads
         transformer_config.grad_scale_func = self._optimizer.scale_loss
         if overlapped:  # schedules disable gradient reduction until the last micro-batch
-            until_last = [chunk.no_sync for chunk in wrapped]
-            transformer_config.no_sync_func = until_last if len(until_last) > 1 else until_last[0]
+            no_sync_contexts = [chunk.no_sync for chunk in wrapped]
+            transformer_config.no_sync_func = no_sync_contexts if len(no_sync_contexts) > 1 else no_sync_contexts[0]
         self._platform, self._clip_grad, self._grad_norm = platform, config.clip_grad, 0.0
         self._algorithm = algorithm
         schedule = make_schedule(self._optimizer, config, steps)
@@ -95,7 +95,7 @@ class MegatronRunOptimizer(RunOptimizer):
         """Implement `RunOptimizer.compute_grad_norm`: the first half of Megatron's `step`."""
         with self._platform.optimizer_context():
             overflowed = self._optimizer.prepare_grads()
-            assert not overflowed, "it looks for overflow with fp16 alone"
+            assert not overflowed, "Megatron checks for overflow only in fp16"
             self._grad_norm = float(self._optimizer.get_grad_norm())
         return self._grad_norm
 
@@ -114,16 +114,16 @@ class MegatronRunOptimizer(RunOptimizer):
     def slices(self) -> Iterator[FlatSlice]:
         """Implement `RunOptimizer.slices`."""
         for part in self._parts:
-            for parameter, start, main in _held(part):
+            for parameter, start, main in _fp32_copies(part):
                 moments = {moment: part.optimizer.state[main][moment].view(-1) for moment in self._algorithm.moments}
                 yield FlatSlice(parameter, start, {"param": main.detach().view(-1), **moments})
 
     def masters(self, parameters: Sequence[Tensor]) -> Iterator[Master]:
         """Implement `RunOptimizer.masters`."""
-        wanted = {id(parameter) for parameter in parameters}
-        for part in self._parts if wanted else ():
-            for parameter, start, main in _held(part):
-                if id(parameter) in wanted:
+        parameter_ids = {id(parameter) for parameter in parameters}
+        for part in self._parts if parameter_ids else ():
+            for parameter, start, main in _fp32_copies(part):
+                if id(parameter) in parameter_ids:
                     yield Master(parameter, start, main.detach().view(-1))
 
     def make_moments(self) -> None:
@@ -139,38 +139,40 @@ class MegatronRunOptimizer(RunOptimizer):
 
 def _replace_optimizer(part: Any, algorithm: Algorithm, config: OptimizerConfig) -> None:
     """Replace the torch optimizer inside one of Megatron's by one over the same fp32 parameters."""
-    own = part.optimizer.defaults
-    groups = [{key: value for key, value in group.items() if key not in own} for group in part.optimizer.param_groups]
+    default_keys = part.optimizer.defaults
+    groups = [
+        {key: value for key, value in group.items() if key not in default_keys} for group in part.optimizer.param_groups
+    ]
     part.optimizer, part.init_state_fn = algorithm.build(groups, config), None
     make_moments(part.optimizer, algorithm)
 
 
 def _wrap(chunk: MegatronModule, sharded: bool, overlapped: bool) -> DistributedDataParallel:
     """Wrap a chunk; if `overlapped`, gradients are reduced in buckets during the backward pass."""
-    wrapping = DistributedDataParallelConfig(
+    ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=sharded, overlap_grad_reduce=overlapped
     )
-    return DistributedDataParallel(get_model_config(chunk), wrapping, chunk)
+    return DistributedDataParallel(get_model_config(chunk), ddp_config, chunk)
 
 
-def _held(part: Any) -> Iterator[tuple[Tensor, int, Tensor]]:
+def _fp32_copies(part: Any) -> Iterator[tuple[Tensor, int, Tensor]]:
     """Iterate over the parameters that this rank updates (in part): (parameter, first element, fp32 copy)."""
     return _distributed_masters(part) if isinstance(part, DistributedOptimizer) else _unsharded_masters(part)
 
 
 def _distributed_masters(part: DistributedOptimizer) -> Iterator[tuple[Tensor, int, Tensor]]:
-    """Implement `_held` for the distributed optimizer, where this rank updates a slice of a parameter."""
-    for parameter, (group, order) in part.model_param_group_index_map.items():
+    """Implement `_fp32_copies` for the distributed optimizer, where this rank updates a slice of a parameter."""
+    for parameter, (group, index) in part.model_param_group_index_map.items():
         start = part._get_model_param_range_map(parameter)["param"].start
-        yield parameter, start, part.optimizer.param_groups[group]["params"][order]
+        yield parameter, start, part.optimizer.param_groups[group]["params"][index]
 
 
 def _unsharded_masters(part: Any) -> Iterator[tuple[Tensor, int, Tensor]]:
-    """Implement `_held` for optimizers where every rank updates whole parameters."""
+    """Implement `_fp32_copies` for optimizers where every rank updates whole parameters."""
     if isinstance(part, Float16OptimizerWithFloat16Params):
         for groups in ((part.float16_groups, part.fp32_from_float16_groups), (part.fp32_from_fp32_groups,) * 2):
-            for parameters, mains in zip(*groups, strict=True):
-                yield from ((p, 0, main) for p, main in zip(parameters, mains, strict=True))
+            for parameters, masters in zip(*groups, strict=True):
+                yield from ((p, 0, main) for p, main in zip(parameters, masters, strict=True))
     else:
         yield from ((p, 0, p) for p in part.get_parameters())
 

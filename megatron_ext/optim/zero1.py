@@ -142,9 +142,9 @@ class ZeroChunk(torch.nn.Module):
         # DeepSpeed accumulates bf16 gradients in this fp32 attribute.
         self._attribute = "grad_accum" if zero.use_grad_accum_attribute else "grad"
 
-    def forward(self, *inputs: Any, **named: Any) -> Tensor:
+    def forward(self, *inputs: Any, **kwargs: Any) -> Tensor:
         """Call the chunk."""
-        return self.module(*inputs, **named)
+        return self.module(*inputs, **kwargs)
 
     def gradients_to_megatron(self) -> None:
         """Set `main_grad`, where Megatron expects accumulated gradients, to DeepSpeed's gradients."""
@@ -201,9 +201,9 @@ class _ZeroOptimizer(DeepSpeedZeroOptimizer):
             super().reduce_gradients(pipeline_parallel)
             return
         for number, (gradients, group) in enumerate(zip(self._flat, self.real_dp_process_group, strict=True)):
-            part = self._build_compact_grad_partition_buffer(number)
-            dist.reduce_scatter_tensor(part.flat_partition, gradients, group=group)
-            self.averaged_gradients[number] = part
+            partition = self._build_compact_grad_partition_buffer(number)
+            dist.reduce_scatter_tensor(partition.flat_partition, gradients, group=group)
+            self.averaged_gradients[number] = partition
 
     def get_grad_norm_direct(self, gradients: Iterable[Tensor], params: Iterable[Any], norm_type: float = 2) -> Tensor:
         """Return the 2-norm of a group's gradient over all ranks; -1 if it is not finite.
@@ -214,17 +214,21 @@ class _ZeroOptimizer(DeepSpeedZeroOptimizer):
             norm_type: 2; DeepSpeed uses no other value here.
         """
         assert norm_type == 2
-        parts = (gradient for gradient in gradients if not getattr(gradient, "_zero_padding", False))
-        counted = [part for part, parameter in zip(parts, params, strict=False) if self._counts(parameter)]
+        own_gradients = (gradient for gradient in gradients if not getattr(gradient, "_zero_padding", False))
+        counted_gradients = [
+            partition
+            for partition, parameter in zip(own_gradients, params, strict=False)
+            if self._is_counted(parameter)
+        ]
         square = torch.zeros((), dtype=torch.float64, device=self.device)
-        if counted:
-            square = torch.stack(torch._foreach_norm(counted)).double().square().sum()
+        if counted_gradients:
+            square = torch.stack(torch._foreach_norm(counted_gradients)).double().square().sum()
         dist.all_reduce(square, group=self.dp_process_group)
         self._model_parallel_all_reduce(square, dist.ReduceOp.SUM)
         norm = square.sqrt().float()
         return torch.where(norm.isfinite(), norm, -1.0)
 
-    def _counts(self, parameter: Any) -> bool:
+    def _is_counted(self, parameter: Any) -> bool:
         if getattr(parameter, "ds_pipe_replicated", False):
             return False
         return is_model_parallel_parameter(parameter) or self.model_parallel_rank == 0
@@ -244,19 +248,19 @@ def linked_slices(zero: DeepSpeedZeroOptimizer, algorithm: Algorithm) -> Iterato
     """Iterate over the optimizer state that DeepSpeed has linked to its parameters, at stage 1 or 2."""
     for group in zero.bit16_groups:
         for parameter in group:
-            held = parameter._hp_mapping
-            if held is not None:
-                moments = {moment: held.get_optim_state_fragment(moment) for moment in algorithm.moments}
-                tensors = {"param": held.hp_fragment.detach(), **moments}
-                yield FlatSlice(parameter, held.lp_fragment_address.start, tensors)
+            mapping = parameter._hp_mapping
+            if mapping is not None:
+                moments = {moment: mapping.get_optim_state_fragment(moment) for moment in algorithm.moments}
+                tensors = {"param": mapping.hp_fragment.detach(), **moments}
+                yield FlatSlice(parameter, mapping.lp_fragment_address.start, tensors)
 
 
 def linked_masters(parameters: Iterable[Any]) -> Iterator[Master]:
     """Iterate over the fp32 copies that DeepSpeed has linked to parameters, at stage 1 or 2."""
     for parameter in parameters:
-        held = parameter._hp_mapping
-        if held is not None:
-            yield Master(parameter, held.lp_fragment_address.start, held.hp_fragment.detach())
+        mapping = parameter._hp_mapping
+        if mapping is not None:
+            yield Master(parameter, mapping.lp_fragment_address.start, mapping.hp_fragment.detach())
 
 
 def _count_tied_weights_once(chunks: Sequence[torch.nn.Module]) -> None:

@@ -80,16 +80,16 @@ class EngineRunOptimizer(RunOptimizer):
         schedule = make_schedule(base, config, steps)
         super().__init__([EngineChunk(self._engine)], [base], schedule, shards_state=True, group=groups.dp_cp)
 
-    def whole(self) -> AbstractContextManager[None]:
-        """Implement `RunOptimizer.whole`."""
+    def gathered_parameters(self) -> AbstractContextManager[None]:
+        """Implement `RunOptimizer.gathered_parameters`."""
         if not self._shards_parameters:
             return nullcontext()
         return GatheredParameters(self._parameters, modifier_rank=0)
 
     @contextmanager
-    def testing(self) -> Iterator[Sequence[torch.nn.Module]]:
-        """Implement `RunOptimizer.testing` without the engine, which expects a backward pass per forward pass."""
-        with self.whole(), self._without_hooks():
+    def evaluation_chunks(self) -> Iterator[Sequence[torch.nn.Module]]:
+        """Implement `RunOptimizer.evaluation_chunks`. The engine would expect a backward pass per forward pass."""
+        with self.gathered_parameters(), self._without_hooks():
             yield [self._engine.module]
 
     @contextmanager
@@ -100,8 +100,8 @@ class EngineRunOptimizer(RunOptimizer):
             return
         hooks = self._zero.parameter_offload
         hooks._remove_module_hooks()
-        for kept in (hooks.forward_hooks, hooks.backward_hooks):
-            kept.clear()
+        for hook_list in (hooks.forward_hooks, hooks.backward_hooks):
+            hook_list.clear()
         try:
             yield
         finally:
@@ -199,9 +199,9 @@ class EngineRunOptimizer(RunOptimizer):
         for kind in kinds:
             # DeepSpeed's public functions for this would copy offloaded state to the GPU.
             state = None if kind == "param" else kind
-            held, _ = self._zero._get_fp32_opt_state_partition(parameter, True, state)
+            state_tensor, _ = self._zero._get_fp32_opt_state_partition(parameter, True, state)
             # State on a disk is read into a buffer that the next read reuses.
-            tensors[kind] = (held.clone() if on_disk else held).detach()[:length]
+            tensors[kind] = (state_tensor.clone() if on_disk else state_tensor).detach()[:length]
         return FlatSlice(parameter, start, tensors)
 
     def _on_disk(self, parameter: Any) -> bool:
@@ -233,9 +233,9 @@ class EngineChunk(torch.nn.Module):
         self.module = engine.module
         self.config = get_model_config(engine.module)
 
-    def forward(self, *inputs: Any, **named: Any) -> Tensor:
+    def forward(self, *inputs: Any, **kwargs: Any) -> Tensor:
         """Call the chunk through the engine, which prepares its backward pass."""
-        return self._engine(*inputs, **named)
+        return self._engine(*inputs, **kwargs)
 
     def train(self, mode: bool = True) -> EngineChunk:
         """Set training or evaluation mode of this module and of the engine."""
@@ -251,11 +251,11 @@ def _sum_over_sequence_parallel_ranks(chunk: torch.nn.Module, tp_group: dist.Pro
     engine's own, which its initialisation registers.
     """
 
-    def summed(gradient: Tensor) -> Tensor:
+    def all_reduce_gradient(gradient: Tensor) -> Tensor:
         gradient = gradient.contiguous().clone()
         dist.all_reduce(gradient, group=tp_group)
         return gradient
 
     for parameter in chunk.parameters():
         if getattr(parameter, "sequence_parallel", False):
-            parameter.register_hook(summed)
+            parameter.register_hook(all_reduce_gradient)

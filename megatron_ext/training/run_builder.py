@@ -161,7 +161,7 @@ class RunBuilder:
         context, config, platform = self.context, self.context.config, self.context.platform
         progress = self._progress(start.record)
         evaluator = self._evaluator(trainer)
-        with trainer.optimizer.whole():  # counting requires gathered parameters
+        with trainer.optimizer.gathered_parameters():  # counting requires gathered parameters
             flops, peak = flops_and_peak(config, self.shape, trainer, self.data.samples)
             size = model_size(trainer)
         suites = self._suites(trainer, progress)
@@ -228,4 +228,4 @@ class RunBuilder:
             groups=trainer.groups,
             platform=trainer.platform,
         )
-        return SuitesBetweenSteps(evaluated, trainer.optimizer.testing, options, self.context.folder)
+        return SuitesBetweenSteps(evaluated, trainer.optimizer.evaluation_chunks, options, self.context.folder)

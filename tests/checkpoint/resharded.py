@@ -67,7 +67,7 @@ def build_and_load(run: Run) -> tuple[RunConfig, Trainer]:
 def full_state(trainer: Trainer) -> dict[str, dict[str, Tensor]]:
     """Return parameters and optimizer state of the whole model on rank 0."""
     optimizer, groups = trainer.optimizer, trainer.groups
-    with optimizer.whole():
+    with optimizer.gathered_parameters():
         state = {"parameters": parity.whole_parameters(optimizer.chunks, groups.tp.rank())}
     slices = list(optimizer.slices())  # type: ignore[attr-defined]
     for kind in ("param", "exp_avg", "exp_avg_sq"):

@@ -155,7 +155,7 @@ def train(rank: int, world_size: int, config: RunConfig) -> Outcome | None:
     trainer = build_trainer(config, model_shape(config, platform, VOCABULARY), groups, platform)
     with counted_exchanges() as exchanges:
         results = [trainer.train_step(step_batches(config, groups, step)) for step in range(STEPS)]
-    with trainer.optimizer.whole():
+    with trainer.optimizer.gathered_parameters():
         parameters = whole_parameters(trainer.optimizer.chunks, groups.tp.rank())
     if rank != 0:
         return None
@@ -181,14 +181,14 @@ def count_anew() -> None:
 def flops_per_token(rank: int, world_size: int, config: RunConfig) -> float:
     """Model FLOPs per token that a run would report."""
     shape, trainer = _built(config)
-    with trainer.optimizer.whole():
+    with trainer.optimizer.gathered_parameters():
         return training_flops_per_token(shape, trainer.optimizer.chunks, LENGTH)
 
 
 def model_size(rank: int, world_size: int, config: RunConfig) -> ParameterCount:
     """Number of parameters that a run would record."""
     _, trainer = _built(config)
-    with trainer.optimizer.whole():
+    with trainer.optimizer.gathered_parameters():
         return sizes.model_size(trainer)
 
 

@@ -30,7 +30,7 @@ def test_the_folder_is_made(tmp_path: Path, section: str) -> None:
 @pytest.mark.parametrize("section", ["offload_optimizer", "offload_param"])
 def test_a_folder_that_cannot_be_made(tmp_path: Path, section: str) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="cannot be made") as raised:
+    with pytest.raises(UserError, match="cannot be created") as raised:
         check(section, nvme_path=str(tmp_path / "file" / "b"))
     assert raised.value.where == f"zero_optimization.{section}.nvme_path"
 

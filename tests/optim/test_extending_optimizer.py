@@ -105,7 +105,7 @@ def test_the_pages_example_trains_as_its_formulas_and_continues_from_a_checkpoin
         second.train_step([_batch(step)])
     (chunk,) = second.optimizer.chunks
     expected = _plain(one_process)
-    with second.optimizer.whole():
+    with second.optimizer.gathered_parameters():
         for name, parameter in chunk.module.named_parameters():
             torch.testing.assert_close(parameter.detach(), expected[name], rtol=1e-5, atol=1e-6)
 

@@ -127,7 +127,7 @@ def measure(
     seconds = [run.time_call(lambda: results.append(run.train())) for _ in range(step_counts.steps)]
     memory = [PeakMemory(**fields) for fields in gather_objects(asdict(_memory(platform, before)))]
     by_rank = _breakdowns(run, platform, step_counts.profiled)
-    with run.trainer.optimizer.whole():  # the parameters are counted, so they must be gathered
+    with run.trainer.optimizer.gathered_parameters():  # the parameters are counted, so they must be gathered
         flops, peak = flops_and_peak(config, run.shape, run.trainer, run.samples)
         if plain:
             flops = plain_flops_per_token(run.shape, run.trainer, config.data.seq_length)
