@@ -23,7 +23,7 @@ def merged(tmp_path: Path, content: Any, sharding: Any = "zero2", **fields: Any)
 
 
 @pytest.mark.parametrize(("sharding", "stage"), [("zero1", 1), ("zero2", 2), ("zero3", 3)])
-def test_without_a_file_it_is_the_runs(sharding: Any, stage: int) -> None:
+def test_deepspeed_config_without_file(sharding: Any, stage: int) -> None:
     found = deepspeed_config(OptimizerConfig(sharding=sharding, clip_grad=0.5), TRAINING, 2)
     assert found["zero_optimization"]["stage"] == stage
     assert found["gradient_clipping"] == 0.5
@@ -38,14 +38,14 @@ def test_offload_of_the_run() -> None:
     assert zero["offload_optimizer"]["device"] == zero["offload_param"]["device"] == "cpu"
 
 
-def test_what_lies_on_a_disk() -> None:
+def test_sections_on_disk() -> None:
     nvme, zero = {"device": "nvme", "nvme_path": "/local"}, {"stage": 3, "offload_optimizer": {"device": "cpu"}}
     assert on_disk(zero) == {}
     assert on_disk({**zero, "offload_param": nvme}) == {"offload_param": nvme}
     assert list(on_disk({"offload_optimizer": nvme, "offload_param": nvme})) == ["offload_optimizer", "offload_param"]
 
 
-def test_what_the_run_does_not_speak_of_is_kept(tmp_path: Path) -> None:
+def test_other_deepspeed_settings_are_kept(tmp_path: Path) -> None:
     nvme = {"device": "nvme", "nvme_path": "/local", "buffer_count": 5}
     content = {"zero_optimization": {"offload_optimizer": nvme, "sub_group_size": 1000}, "steps_per_print": 7}
     found = merged(tmp_path, content, "zero3")
@@ -53,7 +53,7 @@ def test_what_the_run_does_not_speak_of_is_kept(tmp_path: Path) -> None:
     assert found["steps_per_print"] == 7
 
 
-def test_what_agrees_or_is_left_to_the_run_is_the_runs(tmp_path: Path) -> None:
+def test_auto_and_equal_settings(tmp_path: Path) -> None:
     content = {
         "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": 4,
@@ -90,15 +90,13 @@ def test_what_agrees_or_is_left_to_the_run_is_the_runs(tmp_path: Path) -> None:
     ],
     ids=lambda value: None if isinstance(value, dict) else value,
 )
-def test_what_contradicts_the_run_is_refused_by_name(
-    tmp_path: Path, content: dict[str, Any], field: str, words: str
-) -> None:
+def test_contradicting_settings_are_rejected(tmp_path: Path, content: dict[str, Any], field: str, words: str) -> None:
     with pytest.raises(UserError, match=words) as raised:
         merged(tmp_path, content)
     assert raised.value.where == f"{tmp_path / 'deepspeed.json'}: {field}"
 
 
-def test_offload_that_contradicts_the_runs_is_refused(tmp_path: Path) -> None:
+def test_contradicting_offload_is_rejected(tmp_path: Path) -> None:
     content = {"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "/local"}}}
     with pytest.raises(UserError, match=r"nvme.*cpu"):
         merged(tmp_path, content, "zero3", offload="cpu")
@@ -111,7 +109,7 @@ def test_offload_that_contradicts_the_runs_is_refused(tmp_path: Path) -> None:
         ({"zero_optimization": {"sub_group_size": 5}}, "zero_optimization.sub_group_size"),
     ],
 )
-def test_zero1_refuses_what_only_the_engine_reads(tmp_path: Path, content: dict[str, Any], field: str) -> None:
+def test_zero1_rejects_engine_settings(tmp_path: Path, content: dict[str, Any], field: str) -> None:
     with pytest.raises(UserError, match="engine") as raised:
         merged(tmp_path, content, "zero1")
     assert raised.value.where.endswith(f": {field}")
@@ -122,7 +120,7 @@ def test_zero1_refuses_what_only_the_engine_reads(tmp_path: Path, content: dict[
     }
 
 
-def test_zero1_reduces_in_buckets_where_it_is_offloaded(tmp_path: Path) -> None:
+def test_zero1_buckets_with_offload(tmp_path: Path) -> None:
     content = {"zero_optimization": {"reduce_bucket_size": 7}}
     with pytest.raises(UserError, match="all at once") as raised:
         merged(tmp_path, content, "zero1")
@@ -140,7 +138,7 @@ def test_zero1_reduces_in_buckets_where_it_is_offloaded(tmp_path: Path) -> None:
         ("zero2", "offload_param", "nvme"),
     ],
 )
-def test_what_stage_3_alone_offloads(tmp_path: Path, sharding: str, section: str, device: str) -> None:
+def test_parameter_offload_requires_stage_3(tmp_path: Path, sharding: str, section: str, device: str) -> None:
     content = {"zero_optimization": {section: {"device": device, "nvme_path": "/local"}}}
     with pytest.raises(UserError, match=f"{device}, .* only at stage 3") as raised:
         merged(tmp_path, content, sharding)
@@ -148,7 +146,7 @@ def test_what_stage_3_alone_offloads(tmp_path: Path, sharding: str, section: str
     assert merged(tmp_path, content, "zero3")["zero_optimization"][section]["device"] == device
 
 
-def test_parameters_on_a_disk_are_not_prefetched(tmp_path: Path) -> None:
+def test_no_prefetch_from_disk(tmp_path: Path) -> None:
     zero: dict[str, Any] = {"offload_param": {"device": "nvme", "nvme_path": "/local"}}
     assert (
         merged(tmp_path, {"zero_optimization": zero}, "zero3")["zero_optimization"]["stage3_prefetch_bucket_size"] == 0
@@ -164,7 +162,7 @@ def test_parameters_on_a_disk_are_not_prefetched(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("section", ["offload_optimizer", "offload_param"])
-def test_a_disk_needs_a_folder(tmp_path: Path, section: str) -> None:
+def test_disk_offload_requires_folder(tmp_path: Path, section: str) -> None:
     with pytest.raises(UserError, match="give a folder") as raised:
         merged(tmp_path, {"zero_optimization": {section: {"device": "nvme"}}}, "zero3")
     assert raised.value.where.endswith(f": zero_optimization.{section}.nvme_path")
@@ -173,7 +171,7 @@ def test_a_disk_needs_a_folder(tmp_path: Path, section: str) -> None:
 @pytest.mark.parametrize(
     ("zero", "field"), [(3, "zero_optimization"), ({"offload_param": "nvme"}, "zero_optimization.offload_param")]
 )
-def test_a_section_is_an_object(tmp_path: Path, zero: Any, field: str) -> None:
+def test_section_must_be_object(tmp_path: Path, zero: Any, field: str) -> None:
     with pytest.raises(UserError, match="is not an object") as raised:
         merged(tmp_path, {"zero_optimization": zero}, "zero3")
     assert raised.value.where.endswith(f": {field}")
@@ -181,12 +179,12 @@ def test_a_section_is_an_object(tmp_path: Path, zero: Any, field: str) -> None:
 
 
 @pytest.mark.parametrize(("content", "words"), [("{", "is not JSON"), ("[]", "contains a list")])
-def test_a_file_that_is_no_configuration(tmp_path: Path, content: str, words: str) -> None:
+def test_invalid_deepspeed_file(tmp_path: Path, content: str, words: str) -> None:
     with pytest.raises(UserError, match=words):
         merged(tmp_path, content)
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_deepspeed_file(tmp_path: Path) -> None:
     optimizer = OptimizerConfig(sharding="zero2", deepspeed=str(tmp_path / "none.json"))
     with pytest.raises(UserError, match=r"none\.json cannot be read \(No such file"):
         deepspeed_config(optimizer, TRAINING, 2)

@@ -21,7 +21,7 @@ from megatron_ext.config.effects import (
 from megatron_ext.config.load import known_keys
 
 
-def test_every_field_of_the_schema_is_classified() -> None:
+def test_all_fields_have_an_effect() -> None:
     """A new field fails here until `effects` lists it."""
     fields = {field for field in known_keys({}) if not field.startswith("mixers.")}
     assert set(EFFECTS) == fields
@@ -52,7 +52,7 @@ def test_effects(field: str, effect: Effect, of_a_recipe: bool) -> None:
     assert distinguishes_recipes(field) == of_a_recipe
 
 
-def test_a_configuration_is_flat_with_its_defaults() -> None:
+def test_flat_configuration_includes_defaults() -> None:
     config = config_of(model={"pattern": "attention * 2"}, mixers={"rwkv6": {}})
     fields = flat(config)
     assert fields["model.pattern"] == "attention*2"
@@ -71,7 +71,7 @@ def test_credentials_do_not_reach_checkpoints() -> None:
     assert flat(config_of(data={"path": "s3://KEY:SECRET@bucket/data"}))["data.path"] == "s3://***@bucket/data"
 
 
-def test_the_field_that_was_changed_is_named_and_not_what_follows_from_it() -> None:
+def test_derived_fields_are_not_reported_as_changed() -> None:
     config = derive(config_of(data={"seq_length": 64}))
     longer = derive(config_of(data={"seq_length": 128}))
     assert longer.model.max_position_embeddings == 128
@@ -80,18 +80,18 @@ def test_the_field_that_was_changed_is_named_and_not_what_follows_from_it() -> N
     assert [one.field for one in changes(flat(config), flat(table))] == ["model.max_position_embeddings"]
 
 
-def test_a_mixers_field_that_is_absent_has_its_default() -> None:
+def test_absent_mixer_field_has_default() -> None:
     before = {"mixers.attention.temperature": 1.0}
     after = {"mixers.attention.temperature": 1.0, "mixers.attention.window": None, "mixers.attention.new": 3}
     assert changes(before, after, {"mixers.attention.new": 3}) == []
     assert [one.field for one in changes(before, after)] == ["mixers.attention.new"]
 
 
-def test_values_compare_as_those_of_yaml() -> None:
+def test_values_compare_as_in_yaml() -> None:
     assert changes({"optimizer.betas": (0.9, 0.95)}, {"optimizer.betas": [0.9, 0.95]}) == []
     assert changes({"optimizer.lr": 1}, {"optimizer.lr": 1.0}) == []
     assert [one.field for one in changes({"data.reset_attention": False}, {"data.reset_attention": 0})]
 
 
-def test_an_equal_configuration_has_no_changes() -> None:
+def test_equal_configurations_have_no_changes() -> None:
     assert changes(flat(config_of()), flat(config_of())) == []

@@ -29,15 +29,15 @@ def test_defaults_and_derived_fields(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("hidden", "ffn"), [(192, 512), (768, 2048), (2052, 5504), (24, 64)])
-def test_ffn_is_the_next_multiple_of_64(hidden: int, ffn: int) -> None:
+def test_default_ffn_width(hidden: int, ffn: int) -> None:
     assert config_of(model={"hidden_size": hidden}).model.ffn_hidden_size == ffn
 
 
-def test_ffn_of_rwkv7s_block_is_four_times_as_wide_as_the_model() -> None:
+def test_default_ffn_width_of_rwkv7_block() -> None:
     assert config_of(model={"hidden_size": 108, "block": "rwkv7"}).model.ffn_hidden_size == 432
 
 
-def test_a_mixer_alone_has_no_ffn() -> None:
+def test_mixer_block_has_no_ffn() -> None:
     config = config_of(model={"block": "mixer"})
     assert config.model.ffn_hidden_size is None
     assert resolve(config, MIXERS) == config
@@ -85,7 +85,7 @@ def test_override(tmp_path: Path, override: str, value: object) -> None:
     assert type(node) is type(value)
 
 
-def test_a_file_laid_over_another_takes_the_place_of_its_fields_alone(tmp_path: Path) -> None:
+def test_overlay_file_replaces_only_its_fields(tmp_path: Path) -> None:
     upper = tmp_path / "upper.yaml"
     upper.write_text("training: {steps: 7}\nmixers:\n  top1_chunk: {score: approx}\ndata:\nrun: {name: laid-over}\n")
     text = BASE + "training: {steps: 5, seed: 9}\nmixers:\n  top1_chunk: {chunk_size: 64}\n"
@@ -106,7 +106,7 @@ def test_a_file_laid_over_another_takes_the_place_of_its_fields_alone(tmp_path: 
         ("training: 7", "training: 7 is not a section of fields; write its fields below it, indented"),
     ],
 )
-def test_a_bad_file_laid_over_another(tmp_path: Path, text: str | None, expected: str) -> None:
+def test_invalid_overlay_file(tmp_path: Path, text: str | None, expected: str) -> None:
     upper = tmp_path / "upper.yml"
     if text is not None:
         upper.write_text(text)
@@ -115,7 +115,7 @@ def test_a_bad_file_laid_over_another(tmp_path: Path, text: str | None, expected
     assert str(caught.value).removeprefix(f"{upper}: ") == expected
 
 
-def test_a_later_override_wins_and_empty_sections_are_absent(tmp_path: Path) -> None:
+def test_last_override_wins(tmp_path: Path) -> None:
     text = BASE + "training:\nmixers:\n  top1_chunk:\n"
     config = load(text, tmp_path, "training.steps=5", "training.steps=6", "mixers.top1_chunk.chunk_size=7")
     assert config.training.steps == 6
@@ -160,7 +160,7 @@ def test_bad_override(tmp_path: Path, override: str, expected: str) -> None:
     assert message(BASE, tmp_path, override) == expected
 
 
-def test_bad_override_values_keep_to_one_line(tmp_path: Path) -> None:
+def test_error_of_bad_override_is_one_line(tmp_path: Path) -> None:
     assert message(BASE, tmp_path, "data.path=[a").startswith("data.path: is not valid YAML (")
     assert message(BASE, tmp_path, "run.name=!!binary aGk=").startswith("run: contains a value that is not text")
     assert message(BASE, tmp_path, 'run.name="a\\nb"').startswith("run.name: 'a\\nb' contains the control character")
@@ -202,17 +202,17 @@ def test_bad_file(tmp_path: Path, text: str, expected: str) -> None:
         ('"attention,\\n\\trwkv6"', "attention, rwkv6"),
     ],
 )
-def test_a_pattern_may_have_lines(tmp_path: Path, written: str, read: str) -> None:
+def test_pattern_with_line_breaks(tmp_path: Path, written: str, read: str) -> None:
     assert load(f"{BASE}model:\n  pattern: {written}", tmp_path).model.pattern == read
 
 
 @pytest.mark.parametrize("text", ['"attention\\e[2J"', '"attention,\\u2028other"', '"attention\\0"'])
-def test_a_pattern_has_no_other_control_characters(tmp_path: Path, text: str) -> None:
+def test_pattern_with_control_characters(tmp_path: Path, text: str) -> None:
     assert "model.pattern: " in message(f"{BASE}model:\n  pattern: {text}", tmp_path)
     assert "contains the control character" in message(f"{BASE}model:\n  pattern: {text}", tmp_path)
 
 
-def test_several_mistakes_name_them_all(tmp_path: Path) -> None:
+def test_several_errors_are_named(tmp_path: Path) -> None:
     text = BASE + "training: {steps: 0, micro_batch_size: a}\noptimizer: {lrr: 1}\n"
     assert message(text, tmp_path) == (
         "optimizer.lrr: no such field; did you mean lr? (and 2 more: training.steps, training.micro_batch_size)"

@@ -42,7 +42,7 @@ def test_expands(pattern: str, layers: list[str]) -> None:
         ("(" * 30 + "a" + ")" * 30, 21, "nested deeper"),
     ],
 )
-def test_refuses_with_the_position(pattern: str, position: int, expected: str) -> None:
+def test_pattern_errors_have_positions(pattern: str, position: int, expected: str) -> None:
     with pytest.raises(UserError) as caught:
         parse_pattern(pattern)
     assert caught.value.where == "model.pattern"

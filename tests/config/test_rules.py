@@ -26,7 +26,7 @@ def line_of(config: RunConfig, processes: int) -> str:
     return str(caught.value)
 
 
-def test_every_rule_has_a_case() -> None:
+def test_all_rules_have_cases() -> None:
     assert [rule.name for rule in RULES] == list(CASES)
     assert all(rule.test.__doc__ for rule in RULES), "a rule gives its reason"
 
@@ -38,7 +38,7 @@ def test_rule(name: str) -> None:
     check(sections(mended), processes, MIXERS)
 
 
-def test_second_halves_of_rules() -> None:
+def test_second_conditions_of_rules() -> None:
     assert "is not divisible by parallel.context 2" in line_of(
         sections({"parallel": {"context": 2}, "data": {"seq_length": 31}}), 2
     )
@@ -71,12 +71,12 @@ def test_unknown_mixer_of_a_configuration_built_in_python() -> None:
     assert line_of(config, 1).startswith("model.pattern: there is no mixer 'atention'; did you mean attention?")
 
 
-def test_a_block_that_shifts_tokens_does_not_keep_documents_apart() -> None:
+def test_token_shifting_block_does_not_support_document_masking() -> None:
     config = sections({"model": {"block": "rwkv7"}, "data": {"reset_attention": True}})
     assert line_of(config, 1).startswith("data.reset_attention: true, but model.block rwkv7 shifts tokens")
 
 
-def test_copy_engines_reach_no_other_node() -> None:
+def test_copy_engines_within_node_only() -> None:
     config = sections({"parallel": {"tensor": 2, "context": 2, "context_transport": "copy_engine"}})
     check_nodes(config, 32, 8)
     check_nodes(config, 4, 6)

@@ -39,7 +39,7 @@ def test_round_trip_of_values(
     assert load(to_yaml(config), tmp_path_factory.mktemp("trip")) == config
 
 
-def test_keys_stand_in_the_schemas_order_and_lists_on_one_line() -> None:
+def test_saved_keys_have_schema_order() -> None:
     text = to_yaml(config_of(data={"train_domains": ["B", "A"]}))
     sections = [line.rstrip(":") for line in text.splitlines() if line and line[0] != " "]
     assert sections == [
@@ -60,7 +60,7 @@ def test_keys_stand_in_the_schemas_order_and_lists_on_one_line() -> None:
     assert "  epsilon: 1.0e-08\n" in text
 
 
-def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_save_keeps_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "config.yaml"
     config = config_of()
     save_config(config, path)
@@ -76,6 +76,6 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.M
     assert os.listdir(tmp_path) == ["config.yaml"]
 
 
-def test_infinity_is_refused() -> None:
+def test_infinity_is_rejected() -> None:
     with pytest.raises(UserError, match="finite"):
         validate(OptimizerConfig, {"lr": float("inf")})

@@ -26,9 +26,7 @@ LONG = {"steps": 1000, "evaluate_every": 100, "checkpoint_every": 50, "keep_ever
         ({"warmup_steps": 500, "decay_steps": 500, "schedule": "wsd"}, 1, 0, 1),
     ],
 )
-def test_the_schedule_is_scaled_and_passes_the_rules(
-    optimizer: dict[str, Any], steps: int, warmup: int, decay: int
-) -> None:
+def test_trial_schedule_is_scaled(optimizer: dict[str, Any], steps: int, warmup: int, decay: int) -> None:
     whole = config_of(training=LONG, optimizer=optimizer)
     check(whole, 1, MIXERS)
     trial = trial_config(whole, steps)
@@ -36,7 +34,7 @@ def test_the_schedule_is_scaled_and_passes_the_rules(
     check(trial, 1, MIXERS)
 
 
-def test_what_is_computed_stays_as_it_is() -> None:
+def test_trial_keeps_model_and_batch() -> None:
     whole = config_of(training=LONG, run={"dir": "runs", "name": "a", "branch_from": "runs/b/checkpoints/step_4"})
     trial = trial_config(whole, 5)
     assert (trial.run.dir, trial.run.name, trial.run.branch_from) == ("runs/trials", "a", None)
@@ -49,7 +47,7 @@ def test_what_is_computed_stays_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("steps", [0, 1001])
-def test_more_steps_than_the_run_has_are_refused(steps: int) -> None:
+def test_trial_with_too_many_steps(steps: int) -> None:
     with pytest.raises(UserError) as refused:
         trial_config(config_of(training=LONG), steps)
     assert str(refused.value) == f"--trial: {steps} steps, but the run has training.steps 1000; give 1 to 1000"

@@ -28,7 +28,7 @@ def test_values(value: Any, expected: str) -> None:
     assert show(value) == expected
 
 
-def test_a_value_that_is_endless_is_shown_at_once() -> None:
+def test_endless_value_is_shown_quickly() -> None:
     value: Any = [0]
     for _ in range(60):
         value = [value, value]

@@ -42,7 +42,7 @@ def page(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return vars(module)
 
 
-def test_the_op_is_the_recurrence(page: dict[str, Any]) -> None:
+def test_op_equals_recurrence(page: dict[str, Any]) -> None:
     x, state = torch.randn(2, 13, 3, 4, dtype=torch.float64), torch.randn(2, 3, 4, dtype=torch.float64)
     keep = torch.rand_like(x)
     found, last = page["gated_average"](x, keep, state)
@@ -53,7 +53,7 @@ def test_the_op_is_the_recurrence(page: dict[str, Any]) -> None:
 
 
 @pytest.mark.usefixtures("page")
-def test_the_mixer_decodes_and_counts(make_mixer: Callable[..., Any], hidden_states: Tensor) -> None:
+def test_added_mixer_decodes_and_counts_flops(make_mixer: Callable[..., Any], hidden_states: Tensor) -> None:
     mixer = make_mixer("ema")
     assert mixer.num_parameters() == 4 * 24**2
     whole = mixer(hidden_states)[0]
@@ -66,7 +66,7 @@ def test_the_mixer_decodes_and_counts(make_mixer: Callable[..., Any], hidden_sta
 
 
 @pytest.mark.usefixtures("page")
-def test_everything_else_is_derived(one_process: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_added_mixer_works_everywhere(one_process: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     entry = registry.load_all()["ema"]
     defaults = asdict(entry.config_type())
     assert default_settings("ema") == defaults == {"gate_bias": 2.0, "output_gate": True}  # for labels
@@ -91,7 +91,7 @@ def test_everything_else_is_derived(one_process: Any, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.usefixtures("page")
-def test_it_is_benchmarked_without_a_peer(one_process: Any, tmp_path: Any) -> None:
+def test_added_mixer_is_benchmarked_without_peer(one_process: Any, tmp_path: Any) -> None:
     shape = LayerShape(size_name="110m", size=Size(hidden=32, heads=2, head_dim=16), length=9, batch=2)
     plan = LayerPlan(mixers=("ema",), shapes=(shape,), peers=("fla",), repeat=1, seed=5, output=tmp_path)
     assert [row.maker for row in _empty_rows(plan)] == ["ours"]

@@ -76,27 +76,25 @@ def test_rotary_attention_with_query_groups(make_mixer: MakeMixer, hidden_states
 
 
 @pytest.mark.parametrize("window", [1, 4, 13, 50])
-def test_a_window_holds_the_own_position_and_those_before(
-    make_mixer: MakeMixer, hidden_states: Tensor, window: int
-) -> None:
+def test_sliding_window(make_mixer: MakeMixer, hidden_states: Tensor, window: int) -> None:
     mixer = make_mixer("attention", window=window)
     _check(mixer, hidden_states, _attention(mixer, hidden_states, window=window))
 
 
-def test_temperature_divides_the_scores(make_mixer: MakeMixer, hidden_states: Tensor) -> None:
+def test_temperature(make_mixer: MakeMixer, hidden_states: Tensor) -> None:
     mixer = make_mixer("attention", temperature=0.25)
     _check(mixer, hidden_states, _attention(mixer, hidden_states, temperature=0.25))
 
 
 @pytest.mark.parametrize("encoding", ["none", "learned"])
-def test_without_positions_of_its_own(make_mixer: MakeMixer, hidden_states: Tensor, encoding: str) -> None:
+def test_without_position_encoding(make_mixer: MakeMixer, hidden_states: Tensor, encoding: str) -> None:
     """Learned positions are added at the model's input. The mixer itself then has no position encoding."""
     mixer = make_mixer("attention", position_encoding=encoding)
     _check(mixer, hidden_states, _attention(mixer, hidden_states, rotary=False))
 
 
 @pytest.mark.parametrize("implementation", ["reference", "sdpa"])
-def test_the_temperature_does_not_divide_the_bias_of_alibi(
+def test_temperature_does_not_scale_alibi(
     make_mixer: MakeMixer, hidden_states: Tensor, implementation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from megatron_ext.mixers import attention
@@ -115,14 +113,12 @@ def test_the_temperature_does_not_divide_the_bias_of_alibi(
     ("heads", "slopes"),
     [(4, [0.25, 0.0625, 0.015625, 0.00390625]), (6, [2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3])],
 )
-def test_alibi_is_a_bias_by_distance(
-    make_mixer: MakeMixer, hidden_states: Tensor, heads: int, slopes: list[float]
-) -> None:
+def test_alibi(make_mixer: MakeMixer, hidden_states: Tensor, heads: int, slopes: list[float]) -> None:
     mixer = make_mixer("attention", heads=heads, groups=2, position_encoding="alibi")
     _check(mixer, hidden_states, _attention(mixer, hidden_states, rotary=False, slopes=slopes))
 
 
-def test_random_keys_are_not_projected_and_nothing_is_rotated(make_mixer: MakeMixer, hidden_states: Tensor) -> None:
+def test_random_keys_are_not_projected(make_mixer: MakeMixer, hidden_states: Tensor) -> None:
     mixer = make_mixer("attention", groups=2, random_keys=True)
     keys = _keys_of(mixer)
     assert mixer.in_proj.weight.shape[0] == 2 * (2 + 1) * 6  # two queries and a value per group
@@ -135,7 +131,7 @@ def _keys_of(mixer: Any, length: int = 13) -> Tensor:
     return mixer.frozen_keys(torch.zeros(1, length, groups, mixer.head_dim), 0, MixInput(0, groups))[0]
 
 
-def test_random_keys_know_position_head_layer_and_seed_but_no_token(make_mixer: MakeMixer) -> None:
+def test_random_keys_depend_on_position_head_layer_and_seed(make_mixer: MakeMixer) -> None:
     keys = _keys_of(make_mixer("attention", random_keys=True))
     assert len(torch.unique(keys.flatten(0, 1), dim=0)) == 13 * 4
     assert abs(float(keys.mean())) < 0.2
@@ -147,7 +143,7 @@ def test_random_keys_know_position_head_layer_and_seed_but_no_token(make_mixer: 
     torch.testing.assert_close(_keys_of(make_mixer("attention", random_keys=True), 16)[:13], keys, rtol=0, atol=0)
 
 
-def test_random_keys_leave_weights_that_no_key_token_moves(make_mixer: MakeMixer, hidden_states: Tensor) -> None:
+def test_random_keys_do_not_depend_on_tokens(make_mixer: MakeMixer, hidden_states: Tensor) -> None:
     """With values that mark positions, the output shows the weights. Earlier tokens do not change them."""
     mixer = make_mixer("attention", random_keys=True)
     x = torch.randn(13, 1, 4, 12, generator=torch.Generator().manual_seed(3))

@@ -146,9 +146,7 @@ def _layer(case: Case) -> Any:
 # With small inputs norms divide by small numbers, so a different epsilon than fla's would show.
 @pytest.mark.parametrize("size", [1.0, 0.01])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_outputs_and_gradients_are_those_of_flash_linear_attention(
-    make_mixer: MakeMixer, hidden_states: Tensor, case: Case, size: float
-) -> None:
+def test_outputs_and_gradients_equal_fla(make_mixer: MakeMixer, hidden_states: Tensor, case: Case, size: float) -> None:
     mixer, layer, (_, weights) = make_mixer(case.mixer, **case.ours), _layer(case), LAYERS[case.mixer]
     if case.mixer == "moba":
         layer.o_norm = torch.nn.Identity()  # norm of each head's output: an addition of fla, not in the paper
@@ -156,13 +154,13 @@ def test_outputs_and_gradients_are_those_of_flash_linear_attention(
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_parameters_are_as_many_as_those_of_flash_linear_attention(make_mixer: MakeMixer, case: Case) -> None:
+def test_parameter_counts_equal_fla(make_mixer: MakeMixer, case: Case) -> None:
     theirs = sum(p.numel() for p in _layer(case).parameters())
     if case.mixer == "moba":
         theirs -= HEAD_DIM  # weight of that norm
     assert make_mixer(case.mixer, **case.ours).num_parameters() == theirs
 
 
-def test_every_mixer_that_flash_linear_attention_has_is_compared() -> None:
+def test_all_fla_mixers_are_compared() -> None:
     elsewhere = {"rwkv6", "rwkv7"}
     assert {case.mixer for case in CASES} == set(LAYERS) == set(peers.LAYERS) - elsewhere

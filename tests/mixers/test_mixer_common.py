@@ -52,9 +52,7 @@ VARIANTS += [(name, {}) for name in sorted(set(load_all()) - {name for name, _ i
 
 
 @pytest.mark.parametrize(("name", "fields"), VARIANTS)
-def test_no_output_knows_a_later_token(
-    make_mixer: MakeMixer, hidden_states: Tensor, name: str, fields: dict[str, Any]
-) -> None:
+def test_outputs_are_causal(make_mixer: MakeMixer, hidden_states: Tensor, name: str, fields: dict[str, Any]) -> None:
     mixer = make_mixer(name, **fields)
     before = mixer(hidden_states)[0]
     for changed in (1, 7, 12):
@@ -66,9 +64,7 @@ def test_no_output_knows_a_later_token(
 
 
 @pytest.mark.parametrize(("name", "fields"), VARIANTS)
-def test_no_gradient_flows_to_a_later_token(
-    make_mixer: MakeMixer, hidden_states: Tensor, name: str, fields: dict[str, Any]
-) -> None:
+def test_gradients_are_causal(make_mixer: MakeMixer, hidden_states: Tensor, name: str, fields: dict[str, Any]) -> None:
     x = hidden_states.clone().requires_grad_()
     make_mixer(name, **fields)(x)[0][6].sum().backward()
     assert x.grad is not None
@@ -77,7 +73,7 @@ def test_no_gradient_flows_to_a_later_token(
 
 
 @pytest.mark.parametrize(("name", "fields"), VARIANTS)
-def test_samples_of_a_batch_do_not_know_each_other(
+def test_samples_are_independent(
     make_mixer: MakeMixer, hidden_states: Tensor, name: str, fields: dict[str, Any]
 ) -> None:
     mixer = make_mixer(name, **fields)
@@ -86,16 +82,14 @@ def test_samples_of_a_batch_do_not_know_each_other(
 
 
 @pytest.mark.parametrize(("name", "fields"), VARIANTS)
-def test_features_are_as_wide_as_said(
-    make_mixer: MakeMixer, hidden_states: Tensor, name: str, fields: dict[str, Any]
-) -> None:
+def test_feature_widths(make_mixer: MakeMixer, hidden_states: Tensor, name: str, fields: dict[str, Any]) -> None:
     mixer = make_mixer(name, **fields)
     first, *more = (x.shape[-1] for x in mixer.features(hidden_states))
     padding = 0 if more else -mixer.head_group_width() % MULTIPLE
     assert first + sum(more) == mixer.head_group_width() + padding
 
 
-def test_every_file_registers_a_mixer() -> None:
+def test_all_modules_register_mixers() -> None:
     files = {path.stem for path in Path(megatron_ext.mixers.__path__[0]).glob("*.py")} - {"__init__"}
     modules = {entry.module.__module__.rpartition(".")[2] for entry in load_all().values()}
     assert files == modules
@@ -105,7 +99,7 @@ def test_every_file_registers_a_mixer() -> None:
         assert entry.config_type() == entry.config_type()  # every field has a default
 
 
-def test_a_name_is_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_duplicate_name_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = load_all()["attention"]
     with pytest.raises(ValueError, match="two mixers are called 'attention'"):
         register("attention", entry.config_type)(entry.module)
@@ -124,7 +118,7 @@ def test_a_name_is_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
         ("auto", 4, 3, False),
     ],
 )
-def test_what_is_exchanged_under_context_parallelism(
+def test_context_parallel_exchange(
     make_mixer: MakeMixer, monkeypatch: pytest.MonkeyPatch, chosen: str, length: int, size: int, heads: bool
 ) -> None:
     """Each of 2 ranks receives half of a head's 24 + 6 features, or a summary of 6 * (6 + 6): 15 * length or 72."""
@@ -150,7 +144,7 @@ def test_what_is_exchanged_under_context_parallelism(
         ("auto", "approx", 4, 2, 2, 10, True),  # a chunk would span two ranks
     ],
 )
-def test_whether_chunks_are_fetched_under_context_parallelism(
+def test_context_parallel_chunk_fetch(
     make_mixer: MakeMixer,
     monkeypatch: pytest.MonkeyPatch,
     chosen: str,
@@ -192,7 +186,7 @@ class _Widths(ContextParallelHistory):
 @pytest.mark.parametrize(
     ("name", "fields"), [(name, fields) for name, fields in VARIANTS if load_all()[name].traits.supports_state_passing]
 )
-def test_walks_that_a_summary_takes(
+def test_summary_scans(
     make_mixer: MakeMixer, hidden_states: Tensor, one_process: Any, name: str, fields: dict[str, Any]
 ) -> None:
     mixer = make_mixer(name, **fields)
@@ -213,13 +207,13 @@ def _pairs(seen: Callable[[int, int], bool]) -> float:
 
 
 @pytest.mark.parametrize("window", [None, 1, 5, 12, 30])
-def test_operations_of_attention(make_mixer: MakeMixer, window: int | None) -> None:
+def test_attention_flops(make_mixer: MakeMixer, window: int | None) -> None:
     mixer = make_mixer("attention", window=window)
     pairs = _pairs(lambda t, s: window is None or t - s < window)
     assert mixer.mixing_flops(LENGTH) == pytest.approx(HEADS * pairs * (2 * WIDTH + 2 * WIDTH))
 
 
-def test_operations_of_top1_element(make_mixer: MakeMixer) -> None:
+def test_top1_element_flops(make_mixer: MakeMixer) -> None:
     """Count one score per pair. Selecting a value needs no multiplication."""
     pairs = _pairs(lambda t, s: True)
     assert make_mixer("top1_element").mixing_flops(LENGTH) == pytest.approx(HEADS * pairs * 2 * WIDTH)
@@ -227,7 +221,7 @@ def test_operations_of_top1_element(make_mixer: MakeMixer) -> None:
 
 @pytest.mark.parametrize("expand_v", [1, 2])
 @pytest.mark.parametrize("name", ["deltanet", "gated_deltanet"])
-def test_operations_of_the_delta_rule(make_mixer: MakeMixer, name: str, expand_v: int) -> None:
+def test_delta_rule_flops(make_mixer: MakeMixer, name: str, expand_v: int) -> None:
     mixer = make_mixer(name, expand_v=expand_v)
     # Read with the key, write, and read with the query.
     assert mixer.mixing_flops(LENGTH) == pytest.approx(HEADS * 3 * 2 * WIDTH * WIDTH * expand_v)
@@ -236,40 +230,40 @@ def test_operations_of_the_delta_rule(make_mixer: MakeMixer, name: str, expand_v
 
 @pytest.mark.parametrize("expand_v", [1, 3])
 @pytest.mark.parametrize("name", ["linear_attention", "retnet", "gla"])
-def test_operations_of_a_state_that_adds(make_mixer: MakeMixer, name: str, expand_v: int) -> None:
+def test_additive_state_flops(make_mixer: MakeMixer, name: str, expand_v: int) -> None:
     """Count a write and a read of the state."""
     mixer = make_mixer(name, expand_v=expand_v)
     assert mixer.mixing_flops(LENGTH) == pytest.approx(HEADS * 2 * 2 * WIDTH * WIDTH * expand_v)
 
 
 @pytest.mark.parametrize("width", [3, 16])
-def test_operations_of_based(make_mixer: MakeMixer, width: int) -> None:
+def test_based_flops(make_mixer: MakeMixer, width: int) -> None:
     """Count write and read of a state over products of at most two features. The normalizer acts as one more value."""
     products = sum(1 for i in range(width + 1) for j in range(i + 1))
     mixer = make_mixer("based", feature_dim=width)
     assert mixer.mixing_flops(LENGTH) == pytest.approx(HEADS * 2 * 2 * products * (WIDTH + 1))
 
 
-def test_operations_of_rwkv6(make_mixer: MakeMixer) -> None:
+def test_rwkv6_flops(make_mixer: MakeMixer) -> None:
     """Count write and read, and for the current token the weight (sum of r * u * k) and its product with the value."""
     by_hand = HEADS * (2 * 2 * WIDTH * WIDTH + 3 * WIDTH + 2 * WIDTH)
     assert make_mixer("rwkv6").mixing_flops(LENGTH) == pytest.approx(by_hand)
 
 
-def test_operations_of_rwkv7(make_mixer: MakeMixer) -> None:
+def test_rwkv7_flops(make_mixer: MakeMixer) -> None:
     """Count read and removal of old content, write and read, and the current token as in RWKV-6."""
     by_hand = HEADS * (4 * 2 * WIDTH * WIDTH + 3 * WIDTH + 2 * WIDTH)
     assert make_mixer("rwkv7").mixing_flops(LENGTH) == pytest.approx(by_hand)
 
 
-def test_operations_of_moba_are_those_of_chunks_by_their_mean(make_mixer: MakeMixer) -> None:
+def test_moba_flops(make_mixer: MakeMixer) -> None:
     chunks = make_mixer("top1_chunk", chunk_size=8, top_k=2, score="approx").mixing_flops(4096)
     assert make_mixer("moba", block_size=8, top_k=3).mixing_flops(4096) == chunks
 
 
 @pytest.mark.parametrize("score", ["approx", "exact", "exact_lse"])
 @pytest.mark.parametrize("local", [True, False])
-def test_operations_of_top1_chunk(make_mixer: MakeMixer, score: str, local: bool) -> None:
+def test_top1_chunk_flops(make_mixer: MakeMixer, score: str, local: bool) -> None:
     """Compare with a count over whole chunks. The formula assumes that a query sees half of its own chunk."""
     size, length, top_k = 8, 4096, 2
     mixer = make_mixer("top1_chunk", chunk_size=size, top_k=top_k, score=score, local=local)

@@ -42,7 +42,7 @@ def _numbers_kept(mixer: Mixer) -> int:
 
 @pytest.mark.parametrize("lengths", [[5, *[1] * 8], [1] * 13, [1, 6, 2, 4]], ids=["prompt", "alone", "pieces"])
 @pytest.mark.parametrize(("name", "fields"), CASES)
-def test_pieces_give_what_the_whole_gives(
+def test_decoding_in_pieces_equals_whole_sequence(
     make_mixer: MakeMixer, hidden_states: Tensor, name: str, fields: dict[str, Any], lengths: list[int]
 ) -> None:
     """Mixers that select agree, too: no two of these scores are so close that rounding could change a choice."""
@@ -53,7 +53,7 @@ def test_pieces_give_what_the_whole_gives(
 
 
 @pytest.mark.parametrize(("name", "fields"), CONSTANT)
-def test_what_is_kept_does_not_grow(make_mixer: MakeMixer, name: str, fields: dict[str, Any]) -> None:
+def test_state_caches_do_not_grow(make_mixer: MakeMixer, name: str, fields: dict[str, Any]) -> None:
     mixer = make_mixer(name, **fields)
     x = torch.randn(40, 2, mixer.config.hidden_size, generator=torch.Generator().manual_seed(5))
     with with_decode_caches(mixer):
@@ -65,7 +65,7 @@ def test_what_is_kept_does_not_grow(make_mixer: MakeMixer, name: str, fields: di
         assert _numbers_kept(mixer) == after_ten > 0
 
 
-def test_what_is_kept_of_states_windows_and_keys(make_mixer: MakeMixer) -> None:
+def test_decode_cache_size(make_mixer: MakeMixer) -> None:
     """Cache sizes derived by hand, for two samples of 4 heads x 6 after seven positions, the last one decoded alone."""
     x = torch.randn(7, 2, 24, generator=torch.Generator().manual_seed(5))
     expected = {
@@ -84,7 +84,7 @@ def test_what_is_kept_of_states_windows_and_keys(make_mixer: MakeMixer) -> None:
             assert _numbers_kept(mixer) == numbers, name
 
 
-def test_keys_and_values_are_seldom_copied(make_mixer: MakeMixer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_growing_cache_is_rarely_copied(make_mixer: MakeMixer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies happen at capacities 1, 2, 3, 4, 6, 9, 13, 19, 28 and 42, once each for keys and values."""
     mixer = make_mixer("attention")
     made: list[int] = []
@@ -98,7 +98,7 @@ def test_keys_and_values_are_seldom_copied(make_mixer: MakeMixer, monkeypatch: p
     assert made == [n for n in (1, 2, 3, 4, 6, 9, 13, 19, 28, 42) for _ in "kv"]
 
 
-def test_a_sequence_is_forgotten_at_the_end(make_mixer: MakeMixer, hidden_states: Tensor) -> None:
+def test_decode_cache_is_released(make_mixer: MakeMixer, hidden_states: Tensor) -> None:
     mixer = make_mixer("gated_deltanet")
     first = _by_pieces(mixer, hidden_states, [6, 7])
     assert mixer.decode_cache is None
@@ -108,7 +108,7 @@ def test_a_sequence_is_forgotten_at_the_end(make_mixer: MakeMixer, hidden_states
     assert mixer(hidden_states)[0].requires_grad
 
 
-def test_a_mixer_that_never_looks_back_is_caught(make_mixer: MakeMixer, hidden_states: Tensor) -> None:
+def test_mixer_without_history_access_is_detected(make_mixer: MakeMixer, hidden_states: Tensor) -> None:
     mixer = make_mixer("attention")
     mixer.mix = lambda x_tbuw, part: x_tbuw[..., :6]
     with with_decode_caches(mixer):

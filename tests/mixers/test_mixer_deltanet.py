@@ -48,7 +48,7 @@ def _head(mixer: Any, rows_tw: Tensor, head: int, gated: bool) -> Tensor:
 @pytest.mark.parametrize(
     "fields", [{}, {"expand_v": 2}, {"output_gate": False}, {"output_gate": True}, {"conv_kernel_size": 1}]
 )
-def test_it_is_the_loop_over_tokens(
+def test_equals_loop_over_tokens(
     make_mixer: MakeMixer, hidden_states: Tensor, name: str, fields: dict[str, Any]
 ) -> None:
     mixer = make_mixer(name, **fields)

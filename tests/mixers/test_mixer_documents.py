@@ -51,7 +51,7 @@ def _gradients(mixer: Any, out: Tensor, x: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(("name", "fields"), VARIANTS)
-def test_each_document_is_mixed_as_if_it_were_alone(
+def test_documents_are_mixed_separately(
     make_mixer: Callable[..., Any], hidden_states: Tensor, name: str, fields: dict[str, Any]
 ) -> None:
     mixer, x = make_mixer(name, **fields), hidden_states.clone().requires_grad_()
@@ -63,7 +63,7 @@ def test_each_document_is_mixed_as_if_it_were_alone(
 
 
 @pytest.mark.parametrize(("name", "fields"), VARIANTS)
-def test_in_float64_only_rounding_is_left(
+def test_documents_in_float64(
     make_mixer: Callable[..., Any], hidden_states: Tensor, name: str, fields: dict[str, Any]
 ) -> None:
     mixer, x = make_mixer(name, **fields).double(), hidden_states.double().requires_grad_()
@@ -75,7 +75,7 @@ def test_in_float64_only_rounding_is_left(
 
 
 @pytest.mark.parametrize(("name", "fields"), VARIANTS)
-def test_pieces_that_share_a_call(
+def test_batched_pieces(
     make_mixer: Callable[..., Any],
     hidden_states: Tensor,
     monkeypatch: pytest.MonkeyPatch,
@@ -106,12 +106,12 @@ def _shapes_of_calls(mixer: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[
     return seen
 
 
-def test_those_that_shift_tokens_before_they_mix_do_not_say_that_they_can() -> None:
+def test_token_shifting_mixers_do_not_support_document_masking() -> None:
     assert set(load_all()) - set(APART) == {"rwkv6", "rwkv7"}
 
 
 @pytest.mark.parametrize("bounds", [[0, 13, 25], [0, 14, 26], [0, 26]])
-def test_bounds_of_another_batch(make_mixer: Callable[..., Any], hidden_states: Tensor, bounds: list[int]) -> None:
+def test_offsets_of_wrong_batch(make_mixer: Callable[..., Any], hidden_states: Tensor, bounds: list[int]) -> None:
     packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=torch.tensor(bounds))
     with pytest.raises(AssertionError, match="pieces do not fit the batch"):
         make_mixer("attention")(hidden_states, packed_seq_params=packed)

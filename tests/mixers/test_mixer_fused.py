@@ -46,7 +46,7 @@ def compiled_here(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[Any]]:
 
 
 @pytest.mark.parametrize("name", MIXERS)
-def test_compiled_it_is_the_same(
+def test_compiled_equals_eager(
     make_mixer: Callable[..., Any], hidden_states: Tensor, compiled_here: Callable[[], list[Any]], name: str
 ) -> None:
     mixer = make_mixer(name)

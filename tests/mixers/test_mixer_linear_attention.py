@@ -51,7 +51,7 @@ def _check(mixer: Any, hidden_states: Tensor, keep: list[float], of_q_and_k: Cal
     ("feature_map", "features"), [("elu", _elu_plus_one), ("relu", lambda x: x.clamp(min=0)), ("identity", lambda x: x)]
 )
 @pytest.mark.parametrize("fields", [{}, {"expand_v": 2, "output_gate": True}])
-def test_linear_attention_is_the_sum_over_pairs(
+def test_linear_attention_equals_sum_over_pairs(
     make_mixer: MakeMixer,
     hidden_states: Tensor,
     feature_map: str,
@@ -62,7 +62,7 @@ def test_linear_attention_is_the_sum_over_pairs(
 
 
 @pytest.mark.parametrize("fields", [{}, {"expand_v": 1, "output_gate": False}])
-def test_retnet_is_the_fading_sum_over_pairs(
+def test_retnet_equals_decayed_sum_over_pairs(
     make_mixer: MakeMixer, hidden_states: Tensor, fields: dict[str, Any]
 ) -> None:
     mixer = make_mixer("retnet", **fields)
@@ -71,7 +71,7 @@ def test_retnet_is_the_fading_sum_over_pairs(
 
 
 @pytest.mark.parametrize("fields", [{}, {"expand_v": 1, "output_gate": False, "decay_rank": 3, "decay_temperature": 2}])
-def test_gla_is_the_loop_over_tokens(make_mixer: MakeMixer, hidden_states: Tensor, fields: dict[str, Any]) -> None:
+def test_gla_equals_loop_over_tokens(make_mixer: MakeMixer, hidden_states: Tensor, fields: dict[str, Any]) -> None:
     mixer = make_mixer("gla", **fields)
     d, dv, hidden = mixer.head_dim, mixer.value_dim, hidden_states.double()
     rows = (hidden @ mixer.in_proj.weight.double().T).view(13, 2, 4, -1)
@@ -93,9 +93,7 @@ def test_gla_is_the_loop_over_tokens(make_mixer: MakeMixer, hidden_states: Tenso
 
 
 @pytest.mark.parametrize("width", [1, 5])
-def test_based_weighs_keys_with_the_first_terms_of_the_exponential(
-    make_mixer: MakeMixer, hidden_states: Tensor, width: int
-) -> None:
+def test_based_equals_taylor_attention(make_mixer: MakeMixer, hidden_states: Tensor, width: int) -> None:
     mixer = make_mixer("based", feature_dim=width)
     rows = (hidden_states.double() @ mixer.in_proj.weight.double().T).view(13, 2, 4, -1)
     q, k, v = rows.split([width, width, 6], -1)

@@ -66,7 +66,7 @@ def _by_loop(mixer: Any, hidden_states: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "fields", [{}, {"expand": 1}, {"conv_kernel_size": 1}, {"dt_rank": 5}, {"conv_kernel_size": 20, "expand": 3}]
 )
-def test_it_is_the_loop_over_tokens(make: MakeMixer, hidden_states: Tensor, fields: dict[str, Any]) -> None:
+def test_equals_loop_over_tokens(make: MakeMixer, hidden_states: Tensor, fields: dict[str, Any]) -> None:
     mixer = make(**fields)
     _assert_close(mixer(hidden_states)[0].double(), _by_loop(mixer, hidden_states))
 
@@ -88,7 +88,7 @@ def _weights_of_transformers(mixer: Any) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(("expand", "rank"), [(2, None), (1, 3)])
-def test_it_is_the_mamba_of_transformers(make: MakeMixer, hidden_states: Tensor, expand: int, rank: int | None) -> None:
+def test_equals_mamba_of_transformers(make: MakeMixer, hidden_states: Tensor, expand: int, rank: int | None) -> None:
     modeling = pytest.importorskip("transformers.models.mamba.modeling_mamba", exc_type=ImportError)
     mixer = make(expand=expand, dt_rank=rank)
     config = modeling.MambaConfig(
@@ -114,7 +114,7 @@ def test_it_is_the_mamba_of_transformers(make: MakeMixer, hidden_states: Tensor,
         _assert_close(a, b, name)
 
 
-def test_ranks_with_a_part_of_the_heads_sum_their_projections(
+def test_partial_projections_are_summed_over_ranks(
     make: MakeMixer, hidden_states: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Given the sum over ranks, a rank's shard of the heads gives its part of the whole output."""
@@ -141,14 +141,14 @@ def test_ranks_with_a_part_of_the_heads_sum_their_projections(
 
 
 @pytest.mark.parametrize(("expand", "state"), [(2, 16), (1, 3)])
-def test_operations_of_mamba(make: MakeMixer, expand: int, state: int) -> None:
+def test_mamba_flops(make: MakeMixer, expand: int, state: int) -> None:
     """Count decay, write and read of each element of a channel's state."""
     mixer = make(expand=expand, state_size=state)
     assert mixer.mixing_flops(12) == pytest.approx(HEADS * HEAD_DIM * expand * state * 3 * 2)
     assert mixer.mixing_flops(1200) == mixer.mixing_flops(12)
 
 
-def test_it_starts_as_the_paper_says(make: MakeMixer) -> None:
+def test_initialization(make: MakeMixer) -> None:
     mixer = make(state_size=3, dt_rank=4, conv_kernel_size=9)
     start = {}
     for name, parameter in mixer.named_parameters(recurse=False):

@@ -103,9 +103,7 @@ def _output(mixer: Any, hidden_states: Tensor, of_group: Callable[[Any, Tensor, 
         {"expand": 1, "convolution": False, "decay": "none", "group_norm": False},
     ],
 )
-def test_it_is_the_loop_over_tokens(
-    make: MakeMixer, hidden_states: Tensor, groups: int, fields: dict[str, Any]
-) -> None:
+def test_equals_loop_over_tokens(make: MakeMixer, hidden_states: Tensor, groups: int, fields: dict[str, Any]) -> None:
     mixer = make(groups, **fields)
     out, _ = mixer(hidden_states)
     torch.testing.assert_close(out.double(), _output(mixer, hidden_states, _group_by_loop), rtol=1e-4, atol=1e-4)
@@ -132,7 +130,7 @@ def _pairs(mixer: Any, theirs: Any, of: Callable[[Tensor], Tensor]) -> dict[str,
 
 
 @pytest.mark.parametrize("expand", [1, 2])
-def test_it_is_the_mamba2_of_transformers(make: MakeMixer, hidden_states: Tensor, expand: int) -> None:
+def test_equals_mamba2_of_transformers(make: MakeMixer, hidden_states: Tensor, expand: int) -> None:
     modeling = pytest.importorskip("transformers.models.mamba2.modeling_mamba2", exc_type=ImportError)
     mixer = make(1, expand=expand)
     config = modeling.Mamba2Config(
@@ -173,7 +171,7 @@ def _group_by_pairs(mixer: Any, rows_tw: Tensor, group: int) -> Tensor:
     return _gate_and_norm(mixer, y.flatten(1), gate, group)
 
 
-def test_without_decay_it_is_a_sum_over_pairs(make: MakeMixer, hidden_states: Tensor) -> None:
+def test_without_decay_equals_sum_over_pairs(make: MakeMixer, hidden_states: Tensor) -> None:
     mixer = make(decay="none")
     out, _ = mixer(hidden_states)
     torch.testing.assert_close(out.double(), _output(mixer, hidden_states, _group_by_pairs), rtol=1e-4, atol=1e-4)
@@ -187,7 +185,7 @@ def _copy(source: Any, target: Any) -> None:
             parameter.data.copy_(own[name])
 
 
-def test_a_fixed_decay_is_that_of_steps_which_see_no_token(make: MakeMixer, hidden_states: Tensor) -> None:
+def test_fixed_decay(make: MakeMixer, hidden_states: Tensor) -> None:
     free, fixed = make(), make(decay="fixed")
     _copy(free, fixed)
     rows = free.in_proj.weight.data.view(2, -1, HIDDEN)
@@ -197,7 +195,7 @@ def test_a_fixed_decay_is_that_of_steps_which_see_no_token(make: MakeMixer, hidd
     torch.testing.assert_close(free(hidden_states)[0], fixed(hidden_states)[0], rtol=1e-5, atol=1e-5)
 
 
-def test_no_convolution_is_that_of_one_tap_of_one(make: MakeMixer, hidden_states: Tensor) -> None:
+def test_without_convolution(make: MakeMixer, hidden_states: Tensor) -> None:
     without, one = make(convolution=False), make(conv_kernel_size=1)
     _copy(without, one)
     one.in_proj.weight.data.copy_(without.in_proj.weight)
@@ -206,7 +204,7 @@ def test_no_convolution_is_that_of_one_tap_of_one(make: MakeMixer, hidden_states
     torch.testing.assert_close(without(hidden_states)[0], one(hidden_states)[0], rtol=1e-5, atol=1e-5)
 
 
-def test_no_group_norm_leaves_out_the_norm_alone(make: MakeMixer) -> None:
+def test_without_group_norm(make: MakeMixer) -> None:
     with_norm, without = make(), make(group_norm=False)
     _copy(with_norm, without)
     generator = torch.Generator().manual_seed(5)
@@ -230,9 +228,7 @@ CONVOLUTION, STEP = {"conv_weight", "conv_bias"}, {"log_decay", "step_bias"}
         ({"group_norm": False}, {"group_norm_weight"}, 2),
     ],
 )
-def test_it_has_the_parameters_that_it_uses(
-    make: MakeMixer, fields: dict[str, Any], left_out: set[str], steps: int
-) -> None:
+def test_only_used_parameters_exist(make: MakeMixer, fields: dict[str, Any], left_out: set[str], steps: int) -> None:
     mixer = make(**fields)
     names = {"in_proj.weight", "out_proj.weight", "skip", "group_norm_weight"} | CONVOLUTION | STEP
     assert {name for name, _ in mixer.named_parameters()} == names - left_out
@@ -241,7 +237,7 @@ def test_it_has_the_parameters_that_it_uses(
     assert mixer.out_proj.weight.shape == (HIDDEN, 2 * inner)
 
 
-def test_groups_do_not_know_each_other(make: MakeMixer) -> None:
+def test_groups_are_independent(make: MakeMixer) -> None:
     """A group alone gives its part of the whole output, so groups can be split over ranks."""
     mixer = make()
     x = torch.randn(LENGTH, BATCH, 2, mixer.head_group_width(), generator=torch.Generator().manual_seed(5))
@@ -250,7 +246,7 @@ def test_groups_do_not_know_each_other(make: MakeMixer) -> None:
         torch.testing.assert_close(mixer.mix(x[:, :, u : u + 1], MixInput(u, 1)), whole[:, :, u : u + 1])
 
 
-def test_sixteen_bits_stay_sixteen_bits(make: MakeMixer) -> None:
+def test_outputs_keep_16_bit_dtype(make: MakeMixer) -> None:
     mixer = make()
     x = torch.randn(LENGTH, BATCH, 2, mixer.head_group_width(), generator=torch.Generator().manual_seed(5))
     expected = mixer.mix(x, MixInput(0, 2))
@@ -259,7 +255,7 @@ def test_sixteen_bits_stay_sixteen_bits(make: MakeMixer) -> None:
     assert ((out.float() - expected).norm() / expected.norm()).item() < 0.03
 
 
-def test_the_bias_of_the_convolution_begins_as_torchs() -> None:
+def test_convolution_bias_initialization() -> None:
     whole = torch.empty(50, 40)
     uniform_within(0.5)(whole, torch.Generator().manual_seed(1))
     assert float(whole.abs().max()) <= 0.5

@@ -34,7 +34,7 @@ def _all_turned(x_bthd: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("encoding", ["rope", "none"])
 @pytest.mark.parametrize("groups", [4, 2, 1])
-def test_the_op_on_projected_rows(make_mixer: MakeMixer, hidden_states: Tensor, encoding: str, groups: int) -> None:
+def test_equals_op_on_projected_rows(make_mixer: MakeMixer, hidden_states: Tensor, encoding: str, groups: int) -> None:
     mixer = make_mixer("nsa", groups=groups, position_encoding=encoding, **SMALL)
     own, length = HEADS // groups, len(hidden_states)
     assert mixer.in_proj.weight.shape[0] == groups * ((own + 2) * WIDTH + 3 * own)
@@ -55,7 +55,7 @@ def test_the_op_on_projected_rows(make_mixer: MakeMixer, hidden_states: Tensor, 
     torch.testing.assert_close(mixer(hidden_states)[0].double(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_every_weight_learns(make_mixer: MakeMixer, hidden_states: Tensor) -> None:
+def test_all_weights_have_gradients(make_mixer: MakeMixer, hidden_states: Tensor) -> None:
     mixer = make_mixer("nsa", groups=2, **SMALL)
     mixer(hidden_states)[0].square().sum().backward()
     assert bool((mixer.in_proj.weight.grad.abs().sum(1) > 0).all())
@@ -85,7 +85,7 @@ class Given(EmptyHistory):
 
 
 @pytest.mark.parametrize("start", [0, 4, 7])
-def test_a_part_of_the_sequence_gives_that_part_of_the_result(make_mixer: MakeMixer, start: int) -> None:
+def test_sequence_shard(make_mixer: MakeMixer, start: int) -> None:
     """Context parallelism by gathering: queries and gates of the own shard, keys and values of all shards up to it."""
     mixer = make_mixer("nsa", groups=2, **SMALL)
     x_tbuw = torch.randn(13, 2, 2, mixer.head_group_width(), generator=torch.Generator().manual_seed(3))
@@ -100,7 +100,7 @@ def test_a_part_of_the_sequence_gives_that_part_of_the_result(make_mixer: MakeMi
     torch.testing.assert_close(whole, mixer.mix(x_tbuw, MixInput(0, 2)), rtol=0, atol=0)
 
 
-def test_a_part_of_the_groups_gives_that_part_of_the_result(make_mixer: MakeMixer) -> None:
+def test_subset_of_groups(make_mixer: MakeMixer) -> None:
     mixer = make_mixer("nsa", groups=2, **SMALL)
     x_tbuw = torch.randn(13, 2, 2, mixer.head_group_width(), generator=torch.Generator().manual_seed(3))
     whole = mixer.mix(x_tbuw, MixInput(0, 2))
@@ -122,6 +122,6 @@ def test_operations(make_mixer: MakeMixer, num_selected: int, window: int) -> No
     assert mixer.mixing_flops(length) == pytest.approx(by_hand, rel=0.03)
 
 
-def test_a_block_is_a_power_of_two() -> None:
+def test_block_size_is_power_of_two() -> None:
     with pytest.raises(ValidationError, match="power of two"):
         NSAConfig(block_size=48)

@@ -13,7 +13,7 @@ def turned_from(x_tbnd: Tensor, base: float, first_position: int) -> Tensor:
     return rotate(x_tbnd, rotation(first_position, len(x_tbnd), x_tbnd.shape[-1], base, x_tbnd.device))
 
 
-def test_rotation_is_multiplication_by_complex_numbers_of_length_one() -> None:
+def test_rotation_equals_complex_multiplication() -> None:
     x = torch.randn(5, 2, 3, 8, generator=torch.Generator().manual_seed(1))
     numbers = torch.complex(x[..., :4].double(), x[..., 4:].double())
     positions = torch.arange(100, 105, dtype=torch.float64)
@@ -24,19 +24,19 @@ def test_rotation_is_multiplication_by_complex_numbers_of_length_one() -> None:
     assert turned_from(x.bfloat16(), 500.0, 0).dtype == torch.bfloat16
 
 
-def test_rotation_of_a_part_is_that_part_of_the_rotation_of_the_whole() -> None:
+def test_rotation_from_offset() -> None:
     x = torch.randn(6, 1, 1, 4, generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(turned_from(x[2:], 10000.0, 2), turned_from(x, 10000.0, 0)[2:], rtol=0, atol=0)
 
 
-def test_scores_of_rotated_vectors_depend_on_distance_alone() -> None:
+def test_rotated_scores_depend_on_distance_only() -> None:
     generator = torch.Generator().manual_seed(2)
     q, k = (torch.randn(1, 1, 1, 8, generator=generator) for _ in range(2))
     scores = [(turned_from(q, 100.0, 5 + shift) * turned_from(k, 100.0, 2 + shift)).sum() for shift in (0, 1, 40)]
     torch.testing.assert_close(torch.stack(scores), scores[0].expand(3), rtol=1e-4, atol=1e-4)
 
 
-def test_heads_of_a_unit_are_cut_and_rotated() -> None:
+def test_rotated_heads() -> None:
     t, b, u, g, d, e = 5, 2, 3, 4, 8, 16
     x = torch.randn(t, b, u, g * d + d + e, generator=torch.Generator().manual_seed(3))
     by = rotation(7, t, d, 100.0, x.device)
@@ -52,7 +52,7 @@ def test_heads_of_a_unit_are_cut_and_rotated() -> None:
 
 
 @pytest.mark.parametrize(("width", "base"), [(128, 10000.0), (128, 500000.0), (64, 10000.0), (80, 1e6)])
-def test_frequencies_are_those_of_transformers_to_the_last_bit(width: int, base: float) -> None:
+def test_frequencies_equal_transformers(width: int, base: float) -> None:
     llama = pytest.importorskip("transformers.models.llama.modeling_llama", reason="transformers is not installed")
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(

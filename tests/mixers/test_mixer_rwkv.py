@@ -70,9 +70,7 @@ WEIGHTS = {"rwkv6": _rwkv6_weights, "rwkv7": converted}
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
-def test_outputs_and_gradients_are_those_of_flash_linear_attention(
-    make_mixer: MakeMixer, theirs: Any, hidden_states: Tensor, name: str
-) -> None:
+def test_outputs_and_gradients_equal_fla(make_mixer: MakeMixer, theirs: Any, hidden_states: Tensor, name: str) -> None:
     mixer, layer = make_mixer(name), theirs(name)
     with torch.no_grad():  # small weights do not amplify rounding errors in decay logits
         for parameter in mixer.parameters():
@@ -89,9 +87,7 @@ def _begin(mixer: Any) -> Any:
 
 
 @pytest.mark.parametrize(("layer_idx", "layers"), [(0, 2), (1, 2), (3, 12), (11, 12)])
-def test_rwkv7_begins_as_flash_linear_attention_does(
-    make_mixer: MakeMixer, theirs: Any, layer_idx: int, layers: int
-) -> None:
+def test_rwkv7_initialization_equals_fla(make_mixer: MakeMixer, theirs: Any, layer_idx: int, layers: int) -> None:
     mixer = _begin(make_mixer("rwkv7", layer_number=layer_idx + 1, layers=layers))
     expected = dict(theirs("rwkv7", layer_idx, layers).named_parameters())
     for name, found in converted(mixer).items():
@@ -104,7 +100,7 @@ def test_rwkv7_begins_as_flash_linear_attention_does(
 
 
 @pytest.mark.parametrize("hidden", [24, 768])
-def test_ranks_of_rwkv7_are_those_of_flash_linear_attention(theirs: Any, hidden: int) -> None:
+def test_rwkv7_ranks_equal_fla(theirs: Any, hidden: int) -> None:
     layer = theirs("rwkv7", hidden=hidden)
     found = [default_rank(2.5 * hidden / HEADS / 64, hidden), default_rank(5, hidden)]
     assert found == [layer.decay_low_rank_dim, layer.gate_low_rank_dim]
@@ -112,7 +108,7 @@ def test_ranks_of_rwkv7_are_those_of_flash_linear_attention(theirs: Any, hidden:
 
 
 @pytest.mark.parametrize(("layer", "layers"), [(0, 1), (0, 12), (5, 12), (11, 12)])
-def test_rwkv6_begins_as_the_authors_code(make_mixer: MakeMixer, layer: int, layers: int) -> None:
+def test_rwkv6_initialization(make_mixer: MakeMixer, layer: int, layers: int) -> None:
     """Compare initial values channel by channel with RWKV-LM's RWKV_Tmix_x060."""
     mixer = _begin(make_mixer("rwkv6", layer_number=layer + 1, layers=layers))
     ratio, left = layer / max(layers - 1, 1), 1 - layer / layers
@@ -129,9 +125,7 @@ def test_rwkv6_begins_as_the_authors_code(make_mixer: MakeMixer, layer: int, lay
     assert not mixer.decay_down.any()
 
 
-def test_rwkv7_keeps_the_bound_it_tells_the_op(
-    make_mixer: MakeMixer, hidden_states: Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rwkv7_log_decay_bound(make_mixer: MakeMixer, hidden_states: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("fla", reason="flash-linear-attention is not installed")
     mixer, seen = make_mixer("rwkv7"), []
 
@@ -149,7 +143,7 @@ def test_rwkv7_keeps_the_bound_it_tells_the_op(
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
-def test_vectors_have_no_weight_decay(make_mixer: MakeMixer, name: str) -> None:
+def test_no_weight_decay_on_vectors(make_mixer: MakeMixer, name: str) -> None:
     mixer = make_mixer(name)
     undecayed = {n for n, p in mixer.named_parameters(recurse=False) if p.no_weight_decay}
     of_heads = {"bonus", "decay_base", "group_norm_weight", "group_norm_bias", "mu"}

@@ -49,7 +49,7 @@ def _best_element(q: Tensor, keys: Tensor) -> Tensor:
 @pytest.mark.parametrize("estimator", ["straight_through", "selected"])
 @pytest.mark.parametrize("encoding", ["rope", "none"])
 @pytest.mark.parametrize("groups", [4, 2])
-def test_element_takes_the_value_of_the_best_key(
+def test_top1_element_selects_best_key(
     make_mixer: MakeMixer, hidden_states: Tensor, estimator: str, encoding: str, groups: int
 ) -> None:
     mixer = make_mixer("top1_element", groups=groups, estimator=estimator, position_encoding=encoding)
@@ -77,7 +77,7 @@ def _chunk_weights(score: str, size: int, top_k: int, local: bool) -> Callable[[
 
 @pytest.mark.parametrize("score", ["approx", "exact", "exact_lse"])
 @pytest.mark.parametrize(("top_k", "local", "groups"), [(1, True, 4), (2, True, 2), (1, False, 1)])
-def test_chunk_attends_to_the_best_chunks(
+def test_top1_chunk_attends_to_best_chunks(
     make_mixer: MakeMixer, hidden_states: Tensor, score: str, top_k: int, local: bool, groups: int
 ) -> None:
     mixer = make_mixer("top1_chunk", groups=groups, chunk_size=4, score=score, top_k=top_k, local=local)
@@ -86,7 +86,7 @@ def test_chunk_attends_to_the_best_chunks(
 
 
 @pytest.mark.parametrize(("top_k", "groups", "encoding"), [(2, 4, "rope"), (3, 2, "none")])
-def test_moba_attends_to_the_own_block_and_those_with_the_best_means(
+def test_moba_attends_to_own_and_best_blocks(
     make_mixer: MakeMixer, hidden_states: Tensor, top_k: int, groups: int, encoding: str
 ) -> None:
     mixer = make_mixer("moba", groups=groups, block_size=4, top_k=top_k, position_encoding=encoding)
@@ -95,6 +95,6 @@ def test_moba_attends_to_the_own_block_and_those_with_the_best_means(
 
 
 @pytest.mark.parametrize("block_size", [1, 4])
-def test_moba_with_all_blocks_is_attention(make_mixer: MakeMixer, hidden_states: Tensor, block_size: int) -> None:
+def test_moba_with_all_blocks_equals_attention(make_mixer: MakeMixer, hidden_states: Tensor, block_size: int) -> None:
     moba = make_mixer("moba", block_size=block_size, top_k=13)
     torch.testing.assert_close(moba(hidden_states)[0], make_mixer("attention")(hidden_states)[0], rtol=1e-5, atol=1e-5)

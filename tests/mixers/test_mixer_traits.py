@@ -41,7 +41,7 @@ TRAITS: dict[str, dict[str, Any]] = {
 }
 
 
-def test_every_mixer_of_this_project_is_in_the_table() -> None:
+def test_all_mixers_are_in_traits_table() -> None:
     assert set(TRAITS) == MIXERS
 
 

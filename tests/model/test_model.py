@@ -28,11 +28,11 @@ def _shape(pattern: str, vocab_size: int = 100, **mixers: Any) -> ModelShape:
 
 @pytest.mark.parametrize(("tokens", "rows"), [(1, 128), (127, 128), (128, 128), (129, 256), (50257, 50304)])
 @pytest.mark.parametrize("parallel", [ParallelConfig(), ParallelConfig(tensor=2, pipeline=2)])
-def test_padded_vocabulary_depends_on_the_vocabulary_alone(tokens: int, rows: int, parallel: ParallelConfig) -> None:
+def test_padded_vocabulary(tokens: int, rows: int, parallel: ParallelConfig) -> None:
     assert replace(_shape("attention", tokens), parallel=parallel).padded_vocab_size == rows
 
 
-def test_precision_recompute_and_interleaving_reach_megatron() -> None:
+def test_settings_reach_megatron_config() -> None:
     shape = _shape("attention*4")
     plain = transformer_config(shape, CPU)
     assert (plain.params_dtype, plain.bf16, plain.recompute_granularity) == (torch.bfloat16, True, None)
@@ -46,32 +46,32 @@ def test_precision_recompute_and_interleaving_reach_megatron() -> None:
 
 
 @pytest.mark.parametrize(("fp8", "expected"), [("none", None), ("tensorwise", "hybrid"), ("blockwise", "e4m3")])
-def test_products_in_eight_bits_are_megatrons_recipes(fp8: str, expected: str | None) -> None:
+def test_fp8_recipes(fp8: str, expected: str | None) -> None:
     config = transformer_config(replace(_shape("attention"), fp8=fp8), CPU)
     assert config.fp8 == expected
     assert expected is None or config.fp8_recipe == fp8
 
 
 @pytest.mark.parametrize(("parallel", "split"), [({}, False), ({"tensor": 2}, True)])
-def test_a_run_with_tensor_parallelism_has_sequence_parallelism(parallel: dict[str, int], split: bool) -> None:
+def test_sequence_parallelism_follows_tensor_parallelism(parallel: dict[str, int], split: bool) -> None:
     run = derive(RunConfig(data=DataConfig(path="none"), parallel=ParallelConfig(**parallel)))
     assert transformer_config(model_shape(run, CPU, 100), CPU).sequence_parallel is split
 
 
-def test_eight_bits_without_transformer_engine_are_refused() -> None:
+def test_fp8_requires_transformer_engine() -> None:
     run = RunConfig(data=DataConfig(path="none"), training=TrainingConfig(fp8="tensorwise"))
     with pytest.raises(UserError, match=r"training.fp8: 'tensorwise' is computed by Transformer Engine, which needs a"):
         model_shape(derive(run), CPU, 100)
 
 
-def test_copy_engines_without_a_gpu_are_refused() -> None:
+def test_copy_engines_require_gpu() -> None:
     parallel = ParallelConfig(context=2, context_transport="copy_engine")
     run = RunConfig(data=DataConfig(path="none"), parallel=parallel)
     with pytest.raises(UserError, match=r"parallel.context_transport: copy_engine, and there is no GPU; train on GPUs"):
         model_shape(derive(run), CPU, 100)
 
 
-def test_tests_are_not_in_eight_bits(one_process: Any) -> None:
+def test_evaluation_disables_fp8(one_process: Any) -> None:
     (model,) = build_model(replace(_shape("attention*2"), precision="fp32"), CPU, one_process, seed=1)
     config = model.decoder.config
     config.fp8 = "hybrid"
@@ -83,7 +83,7 @@ def test_tests_are_not_in_eight_bits(one_process: Any) -> None:
 
 @pytest.mark.parametrize(("recompute", "times"), [("none", 1), ("mlp", 2)])
 @pytest.mark.parametrize("block", ["transformer", "rwkv7"])
-def test_feed_forwards_alone_are_recomputed(block: Any, recompute: str, times: int, one_process: Any) -> None:
+def test_only_feed_forward_is_recomputed(block: Any, recompute: str, times: int, one_process: Any) -> None:
     shape = _shape("attention*2")
     shape = replace(shape, model=replace(shape.model, block=block), recompute=recompute, precision="fp32")
     (model,) = build_model(shape, CPU, one_process, seed=1)
@@ -100,7 +100,7 @@ def test_feed_forwards_alone_are_recomputed(block: Any, recompute: str, times: i
 
 
 @pytest.mark.parametrize("tie_embeddings", [False, True])
-def test_losses_are_the_cross_entropy_of_the_logits(tie_embeddings: bool, one_process: Any) -> None:
+def test_losses_equal_cross_entropy_of_logits(tie_embeddings: bool, one_process: Any) -> None:
     shape = _shape("attention*2")
     shape = replace(shape, model=replace(shape.model, tie_embeddings=tie_embeddings), precision="fp32")
     (model,) = build_model(shape, CPU, one_process, seed=1)
@@ -117,9 +117,7 @@ def test_losses_are_the_cross_entropy_of_the_logits(tie_embeddings: bool, one_pr
 
 
 @pytest.mark.parametrize("tie_embeddings", [False, True])
-def test_losses_and_gradients_do_not_depend_on_the_rows_that_fill_the_vocabulary_up(
-    tie_embeddings: bool, one_process: Any
-) -> None:
+def test_vocabulary_padding_does_not_affect_losses(tie_embeddings: bool, one_process: Any) -> None:
     """Compare a vocabulary of 100 tokens padded to 100, 128 and 640 rows."""
     tokens, labels = torch.randint(100, (2, 2, LENGTH), generator=torch.Generator().manual_seed(1))
     positions = torch.arange(LENGTH).expand(2, -1)
@@ -141,7 +139,7 @@ def test_losses_and_gradients_do_not_depend_on_the_rows_that_fill_the_vocabulary
         torch.testing.assert_close(gradients, found[0][1])
 
 
-def test_the_block_has_no_biases_no_dropout_and_rmsnorm_with_its_weight_alone(one_process: Any) -> None:
+def test_block_has_no_biases_or_dropout(one_process: Any) -> None:
     (model,) = build_model(replace(_shape("attention*2"), precision="fp32"), CPU, one_process, seed=1)
     assert not [name for name, _ in model.named_parameters() if name.endswith("bias")]
     assert model.config.attention_dropout == model.config.hidden_dropout == 0.0
@@ -150,7 +148,7 @@ def test_the_block_has_no_biases_no_dropout_and_rmsnorm_with_its_weight_alone(on
     ]
 
 
-def test_a_learned_position_table_is_added_at_the_input_where_a_layer_asks_for_it(one_process: Any) -> None:
+def test_learned_position_embeddings(one_process: Any) -> None:
     learned = {"attention": {"position_encoding": "learned"}}
     (model,) = build_model(replace(_shape("attention", **learned), precision="fp32"), CPU, one_process, seed=1)
     tokens, positions = torch.tensor([[3, 5]]), torch.tensor([[7, 2]])
@@ -162,7 +160,7 @@ def test_a_learned_position_table_is_added_at_the_input_where_a_layer_asks_for_i
     assert not hasattr(plain.embedding, "position_embeddings")
 
 
-def test_a_mixer_that_is_configured_but_in_no_layer_asks_for_no_table() -> None:
+def test_unused_mixer_needs_no_position_embeddings() -> None:
     shape = _shape("gated_deltanet", attention={"position_encoding": "learned"})
     assert not shape.learns_positions
 
@@ -170,7 +168,7 @@ def test_a_mixer_that_is_configured_but_in_no_layer_asks_for_no_table() -> None:
 @pytest.mark.parametrize(
     ("block", "normalization"), [("transformer", "rms_norm"), ("mixer", "rms_norm"), ("transformer", "layer_norm")]
 )
-def test_losses_are_those_of_the_block_written_out(one_process: Any, block: str, normalization: str) -> None:
+def test_losses_equal_reference_block(one_process: Any, block: str, normalization: str) -> None:
     """Explicit form: norm, mixer, residual, and in the first block norm, SwiGLU, residual; final norm, output layer."""
     plain = replace(_shape("attention,gated_deltanet"), precision="fp32")
     shape = replace(plain, model=replace(plain.model, block=block, normalization=normalization, init_std=0.2))
@@ -207,7 +205,7 @@ def _swiglu(x: torch.Tensor, mlp: Any) -> torch.Tensor:
     return (hidden * hidden.sigmoid() * (x @ up.T)) @ mlp.linear_fc2.weight.T
 
 
-def test_flops_of_a_token_by_hand(one_process: Any) -> None:
+def test_flops_per_token_by_hand(one_process: Any) -> None:
     shape = replace(_shape("attention,gated_deltanet"), precision="fp32")
     chunks = build_model(shape, CPU, one_process, seed=1)
     d = HIDDEN // HEADS
@@ -224,7 +222,7 @@ def test_flops_of_a_token_by_hand(one_process: Any) -> None:
     assert training_flops_per_token(shape, chunks, LENGTH) == pytest.approx(expected, rel=1e-12)
 
 
-def test_flops_of_a_channel_mix_are_those_of_two_matrices(one_process: Any) -> None:
+def test_channel_mix_flops(one_process: Any) -> None:
     plain = replace(_shape("attention*2"), precision="fp32")
     shape = replace(plain, model=replace(plain.model, block="rwkv7"))
     of_plain, of_block = (
@@ -233,7 +231,7 @@ def test_flops_of_a_channel_mix_are_those_of_two_matrices(one_process: Any) -> N
     assert of_plain - of_block == pytest.approx(2 * 6 * HIDDEN * FFN, rel=1e-12)
 
 
-def test_flops_of_documents_that_are_kept_apart_by_hand(one_process: Any) -> None:
+def test_flops_of_packed_documents(one_process: Any) -> None:
     """Attention counts only pairs within documents. Costs per token do not change."""
     shape = replace(_shape("attention"), precision="fp32")
     chunks = build_model(shape, CPU, one_process, seed=1)
@@ -246,7 +244,7 @@ def test_flops_of_documents_that_are_kept_apart_by_hand(one_process: Any) -> Non
     assert packed_flops_per_token(shape, chunks, {LENGTH: 3}) == training_flops_per_token(shape, chunks, LENGTH)
 
 
-def test_flops_of_a_mixer_alone_have_no_feed_forward(one_process: Any) -> None:
+def test_flops_without_feed_forward(one_process: Any) -> None:
     plain = replace(_shape("attention*2"), precision="fp32")
     shape = replace(plain, model=replace(plain.model, block="mixer", ffn_hidden_size=None))
     of_plain, of_block = (
@@ -255,7 +253,7 @@ def test_flops_of_a_mixer_alone_have_no_feed_forward(one_process: Any) -> None:
     assert of_plain - of_block == pytest.approx(2 * 6 * 3 * HIDDEN * FFN, rel=1e-12)
 
 
-def test_flops_of_a_stage_leave_out_what_it_does_not_hold(one_process: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flops_of_pipeline_stage(one_process: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = replace(_shape("attention*2"), precision="fp32")
     (whole,) = build_model(shape, CPU, one_process, seed=1)
     (half,) = build_model(replace(shape, mixers=["attention"]), CPU, one_process, seed=1)
@@ -265,7 +263,7 @@ def test_flops_of_a_stage_leave_out_what_it_does_not_hold(one_process: Any, monk
     assert training_flops_per_token(shape, [half], LENGTH) == pytest.approx((of_whole - output) / 2)
 
 
-def test_flops_do_not_count_the_parameters_of_other_ranks_twice(one_process: Any) -> None:
+def test_flops_count_replicated_parameters_once(one_process: Any) -> None:
     """`num_parameters` covers the whole layer, including the parameters on other tensor-parallel ranks."""
     (model,) = build_model(replace(_shape("gated_deltanet"), precision="fp32"), CPU, one_process, seed=1)
     mixer = next(module for module in model.modules() if isinstance(module, Mixer))

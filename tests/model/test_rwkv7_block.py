@@ -30,7 +30,7 @@ def model(one_process: Any) -> Any:
     return chunk
 
 
-def test_losses_are_those_of_the_block_written_out(model: Any) -> None:
+def test_losses_equal_reference_block(model: Any) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(("linear_fc2.weight", "out_proj.weight")):
@@ -65,7 +65,7 @@ def _shifted(x_tbh: Tensor, mu: Tensor) -> Tensor:
     return torch.stack(rows)
 
 
-def test_the_channel_mix_begins_as_flash_linear_attentions(model: Any) -> None:
+def test_channel_mix_initialization(model: Any) -> None:
     pytest.importorskip("fla", reason="flash-linear-attention is not installed")
     theirs = import_module("fla.models.rwkv7.modeling_rwkv7").RWKV7FeedForward
     for number, layer in enumerate(model.decoder.layers):
@@ -74,7 +74,7 @@ def test_the_channel_mix_begins_as_flash_linear_attentions(model: Any) -> None:
         torch.testing.assert_close(layer.pre_mlp_layernorm.mu, expected.x_k, rtol=1e-5, atol=1e-6)
 
 
-def test_a_foreign_mixers_tokens_begin_as_rwkv7s_keys(model: Any) -> None:
+def test_token_shift_initialization_of_other_mixer(model: Any) -> None:
     for number in (0, 2):
         mu = [1 - (c / HIDDEN) ** (0.7 * (1 - number / 3)) for c in range(HIDDEN)]
         assert model.decoder.layers[number].input_layernorm.mu.tolist() == pytest.approx(mu, abs=1e-6)

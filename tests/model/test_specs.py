@@ -29,14 +29,14 @@ CONFIGS = {
 }
 
 
-def test_each_layer_has_the_module_and_the_configuration_of_its_mixer() -> None:
+def test_layer_modules_and_configs() -> None:
     names = ["top1_chunk", "attention", "gated_deltanet", "attention"]
     mixers = [spec.submodules.self_attention for spec in layer_specs(names, CONFIGS, "local")]
     assert [mixer.module for mixer in mixers] == [Top1Chunk, SoftmaxAttention, GatedDeltaNet, SoftmaxAttention]
     assert [mixer.params["mixer_config"] for mixer in mixers] == [CONFIGS[name] for name in names]
 
 
-def test_the_local_back_end_is_megatrons_linears_aligned_and_torchs_norm() -> None:
+def test_local_backend_modules() -> None:
     layer = layer_spec("attention", CONFIGS["attention"], "local").submodules
     assert layer.input_layernorm is layer.pre_mlp_layernorm is RMSNorm
     mixer, mlp = layer.self_attention.submodules, layer.mlp.submodules
@@ -47,9 +47,7 @@ def test_the_local_back_end_is_megatrons_linears_aligned_and_torchs_norm() -> No
 
 @pytest.mark.parametrize(("kind", "names"), [(RMSNorm, ["weight"]), (LayerNorm, ["weight", "bias"])])
 @pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_the_norm_says_whether_its_gradient_must_be_summed(
-    sequence_parallel: bool, kind: type, names: list[str]
-) -> None:
+def test_norm_gradient_reduction_flag(sequence_parallel: bool, kind: type, names: list[str]) -> None:
     config = SimpleNamespace(params_dtype=torch.bfloat16, sequence_parallel=sequence_parallel)
     norm = kind(config, 8, eps=1e-3)
     assert norm.eps == 1e-3
@@ -59,7 +57,7 @@ def test_the_norm_says_whether_its_gradient_must_be_summed(
         assert (parameter.dtype, parameter.shape) == (torch.bfloat16, (8,))
 
 
-def test_layer_norm_takes_the_place_of_every_norm_of_the_block() -> None:
+def test_layer_norm_replaces_all_norms() -> None:
     layer = layer_spec("attention", CONFIGS["attention"], "local", normalization="layer_norm").submodules
     assert layer.input_layernorm is layer.pre_mlp_layernorm is LayerNorm
 
@@ -80,7 +78,7 @@ ALL = [C, G, G, A, C, G, G, A]
         (2, 4, {0: [[C], [G], [C], [G]], 1: [[G], [A], [G], [A]]}),
     ],
 )
-def test_the_pattern_is_cut_into_stages_and_chunks(
+def test_pattern_is_divided_into_stages_and_chunks(
     one_process: Any,
     monkeypatch: pytest.MonkeyPatch,
     pipeline: int,

@@ -22,26 +22,26 @@ def check(section: str, **fields: Any) -> None:
 
 
 @pytest.mark.parametrize("section", ["offload_optimizer", "offload_param"])
-def test_the_folder_is_made(tmp_path: Path, section: str) -> None:
+def test_offload_folder_is_created(tmp_path: Path, section: str) -> None:
     check(section, nvme_path=str(tmp_path / "a" / "b"))
     assert (tmp_path / "a" / "b").is_dir()
 
 
 @pytest.mark.parametrize("section", ["offload_optimizer", "offload_param"])
-def test_a_folder_that_cannot_be_made(tmp_path: Path, section: str) -> None:
+def test_folder_that_cannot_be_created(tmp_path: Path, section: str) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be created") as raised:
         check(section, nvme_path=str(tmp_path / "file" / "b"))
     assert raised.value.where == f"zero_optimization.{section}.nvme_path"
 
 
-def test_a_folder_that_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk.os, "access", lambda path, mode: False)  # root may write everywhere
     with pytest.raises(UserError, match="cannot be written to"):
         check("offload_param", nvme_path=str(tmp_path))
 
 
-def test_a_buffer_takes_a_ranks_share_of_any_parameter(tmp_path: Path) -> None:
+def test_buffer_holds_shard_of_largest_parameter(tmp_path: Path) -> None:
     check("offload_param", nvme_path=str(tmp_path), buffer_size=11)
     with pytest.raises(UserError, match=r"10 is less than the 11 elements .* of weight; set it to 11") as raised:
         check("offload_param", nvme_path=str(tmp_path), buffer_size=10)
@@ -49,7 +49,7 @@ def test_a_buffer_takes_a_ranks_share_of_any_parameter(tmp_path: Path) -> None:
     check("offload_optimizer", nvme_path=str(tmp_path))  # this section has no buffer size
 
 
-def test_the_operator_must_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_operator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk.AsyncIOBuilder, "is_compatible", lambda self, verbose: False)
     with pytest.raises(UserError, match="libaio"):
         check("offload_optimizer", nvme_path=str(tmp_path))

@@ -90,9 +90,7 @@ def _plain(groups: Any) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("sharding", ["none", "zero1", "zero2", "zero3"])
 @pytest.mark.usefixtures("lion")
-def test_the_pages_example_trains_as_its_formulas_and_continues_from_a_checkpoint(
-    one_process: Any, tmp_path: Path, sharding: str
-) -> None:
+def test_documented_example_trains_and_resumes(one_process: Any, tmp_path: Path, sharding: str) -> None:
     first, half = _trainer(one_process, sharding), STEPS // 2
     for step in range(half):
         first.train_step([_batch(step)])
@@ -118,6 +116,6 @@ def test_the_pages_example_trains_as_its_formulas_and_continues_from_a_checkpoin
     ],
 )
 @pytest.mark.usefixtures("lion")
-def test_unknown_names_and_shardings_are_refused(fields: dict[str, Any], message: str) -> None:
+def test_unknown_names_and_shardings(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         registry.algorithm_of(OptimizerConfig(**fields))

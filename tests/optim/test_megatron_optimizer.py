@@ -74,27 +74,27 @@ def _cosine(step: int, warmup: int) -> float:
 
 
 @pytest.mark.parametrize("warmup", [0, 4])
-def test_cosine_falls_from_the_peak_to_the_minimum_at_the_last_step(one_process: Any, warmup: int) -> None:
+def test_cosine_schedule(one_process: Any, warmup: int) -> None:
     optimizer = _optimizer(one_process, lr=1e-3, min_lr=1e-4, schedule="cosine", warmup_steps=warmup)
     rates = list(_rates(optimizer))
     assert rates == pytest.approx([_cosine(step, warmup) for step in range(1, STEPS + 1)], rel=1e-9)
     assert rates[-1] == pytest.approx(1e-4)
 
 
-def test_warmup_stable_decay_is_flat_and_then_falls_in_a_line(one_process: Any) -> None:
+def test_wsd_schedule(one_process: Any) -> None:
     optimizer = _optimizer(one_process, lr=1e-3, min_lr=1e-4, schedule="wsd", warmup_steps=5, decay_steps=6)
     rising = [1e-3 * step / 5 for step in range(1, 6)]
     falling = [1e-3 - (1e-3 - 1e-4) * step / 6 for step in range(1, 7)]
     assert list(_rates(optimizer)) == pytest.approx(rising + [1e-3] * (STEPS - 11) + falling, rel=1e-9)
 
 
-def test_constant_is_constant_after_the_warmup(one_process: Any) -> None:
+def test_constant_schedule(one_process: Any) -> None:
     optimizer = _optimizer(one_process, lr=1e-3, min_lr=1e-4, schedule="constant", warmup_steps=2)
     assert list(_rates(optimizer)) == pytest.approx([5e-4] + [1e-3] * (STEPS - 1), rel=1e-9)
 
 
 @pytest.mark.parametrize("sharding", ["none", "megatron"])
-def test_weight_decay_shrinks_matrices_alone(one_process: Any, sharding: Any) -> None:
+def test_weight_decay_applies_to_matrices_only(one_process: Any, sharding: Any) -> None:
     """With zero gradients only decay changes a parameter, by the factor 1 - lr * decay."""
     optimizer = _optimizer(one_process, lr=1e-2, min_lr=1e-2, weight_decay=0.5, schedule="constant", sharding=sharding)
     before = {name: p.detach().clone() for name, p in _parameters(optimizer).items()}
@@ -110,7 +110,7 @@ def test_weight_decay_shrinks_matrices_alone(one_process: Any, sharding: Any) ->
 
 @pytest.mark.parametrize("sharding", ["none", "megatron"])
 @pytest.mark.parametrize("clip", [0.0, 1.0, 1e6])
-def test_steps_are_those_of_torchs_adamw(one_process: Any, sharding: Any, clip: float) -> None:
+def test_steps_equal_torch_adamw(one_process: Any, sharding: Any, clip: float) -> None:
     rate, decay, betas = 1e-2, 0.1, (0.8, 0.95)
     optimizer = _optimizer(
         one_process,
@@ -146,7 +146,7 @@ def test_steps_are_those_of_torchs_adamw(one_process: Any, sharding: Any, clip: 
         torch.testing.assert_close(parameter.detach(), plain[name].detach(), rtol=1e-5, atol=1e-6)
 
 
-def test_clipping_scales_the_whole_gradient_to_the_largest_norm(one_process: Any) -> None:
+def test_gradient_clipping(one_process: Any) -> None:
     """Adam normalizes the first gradient. With a large epsilon the step is lr * g / eps, which shows its size."""
     huge = 1e3
     optimizer = _optimizer(
@@ -161,7 +161,7 @@ def test_clipping_scales_the_whole_gradient_to_the_largest_norm(one_process: Any
     assert norm > 1000
 
 
-def test_gradients_do_not_stay_from_one_step_to_the_next(one_process: Any) -> None:
+def test_gradients_are_zeroed_between_steps(one_process: Any) -> None:
     optimizer = _optimizer(one_process)
     zeros = {name: torch.zeros_like(p) for name, p in _parameters(optimizer).items()}
     assert _step(optimizer, _gradients(1, zeros)) > 1.0

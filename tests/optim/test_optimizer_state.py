@@ -12,7 +12,7 @@ SHAPES = st.lists(st.integers(1, 5), min_size=0, max_size=4).map(tuple)
 
 
 @given(SHAPES, st.data())
-def test_boxes_are_the_elements_of_a_slice_in_order(shape: tuple[int, ...], data: st.DataObject) -> None:
+def test_boxes_cover_slice_in_order(shape: tuple[int, ...], data: st.DataObject) -> None:
     numbers = torch.arange(int(torch.tensor(shape).prod()) if shape else 1).view(shape)
     start = data.draw(st.integers(0, numbers.numel()))
     stop = data.draw(st.integers(start, numbers.numel()))
@@ -25,14 +25,14 @@ def test_boxes_are_the_elements_of_a_slice_in_order(shape: tuple[int, ...], data
 
 
 @given(SHAPES.filter(len), st.data())
-def test_boxes_are_few(shape: tuple[int, ...], data: st.DataObject) -> None:
+def test_number_of_boxes_is_bounded(shape: tuple[int, ...], data: st.DataObject) -> None:
     numel = int(torch.tensor(shape).prod())
     start = data.draw(st.integers(0, numel))
     stop = data.draw(st.integers(start, numel))
     assert len(list(boxes(shape, start, stop))) <= 2 * len(shape) - 1
 
 
-def test_every_parameter_has_its_own_count_of_steps() -> None:
+def test_step_count_per_parameter() -> None:
     """AdamW increments step counts in place, so a tensor shared by two parameters would count double."""
     parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
     optimizer = torch.optim.AdamW(parameters, lr=0.1)

@@ -38,14 +38,14 @@ def cosine(step: int, steps: int) -> float:
         (WSD, 1_000_000, WSD, 999_000, 999_500, 998_981),
     ],
 )
-def test_the_first_step_with_another_rate(
+def test_first_different_rate(
     before: OptimizerConfig, steps_before: int, after: OptimizerConfig, steps: int, done: int, first: int | None
 ) -> None:
     found = first_different_rate(before, steps_before, after, steps, done)
     assert (found and found[0]) == first
 
 
-def test_the_rates_are_those_of_the_schedules() -> None:
+def test_different_rate_equals_schedules() -> None:
     found = first_different_rate(COSINE, 100, COSINE, 200, 50)
     assert found is not None
     step, before, after = found

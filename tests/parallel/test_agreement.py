@@ -36,7 +36,7 @@ def _values(rank: int, world_size: int) -> None:
     assert gather_values(rank, pairs[rank // 2]) == [rank // 2 * 2, rank // 2 * 2 + 1]
 
 
-def test_values_of_every_rank(pool: WorkerPool) -> None:
+def test_gathered_values(pool: WorkerPool) -> None:
     pool.run(_without_pickles, 4, _values)
 
 
@@ -67,7 +67,7 @@ def _errors(rank: int, world_size: int) -> list[tuple[str, str, str | None]]:
     return said
 
 
-def test_the_first_ranks_error_on_all_of_its_class(pool: WorkerPool) -> None:
+def test_first_error_is_raised_on_all_ranks(pool: WorkerPool) -> None:
     expected = [
         ("UserError", "a: of 1; b", None),
         ("DamagedCheckpoint", "a: of 1; é", None),
@@ -76,7 +76,7 @@ def test_the_first_ranks_error_on_all_of_its_class(pool: WorkerPool) -> None:
     assert pool.run(_without_pickles, 3, _errors) == [expected] * 3
 
 
-def test_one_process_is_all_there_is() -> None:
+def test_without_process_group() -> None:
     assert gather_objects((1, 2)) == [(1, 2)]
     error = DamagedCheckpoint("a", "b", "c")
 

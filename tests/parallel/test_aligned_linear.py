@@ -29,7 +29,7 @@ def multiplied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize(
     ("columns", "head_groups", "padded"), [(13, None, 13), (13, 1, 16), (6, 2, 16), (24, 3, 24), (27, 3, 48)]
 )
-def test_it_is_the_plain_linear_with_zeros_behind_each_unit(
+def test_aligned_linear_pads_head_groups(
     one_process: Any, multiplied: list[int], columns: int, head_groups: int | None, padded: int
 ) -> None:
     config = TransformerConfig(

@@ -39,7 +39,7 @@ def _mixer(name: str, groups: Any, precision: str) -> Any:
 
 
 @pytest.mark.parametrize("name", OF_MIXERS)
-def test_a_mixer_takes_its_decays_in_fp32_and_begins_with_them_unrounded(name: str, one_process: Any) -> None:
+def test_decays_are_initialized_in_fp32(name: str, one_process: Any) -> None:
     mixer, exact = (_mixer(name, one_process, precision) for precision in ("bf16", "fp32"))
     own = dict(mixer.named_parameters())
     assert {key for key, parameter in own.items() if fp32_values(parameter) is not None} == OF_MIXERS[name]
@@ -53,7 +53,7 @@ def test_a_mixer_takes_its_decays_in_fp32_and_begins_with_them_unrounded(name: s
         assert torch.equal(own[key], expected.bfloat16())
 
 
-def test_a_decay_of_less_than_a_rounding_shows_in_what_a_mixer_gives(one_process: Any) -> None:
+def test_small_change_of_decay_affects_output(one_process: Any) -> None:
     mixer = _mixer("mamba2", one_process, "bf16")
     x = torch.randn(16, 1, 32, generator=torch.Generator().manual_seed(1)).bfloat16() * 8
     with torch.no_grad():
@@ -62,7 +62,7 @@ def test_a_decay_of_less_than_a_rounding_shows_in_what_a_mixer_gives(one_process
         assert not torch.equal(mixer(x)[0], before)
 
 
-def test_the_gradient_is_the_parameters() -> None:
+def test_gradient_goes_to_parameter() -> None:
     parameter = torch.nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
     keep_fp32_values(parameter)
     values = torch.tensor([1.001, 2.003, -3.007, 0.1])
@@ -75,7 +75,7 @@ def test_the_gradient_is_the_parameters() -> None:
     assert torch.equal(taken, values)  # values saved for the backward pass do not change
 
 
-def test_a_parameter_in_fp32_is_its_own() -> None:
+def test_fp32_parameter_needs_no_copy() -> None:
     parameter = torch.nn.Parameter(torch.ones(2))
     keep_fp32_values(parameter)
     assert fp32_values(parameter) is None

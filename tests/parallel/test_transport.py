@@ -30,7 +30,7 @@ def _of_a_group(rank: int, world_size: int) -> None:
     forget_transports()
 
 
-def test_layers_share_the_transport_of_their_group(pool: WorkerPool) -> None:
+def test_transport_is_shared_per_group(pool: WorkerPool) -> None:
     pool.run(_of_a_group, 2)
 
 
@@ -42,7 +42,7 @@ def _on_other_hosts(rank: int, world_size: int) -> str:
     return str(refused.value)
 
 
-def test_copy_engines_of_several_hosts_are_refused_on_every_rank(pool: WorkerPool) -> None:
+def test_copy_engines_across_hosts_are_rejected(pool: WorkerPool) -> None:
     said = (
         "parallel.context_transport: copy_engine, but the ranks of a context-parallel group are on "
         "node0, node1; "
@@ -51,7 +51,7 @@ def test_copy_engines_of_several_hosts_are_refused_on_every_rank(pool: WorkerPoo
     assert pool.run(_on_other_hosts, 4) == [said] * 4
 
 
-def test_gpus_that_share_no_memory_are_refused() -> None:
+def test_gpus_without_shared_memory_are_rejected() -> None:
     memory = "torch.distributed._symmetric_memory"
     with (
         patch(f"{memory}.empty", return_value=None),
@@ -107,6 +107,6 @@ def _fetch_by_turns(rank: int, world_size: int, folder: Path) -> int:
     return len(list(folder.glob(f"{rank}-*")))
 
 
-def test_each_rank_fetches_its_own_parts_and_outboxes_are_filled_anew(pool: WorkerPool, tmp_path: Path) -> None:
+def test_copy_engine_messages_and_outbox_reuse(pool: WorkerPool, tmp_path: Path) -> None:
     """With two messages in flight, the first two outboxes serve all sizes but the last, which is larger."""
     assert pool.run(_fetch_by_turns, 4, tmp_path) == [4] * 4

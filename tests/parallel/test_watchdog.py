@@ -35,7 +35,7 @@ def run(seconds: float, call: str = "record_progress()") -> tuple[int, str, str,
     return done.returncode, done.stdout, done.stderr, time.monotonic() - start
 
 
-def test_a_hang_ends_with_the_stack_and_getting_further_does_not() -> None:
+def test_watchdog_ends_hanging_process() -> None:
     code, out, err, seconds = run(2.0)
     assert (code, out) == (1, "got here\n")
     assert err.startswith("Timeout (0:00:02)!\n")
@@ -43,17 +43,17 @@ def test_a_hang_ends_with_the_stack_and_getting_further_does_not() -> None:
     assert seconds < 120
 
 
-def test_without_a_sign_of_life_even_what_works_is_ended() -> None:
+def test_watchdog_ends_process_without_progress_calls() -> None:
     code, out, err, _ = run(2.0, call="pass")
     assert (code, out) == (1, "")
     assert "Timeout" in err
 
 
-def test_nothing_is_watched_without_a_limit() -> None:
+def test_watchdog_without_limit() -> None:
     code, out, err, _ = run(0.0)
     assert (code, out, err) == (0, "got here\n", "")
 
 
 @pytest.mark.parametrize(("watch", "expected"), [(0.0, 600), (10.0, 600), (1800.0, 1860)])
-def test_collectives_give_up_after_the_watch(watch: float, expected: int) -> None:
+def test_group_timeout_exceeds_watchdog_limit(watch: float, expected: int) -> None:
     assert group_timeout(watch).total_seconds() == expected

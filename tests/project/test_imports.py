@@ -81,7 +81,7 @@ def edges_out_of(path: Path) -> list[tuple[str, int]]:
     return [(name, line) for name, line in imported(path) if is_ours(name) and room_of(name) != room]
 
 
-def test_every_room_has_a_floor():
+def test_every_package_has_a_floor():
     rooms = {room_of(module) for module in modules()} - {"megatron_ext", "kernels.bench"}
     named = [room for floor in FLOORS for room in floor]
     assert sorted(named) == sorted(rooms)
@@ -99,12 +99,12 @@ def test_imports_point_to_lower_floors():
     assert not wrong, "\n" + "\n".join(wrong)
 
 
-def test_the_picture_is_that_of_today():
+def test_picture_is_current():
     stored = (ROOT / "docs" / "architecture.svg").read_text(encoding="utf-8")
     assert stored == architecture.picture(), "run: python tools/architecture.py docs/architecture.svg"
 
 
-def test_no_circle_between_modules():
+def test_no_import_cycles():
     graph = {
         module: {name for name, _line in imported(path) if name in modules() and not module.startswith(f"{name}.")}
         for module, path in modules().items()
@@ -119,7 +119,7 @@ TOKEN_FILES = ROOT / "data_prep" / "reading" / "indexed.py"
 """Reader and writer of Megatron's token files, imported only for such files."""
 
 
-def test_kernels_and_data_preparation_do_without_megatron():
+def test_kernels_and_data_prep_do_not_import_megatron():
     wrong = [
         f"{path.relative_to(ROOT)}:{line}: {name}"
         for path in source_files()
@@ -130,7 +130,7 @@ def test_kernels_and_data_preparation_do_without_megatron():
     assert not wrong, "\n" + "\n".join(wrong)
 
 
-def test_files_that_are_copied_need_torch_and_transformers_alone():
+def test_copied_files_import_only_torch_and_transformers():
     allowed = {"torch", "transformers"} | sys.stdlib_module_names
     found = {(path.name, name) for path in COPIED.glob("*.py") for name, _line in imported(path)}
     assert found
@@ -152,7 +152,7 @@ def test_parts_do_not_read_the_whole_configuration():
     assert not wrong, "\n" + "\n".join(wrong)
 
 
-def test_the_rules_see_what_they_are_for(tmp_path):
+def test_import_rules_detect_violations(tmp_path):
     """Upward imports are found, also inside a function and under another name."""
     source = tmp_path / "module.py"
     source.write_text(

@@ -42,7 +42,7 @@ def python_files() -> list[Path]:
     return [path for path in tracked_files() if path.suffix == ".py"]
 
 
-def test_no_python_file_is_long():
+def test_file_lengths():
     lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in python_files()}
     assert lengths
     assert {name: length for name, length in lengths.items() if length > LONGEST_FILE} == {}
@@ -57,7 +57,7 @@ def function_length(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return length - (docstring.end_lineno - docstring.lineno + 1)
 
 
-def test_no_function_is_long():
+def test_function_lengths():
     """Lines of the docstring do not count. Kernels are exempt: their steps share many local variables."""
     lengths = {
         f"{path.relative_to(ROOT)}:{node.lineno}: {node.name}": function_length(node)
@@ -81,7 +81,7 @@ def test_nothing_names_a_package_index_or_one_machines_folders():
     assert not found, "\n" + "\n".join(found)
 
 
-def test_links_in_documents_lead_somewhere():
+def test_links_in_documents_exist():
     broken = []
     for document in (path for path in tracked_files() if path.suffix == ".md"):
         text = document.read_text(encoding="utf-8")
