@@ -77,21 +77,21 @@ def deepspeed_config(optimizer: OptimizerConfig, training: TrainingConfig, num_m
     if optimizer.deepspeed is None:
         return settings
     path = Path(optimizer.deepspeed)
-    given = _read(path)
-    _reject_unsupported(given, optimizer, path)
-    if "offload_param" in on_disk(given.get("zero_optimization") or {}):
+    file_settings = _read(path)
+    _reject_unsupported(file_settings, optimizer, path)
+    if "offload_param" in disk_sections(file_settings.get("zero_optimization") or {}):
         settings["zero_optimization"][_PREFETCH_FIELD] = 0
     batches = {
         "train_batch_size": training.global_batch_size,
         "train_micro_batch_size_per_gpu": training.micro_batch_size,
         "gradient_accumulation_steps": num_micro_batches,
     }
-    _reject_contradictions(given, {**settings, **batches, "optimizer": _optimizer_settings(optimizer)}, path)
-    kept = {key: value for key, value in given.items() if key not in {*batches, "optimizer"}}
-    return _merged(settings, kept)
+    _reject_contradictions(file_settings, {**settings, **batches, "optimizer": _optimizer_settings(optimizer)}, path)
+    other_settings = {key: value for key, value in file_settings.items() if key not in {*batches, "optimizer"}}
+    return _merge(settings, other_settings)
 
 
-def on_disk(zero: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+def disk_sections(zero: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """Return the sections of DeepSpeed's `zero_optimization` with state on a local disk (NVMe), by name."""
     return {name: zero[name] for name in _OFFLOAD_OF_STAGE_3 if (zero.get(name) or {}).get("device") == "nvme"}
 
@@ -144,42 +144,44 @@ def _read(path: Path) -> dict[str, Any]:
     return content
 
 
-def _reject_unsupported(given: Mapping[str, Any], optimizer: OptimizerConfig, path: Path) -> None:
+def _reject_unsupported(file_settings: Mapping[str, Any], optimizer: OptimizerConfig, path: Path) -> None:
     for name, reason in _RESERVED_SECTIONS.items():
-        section = given.get(name)
+        section = file_settings.get(name)
         is_off = section is None or (isinstance(section, dict) and section.get("enabled") is False)
         if not is_off:
             raise UserError(f"{path}: {name}", reason, "remove it from the file")
-    _reject_offload(given, optimizer.sharding, path)
+    _reject_offload(file_settings, optimizer.sharding, path)
     if optimizer.sharding == "zero1":
-        for name, reason, hint in _ignored_by_zero1(given, optimizer, path):
+        for name, reason, hint in _ignored_by_zero1(file_settings, optimizer, path):
             raise UserError(f"{path}: {name}", reason, hint)
 
 
-def _reject_offload(given: Mapping[str, Any], sharding: str, path: Path) -> None:
+def _reject_offload(file_settings: Mapping[str, Any], sharding: str, path: Path) -> None:
     """Refuse offloading that DeepSpeed ignores at this stage, or that lacks an `nvme_path`."""
     for section, devices in _OFFLOAD_OF_STAGE_3.items():
-        device = _section(given, path, "zero_optimization", section).get("device")
+        device = _section(file_settings, path, "zero_optimization", section).get("device")
         if device in devices and sharding != "zero3":
             where, reason = f"zero_optimization.{section}.device", f"{device}, which DeepSpeed supports only at stage 3"
             raise UserError(f"{path}: {where}", reason, "set optimizer.sharding=zero3, or another device")
-    for section, offload in on_disk(_section(given, path, "zero_optimization")).items():
+    for section, offload in disk_sections(_section(file_settings, path, "zero_optimization")).items():
         if not offload.get("nvme_path"):
             where = f"{path}: zero_optimization.{section}.nvme_path"
             raise UserError(where, "is missing, but the device is nvme", "give a folder on a local disk")
 
 
 def _ignored_by_zero1(
-    given: Mapping[str, Any], optimizer: OptimizerConfig, path: Path
+    file_settings: Mapping[str, Any], optimizer: OptimizerConfig, path: Path
 ) -> Iterator[tuple[str, str, str]]:
     """Yield (name, reason, hint) of each field that would have no effect under zero1."""
     engine_only = "is read by DeepSpeed's engine, which zero1 does not use"
     hint = "remove it from the file, or set optimizer.sharding=zero2"
     known = {*_run_settings(OptimizerConfig(sharding="zero1"), TrainingConfig()), "train_batch_size", "optimizer"}
     yield from (
-        (name, engine_only, hint) for name in given if name not in known | _PRINT_FIELDS | _RESERVED_SECTIONS.keys()
+        (name, engine_only, hint)
+        for name in file_settings
+        if name not in known | _PRINT_FIELDS | _RESERVED_SECTIONS.keys()
     )
-    zero = _section(given, path, "zero_optimization")
+    zero = _section(file_settings, path, "zero_optimization")
     is_offloaded = optimizer.offload != "none" or "offload_optimizer" in zero
     for name in zero:
         if name not in _ZERO1_FIELDS:
@@ -189,9 +191,9 @@ def _ignored_by_zero1(
             yield f"zero_optimization.{name}", reason, "remove it from the file"
 
 
-def _section(given: Mapping[str, Any], path: Path, *names: str) -> Mapping[str, Any]:
+def _section(file_settings: Mapping[str, Any], path: Path, *names: str) -> Mapping[str, Any]:
     """Return a section of the file, empty if it is absent."""
-    section: Any = given
+    section: Any = file_settings
     for depth, name in enumerate(names, start=1):
         section = section.get(name) or {}
         if not isinstance(section, Mapping):
@@ -200,8 +202,8 @@ def _section(given: Mapping[str, Any], path: Path, *names: str) -> Mapping[str, 
     return section
 
 
-def _reject_contradictions(given: Mapping[str, Any], settings: Mapping[str, Any], path: Path) -> None:
-    for name, value, setting in _common_fields(given, settings):
+def _reject_contradictions(file_settings: Mapping[str, Any], settings: Mapping[str, Any], path: Path) -> None:
+    for name, value, setting in _common_fields(file_settings, settings):
         if value != AUTO and not _is_same_setting(value, setting):
             problem = f"the run's configuration has {json.dumps(setting)}"
             hint = "change the run's configuration, or remove it from the file"
@@ -211,15 +213,15 @@ def _reject_contradictions(given: Mapping[str, Any], settings: Mapping[str, Any]
 
 
 def _common_fields(
-    given: Mapping[str, Any], settings: Mapping[str, Any], prefix: str = ""
+    file_settings: Mapping[str, Any], settings: Mapping[str, Any], prefix: str = ""
 ) -> Iterator[tuple[str, Any, Any]]:
     for name, setting in settings.items():
-        if name not in given:
+        if name not in file_settings:
             continue
-        if isinstance(setting, Mapping) and isinstance(given[name], Mapping):
-            yield from _common_fields(given[name], setting, f"{prefix}{name}.")
+        if isinstance(setting, Mapping) and isinstance(file_settings[name], Mapping):
+            yield from _common_fields(file_settings[name], setting, f"{prefix}{name}.")
         else:
-            yield f"{prefix}{name}", given[name], setting
+            yield f"{prefix}{name}", file_settings[name], setting
 
 
 def _is_same_setting(value: Any, setting: Any) -> bool:
@@ -228,10 +230,10 @@ def _is_same_setting(value: Any, setting: Any) -> bool:
     return bool(value == setting) and isinstance(value, bool) == isinstance(setting, bool)
 
 
-def _merged(settings: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge both configurations recursively. Values of `settings` take precedence over those of `given`."""
-    merged = {name: value for name, value in given.items() if value != AUTO}
+def _merge(settings: Mapping[str, Any], file_settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge both configurations recursively. Values of `settings` take precedence over those of `file_settings`."""
+    merged = {name: value for name, value in file_settings.items() if value != AUTO}
     for name, setting in settings.items():
-        both = isinstance(setting, Mapping) and isinstance(given.get(name), Mapping)
-        merged[name] = _merged(setting, given[name]) if both else setting
+        both = isinstance(setting, Mapping) and isinstance(file_settings.get(name), Mapping)
+        merged[name] = _merge(setting, file_settings[name]) if both else setting
     return merged

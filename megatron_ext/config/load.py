@@ -111,13 +111,13 @@ def read_tree(path: Path, what: str = "configuration", first: str = "a section l
     return tree
 
 
-def merge_into(tree: Tree, upper: Tree) -> None:
-    """Replace fields of `tree` by those of `upper`, in place. Sections are merged recursively."""
-    for key, value in upper.items():
-        below = tree.get(key)
-        if isinstance(below, dict) and isinstance(value, dict):
-            merge_into(below, value)
-        elif value is not None or not isinstance(below, dict):  # a section without fields changes nothing
+def merge_into(tree: Tree, overlay: Tree) -> None:
+    """Replace fields of `tree` by those of `overlay`, in place. Sections are merged recursively."""
+    for key, value in overlay.items():
+        existing = tree.get(key)
+        if isinstance(existing, dict) and isinstance(value, dict):
+            merge_into(existing, value)
+        elif value is not None or not isinstance(existing, dict):  # a section without fields changes nothing
             tree[key] = value
 
 
@@ -138,9 +138,9 @@ def apply_override(tree: Tree, override: str, mixer_configs: Mixers) -> None:
         raise UserError(override, "is not an override", hint)
     known = known_keys(mixer_configs)
     if key not in known and not _is_suite_field(key):
-        inside = [name for name in known if name.startswith(key + ".")]
-        if inside:
-            raise UserError(key, "is a section, not a field", f"set one of its fields, e.g. {inside[0]}=...")
+        section_keys = [name for name in known if name.startswith(key + ".")]
+        if section_keys:
+            raise UserError(key, "is a section, not a field", f"set one of its fields, e.g. {section_keys[0]}=...")
         if key in SUITE_SECTIONS:
             raise UserError(key, "is a section, not a field", f"set one of its fields: {key}.FIELD=...")
         section, _, rest = key.partition(".")
@@ -198,14 +198,14 @@ def known_keys(mixer_configs: Mixers) -> list[str]:
 
 def _suggest_key(key: str, known: Sequence[str]) -> str:
     section = key.rpartition(".")[0]
-    inside = [name for name in known if name.rpartition(".")[0] == section]
-    endings = {name.rpartition(".")[2]: name for name in inside}
+    section_keys = [name for name in known if name.rpartition(".")[0] == section]
+    names_by_ending = {name.rpartition(".")[2]: name for name in section_keys}
     # A typo in the last part is likelier than one in the section, which exists.
-    close = difflib.get_close_matches(key.rpartition(".")[2], endings, n=1, cutoff=0.6)
-    if close:
-        return f"did you mean {endings[close[0]]}?"
-    by_name = suggest(key, known)
-    return by_name if by_name.startswith("did") or not inside else suggest(key, inside)
+    matches = difflib.get_close_matches(key.rpartition(".")[2], names_by_ending, n=1, cutoff=0.6)
+    if matches:
+        return f"did you mean {names_by_ending[matches[0]]}?"
+    suggestion = suggest(key, known)
+    return suggestion if suggestion.startswith("did") or not section_keys else suggest(key, section_keys)
 
 
 def _parse(text: str, where: str) -> Any:
@@ -213,8 +213,8 @@ def _parse(text: str, where: str) -> Any:
         return parse_yaml(text)
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        place = f"{where}:{mark.line + 1}" if mark is not None and "\n" in text.strip() else where
-        raise UserError(place, f"is not valid YAML ({_problem(error)})", "fix the line") from None
+        location = f"{where}:{mark.line + 1}" if mark is not None and "\n" in text.strip() else where
+        raise UserError(location, f"is not valid YAML ({_problem(error)})", "fix the line") from None
     except TooLargeError as error:
         raise UserError(
             where, f"is too large for a configuration ({error})", "remove what a run or a sweep does not need"
@@ -242,5 +242,5 @@ def _without_empty_mixers(tree: Tree) -> Tree:
 
 def _complete_mixer(name: str, fields: Tree, mixer_configs: Mixers) -> Tree:
     kind = mixer_configs[name].config_type
-    whole: Tree = TypeAdapter(kind).dump_python(validate(kind, fields, prefix=f"mixers.{name}."), mode="json")
-    return whole
+    complete: Tree = TypeAdapter(kind).dump_python(validate(kind, fields, prefix=f"mixers.{name}."), mode="json")
+    return complete

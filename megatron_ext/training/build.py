@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_ext.config.deepspeed import STAGES, deepspeed_config, on_disk
+from megatron_ext.config.deepspeed import STAGES, deepspeed_config, disk_sections
 from megatron_ext.config.layout import layout_of
 from megatron_ext.config.schema import RunConfig
 from megatron_ext.model.build import build_model
@@ -54,5 +54,5 @@ def _optimizer(
     from megatron_ext.optim.disk import check_disk
     from megatron_ext.optim.zero23 import EngineRunOptimizer
 
-    check_disk(on_disk(settings["zero_optimization"]), chunks[0], groups.dp_cp.size())
+    check_disk(disk_sections(settings["zero_optimization"]), chunks[0], groups.dp_cp.size())
     return EngineRunOptimizer(chunks, optimizer, training.steps, groups, platform, settings)

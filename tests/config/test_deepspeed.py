@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.config.deepspeed import deepspeed_config, on_disk
+from megatron_ext.config.deepspeed import deepspeed_config, disk_sections
 from megatron_ext.config.schema import OptimizerConfig, TrainingConfig
 from megatron_ext.utils.errors import UserError
 
@@ -40,9 +40,12 @@ def test_offload_of_the_run() -> None:
 
 def test_sections_on_disk() -> None:
     nvme, zero = {"device": "nvme", "nvme_path": "/local"}, {"stage": 3, "offload_optimizer": {"device": "cpu"}}
-    assert on_disk(zero) == {}
-    assert on_disk({**zero, "offload_param": nvme}) == {"offload_param": nvme}
-    assert list(on_disk({"offload_optimizer": nvme, "offload_param": nvme})) == ["offload_optimizer", "offload_param"]
+    assert disk_sections(zero) == {}
+    assert disk_sections({**zero, "offload_param": nvme}) == {"offload_param": nvme}
+    assert list(disk_sections({"offload_optimizer": nvme, "offload_param": nvme})) == [
+        "offload_optimizer",
+        "offload_param",
+    ]
 
 
 def test_other_deepspeed_settings_are_kept(tmp_path: Path) -> None:
