@@ -64,7 +64,7 @@ def test_gpus_without_shared_memory_are_rejected() -> None:
     )
 
 
-class _Files:
+class _FileOutbox:
     """Fake of `_Outbox`: the memory of a rank is a file that other ranks map."""
 
     folder = Path()
@@ -75,23 +75,24 @@ class _Files:
         (self.folder / f"{group.rank()}-{self._number}").write_bytes(bytes(num_bytes))
         dist.barrier(group)
 
-    def of(self, rank: int, like: torch.Tensor) -> torch.Tensor:
+    def views(self, rank: int, template: torch.Tensor) -> torch.Tensor:
         path = self.folder / f"{rank}-{self._number}"
-        return torch.from_file(str(path), shared=True, size=like.numel(), dtype=like.dtype).view(like.shape)
+        flat = torch.from_file(str(path), shared=True, size=template.numel(), dtype=template.dtype)
+        return flat.view(template.shape)
 
-    def meet(self) -> None:
+    def synchronize(self) -> None:
         dist.barrier(self._group)
 
 
-def _fetch_by_turns(rank: int, world_size: int, folder: Path) -> int:
+def _exchange_by_copy_engines(rank: int, world_size: int, folder: Path) -> int:
     group = dist.group.WORLD
     assert group is not None
     fakes = {name: MagicMock() for name in ("Stream", "Event", "current_stream", "current_device")}
     fakes["current_device"].return_value = 0
     with (
         patch.multiple(torch.cuda, **fakes, stream=lambda _: nullcontext()),
-        patch.object(_Files, "folder", folder),
-        patch.object(transport, "_Outbox", _Files),
+        patch.object(_FileOutbox, "folder", folder),
+        patch.object(transport, "_Outbox", _FileOutbox),
     ):
         engines = transport.CopyEngines(group)
         for number, width in enumerate((5, 3, 5, 7)):
@@ -109,4 +110,4 @@ def _fetch_by_turns(rank: int, world_size: int, folder: Path) -> int:
 
 def test_copy_engine_messages_and_outbox_reuse(pool: WorkerPool, tmp_path: Path) -> None:
     """With two messages in flight, the first two outboxes serve all sizes but the last, which is larger."""
-    assert pool.run(_fetch_by_turns, 4, tmp_path) == [4] * 4
+    assert pool.run(_exchange_by_copy_engines, 4, tmp_path) == [4] * 4
