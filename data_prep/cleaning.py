@@ -16,8 +16,8 @@ from datatrove.data import Document
 from datatrove.pipeline.filters.base_filter import BaseFilter
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
-from data_prep.combining_marks import normalized
-from data_prep.ledger import CountLeftOut, Ledger
+from data_prep.combining_marks import normalize
+from data_prep.ledger import DropCounter, Ledger
 from megatron_ext.utils.errors import UserError
 
 _LINE_ENDS = re.compile(r"\r\n?|[\x0b\x0c\x85]")
@@ -60,7 +60,7 @@ class Clean(BaseFilter):
     def __init__(
         self,
         options: CleaningOptions | None = None,
-        exclusion_writer: DiskWriter | CountLeftOut | None = None,
+        exclusion_writer: DiskWriter | DropCounter | None = None,
         ledger: Ledger | None = None,
     ) -> None:
         super().__init__(exclusion_writer)
@@ -77,7 +77,7 @@ class Clean(BaseFilter):
             UserError: the document contains a NUL character and `nul` is `stop`.
         """
         before = doc.text
-        if "\0" in doc.text and not self._without_nul(doc):
+        if "\0" in doc.text and not self._remove_nul(doc):
             return False, "nul"
         if self.options.line_ends:
             self._change(doc, _LINE_ENDS.sub("\n", doc.text), "line_ends")
@@ -85,12 +85,12 @@ class Clean(BaseFilter):
             text, removed = _CONTROLS.subn("", doc.text)
             self._change(doc, text, "controls", removed)
         if self.options.unicode_form is not None:
-            self._change(doc, normalized(doc.text, self.options.unicode_form), "unicode")
+            self._change(doc, normalize(doc.text, self.options.unicode_form), "unicode")
         if doc.text != before:
             self.stat_update("changed")
         return True if doc.text.strip() else (False, "empty")
 
-    def _without_nul(self, doc: Document) -> bool:
+    def _remove_nul(self, doc: Document) -> bool:
         if self.options.nul == "stop":
             raise UserError(
                 doc.id, "the text contains a NUL character", "repair it, or pass --nul remove or --nul drop"

@@ -21,8 +21,8 @@ from data_prep.prepare import EMBEDDED, TRAIN_TOKENIZER, PrepareOptions, prepare
 from data_prep.reading.embedded import CODE, DOCS
 from data_prep.running.execution import Execution
 from data_prep.stages import Filtering
-from data_prep.storage import BEGUN_NAME, PARTIAL_SUFFIX
-from data_prep.summary import summary
+from data_prep.storage import PARTIAL_SUFFIX, SETTINGS_NAME
+from data_prep.summary import format_summary
 from megatron_ext.utils.errors import EXIT_STOPPED, UserError
 from megatron_ext.utils.signals import handle_signals
 
@@ -57,10 +57,11 @@ def _add_files(group: Group) -> None:
 
 
 def _add_domains(group: Group) -> None:
-    usual = f"all if records name none, otherwise {','.join(TRAIN_DOMAINS)} if present; {EMBEDDED}: {DOCS}"
-    group.add_argument("--train-domains", help=f"training domains, separated by commas ({usual})")
-    usual = f"{','.join(TEST_DOMAINS)} if present; {EMBEDDED}: {CODE}"
-    group.add_argument("--test-domains", help=f"out-of-domain test domains, separated by commas; '' for none ({usual})")
+    default = f"all if records name none, otherwise {','.join(TRAIN_DOMAINS)} if present; {EMBEDDED}: {DOCS}"
+    group.add_argument("--train-domains", help=f"training domains, separated by commas ({default})")
+    default = f"{','.join(TEST_DOMAINS)} if present; {EMBEDDED}: {CODE}"
+    meaning = "out-of-domain test domains, separated by commas; '' for none"
+    group.add_argument("--test-domains", help=f"{meaning} ({default})")
     group.add_argument("--domain", help="domain of records without one (the input's name if no record has one)")
     group.add_argument("--text-key", metavar="KEY", help="key or column of the text; a.b: key b in object a (text)")
     group.add_argument(
@@ -92,13 +93,13 @@ def _add_filtering(group: Group) -> None:
         help="drop exact copies, or near-duplicates too (%(default)s); those in test are kept first, then validation",
     )
     near = NearOptions()
-    for name, what in (
+    for name, meaning in (
         ("ngram_words", "words per n-gram"),
         ("buckets", "signatures per document; more also find less similar documents"),
         ("hashes_per_bucket", "minima per signature; more require more similar documents"),
     ):
         option = f"--near-{name.replace('_', '-')}"
-        group.add_argument(option, type=int, metavar="N", help=f"MinHash: {what} ({getattr(near, name)})")
+        group.add_argument(option, type=int, metavar="N", help=f"MinHash: {meaning} ({getattr(near, name)})")
 
 
 def _add_decontamination(group: Group) -> None:
@@ -160,20 +161,20 @@ def run(arguments: argparse.Namespace) -> int:
             manifest = prepare(_options(arguments))
     except KeyboardInterrupt:
         partial = output.with_name(output.name + PARTIAL_SUFFIX)
-        if not (partial / BEGUN_NAME).is_file():
+        if not (partial / SETTINGS_NAME).is_file():
             raise
         print(f"selectron: stopped; rerun the same command to resume from {partial}", file=sys.stderr)
         return EXIT_STOPPED
     if manifest is None:
         print(f"submitted to Slurm: {output} appears when the jobs have finished; their logs are in {output}.slurm")
         return 0
-    print(summary(manifest, arguments.output))
+    print(format_summary(manifest, arguments.output))
     return _export(arguments, manifest) if arguments.export_megatron else 0
 
 
 @contextmanager
 def _interrupted_by_sigterm() -> Iterator[None]:
-    """Context manager in which SIGTERM raises KeyboardInterrupt in this process; it terminates forked processes."""
+    """Context manager in which SIGTERM raises KeyboardInterrupt in this process, but terminates forked processes."""
     if threading.current_thread() is not threading.main_thread():  # only the main thread receives signals
         yield
         return
@@ -243,9 +244,9 @@ def _options(arguments: argparse.Namespace) -> PrepareOptions:
 
 def _filtering(arguments: argparse.Namespace) -> Filtering:
     action = arguments.decontaminate.replace("-", "_")
-    nul = _given(arguments, {"nul": "nul"}, arguments.clean, "remove --no-clean")
-    near = _given(arguments, NEAR_FIELDS, arguments.duplicates == "near", "pass --duplicates near")
-    overlap = _given(arguments, OVERLAP_FIELDS, action != "off", "remove --decontaminate off")
+    nul = _given_values(arguments, {"nul": "nul"}, arguments.clean, "remove --no-clean")
+    near = _given_values(arguments, NEAR_FIELDS, arguments.duplicates == "near", "pass --duplicates near")
+    overlap = _given_values(arguments, OVERLAP_FIELDS, action != "off", "remove --decontaminate off")
     return Filtering(
         cleaning=CleaningOptions(**nul) if arguments.clean else None,
         duplicates=arguments.duplicates,
@@ -254,13 +255,13 @@ def _filtering(arguments: argparse.Namespace) -> Filtering:
     )
 
 
-def _given(arguments: argparse.Namespace, names: dict[str, str], used: bool, hint: str) -> dict[str, Any]:
+def _given_values(arguments: argparse.Namespace, names: dict[str, str], is_used: bool, hint: str) -> dict[str, Any]:
     """Return the given arguments by their fields' names; raise UserError if they are given but not used."""
     values = {name: value for name in names if (value := getattr(arguments, name)) is not None}
-    if values and not used:
+    if values and not is_used:
         raise UserError(f"--{next(iter(values)).replace('_', '-')}", "has no effect with these options", hint)
     return {names[name]: value for name, value in values.items()}
 
 
-def _names(text: str | None, usual: list[str] | None) -> list[str] | None:
-    return usual if text is None else [name.strip() for name in text.split(",") if name.strip()]
+def _names(text: str | None, default: list[str] | None) -> list[str] | None:
+    return default if text is None else [name.strip() for name in text.split(",") if name.strip()]

@@ -16,15 +16,15 @@ from data_prep.manifest import DomainEntry, Manifest
 
 
 @dataclass(frozen=True)
-class Text:
-    """One domain in one split.
+class DomainText:
+    """Identification of the text of a domain in a split.
 
     Attributes:
         split: train, validation or test.
-        domain: its name.
+        domain: name of the domain.
         documents: number of documents.
-        tokens: number of tokens, end-of-document tokens included.
-        sha256: hexadecimal hash of the names, hashes and counts of its shards, in order.
+        tokens: number of tokens, including end-of-document tokens.
+        sha256: hexadecimal SHA-256 of the dtype and of the names, hashes and counts of the shards, in order.
     """
 
     split: str
@@ -34,24 +34,24 @@ class Text:
     sha256: str
 
 
-def texts_of(manifest: Manifest, split: str, domains: Iterable[str] | None = None) -> list[Text]:
+def domain_texts(manifest: Manifest, split: str, domains: Iterable[str] | None = None) -> list[DomainText]:
     """Return the texts of a split's domains in the manifest's order, which is that of the token stream.
 
     Args:
         manifest: manifest of the folder.
-        split: train, validation or test; the result is empty if the folder does not have it.
-        domains: names as in `Manifest.select`; None for all.
+        split: train, validation or test. The result is empty if the manifest has no such split.
+        domains: names as in `Manifest.select`. None: all.
 
     Raises:
         UserError: the split exists, but lacks a domain.
     """
     if not manifest.domain_names(split):
         return []
-    return [_text(entry, manifest.dtype) for entry in manifest.select(split, domains)]
+    return [_domain_text(entry, manifest.dtype) for entry in manifest.select(split, domains)]
 
 
-def text_digest(texts: Iterable[Text]) -> str:
-    """Return the hexadecimal SHA-256 of several texts in order; it is equal for equal token streams."""
+def text_digest(texts: Iterable[DomainText]) -> str:
+    """Return the hexadecimal SHA-256 of several texts in order."""
     return digest([[text.split, text.domain, text.documents, text.tokens, text.sha256] for text in texts])
 
 
@@ -60,9 +60,9 @@ def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def _text(entry: DomainEntry, dtype: str) -> Text:
+def _domain_text(entry: DomainEntry, dtype: str) -> DomainText:
     shards = [
         [shard.file, shard.sha256, shard.index_sha256, shard.documents, shard.tokens, shard.bytes]
         for shard in entry.shards
     ]
-    return Text(entry.split, entry.domain, entry.documents, entry.tokens, digest([dtype, shards]))
+    return DomainText(entry.split, entry.domain, entry.documents, entry.tokens, digest([dtype, shards]))

@@ -13,16 +13,16 @@ from megatron_ext.utils.printable import printable
 
 SPLITS = ("train", "validation", "test")
 
-LONGEST_TEXT = 16_000_000
+MAX_TEXT_LENGTH = 16_000_000
 """Maximum number of characters of a document, or of tokens if the input is tokenised.
 
-A longer document counts as malformed, because a worker has limited memory and must keep a whole document in it.
+A longer document counts as malformed, because a worker has limited memory and must keep whole documents in it.
 """
 
-LONGEST_RECORD = 64 << 20
+MAX_RECORD_BYTES = 64 << 20
 """Maximum number of bytes of a line, tar member or text file. JSON may take six bytes per character."""
 
-REPAIR = "repair it"
+REPAIR_HINT = "repair it"
 
 Advance = Callable[[int], None]
 """Callback that receives the number of input bytes consumed, as stored (possibly compressed)."""
@@ -59,15 +59,15 @@ class Problems:
 
     Attributes:
         on_error: `stop` raises at the first malformed record, `skip` counts malformed records.
-        otherwise: alternative to repairing the record, for the error message.
+        alternative: alternative to repairing the record, for the error message.
         counts: number of skipped records by (file, reason).
     """
 
     on_error: Literal["stop", "skip"] = "stop"
-    otherwise: str = "pass --on-error skip"
+    alternative: str = "pass --on-error skip"
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
 
-    def report(self, file: str, line: int | str | None, reason: str, detail: str = "", hint: str = REPAIR) -> None:
+    def report(self, file: str, line: int | str | None, reason: str, detail: str = "", hint: str = REPAIR_HINT) -> None:
         """Count a malformed record, or stop.
 
         Args:
@@ -83,7 +83,7 @@ class Problems:
         if self.on_error == "stop":
             where = file if line is None else f"{file}:{line}"
             problem = f"{reason} ({detail})" if detail else reason
-            raise UserError(where, " ".join(problem.split()), f"{hint} or {self.otherwise}")
+            raise UserError(where, " ".join(problem.split()), f"{hint} or {self.alternative}")
         self.counts[printable(redact(file)), reason] += 1
 
 
@@ -141,7 +141,7 @@ class MalformedError(ValueError):
         hint: alternative to skipping the record.
     """
 
-    def __init__(self, reason: str, detail: str = "", hint: str = REPAIR) -> None:
+    def __init__(self, reason: str, detail: str = "", hint: str = REPAIR_HINT) -> None:
         super().__init__(reason, detail, hint)
         self.reason = reason
         self.detail = detail
@@ -156,7 +156,7 @@ def check_length(length: int, unit: str = "characters") -> None:
         unit: unit of the length, for the message.
 
     Raises:
-        MalformedError: the length is above `LONGEST_TEXT`.
+        MalformedError: the length is above `MAX_TEXT_LENGTH`.
     """
-    if length > LONGEST_TEXT:
-        raise MalformedError("too long", f"{length:,} {unit}, at most {LONGEST_TEXT:,} are supported")
+    if length > MAX_TEXT_LENGTH:
+        raise MalformedError("too long", f"{length:,} {unit}, at most {MAX_TEXT_LENGTH:,} are supported")

@@ -13,13 +13,13 @@ TRAIN_DOMAINS = ("CommonCrawl", "C4")
 TEST_DOMAINS = ("ArXiv", "Github", "StackExchange", "Wikipedia", "Book")
 """SlimPajama's domains, the defaults: train on web crawls, test on the rest."""
 
-FOLDER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_ .+-]*")
+FOLDER_NAME_PATTERN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_ .+-]*")
 """Domain names for which a folder can be created."""
 
 UNNAMED = "\N{NULL}none"
 """Default domain while checking whether records name their domain. Users cannot give this name."""
 
-MOST_SHOWN = 30
+MAX_LISTED = 30
 """Maximum number of domains listed in a message."""
 
 
@@ -37,7 +37,7 @@ def find_domains(corpus: Corpus, names: list[str], option: str) -> list[str]:
         UserError: a name is unknown (the existing domains are listed), or there is no document.
     """
     found: dict[str, str | None] = {domain_key(name): None for name in names}
-    missing, others, last = len(found), Others(), None
+    missing, domain_list, last = len(found), DomainList(), None
     problems = Problems("skip")
     for document in corpus.documents(problems):
         if document.domain == last:
@@ -48,33 +48,34 @@ def find_domains(corpus: Corpus, names: list[str], option: str) -> list[str]:
             missing -= 1
         if not missing:
             return [name for name in found.values() if name is not None]
-        others.add(last)
+        domain_list.add(last)
     if last is None:
-        raise no_documents(corpus, problems)
+        raise no_documents_error(corpus, problems)
     unknown = next(name for name in names if found[domain_key(name)] is None)
-    unread = f"; {problems.counts.total():,} records could not be read" if problems.counts else ""
-    raise UserError(option, f"unknown domain {unknown}", f"choose from the domains of the input: {others}{unread}")
+    skipped = f"; {problems.counts.total():,} records could not be read" if problems.counts else ""
+    hint = f"choose from the domains of the input: {domain_list}{skipped}"
+    raise UserError(option, f"unknown domain {unknown}", hint)
 
 
-def find_any(corpus: Corpus, names: Iterable[str]) -> None:
+def require_any_domain(corpus: Corpus, names: Iterable[str]) -> None:
     """Raise unless an input has at least one of the given domains. Reading stops at the first document of one.
 
     Raises:
         UserError: the input has none of the given domains.
     """
     keys = {domain_key(name) for name in names}
-    others, problems = Others(), Problems("skip")
+    domain_list, problems = DomainList(), Problems("skip")
     for document in corpus.documents(problems):
         if domain_key(document.domain) in keys:
             return
-        others.add(document.domain)
-    if not others.names:
-        raise no_documents(corpus, problems)
+        domain_list.add(document.domain)
+    if not domain_list.names:
+        raise no_documents_error(corpus, problems)
     problem = f"is not given, and the input has none of the default domains {', '.join(names)}"
-    raise UserError("--train-domains", problem, f"choose from the domains of the input: {others}")
+    raise UserError("--train-domains", problem, f"choose from the domains of the input: {domain_list}")
 
 
-def names_domains(corpus: Corpus, problems: Problems) -> bool:
+def has_domain_names(corpus: Corpus, problems: Problems) -> bool:
     """Return True if the first well-formed record of an input names its domain.
 
     Args:
@@ -86,7 +87,7 @@ def names_domains(corpus: Corpus, problems: Problems) -> bool:
     """
     for document in corpus.documents(problems):
         return document.domain != UNNAMED
-    raise no_documents(corpus, problems)
+    raise no_documents_error(corpus, problems)
 
 
 def folder_name(name: str) -> str:
@@ -94,14 +95,14 @@ def folder_name(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9_ .+-]", "_", name).lstrip(" .+-") or "corpus"
 
 
-def chosen_domains(train: list[str] | None, test: list[str] | None) -> tuple[list[str], list[str]]:
+def resolve_domains(train: list[str] | None, test: list[str] | None) -> tuple[list[str], list[str]]:
     """Return the given training and test domains. If a list is None, it is the defaults without the other list's."""
-    usual_train = [name for name in TRAIN_DOMAINS if not match_domain(name, test or [])]
-    usual_test = [name for name in TEST_DOMAINS if not match_domain(name, train or [])]
-    return (usual_train if train is None else train), (usual_test if test is None else test)
+    default_train = [name for name in TRAIN_DOMAINS if not match_domain(name, test or [])]
+    default_test = [name for name in TEST_DOMAINS if not match_domain(name, train or [])]
+    return (default_train if train is None else train), (default_test if test is None else test)
 
 
-def no_documents(corpus: Corpus, problems: Problems) -> UserError:
+def no_documents_error(corpus: Corpus, problems: Problems) -> UserError:
     """Return the error for an input without a well-formed record.
 
     If all records have the same kind of defect, it is the first record's error. Otherwise it contains the counts by
@@ -112,7 +113,7 @@ def no_documents(corpus: Corpus, problems: Problems) -> UserError:
         counts[reason] = counts.get(reason, 0) + number
     if len(counts) == 1:
         try:
-            for _ in corpus.documents(Problems("stop", otherwise="give another --input")):
+            for _ in corpus.documents(Problems("stop", alternative="give another --input")):
                 break
         except UserError as error:
             return error
@@ -120,17 +121,17 @@ def no_documents(corpus: Corpus, problems: Problems) -> UserError:
     return UserError("--input", f"contains no readable record ({reasons or 'it is empty'})", "give another input")
 
 
-class Others:
+class DomainList:
     """Domain names for a message, limited in number."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()
 
     def add(self, name: str) -> None:
-        """Add a name, unless there are more than `MOST_SHOWN` names already."""
-        if len(self.names) <= MOST_SHOWN:
+        """Add a name, unless there are more than `MAX_LISTED` names already."""
+        if len(self.names) <= MAX_LISTED:
             self.names.add(name)
 
     def __str__(self) -> str:
         shown = sorted(self.names)
-        return ", ".join([*shown[:MOST_SHOWN], "..."] if len(shown) > MOST_SHOWN else shown)
+        return ", ".join([*shown[:MAX_LISTED], "..."] if len(shown) > MAX_LISTED else shown)

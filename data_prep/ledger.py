@@ -8,17 +8,20 @@ from types import TracebackType
 
 from datatrove.data import Document
 
-MOST_UNUSED = 500
+MAX_UNUSED_DOMAINS = 500
 """Maximum number of domains that are counted by name; records may name arbitrarily many."""
 
-FURTHER = "(further domains)"
+OTHER_DOMAINS = "(further domains)"
 
 
 def count_unused(counts: Counter[tuple[str, str]], domain: str, reason: str, documents: int = 1) -> None:
-    """Count documents that no split uses, by domain and reason; domains beyond `MOST_UNUSED` are counted together."""
-    room = MOST_UNUSED + ((FURTHER, reason) in counts)
-    is_named = (domain, reason) in counts or len(counts) < room
-    counts[domain if is_named else FURTHER, reason] += documents
+    """Count documents that no split uses, by domain and reason.
+
+    Domains beyond the first `MAX_UNUSED_DOMAINS` entries are counted together as `OTHER_DOMAINS`.
+    """
+    max_entries = MAX_UNUSED_DOMAINS + ((OTHER_DOMAINS, reason) in counts)
+    is_named = (domain, reason) in counts or len(counts) < max_entries
+    counts[domain if is_named else OTHER_DOMAINS, reason] += documents
 
 
 @dataclass
@@ -36,7 +39,7 @@ class Ledger:
     unused: Counter[tuple[str, str]] = field(default_factory=Counter)
 
 
-class CountLeftOut:
+class DropCounter:
     """Counter of dropped documents, with the interface of the writer that datatrove's filters accept for them.
 
     Args:
@@ -48,7 +51,7 @@ class CountLeftOut:
         self.ledger = ledger
         self.reason = reason
 
-    def __enter__(self) -> CountLeftOut:
+    def __enter__(self) -> DropCounter:
         """Return the counter; there is nothing to open."""
         return self
 

@@ -29,11 +29,11 @@ VERSION = 1
 
 VerifyMode = Literal["sha256", "size"]
 
-_AGAIN = "prepare the data again with `selectron prepare`"
+_PREPARE_HINT = "prepare the data again with `selectron prepare`"
 
 
 def save_manifest(root: Path, manifest: Manifest) -> None:
-    """Write manifest.json atomically. It is written last: a folder without it is unfinished."""
+    """Write manifest.json atomically. Call this last: a folder without a manifest is unfinished."""
     content = json.dumps(asdict(manifest), indent=2, ensure_ascii=False) + "\n"
     write_atomically(root / MANIFEST_NAME, content.encode())
 
@@ -42,40 +42,41 @@ def load_manifest(root: Path) -> Manifest:
     """Read the manifest of a prepared folder.
 
     Raises:
-        UserError: it is missing, damaged, or of another version; see `parse_manifest`.
+        UserError: the manifest is missing, damaged, or of another version; see `parse_manifest`.
     """
     path = root / MANIFEST_NAME
     try:
         content = read_regular(path)
     except OSError as error:
-        raise UserError(str(path), f"cannot be read ({os_error_reason(error)})", _AGAIN) from None
+        raise UserError(str(path), f"cannot be read ({os_error_reason(error)})", _PREPARE_HINT) from None
     return parse_manifest(content, str(path))
 
 
 def parse_manifest(text: bytes, where: str) -> Manifest:
-    """Parse the content of a manifest file and check it completely. Files that it names are not accessed.
+    """Parse and check the content of a manifest file. The files that the manifest names are not accessed.
 
     Args:
         text: content of the file.
         where: location of the file, for messages.
 
     Raises:
-        UserError: it is damaged, of another version, names files outside its folder, or has inconsistent counts.
+        UserError: the manifest is damaged, has another version, names files outside its folder, or has inconsistent
+            counts.
     """
     try:
         content = parse_json(text)
     except ValueError as error:
-        raise UserError(where, f"is damaged ({error})", _AGAIN) from None
+        raise UserError(where, f"is damaged ({error})", _PREPARE_HINT) from None
     version = content.get("version") if isinstance(content, dict) else None
     if version != VERSION:
-        raise UserError(where, f"has version {version!r:.40}, but this program reads version {VERSION}", _AGAIN)
+        raise UserError(where, f"has version {version!r:.40}, but this program reads version {VERSION}", _PREPARE_HINT)
     try:
         # Strict: a string or 2.5 is not a count. JSON mode accepts dictionaries for the nested entries.
         manifest = TypeAdapter(Manifest).validate_json(text, strict=True)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise UserError(where, f"is damaged ({place}: {first['msg']})", _AGAIN) from None
+        error_info = error.errors(include_url=False)[0]
+        location = ".".join(str(part) for part in error_info["loc"])
+        raise UserError(where, f"is damaged ({location}: {error_info['msg']})", _PREPARE_HINT) from None
     check_manifest(manifest, where)
     return manifest
 
@@ -85,11 +86,11 @@ def verify_shard(root: Path, shard: ShardEntry, mode: VerifyMode) -> None:
 
     Args:
         root: folder of the manifest.
-        shard: the manifest's entry.
-        mode: `size` only compares sizes; `sha256` reads the files completely.
+        shard: entry of the shard in the manifest.
+        mode: `size` only compares sizes. `sha256` reads the whole files.
 
     Raises:
-        UserError: a file is missing, or has another size or content; the message names the file.
+        UserError: a file is missing, or has another size or content. The message names the file.
     """
     _verify_file(root / shard.file, shard.bytes, shard.sha256, mode)
     _verify_file(root / shard.index, shard.index_bytes, shard.index_sha256, mode)
@@ -108,18 +109,18 @@ def _verify_file(path: Path, size: int, sha256: str, mode: VerifyMode) -> None:
 
 
 def verify_tokenizer(root: Path, manifest: Manifest, tokenizer: Path | None = None) -> Path:
-    """Check that a tokenizer file is the one with which the data was made.
+    """Check by sha256 that a tokenizer file is the one with which the data was prepared.
 
     Args:
         root: folder of the manifest.
-        manifest: the manifest.
-        tokenizer: file to check; None for the one kept beside the manifest.
+        manifest: manifest of the folder.
+        tokenizer: file to check. None: the tokenizer in the folder of the manifest.
 
     Returns:
         The checked file.
 
     Raises:
-        UserError: it is missing or a different one; the message names both files.
+        UserError: the file is missing or its sha256 differs. The message names the file and the manifest.
     """
     path = tokenizer if tokenizer is not None else root / manifest.tokenizer.file
     manifest_path = root / MANIFEST_NAME

@@ -15,22 +15,22 @@ from megatron_ext.utils.errors import UserError
 MANIFEST_NAME = "manifest.json"
 TokenizerKind = Literal["huggingface", "tiktoken", "rwkv"]
 Count = Annotated[int, Field(ge=0, le=2**53)]
-"""A count; limited to the integers that JSON represents exactly in other programs."""
+"""Non-negative integer up to 2**53, the limit that all JSON parsers represent exactly."""
 
 _STRICT = ConfigDict(extra="forbid")
 
 
 @dataclass(frozen=True, config=_STRICT)
 class TokenizerEntry:
-    """The tokenizer that made the tokens.
+    """Tokenizer that produced the tokens.
 
     Attributes:
-        file: its file (a tokenizer.json, a .tiktoken file or an RWKV vocabulary), relative to the manifest.
-        sha256: hash of that file.
-        vocab_size: largest id + 1.
+        file: path of a tokenizer.json, a .tiktoken file or an RWKV vocabulary, relative to the manifest.
+        sha256: SHA-256 of the file, hexadecimal.
+        vocab_size: largest token id + 1.
         eos_token: token that ends every document.
-        eos_id: id of that token.
-        kind: library that reads the file.
+        eos_id: id of `eos_token`.
+        kind: format of the file.
         pattern: regular expression that splits text before merging, if the file does not contain it (tiktoken).
     """
 
@@ -45,17 +45,18 @@ class TokenizerEntry:
 
 @dataclass(frozen=True, config=_STRICT)
 class ShardEntry:
-    """One tar file and its index.
+    """Shard: a tar file and its index.
 
     Attributes:
-        file: the tar, relative to the manifest.
-        index: int64 array [documents, 2] beside it: byte offset of a document's tokens in the tar, number of tokens.
+        file: path of the tar, relative to the manifest.
+        index: path of the index, relative to the manifest. The index is an int64 array [documents, 2]. A row contains
+            the byte offset of a document's tokens in the tar, and the number of tokens.
         documents: number of documents.
         tokens: number of tokens, including end-of-document tokens.
-        bytes: size of the tar.
-        index_bytes: size of the index file.
-        sha256: hash of the tar.
-        index_sha256: hash of the index file.
+        bytes: size of the tar in bytes.
+        index_bytes: size of the index in bytes.
+        sha256: SHA-256 of the tar, hexadecimal.
+        index_sha256: SHA-256 of the index, hexadecimal.
     """
 
     file: str
@@ -70,15 +71,15 @@ class ShardEntry:
 
 @dataclass(frozen=True, config=_STRICT)
 class DomainEntry:
-    """One domain in one split.
+    """Documents of a domain in a split.
 
     Attributes:
         split: train, validation or test.
         domain: name of the domain.
         documents: number of documents.
         tokens: number of tokens, including end-of-document tokens.
-        characters: Unicode characters of the text.
-        bytes: UTF-8 bytes of the text (for bits per byte).
+        characters: number of Unicode characters of the text.
+        bytes: number of UTF-8 bytes of the text, for bits per byte.
         shards: shards that contain the tokens, in order.
     """
 
@@ -93,7 +94,7 @@ class DomainEntry:
 
 @dataclass(frozen=True, config=_STRICT)
 class SkippedEntry:
-    """Skipped malformed records, by input file and reason."""
+    """Number of malformed records that were skipped, by input file and reason."""
 
     file: str
     reason: str
@@ -102,7 +103,7 @@ class SkippedEntry:
 
 @dataclass(frozen=True, config=_STRICT)
 class CountEntry:
-    """Documents of a split by reason: why they were dropped, or how they were cleaned.
+    """Number of documents of a split that were dropped or cleaned for the same reason.
 
     Training documents that were dropped before the validation split was held out count as train.
     """
@@ -114,7 +115,7 @@ class CountEntry:
 
 @dataclass(frozen=True, config=_STRICT)
 class UnusedEntry:
-    """Well-formed documents that no split uses, by domain and reason."""
+    """Number of well-formed documents that no split uses, by domain and reason."""
 
     domain: str
     reason: str
@@ -127,15 +128,15 @@ class Manifest:
 
     Attributes:
         version: version of the format.
-        tokenizer: the tokenizer of the data.
-        dtype: type of the stored tokens: uint16 or uint32, little-endian.
-        domains: domains by split, train before validation before test.
-        skipped: skipped malformed records.
+        tokenizer: tokenizer that produced the tokens.
+        dtype: dtype of the stored tokens, uint16 or uint32, little-endian.
+        domains: domains by split, in the order train, validation, test.
+        skipped: counts of skipped malformed records.
         duplicates: number of documents dropped as exact or near-duplicates.
-        left_out: dropped well-formed documents, including duplicates.
-        cleaned: documents changed by cleaning; one with several reasons is counted for each.
-        unused: well-formed documents of domains, or of folders for them, that no split uses. Together with the
-            documents of `domains`, `skipped` and `left_out`, they are all records of the input.
+        left_out: counts of dropped well-formed documents, including duplicates.
+        cleaned: counts of documents changed by cleaning. A document with several changes counts once for each.
+        unused: counts of well-formed documents that no split uses, because of their domain or their folder. The counts
+            in `domains`, `skipped`, `left_out` and `unused` add up to the number of input records.
         options: options of the preparation.
         provenance: source of the documents.
     """
@@ -160,27 +161,27 @@ class Manifest:
         """Return the entries of a split and of some domains, in the manifest's order.
 
         Args:
-            split: train, validation or test; None for all.
-            domains: names in SlimPajama's long or short form, in any case; None for all.
+            split: train, validation or test. None: all.
+            domains: names in SlimPajama's long or short form, in upper or lower case. None: all.
 
         Raises:
             UserError: a domain or the split does not exist.
         """
         entries = [entry for entry in self.domains if split in (None, entry.split)]
         present = list(dict.fromkeys(entry.domain for entry in entries))
-        place = f"the {split} split" if split else "the data"
+        scope = f"the {split} split" if split else "the data"
         if not entries:
             splits = ", ".join(dict.fromkeys(entry.split for entry in self.domains)) or "none"
-            raise UserError(MANIFEST_NAME, f"{place} is empty", f"choose from the existing splits: {splits}")
-        wanted = set()
+            raise UserError(MANIFEST_NAME, f"{scope} is empty", f"choose from the existing splits: {splits}")
+        selected = set()
         for name in present if domains is None else domains:
             match = match_domain(name, present)
             if match is None:
-                raise UserError(MANIFEST_NAME, f"no domain {name} in {place}", f"choose from: {', '.join(present)}")
-            wanted.add(match)
-        return [entry for entry in entries if entry.domain in wanted]
+                raise UserError(MANIFEST_NAME, f"no domain {name} in {scope}", f"choose from: {', '.join(present)}")
+            selected.add(match)
+        return [entry for entry in entries if entry.domain in selected]
 
 
 def match_domain(name: str, present: Iterable[str]) -> str | None:
-    """Return the domain of `present` that a user's name means, in either form and any case; None if there is none."""
-    return next((known for known in present if domain_key(known) == domain_key(name)), None)
+    """Return the domain in `present` that equals `name` in the long or short form, ignoring case; None if none does."""
+    return next((candidate for candidate in present if domain_key(candidate) == domain_key(name)), None)

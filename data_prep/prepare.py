@@ -9,17 +9,17 @@ from typing import Any, Literal
 
 from data_prep.documents import Corpus, Problems
 from data_prep.domains import (
-    FOLDER_NAME,
+    FOLDER_NAME_PATTERN,
     UNNAMED,
-    chosen_domains,
-    find_any,
     find_domains,
     folder_name,
-    names_domains,
+    has_domain_names,
+    require_any_domain,
+    resolve_domains,
 )
 from data_prep.ledger import Ledger
 from data_prep.manifest import MANIFEST_NAME, Manifest, load_manifest, match_domain
-from data_prep.output.merging import Finish
+from data_prep.output.merging import FinishStep
 from data_prep.reading import embedded
 from data_prep.reading.corpus import FileCorpus, open_files
 from data_prep.reading.fields import TEXT_KEY, Fields
@@ -28,14 +28,14 @@ from data_prep.running.slurm import submit
 from data_prep.running.workers import allow_open_files
 from data_prep.splits import SplitPlan
 from data_prep.stages import Filtering, Preparation
-from data_prep.steps import reading
+from data_prep.steps import reading_steps
 from data_prep.storage import publish, sha256_of, unfinished_folder, was_published
 from data_prep.tokenization.tokenizer import JsonTokenizer, train_tokenizer
 from data_prep.tokenization.vocabularies import (
     TextTokenizer,
     end_of_document,
-    keep_tokenizer,
     open_tokenizer,
+    save_tokenizer,
     tokenizer_files,
 )
 from megatron_ext.utils.atomic_files import os_error_reason
@@ -123,18 +123,18 @@ def prepare(options: PrepareOptions) -> Manifest | None:
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
     output = Path(options.output)
     try:
-        options, corpus = _with_domain(options, open_corpus(options))
-        recorded = _recorded(options, options.tasks or default_tasks(corpus))
+        options, corpus = _assign_single_domain(options, open_corpus(options))
+        recorded = _recorded_options(options, options.tasks or default_tasks(corpus))
         if options.filtering.duplicates != "keep":
             allow_open_files(recorded["tasks"])  # a later stage needs this limit: fail now rather than hours later
-        begun = _begun(recorded, corpus, options)
-        if was_published(output, begun):  # interrupted after the folder was renamed, before its notes were removed
+        settings = _resume_settings(recorded, corpus, options)
+        if was_published(output, settings):  # interrupted after the folder was renamed, before its markers were removed
             return load_manifest(output)
-        with unfinished_folder(output, begun) as partial:
+        with unfinished_folder(output, settings) as partial:
             if (partial / MANIFEST_NAME).exists():  # interrupted after the manifest, before the folder was renamed
                 publish(partial, output)
                 return load_manifest(output)
-            return _fill(partial, corpus, options, recorded)
+            return _run_preparation(partial, corpus, options, recorded)
     except OSError as error:
         where = str(error.filename or output)
         hint = "free space or fix the path, then rerun the same command to resume"
@@ -150,14 +150,14 @@ def open_corpus(options: PrepareOptions) -> Corpus:
     return open_files(options.input, fields, tokenizer)
 
 
-def _with_domain(options: PrepareOptions, corpus: Corpus) -> tuple[PrepareOptions, Corpus]:
+def _assign_single_domain(options: PrepareOptions, corpus: Corpus) -> tuple[PrepareOptions, Corpus]:
     """Return options and corpus. If no domains are requested and no record names one, give all records one domain.
 
     The domain is `options.domain`, or is named after the input. It becomes the only training domain.
     """
     if not isinstance(corpus, FileCorpus) or options.train_domains is not None or options.domain_key is not None:
         return options, corpus
-    if corpus.has_own_domains or names_domains(corpus.with_default(UNNAMED), Problems(options.on_error)):
+    if corpus.has_own_domains or has_domain_names(corpus.with_default(UNNAMED), Problems(options.on_error)):
         return options, corpus
     name = options.domain or folder_name(corpus.name)
     _check_names([name])
@@ -172,10 +172,10 @@ def default_tasks(corpus: Corpus) -> int:
 
 def _check_text(options: PrepareOptions) -> None:
     """Raise a `UserError` for option values that shells, Slurm or datatrove's paths would misinterpret."""
-    given = {"--input": options.input, "--output": options.output, "--source-tokenizer": options.source_tokenizer}
+    values = {"--input": options.input, "--output": options.output, "--source-tokenizer": options.source_tokenizer}
     execution = options.execution
-    given |= {"--slurm-partition": execution.slurm_partition, "--slurm-time": execution.slurm_time}
-    for option, value in given.items():
+    values |= {"--slurm-partition": execution.slurm_partition, "--slurm-time": execution.slurm_time}
+    for option, value in values.items():
         check_text(option, str(value or ""))
     if "://" in str(options.output) or "::" in str(options.output):
         raise UserError("--output", f"{options.output} is not a local path", "give a path without :// and ::")
@@ -202,26 +202,26 @@ def _check(options: PrepareOptions) -> None:
 
 def _check_names(domains: list[str]) -> None:
     for name in domains:
-        if not FOLDER_NAME.fullmatch(name):
+        if not FOLDER_NAME_PATTERN.fullmatch(name):
             raise UserError(
                 "--train-domains/--test-domains", f"{name!r} is not a valid folder name", "rename the domain"
             )
 
 
-def _fill(root: Path, corpus: Corpus, options: PrepareOptions, recorded: dict[str, Any]) -> Manifest | None:
-    plan = _plan(corpus, options)
-    tokenizer = _tokenizer(root, corpus, plan, options)
+def _run_preparation(root: Path, corpus: Corpus, options: PrepareOptions, recorded: dict[str, Any]) -> Manifest | None:
+    plan = _build_split_plan(corpus, options)
+    tokenizer = _open_or_train_tokenizer(root, corpus, plan, options)
     preparation = Preparation(
         root=root,
         corpus=corpus,
         plan=plan,
         filtering=options.filtering,
-        tokenizer=keep_tokenizer(root, tokenizer, end_of_document(tokenizer, options.eos_token)),
+        tokenizer=save_tokenizer(root, tokenizer, end_of_document(tokenizer, options.eos_token)),
         tasks=recorded["tasks"],
         on_error=options.on_error,
         shard_tokens=options.shard_tokens,
     )
-    finish = Finish(preparation.merge(recorded), Path(options.output))
+    finish = FinishStep(preparation.merge(recorded), Path(options.output))
     if options.execution.executor == "slurm":
         logs = f"{options.output}.slurm"
         submit(preparation.stages(), root, finish, logs, options.execution, corpus.total_bytes)
@@ -230,59 +230,59 @@ def _fill(root: Path, corpus: Corpus, options: PrepareOptions, recorded: dict[st
     return finish.merge()
 
 
-def _plan(corpus: Corpus, options: PrepareOptions) -> SplitPlan:
-    train, test = chosen_domains(options.train_domains, options.test_domains)
-    both = [name for name in train if match_domain(name, test)]
-    if both:
-        problem = f"{', '.join(both)} is both a training domain and a test domain"
+def _build_split_plan(corpus: Corpus, options: PrepareOptions) -> SplitPlan:
+    train, test = resolve_domains(options.train_domains, options.test_domains)
+    overlapping = [name for name in train if match_domain(name, test)]
+    if overlapping:
+        problem = f"{', '.join(overlapping)} is both a training domain and a test domain"
         raise UserError("--test-domains", problem, "remove it from --train-domains or --test-domains")
-    usual: list[str] = []
+    optional: list[str] = []
     if options.train_domains is None:
         if not train:
             problem = "is not given, and the default domains are test domains"
             raise UserError("--train-domains", problem, "give one or more domains")
-        find_any(corpus, train)
-        usual += train
+        require_any_domain(corpus, train)
+        optional += train
     else:
         train = find_domains(corpus, train, "--train-domains")
     if options.test_domains is None:
-        usual += test
+        optional += test
     elif test:
         test = find_domains(corpus, test, "--test-domains")
     folders = corpus.folders
-    plan = SplitPlan(frozenset(train), frozenset(test), folders, options.validation_fraction, frozenset(usual))
+    plan = SplitPlan(frozenset(train), frozenset(test), folders, options.validation_fraction, frozenset(optional))
     overlap = options.filtering.overlap
     if overlap is not None and overlap.action != "report" and not plan.has_test:
         raise UserError("--decontaminate", "there are no test documents", "give --test-domains or remove it")
     return plan
 
 
-def _tokenizer(root: Path, corpus: Corpus, plan: SplitPlan, options: PrepareOptions) -> TextTokenizer:
+def _open_or_train_tokenizer(root: Path, corpus: Corpus, plan: SplitPlan, options: PrepareOptions) -> TextTokenizer:
     if options.tokenizer != TRAIN_TOKENIZER:
         return open_tokenizer(options.tokenizer, options.tiktoken_pattern)
-    kept = root / JsonTokenizer.file_name
-    if kept.exists():  # trained before an interruption
-        return open_tokenizer(str(kept))
+    path = root / JsonTokenizer.file_name
+    if path.exists():  # trained before an interruption
+        return open_tokenizer(str(path))
     documents: Any = None
-    for step in reading(corpus, plan, options.filtering.cleaning, Problems(options.on_error), Ledger()):
+    for step in reading_steps(corpus, plan, options.filtering.cleaning, Problems(options.on_error), Ledger()):
         documents = step.run(documents)
     texts = (document.text for document in documents if document.metadata["split"] == "train")
     return JsonTokenizer(train_tokenizer(texts, options.vocab_size))
 
 
-def _recorded(options: PrepareOptions, tasks: int) -> dict[str, Any]:
+def _recorded_options(options: PrepareOptions, tasks: int) -> dict[str, Any]:
     """Return the options that determine the prepared data, i.e. all except output path, execution and progress."""
-    kept = asdict(options)
+    recorded = asdict(options)
     for name in ("output", "execution", "progress", "filtering"):
-        del kept[name]
-    kept["train_domains"], kept["test_domains"] = chosen_domains(options.train_domains, options.test_domains)
-    return {**redact_tree(kept), **options.filtering.as_options(), "tasks": tasks}
+        del recorded[name]
+    recorded["train_domains"], recorded["test_domains"] = resolve_domains(options.train_domains, options.test_domains)
+    return {**redact_tree(recorded), **options.filtering.as_options(), "tasks": tasks}
 
 
-def _begun(recorded: dict[str, Any], corpus: Corpus, options: PrepareOptions) -> dict[str, Any]:
+def _resume_settings(recorded: dict[str, Any], corpus: Corpus, options: PrepareOptions) -> dict[str, Any]:
     """Return the state that must be equal for a preparation to resume: options, and digests of the input files."""
-    begun = {f"--{name.replace('_', '-')}": value for name, value in recorded.items()}
+    settings = {f"--{name.replace('_', '-')}": value for name, value in recorded.items()}
     for name in (options.tokenizer, options.source_tokenizer):
         for path in tokenizer_files(name) if name else ():
-            begun[f"{path} of sha256"] = sha256_of(path)
-    return {**begun, "input files of digest": corpus.identity()}
+            settings[f"{path} of sha256"] = sha256_of(path)
+    return {**settings, "input files of digest": corpus.identity()}

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from data_prep.documents import domain_key
 
-NO_SIDE = "neither trained nor tested on"
+UNUSED_REASON = "neither trained nor tested on"
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class SplitPlan:
     validation_fraction: float
     optional: frozenset[str] = frozenset()
 
-    def side_of(self, domain: str, folder: str | None) -> str | None:
+    def split_without_text(self, domain: str, folder: str | None) -> str | None:
         """Return the split of a document as far as it is known without its text.
 
         If the result is `train`, the document may still be held out for validation. If folders determine the splits,
@@ -46,31 +46,31 @@ class SplitPlan:
         Returns:
             train, validation or test; None if the document is not used.
         """
-        domain = self.own_name(domain)
+        domain = self.canonical_name(domain)
         if domain in self.test:
-            given = next((name for name in ("test", "validation") if name in self.folders), None)
-            return "test" if given is None or folder == given else None
+            test_folder = next((name for name in ("test", "validation") if name in self.folders), None)
+            return "test" if test_folder is None or folder == test_folder else None
         if domain not in self.train:
             return None
         return folder or "train"
 
-    def why_unused(self, domain: str, folder: str | None) -> str:
-        """Return the reason why `side_of` returns None for a document."""
-        return f"tested on, but in the folder {folder}" if self.own_name(domain) in self.test else NO_SIDE
+    def unused_reason(self, domain: str, folder: str | None) -> str:
+        """Return the reason why `split_without_text` returns None for a document."""
+        return f"tested on, but in the folder {folder}" if self.canonical_name(domain) in self.test else UNUSED_REASON
 
-    def own_name(self, domain: str) -> str:
+    def canonical_name(self, domain: str) -> str:
         """Return the plan's spelling of a domain. A domain that is not in the plan keeps its spelling."""
-        return self._own_names.get(domain_key(domain), domain)
+        return self._canonical_names.get(domain_key(domain), domain)
 
     @cached_property
-    def _own_names(self) -> dict[str, str]:
+    def _canonical_names(self) -> dict[str, str]:
         return {domain_key(name): name for name in self.train | self.test}
 
-    def split_of(self, text: str, domain: str, folder: str | None) -> str | None:
-        """Return the split of a document (see `side_of`). Held-out documents are chosen by a hash of the text."""
-        side = self.side_of(domain, folder)
-        if side != "train" or (folder == "train" and "validation" in self.folders):
-            return side
+    def assign_split(self, text: str, domain: str, folder: str | None) -> str | None:
+        """Return the split of a document; see `split_without_text`. A hash of the text selects validation documents."""
+        split = self.split_without_text(domain, folder)
+        if split != "train" or (folder == "train" and "validation" in self.folders):
+            return split
         return "validation" if fingerprint(text) < self.validation_fraction * 2.0**64 else "train"
 
     @property

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from datatrove.pipeline.base import PipelineStep
 
 from data_prep.cleaning import CleaningOptions
-from data_prep.contamination.decontamination import Source, collecting, decontamination
+from data_prep.contamination.decontamination import DocumentSource, build_decontamination, collect_grams_step
 from data_prep.contamination.overlap import OverlapOptions
 from data_prep.deduplication.duplicates import NearOptions, exact_duplicates, near_duplicates
 from data_prep.documents import Corpus, Problems
@@ -23,9 +23,9 @@ from data_prep.manifest import TokenizerEntry
 from data_prep.output.merging import Merge
 from data_prep.output.writing import WriteShards
 from data_prep.running.execution import Stage
-from data_prep.running.progress import Board
+from data_prep.running.progress import ProgressBoard
 from data_prep.splits import SplitPlan
-from data_prep.steps import ReadCorpus, reading
+from data_prep.steps import ReadCorpus, reading_steps
 from data_prep.storage import WORK_NAME
 
 
@@ -86,10 +86,11 @@ class Preparation:
     def stages(self) -> list[Stage]:
         """Return all stages in order."""
         problems, ledger = Problems(self.on_error), Ledger()
-        documents = reading(self.corpus, self.plan, self.filtering.cleaning, problems, ledger)
-        stages, documents = self._deduplicating(documents, ledger)
-        more, documents = self._decontaminating(documents, ledger)
-        return [self._shown(stage) for stage in (*stages, *more)] + [self._tokenising(documents, problems, ledger)]
+        documents = reading_steps(self.corpus, self.plan, self.filtering.cleaning, problems, ledger)
+        stages, documents = self._deduplication_stages(documents, ledger)
+        contamination_stages, documents = self._decontamination_stages(documents, ledger)
+        filter_stages = [self._with_progress(stage) for stage in (*stages, *contamination_stages)]
+        return [*filter_stages, self._tokenisation_stage(documents, problems, ledger)]
 
     def merge(self, options: dict[str, Any]) -> Merge:
         """Return the merge of the tasks' shards into one folder.
@@ -113,42 +114,46 @@ class Preparation:
     def _overlap(self) -> OverlapOptions | None:
         return self.filtering.overlap if self.plan.has_test else None
 
-    def _deduplicating(self, documents: list[PipelineStep], ledger: Ledger) -> tuple[list[Stage], list[PipelineStep]]:
+    def _deduplication_stages(
+        self, documents: list[PipelineStep], ledger: Ledger
+    ) -> tuple[list[Stage], list[PipelineStep]]:
         """Return the stages that find duplicates, and the steps that read the documents without duplicates."""
         if self.filtering.duplicates == "keep":
             return [], documents
-        beside = [collecting(str(self._folder("contamination")), self._overlap)] if self._overlap else []
-        exact = exact_duplicates(documents, str(self._folder("exact")), self.tasks, beside=beside, ledger=ledger)
+        extra = [collect_grams_step(str(self._folder("contamination")), self._overlap)] if self._overlap else []
+        exact = exact_duplicates(documents, str(self._folder("exact")), self.tasks, extra_steps=extra, ledger=ledger)
         if self.filtering.duplicates == "exact":
             return exact.stages, exact.documents
         near = near_duplicates(exact.documents, str(self._folder("near")), self.tasks, self.filtering.near, ledger)
         return [*exact.stages, *near.stages], near.documents
 
-    def _decontaminating(self, documents: list[PipelineStep], ledger: Ledger) -> tuple[list[Stage], list[PipelineStep]]:
-        """Return the stages that search for test text, and the steps that read the documents that are not dropped."""
+    def _decontamination_stages(
+        self, documents: list[PipelineStep], ledger: Ledger
+    ) -> tuple[list[Stage], list[PipelineStep]]:
+        """Return the stages that search for test text, and the steps that read the remaining documents."""
         if self._overlap is None:
             return [], documents
-        source, folder = Source(documents, self.tasks), str(self._folder("contamination"))
+        source, folder = DocumentSource(documents, self.tasks), str(self._folder("contamination"))
         collected = self.filtering.duplicates != "keep"
-        found = decontamination(source, source, folder, self._overlap, collected=collected, ledger=ledger)
-        return found.stages, [*documents, found.drop] if self._overlap.action != "report" else documents
+        built = build_decontamination(source, source, folder, self._overlap, collected=collected, ledger=ledger)
+        return built.stages, [*documents, built.drop] if self._overlap.action != "report" else documents
 
-    def _tokenising(self, documents: list[PipelineStep], problems: Problems, ledger: Ledger) -> Stage:
-        shown = self._shown(Stage("tokenising", documents, self.tasks))
-        assert shown.board is not None
+    def _tokenisation_stage(self, documents: list[PipelineStep], problems: Problems, ledger: Ledger) -> Stage:
+        stage = self._with_progress(Stage("tokenising", documents, self.tasks))
+        assert stage.board is not None
         writer = WriteShards(
-            self._folder("shards"), self.root, self.tokenizer, self.shard_tokens, problems, ledger, shown.board
+            self._folder("shards"), self.root, self.tokenizer, self.shard_tokens, problems, ledger, stage.board
         )
-        return replace(shown, steps=[*shown.steps, writer])
+        return replace(stage, steps=[*stage.steps, writer])
 
-    def _shown(self, stage: Stage) -> Stage:
+    def _with_progress(self, stage: Stage) -> Stage:
         """Return a stage with its own progress board if it reads the corpus, and any other stage unchanged."""
-        reader, *rest = stage.steps
+        reader, *remaining_steps = stage.steps
         if not isinstance(reader, ReadCorpus):
             return stage
-        board = Board(self.root / WORK_NAME / f"{stage.name}.progress", stage.tasks)
-        board.clear_missing()
-        return replace(stage, steps=[ReadCorpus(self.corpus, reader.problems, board), *rest], board=board)
+        board = ProgressBoard(self.root / WORK_NAME / f"{stage.name}.progress", stage.tasks)
+        board.create()
+        return replace(stage, steps=[ReadCorpus(self.corpus, reader.problems, board), *remaining_steps], board=board)
 
     def _folder(self, name: str) -> Path:
         folder = self.root / WORK_NAME / name

@@ -13,8 +13,8 @@ from datatrove.pipeline.base import PipelineStep
 
 from data_prep.cleaning import Clean, CleaningOptions
 from data_prep.documents import Corpus, Problems
-from data_prep.ledger import CountLeftOut, Ledger, count_unused
-from data_prep.running.progress import Board
+from data_prep.ledger import DropCounter, Ledger, count_unused
+from data_prep.running.progress import ProgressBoard
 from data_prep.splits import SplitPlan
 
 
@@ -30,7 +30,7 @@ class ReadCorpus(PipelineStep):
     type = "READER"
     name = "corpus"
 
-    def __init__(self, corpus: Corpus, problems: Problems, board: Board | None = None) -> None:
+    def __init__(self, corpus: Corpus, problems: Problems, board: ProgressBoard | None = None) -> None:
         super().__init__()
         self.corpus = corpus
         self.problems = problems
@@ -38,15 +38,15 @@ class ReadCorpus(PipelineStep):
 
     def run(self, data: Iterator[Document] | None = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
         """Yield the documents of this task."""
-        done = [0] if self.board is None else self.board.bytes_of(rank)
+        bytes_read = [0] if self.board is None else self.board.byte_counter(rank)
 
         def advance(count: int) -> None:
-            done[0] += count
+            bytes_read[0] += count
 
         for unit in range(rank, self.corpus.units, world_size):
             for document in self.corpus.read(unit, self.problems, advance):
-                facts = {"domain": document.domain, "source": document.source, "folder": document.folder}
-                yield Document(document.text, document.id, metadata=facts | {"changes": document.changes})
+                metadata = {"domain": document.domain, "source": document.source, "folder": document.folder}
+                yield Document(document.text, document.id, metadata=metadata | {"changes": document.changes})
 
 
 class ChooseDomains(PipelineStep):
@@ -70,16 +70,16 @@ class ChooseDomains(PipelineStep):
     def run(self, data: Iterator[Document], rank: int = 0, world_size: int = 1) -> Iterator[Document]:
         """Yield the documents that are used."""
         for document in data:
-            facts = document.metadata
-            facts["domain"] = self.plan.own_name(facts["domain"])
-            side = self.plan.side_of(facts["domain"], facts["folder"])
-            if side is None:
-                reason = self.plan.why_unused(facts["domain"], facts["folder"])
-                count_unused(self.ledger.unused, facts["domain"], reason)
+            metadata = document.metadata
+            metadata["domain"] = self.plan.canonical_name(metadata["domain"])
+            split = self.plan.split_without_text(metadata["domain"], metadata["folder"])
+            if split is None:
+                reason = self.plan.unused_reason(metadata["domain"], metadata["folder"])
+                count_unused(self.ledger.unused, metadata["domain"], reason)
                 continue
-            facts["split"] = side
-            for reason in facts.pop("changes", ()):
-                self.ledger.changed[side, reason] += 1
+            metadata["split"] = split
+            for reason in metadata.pop("changes", ()):
+                self.ledger.changed[split, reason] += 1
             yield document
 
 
@@ -96,12 +96,12 @@ class AssignSplits(PipelineStep):
     def run(self, data: Iterator[Document], rank: int = 0, world_size: int = 1) -> Iterator[Document]:
         """Yield all documents."""
         for document in data:
-            facts = document.metadata
-            facts["split"] = self.plan.split_of(document.text, facts["domain"], facts["folder"])
+            metadata = document.metadata
+            metadata["split"] = self.plan.assign_split(document.text, metadata["domain"], metadata["folder"])
             yield document
 
 
-def reading(
+def reading_steps(
     corpus: Corpus, plan: SplitPlan, cleaning: CleaningOptions | None, problems: Problems, ledger: Ledger
 ) -> list[PipelineStep]:
     """Return the first steps of every pass over the documents: read, select domains, clean, split.
@@ -115,5 +115,5 @@ def reading(
     """
     steps: list[PipelineStep] = [ReadCorpus(corpus, problems), ChooseDomains(plan, ledger)]
     if cleaning is not None:
-        steps.append(Clean(cleaning, CountLeftOut(ledger, "{}"), ledger))
+        steps.append(Clean(cleaning, DropCounter(ledger, "{}"), ledger))
     return [*steps, AssignSplits(plan)]

@@ -21,7 +21,7 @@ Append = Callable[[npt.NDArray[Any]], None]
 
 
 @contextlib.contextmanager
-def appended_array(folder: DataFolder, name: str, dtype: npt.DTypeLike) -> Iterator[Append]:
+def open_array_writer(folder: DataFolder, name: str, dtype: npt.DTypeLike) -> Iterator[Append]:
     """Context manager that yields a function to append rows to a one-dimensional array file.
 
     The file appears under its name when the context ends.
@@ -32,19 +32,19 @@ def appended_array(folder: DataFolder, name: str, dtype: npt.DTypeLike) -> Itera
         dtype: dtype of the rows.
     """
     if folder.is_local():
-        with _appended_here(Path(folder.path) / name, np.dtype(dtype)) as append:
+        with _open_local_writer(Path(folder.path) / name, np.dtype(dtype)) as append:
             yield append
         return
     with scratch_folder("array") as scratch:
         local = scratch / "array.npy"
-        with _appended_here(local, np.dtype(dtype)) as append:
+        with _open_local_writer(local, np.dtype(dtype)) as append:
             yield append
         with local.open("rb") as source, folder.open(name, "wb") as target:
             shutil.copyfileobj(source, target)
 
 
 @contextlib.contextmanager
-def _appended_here(path: Path, dtype: np.dtype[Any]) -> Iterator[Append]:
+def _open_local_writer(path: Path, dtype: np.dtype[Any]) -> Iterator[Append]:
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")  # unique: a killed run's worker may write, too
     with rename_when_complete(beside, path), beside.open("wb") as file:
@@ -66,17 +66,17 @@ def _write_header(file: Any, dtype: np.dtype[Any], rows: int) -> int:
     return int(file.tell())
 
 
-def save(folder: DataFolder, name: str, values: npt.NDArray[Any]) -> None:
+def save_array(folder: DataFolder, name: str, values: npt.NDArray[Any]) -> None:
     """Write a one-dimensional array."""
-    with appended_array(folder, name, values.dtype) as append:
+    with open_array_writer(folder, name, values.dtype) as append:
         append(values)
 
 
-def load(folder: DataFolder, name: str) -> npt.NDArray[Any]:
+def load_array(folder: DataFolder, name: str) -> npt.NDArray[Any]:
     """Memory-map an array, so that processes share its pages; a remote file is copied first."""
     if folder.is_local():
         return np.load(f"{folder.path}/{name}", mmap_mode="r", allow_pickle=False)
-    with scratch_folder("copy") as scratch:  # the content remains while it is mapped
+    with scratch_folder("copy") as scratch:  # the memory map remains valid after the file is removed
         with folder.open(name, "rb") as source, (scratch / "array.npy").open("wb") as copy:
             shutil.copyfileobj(source, copy)
         return np.load(scratch / "array.npy", mmap_mode="r", allow_pickle=False)

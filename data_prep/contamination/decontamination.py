@@ -19,16 +19,17 @@ from data_prep.contamination.findings import MergeFindings
 from data_prep.contamination.overlap import CollectGrams, JudgeDocuments, MergeGrams, OverlapOptions, SearchTrain
 from data_prep.contamination.overlap_filter import DropContaminated
 from data_prep.contamination.report import WriteReport
-from data_prep.ledger import CountLeftOut, Ledger
+from data_prep.ledger import DropCounter, Ledger
 from data_prep.running.execution import Stage
 
 
 @dataclass(frozen=True)
-class Source:
+class DocumentSource:
     """Steps that read documents, and the number of tasks.
 
     Attributes:
-        steps: they must yield the same documents every time, with `split` and `domain` in their metadata.
+        steps: datatrove steps. They must yield the same documents every time, with `split` and `domain` in the
+            metadata.
         tasks: number of tasks.
     """
 
@@ -42,26 +43,27 @@ class Decontamination:
 
     Attributes:
         stages: stages to run in order; the last one writes `report.json` and `report.md` to the folder.
-        drop: step to append to later readers of the documents. It drops what the action requires, and counts it. If the
-            action drops test documents, it must read the documents of `test` in as many tasks, and raises otherwise.
+        drop: step to append to later readers of the documents. It drops and counts the documents that the action
+            requires. If the action drops test documents, the step must receive the documents of `test` in as many
+            tasks, and raises otherwise.
     """
 
     stages: list[Stage]
     drop: DropContaminated
 
 
-def collecting(folder: str, options: OverlapOptions) -> CollectGrams:
-    """Return the step that collects test n-grams, to be added to an existing pass; it yields all documents unchanged.
+def collect_grams_step(folder: str, options: OverlapOptions) -> CollectGrams:
+    """Return the step that collects test n-grams, to be added to an existing pass. It yields all documents unchanged.
 
-    That pass may read documents which `decontamination` no longer reads, such as duplicates. N-grams of these alone do
-    not change the report.
+    That pass may read documents which `build_decontamination` no longer reads, such as duplicates. Their additional
+    n-grams do not change the report.
     """
     return CollectGrams(f"{folder}/grams", options)
 
 
-def decontamination(
-    test: Source,
-    train: Source,
+def build_decontamination(
+    test: DocumentSource,
+    train: DocumentSource,
     folder: str,
     options: OverlapOptions | None = None,
     *,
@@ -75,18 +77,19 @@ def decontamination(
         train: reads the training documents; other documents are skipped. May be equal to `test`.
         folder: folder for results, local or an fsspec URL.
         options: options of overlap and action.
-        collected: True if another pass, in as many tasks as `test`, has run the step of `collecting`.
+        collected: True if another pass, in as many tasks as `test`, has run the step of `collect_grams_step`.
         ledger: receives the numbers of dropped documents.
     """
     options = options or OverlapOptions()
     grams, found, judged = (f"{folder}/{part}" for part in ("grams", "found", "judged"))
+    collect = Stage("collect_test_ngrams", [*test.steps, collect_grams_step(folder, options)], test.tasks)
     stages = [
-        *([] if collected else [Stage("collect_test_ngrams", [*test.steps, collecting(folder, options)], test.tasks)]),
+        *([] if collected else [collect]),
         Stage("merge_test_ngrams", [MergeGrams(grams, test.tasks)], 1),
         Stage("search_train", [*train.steps, SearchTrain(grams, found, options)], train.tasks),
         Stage("merge_findings", [MergeFindings(grams, found, train.tasks)], 1),
         Stage("judge_test", [*test.steps, JudgeDocuments(found, judged, options)], test.tasks),
         Stage("report", [WriteReport(judged, found, folder, test.tasks, options)], 1),
     ]
-    counting = CountLeftOut(ledger or Ledger(), "contaminated")
-    return Decontamination(stages, DropContaminated(folder, judged, options, counting))
+    counter = DropCounter(ledger or Ledger(), "contaminated")
+    return Decontamination(stages, DropContaminated(folder, judged, options, counter))

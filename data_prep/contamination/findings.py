@@ -1,4 +1,4 @@
-"""Files of the n-grams found in train, with the first document that contains each, by task and merged."""
+"""Files of the test n-grams found in training text, each with the first document that contains it."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import numpy.typing as npt
 from datatrove.io import DataFolder, get_datafolder
 from datatrove.pipeline.base import PipelineStep
 
-from data_prep.contamination.arrays import appended_array, load, load_json, save, save_json
+from data_prep.contamination.arrays import load_array, load_json, open_array_writer, save_array, save_json
 from data_prep.contamination.runs import RUNS, run_names
 
 ALL_GRAMS = "all.npy"
 FIRST_OWNERS = "first.npy"
 SUMMARY = "summary.json"
-FOUND_AT_A_TIME = 2_000_000
+MAX_PENDING_GRAMS = 2_000_000
 """Number of found n-grams that a task keeps in memory before writing them (32 MB, and as much for sorting)."""
 
-GRAMS_REMEMBERED = 1 << 23
+SEEN_CACHE_SIZE = 1 << 23
 """Number of entries in a task's cache of n-grams already found, which avoids writing them repeatedly (64 MB)."""
 
-GRAMS_AT_A_TIME = 8_000_000
+MERGE_BLOCK_GRAMS = 8_000_000
 """Number of n-grams whose first documents are compared at once (160 MB)."""
 
 FOUND = np.dtype([("gram", "<i8"), ("document", "<u8")])
@@ -37,11 +37,11 @@ OWNER = np.dtype([("document", "<u8"), ("task", "<u4")])
 
 NOT_FOUND = np.uint64(2**64 - 1)
 
-_HALF = np.uint64(32)
-_LOW = np.uint64(2**32 - 1)
+_SOURCE_SHIFT = np.uint64(32)
+_INDEX_MASK = np.uint64(2**32 - 1)
 
 
-class FoundWriter:
+class FindingsWriter:
     """Writer of the n-grams that a task finds, each with the first document that contains it, as runs sorted by n-gram.
 
     An n-gram occurs at most once in a run. It may occur in several runs, because the cache of n-grams already found is
@@ -52,18 +52,18 @@ class FoundWriter:
         self._folder = folder
         self._prefix = f"{RUNS}/{rank:05d}"
         self._runs = 0
-        self._seen = np.full(max(1, min(grams, GRAMS_REMEMBERED)), -1, np.int64)
+        self._seen = np.full(max(1, min(grams, SEEN_CACHE_SIZE)), -1, np.int64)
         self._grams, self._documents = array("q"), array("Q")
 
     def add(self, hits: npt.NDArray[np.int64], document: int) -> bool:
         """Add the distinct n-grams of a document. Return True if any of them may be new to the task."""
-        places = hits % len(self._seen)
-        is_new = self._seen[places] != hits
+        slots = hits % len(self._seen)
+        is_new = self._seen[slots] != hits
         new = hits[is_new]
-        self._seen[places[is_new]] = new
+        self._seen[slots[is_new]] = new
         self._grams.frombytes(new.tobytes())
         self._documents.extend([document] * len(new))
-        if len(self._grams) >= FOUND_AT_A_TIME:
+        if len(self._grams) >= MAX_PENDING_GRAMS:
             self.close()
         return len(new) > 0
 
@@ -72,7 +72,7 @@ class FoundWriter:
         rows = np.empty(len(self._grams), FOUND)
         rows["gram"], rows["document"] = self._grams, self._documents
         _, first = np.unique(rows["gram"], return_index=True)
-        save(self._folder, f"{self._prefix}-{self._runs:05d}.npy", rows[first])
+        save_array(self._folder, f"{self._prefix}-{self._runs:05d}.npy", rows[first])
         self._grams, self._documents, self._runs = array("q"), array("Q"), self._runs + 1
 
 
@@ -94,16 +94,16 @@ class MergeFindings(PipelineStep):
 
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> None:
         """Merge the findings of all tasks."""
-        grams = load(self.grams, ALL_GRAMS)
+        grams = load_array(self.grams, ALL_GRAMS)
         runs = run_names(self.found, RUNS, self.tasks)
         summaries = [load_json(self.found, f"{task:05d}.json") for task in range(self.tasks)]
-        ranks = _ranks([summary["sources"] for summary in summaries])
+        ranks = _source_ranks([summary["sources"] for summary in summaries])
         with (
-            appended_array(self.found, ALL_GRAMS, np.uint64) as add_grams,
-            appended_array(self.found, FIRST_OWNERS, OWNER) as add_owners,
+            open_array_writer(self.found, ALL_GRAMS, np.uint64) as add_grams,
+            open_array_writer(self.found, FIRST_OWNERS, OWNER) as add_owners,
         ):
-            for start in range(0, len(grams), GRAMS_AT_A_TIME):
-                part = grams[start : start + GRAMS_AT_A_TIME]
+            for start in range(0, len(grams), MERGE_BLOCK_GRAMS):
+                part = grams[start : start + MERGE_BLOCK_GRAMS]
                 owners = self._first_owners(runs, ranks, start, len(part))
                 found = owners["document"] != NOT_FOUND
                 add_grams(part[found])
@@ -113,32 +113,32 @@ class MergeFindings(PipelineStep):
         save_json(self.found, SUMMARY, {name: counts[name] for name in ("documents", "overlapping")})
 
     def _first_owners(
-        self, runs: list[list[str]], ranks: list[npt.NDArray[np.uint64]], start: int, number: int
+        self, runs: list[list[str]], ranks: list[npt.NDArray[np.uint64]], start: int, count: int
     ) -> npt.NDArray[np.void]:
-        """Return the first document (`OWNER`) of each of `number` n-grams, from index `start` on; shape (number,)."""
-        first = np.zeros(number, OWNER)
+        """Return the first document (`OWNER`) of each of `count` n-grams, from index `start` on; shape (count,)."""
+        first = np.zeros(count, OWNER)
         first["document"] = NOT_FOUND
         order = first["document"].copy()
-        for task, of_task in enumerate(runs):
-            for run in of_task:
-                rows = load(self.found, run)
-                low, high = np.searchsorted(rows["gram"], [start, start + number])
-                places, documents = rows["gram"][low:high] - start, rows["document"][low:high]
-                orders = (ranks[task][documents >> _HALF] << _HALF) + (documents & _LOW)
-                earlier = orders < order[places]  # an index occurs once per run
-                order[places[earlier]] = orders[earlier]
-                first["document"][places[earlier]] = documents[earlier]
-                first["task"][places[earlier]] = task
+        for task, task_runs in enumerate(runs):
+            for run in task_runs:
+                rows = load_array(self.found, run)
+                low, high = np.searchsorted(rows["gram"], [start, start + count])
+                indices, documents = rows["gram"][low:high] - start, rows["document"][low:high]
+                orders = (ranks[task][documents >> _SOURCE_SHIFT] << _SOURCE_SHIFT) + (documents & _INDEX_MASK)
+                earlier = orders < order[indices]  # an index occurs once per run
+                order[indices[earlier]] = orders[earlier]
+                first["document"][indices[earlier]] = documents[earlier]
+                first["task"][indices[earlier]] = task
         return first
 
 
-def _ranks(sources: list[list[str]]) -> list[npt.NDArray[np.uint64]]:
+def _source_ranks(sources: list[list[str]]) -> list[npt.NDArray[np.uint64]]:
     """Return for each task the positions of its sources in the sorted list of all sources."""
-    order = {source: rank for rank, source in enumerate(sorted({source for of_task in sources for source in of_task}))}
-    return [np.array([order[source] for source in of_task], np.uint64) for of_task in sources]
+    order = {source: rank for rank, source in enumerate(sorted(set().union(*sources)))}
+    return [np.array([order[source] for source in task_sources], np.uint64) for task_sources in sources]
 
 
-def names_of(rank: int) -> str:
+def names_file(rank: int) -> str:
     """Return the name of a search task's file with one JSON line per document: [document, source, id].
 
     The document is encoded as in `FOUND`.

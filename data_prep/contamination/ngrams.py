@@ -21,14 +21,14 @@ import xxhash
 Hashes = npt.NDArray[np.uint64]
 
 _ASCII_PUNCTUATION = string.punctuation.encode()
-_NOT_ASCII = re.compile(r"[^\x00-\x7f]+")
+_NON_ASCII = re.compile(r"[^\x00-\x7f]+")
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
-def words_of(text: str) -> list[str]:
+def split_words(text: str) -> list[str]:
     """Return the words of a text in lower case without punctuation."""
     plain = text.lower().encode().translate(None, _ASCII_PUNCTUATION).decode()  # ten times faster on bytes
-    return _NOT_ASCII.sub(_without_punctuation, plain).split()
+    return _NON_ASCII.sub(_without_punctuation, plain).split()
 
 
 def _without_punctuation(run: re.Match[str]) -> str:
@@ -55,7 +55,7 @@ def window_hashes(words: Sequence[str], n: int) -> Hashes:
     encoded = " ".join(words).encode().split(b" ")
     hashes = np.fromiter(map(xxhash.xxh3_64_intdigest, encoded), np.uint64, len(words))
     windows = hashes[:count].copy()
-    for place in range(1, n):
+    for offset in range(1, n):
         windows *= _MULTIPLIER
-        windows += hashes[place : place + count]
+        windows += hashes[offset : offset + count]
     return windows

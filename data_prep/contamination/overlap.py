@@ -22,9 +22,9 @@ from datatrove.data import Document
 from datatrove.io import get_datafolder
 from datatrove.pipeline.base import PipelineStep
 
-from data_prep.contamination.arrays import load, save_json
-from data_prep.contamination.findings import ALL_GRAMS, FIRST_OWNERS, FoundWriter, names_of
-from data_prep.contamination.ngrams import Hashes, window_hashes, words_of
+from data_prep.contamination.arrays import load_array, save_json
+from data_prep.contamination.findings import ALL_GRAMS, FIRST_OWNERS, FindingsWriter, names_file
+from data_prep.contamination.ngrams import Hashes, split_words, window_hashes
 from data_prep.contamination.runs import RUNS, RunWriter, merge_runs
 from megatron_ext.utils.errors import UserError
 
@@ -88,7 +88,7 @@ class CollectGrams(PipelineStep):
             if document.metadata["split"] not in self.options.splits:
                 continue
             with self.track_time():
-                runs.add(window_hashes(words_of(document.text), self.options.ngram_words))
+                runs.add(window_hashes(split_words(document.text), self.options.ngram_words))
             self.stat_update("total")
         runs.close()
 
@@ -127,24 +127,24 @@ class SearchTrain(PipelineStep):
 
     def run(self, data: Iterator[Document], rank: int = 0, world_size: int = 1) -> None:
         """Consume the documents of a task."""
-        grams = load(self.grams, ALL_GRAMS)
-        found = FoundWriter(self.found, rank, len(grams))
+        grams = load_array(self.grams, ALL_GRAMS)
+        found = FindingsWriter(self.found, rank, len(grams))
         counts: Counter[str] = Counter()
         sources: dict[str, int] = {}
-        read: Counter[str] = Counter()
-        with self.found.open(names_of(rank), "wt", encoding="utf-8") as names:
+        num_read: Counter[str] = Counter()
+        with self.found.open(names_file(rank), "wt", encoding="utf-8") as names:
             for document in data:
                 if document.metadata["split"] != TRAIN:
                     continue
                 with self.track_time():
-                    hashes = window_hashes(words_of(document.text), self.options.ngram_words)
-                    hits = places_in(grams, hashes)
+                    hashes = window_hashes(split_words(document.text), self.options.ngram_words)
+                    hits = find_indices(grams, hashes)
                 counts.update(documents=1, overlapping=int(len(hits) > 0))
                 source = document.metadata["source"]
-                place = (sources.setdefault(source, len(sources)) << 32) + read[source]
-                read[source] += 1
-                if found.add(hits, place):
-                    names.write(json.dumps([place, source, document.id]) + "\n")
+                document_code = (sources.setdefault(source, len(sources)) << 32) + num_read[source]
+                num_read[source] += 1
+                if found.add(hits, document_code):
+                    names.write(json.dumps([document_code, source, document.id]) + "\n")
         found.close()
         self.stat_update("total", value=counts["documents"])
         self.stat_update("overlapping", value=counts["overlapping"])
@@ -152,7 +152,7 @@ class SearchTrain(PipelineStep):
 
 
 class JudgeDocuments(PipelineStep):
-    """Step that writes a record for each test document of a task, and the n-grams of contaminated documents in train.
+    """Step that writes a record of each test document, and the n-grams that contaminated documents share with train.
 
     A record contains the fraction of the document's n-grams that occur in train, and an example of such an n-gram with
     the training document that contains it.
@@ -169,59 +169,59 @@ class JudgeDocuments(PipelineStep):
 
     def run(self, data: Iterator[Document], rank: int = 0, world_size: int = 1) -> None:
         """Consume the documents of a task."""
-        found, first = load(self.found, ALL_GRAMS), load(self.found, FIRST_OWNERS)
+        found, first = load_array(self.found, ALL_GRAMS), load_array(self.found, FIRST_OWNERS)
         banned = RunWriter(self.judged, RUNS, rank)
-        with self.judged.open(judgements_of(rank), "wt", encoding="utf-8") as file:
+        with self.judged.open(judgements_file(rank), "wt", encoding="utf-8") as file:
             for document in data:
                 if document.metadata["split"] not in self.options.splits:
                     continue
-                words = words_of(document.text)
+                words = split_words(document.text)
                 hashes = window_hashes(words, self.options.ngram_words)
-                hit = np.isin(hashes, found[places_in(found, hashes)])
-                record = self._record(document, words, hit)
-                if hit.any():
-                    start = int(hit.argmax())
+                is_hit = np.isin(hashes, found[find_indices(found, hashes)])
+                record = self._record(document, words, is_hit)
+                if is_hit.any():
+                    start = int(is_hit.argmax())
                     owner = first[np.searchsorted(found, hashes[start])]
                     record["example"] = " ".join(words[start : start + self.options.ngram_words])
                     record["train_document"] = [int(owner["task"]), int(owner["document"])]
                 if record["contaminated"]:
-                    banned.add(hashes[hit])
+                    banned.add(hashes[is_hit])
                 file.write(json.dumps(record) + "\n")
                 self.stat_update("total", *(["contaminated"] if record["contaminated"] else []))
         banned.close()
 
-    def _record(self, document: Document, words: list[str], hit: npt.NDArray[np.bool_]) -> dict[str, Any]:
-        share = float(hit.mean()) if len(hit) else 0.0
-        facts = document.metadata
+    def _record(self, document: Document, words: list[str], is_hit: npt.NDArray[np.bool_]) -> dict[str, Any]:
+        share = float(is_hit.mean()) if len(is_hit) else 0.0
+        metadata = document.metadata
         return {
             "id": document.id,
-            "source": facts["source"],
-            "split": facts["split"],
-            "domain": facts["domain"],
+            "source": metadata["source"],
+            "split": metadata["split"],
+            "domain": metadata["domain"],
             "words": len(words),
-            "ngrams": len(hit),
-            "ngrams_in_train": int(hit.sum()),
+            "ngrams": len(is_hit),
+            "ngrams_in_train": int(is_hit.sum()),
             "share": share,
-            "longest_overlap_words": _longest_run(hit) + self.options.ngram_words - 1 if hit.any() else 0,
+            "longest_overlap_words": _longest_run(is_hit) + self.options.ngram_words - 1 if is_hit.any() else 0,
             "contaminated": share > self.options.threshold,
         }
 
 
-def judgements_of(rank: int) -> str:
+def judgements_file(rank: int) -> str:
     """Return the name of a `JudgeDocuments` task's file, with one JSON record per test document."""
     return f"{rank:05d}.jsonl"
 
 
-def places_in(ascending: Hashes, hashes: Hashes) -> npt.NDArray[np.int64]:
+def find_indices(ascending: Hashes, hashes: Hashes) -> npt.NDArray[np.int64]:
     """Return the sorted indices in an ascending array of the distinct values that occur in `hashes`."""
     if not len(ascending):
         return np.empty(0, np.int64)
-    wanted = np.unique(hashes)  # sorted, for sequential memory access
-    places = np.searchsorted(ascending, wanted)
-    places[places == len(ascending)] = 0
-    return places[ascending[places] == wanted]
+    values = np.unique(hashes)  # sorted, for sequential memory access
+    indices = np.searchsorted(ascending, values)
+    indices[indices == len(ascending)] = 0
+    return indices[ascending[indices] == values]
 
 
-def _longest_run(hit: npt.NDArray[np.bool_]) -> int:
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], hit.astype(np.int8), [0]])))
+def _longest_run(is_hit: npt.NDArray[np.bool_]) -> int:
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], is_hit.astype(np.int8), [0]])))
     return int((edges[1::2] - edges[::2]).max())

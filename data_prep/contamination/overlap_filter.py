@@ -12,19 +12,19 @@ from datatrove.io import get_datafolder
 from datatrove.pipeline.filters.base_filter import BaseFilter
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
-from data_prep.contamination.arrays import load, load_json
-from data_prep.contamination.ngrams import Hashes, window_hashes, words_of
-from data_prep.contamination.overlap import TRAIN, OverlapOptions, places_in
-from data_prep.contamination.report import BANNED, REPORT, judgements
-from data_prep.ledger import CountLeftOut
+from data_prep.contamination.arrays import load_array, load_json
+from data_prep.contamination.ngrams import Hashes, split_words, window_hashes
+from data_prep.contamination.overlap import TRAIN, OverlapOptions, find_indices
+from data_prep.contamination.report import BANNED, REPORT, read_judgements
+from data_prep.ledger import DropCounter
 from megatron_ext.utils.errors import UserError
 
 
 class DropContaminated(BaseFilter):
-    """Drops contaminated test documents, or training documents with their n-grams, depending on the action.
+    """Filter that drops contaminated test documents, or training documents with their n-grams, depending on the action.
 
-    Judgements are read in parallel with the documents, which must be those that were judged, in as many tasks. Memory
-    does not grow with their number. Counts: `dropped_contaminated_<split>_<domain>`.
+    The judgements are read in the order of the documents. These must be the documents that were judged, in as many
+    tasks. Memory does not grow with their number. The step's statistics are `dropped_contaminated_<split>_<domain>`.
 
     Args:
         folder: folder of the report.
@@ -40,7 +40,7 @@ class DropContaminated(BaseFilter):
         folder: str,
         judged: str,
         options: OverlapOptions,
-        exclusion_writer: DiskWriter | CountLeftOut | None = None,
+        exclusion_writer: DiskWriter | DropCounter | None = None,
     ) -> None:
         super().__init__(exclusion_writer)
         self.folder = get_datafolder(folder)
@@ -57,12 +57,12 @@ class DropContaminated(BaseFilter):
         """
         self._check_report()
         if self.options.action == "drop_test":
-            self._judgements = judgements(self.judged, rank)
+            self._judgements = read_judgements(self.judged, rank)
         if self.options.action == "drop_train":
-            self._banned = load(self.folder, BANNED)
+            self._banned = load_array(self.folder, BANNED)
         yield from super().run(data, rank, world_size)
         if next(self._judgements, None) is not None:
-            raise self._changed("the end")
+            raise self._changed_error("the end")
 
     def _check_report(self) -> None:
         where = f"{self.folder.path}/{REPORT}"
@@ -70,9 +70,9 @@ class DropContaminated(BaseFilter):
             raise UserError(where, "is missing", "run the stages that write it first")
         options = asdict(self.options)
         for name, value in load_json(self.folder, REPORT)["options"].items():
-            wanted = list(options[name]) if isinstance(options[name], tuple) else options[name]
-            if value != wanted:
-                problem = f"was made with {name} {value}, not {wanted}"
+            expected = list(options[name]) if isinstance(options[name], tuple) else options[name]
+            if value != expected:
+                problem = f"was made with {name} {value}, not {expected}"
                 raise UserError(where, problem, "remove the folder and start again")
 
     def filter(self, doc: Document) -> bool | tuple[bool, str]:
@@ -81,19 +81,19 @@ class DropContaminated(BaseFilter):
         if split in self.options.splits:
             drop = self.options.action == "drop_test" and self._is_contaminated(doc)
         else:
-            drop = split == TRAIN and len(self._banned) > 0 and self._holds_banned(doc)
+            drop = split == TRAIN and len(self._banned) > 0 and self._has_banned_gram(doc)
         return (False, f"contaminated_{split}_{doc.metadata['domain']}") if drop else True
 
     def _is_contaminated(self, doc: Document) -> bool:
         record = next(self._judgements, None)
         if record is None or record["id"] != doc.id:
-            raise self._changed(doc.id)
+            raise self._changed_error(doc.id)
         return bool(record["contaminated"])
 
-    def _changed(self, what: str) -> UserError:
-        problem = f"the test documents differ from those that were judged, starting at {what}"
+    def _changed_error(self, location: str) -> UserError:
+        problem = f"the test documents differ from those that were judged, starting at {location}"
         return UserError(str(self.judged.path), problem, "remove the folder and start again")
 
-    def _holds_banned(self, doc: Document) -> bool:
-        hashes = window_hashes(words_of(doc.text), self.options.ngram_words)
-        return len(places_in(self._banned, hashes)) > 0
+    def _has_banned_gram(self, doc: Document) -> bool:
+        hashes = window_hashes(split_words(doc.text), self.options.ngram_words)
+        return len(find_indices(self._banned, hashes)) > 0

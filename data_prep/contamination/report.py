@@ -13,8 +13,8 @@ from datatrove.io import DataFolder, get_datafolder
 from datatrove.pipeline.base import PipelineStep
 
 from data_prep.contamination.arrays import load_json
-from data_prep.contamination.findings import SUMMARY, names_of
-from data_prep.contamination.overlap import OverlapOptions, judgements_of
+from data_prep.contamination.findings import SUMMARY, names_file
+from data_prep.contamination.overlap import OverlapOptions, judgements_file
 from data_prep.contamination.runs import RUNS, merge_runs
 from megatron_ext.utils.errors import UserError
 from megatron_ext.utils.json_text import parse_json
@@ -38,9 +38,9 @@ WORST_COLUMNS = ("split", "domain", "document", "in train", "longest overlap", "
 
 
 class WriteReport(PipelineStep):
-    """Merges the judgements of all tasks into the report, and writes the n-grams that `DropContaminated` needs.
+    """Step that merges the judgements of all tasks into the report, and writes the n-grams for `DropContaminated`.
 
-    Runs in one task. It keeps the counts of each domain and its worst documents in memory.
+    The step runs in one task. It keeps the counts of each domain and its worst documents in memory.
 
     Args:
         judged: folder of the judgements.
@@ -65,7 +65,7 @@ class WriteReport(PipelineStep):
         """Write `report.json` last: its presence shows that all other files are complete."""
         domains: dict[tuple[str, str], Counter[str]] = {}
         worst: dict[tuple[str, str], list[dict[str, Any]]] = {}
-        for record in (record for task in range(self.tasks) for record in judgements(self.judged, task)):
+        for record in (record for task in range(self.tasks) for record in read_judgements(self.judged, task)):
             key = record["split"], record["domain"]
             domains.setdefault(key, Counter()).update(_counts(record, self.options))
             if record["ngrams_in_train"]:
@@ -75,33 +75,33 @@ class WriteReport(PipelineStep):
             "options": asdict(self.options),
             "train": load_json(self.found, SUMMARY),
             "domains": [_domain_entry(*key, domains[key]) for key in sorted(domains)],
-            "worst": self._with_names([record for key in sorted(worst) for record in worst[key]]),
+            "worst": self._add_names([record for key in sorted(worst) for record in worst[key]]),
         }
         with self.folder.open(TABLE, "wt", encoding="utf-8") as file:
-            file.write(markdown(report))
+            file.write(format_markdown(report))
         with self.folder.open(REPORT, "wt", encoding="utf-8") as file:
             json.dump(report, file, indent=1, ensure_ascii=False)
         self.stat_update("contaminated", value=sum(counts["contaminated"] for counts in domains.values()))
 
-    def _with_names(self, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Replace task and number of the training document in the records by its source and id."""
-        wanted = {tuple(record["train_document"]) for record in records}
+    def _add_names(self, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Replace the task and code of the training document in each record by the document's source and id."""
+        document_codes = {tuple(record["train_document"]) for record in records}
         names: dict[tuple[int, int], dict[str, str]] = {}
-        for task in sorted({task for task, _ in wanted}):
-            with self.found.open(names_of(task), "rt", encoding="utf-8") as file:
-                for place, source, name in map(parse_json, file):
-                    if (task, place) in wanted:
-                        names[task, place] = {"train_source": source, "train_id": name}
+        for task in sorted({task for task, _ in document_codes}):
+            with self.found.open(names_file(task), "rt", encoding="utf-8") as file:
+                for code, source, name in map(parse_json, file):
+                    if (task, code) in document_codes:
+                        names[task, code] = {"train_source": source, "train_id": name}
         return [record | names[*record.pop("train_document")] for record in records]
 
 
-def judgements(folder: DataFolder, rank: int) -> Iterator[dict[str, Any]]:
+def read_judgements(folder: DataFolder, rank: int) -> Iterator[dict[str, Any]]:
     """Yield the records that `JudgeDocuments` wrote for a task's test documents, in order.
 
     Raises:
         UserError: there is no file of this task.
     """
-    name = judgements_of(rank)
+    name = judgements_file(rank)
     if not folder.isfile(name):
         raise UserError(
             f"{folder.path}/{name}", "is missing", "judge the test documents first, with the same number of tasks"
@@ -122,8 +122,8 @@ def _counts(record: dict[str, Any], options: OverlapOptions) -> dict[str, int]:
     }
 
 
-def _worst(records: list[dict[str, Any]], number: int) -> list[dict[str, Any]]:
-    return heapq.nsmallest(number, records, key=lambda record: (-record["share"], -record["ngrams"], record["id"]))
+def _worst(records: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
+    return heapq.nsmallest(count, records, key=lambda record: (-record["share"], -record["ngrams"], record["id"]))
 
 
 def _domain_entry(split: str, domain: str, counts: Counter[str]) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def _domain_entry(split: str, domain: str, counts: Counter[str]) -> dict[str, An
     return {"split": split, "domain": domain, **counts, "share": share}
 
 
-def markdown(report: dict[str, Any]) -> str:
+def format_markdown(report: dict[str, Any]) -> str:
     """Return the report as Markdown with two tables.
 
     Args:
@@ -160,7 +160,7 @@ def markdown(report: dict[str, Any]) -> str:
         f"N-grams of {options['ngram_words']} words, in lower case and without punctuation. {train['overlapping']} of "
         f"{train['documents']} training documents contain at least one of them. Short documents have fewer than "
         f"{options['ngram_words']} words and cannot be judged. Contaminated documents have more than "
-        f"{options['threshold']:.0%} of their n-grams in train. {_decision(options['action'])}",
+        f"{options['threshold']:.0%} of their n-grams in train. {_describe_action(options['action'])}",
         "",
         *table(DOMAIN_COLUMNS, domains),
     ]
@@ -169,7 +169,7 @@ def markdown(report: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _decision(action: str) -> str:
+def _describe_action(action: str) -> str:
     return {
         "report": "Nothing is dropped.",
         "drop_test": "Contaminated documents are dropped.",

@@ -22,16 +22,16 @@ from datatrove.pipeline.dedup.minhash import MinhashConfig, MinhashDedupBuckets
 from data_prep.deduplication.keys import WriteKeys
 from data_prep.deduplication.signatures import BoundedSignature, ExactSignature, NearSignature
 from data_prep.deduplication.survivors import ChooseSurvivors, KeepSurvivors
-from data_prep.ledger import CountLeftOut, Ledger
+from data_prep.ledger import DropCounter, Ledger
 from data_prep.running.execution import Stage
 from data_prep.running.workers import allow_open_files
 from megatron_ext.utils.errors import UserError
 
-EXACT = MinhashConfig(num_buckets=1, hashes_per_bucket=2)
-LINES_AT_A_TIME = 1024
+EXACT_CONFIG = MinhashConfig(num_buckets=1, hashes_per_bucket=2)
+MAX_FILE_LINES = 1024
 """Maximum number of signatures read at once from each task's file; datatrove's default of 5 causes many small reads."""
 
-LINES_IN_MEMORY = 1 << 20
+MAX_BUFFERED_LINES = 1 << 20
 """Maximum number of signatures in memory from the files of all tasks, which are open together: 71 MB by default."""
 
 
@@ -62,7 +62,7 @@ class NearOptions:
                 option = f"--near-{name.replace('_', '-')}"
                 raise UserError(option, f"{getattr(self, name)} is not positive", "give 1 or more")
 
-    def chance(self, similarity: float) -> float:
+    def detection_probability(self, similarity: float) -> float:
         """Return the probability that two documents with a Jaccard similarity in [0, 1] are found."""
         return 1 - (1 - similarity**self.hashes_per_bucket) ** self.buckets
 
@@ -95,7 +95,7 @@ def exact_duplicates(
     folder: str,
     tasks: int,
     *,
-    beside: Sequence[PipelineStep] = (),
+    extra_steps: Sequence[PipelineStep] = (),
     ledger: Ledger | None = None,
 ) -> Deduplication:
     """Find documents with equal text.
@@ -106,11 +106,11 @@ def exact_duplicates(
         folder: folder for signatures and results, about 30 bytes per document; local or an fsspec URL. The choice of
             survivors temporarily takes another 56 bytes for each signature that a document shares with another.
         tasks: number of reading tasks.
-        beside: steps that run in the same pass over all documents, including duplicates. They yield every document.
+        extra_steps: steps to run in the same pass over all documents, including duplicates. They yield every document.
         ledger: receives the counts of dropped documents.
     """
-    signature = ExactSignature(f"{folder}/signatures", EXACT)
-    return _deduplication("exact", documents, folder, tasks, signature, beside, ledger or Ledger())
+    signature = ExactSignature(f"{folder}/signatures", EXACT_CONFIG)
+    return _deduplication("exact", documents, folder, tasks, signature, extra_steps, ledger or Ledger())
 
 
 def near_duplicates(
@@ -139,19 +139,19 @@ def _deduplication(
     folder: str,
     tasks: int,
     signature: BoundedSignature,
-    beside: Sequence[PipelineStep],
+    extra_steps: Sequence[PipelineStep],
     ledger: Ledger,
 ) -> Deduplication:
     keys, pairs, removed = (f"{folder}/{part}" for part in ("keys", "pairs", "removed"))
-    lines = max(1, min(LINES_AT_A_TIME, LINES_IN_MEMORY // tasks))
+    lines = max(1, min(MAX_FILE_LINES, MAX_BUFFERED_LINES // tasks))
     buckets = _Buckets(tasks, f"{folder}/signatures", pairs, config=signature.config, lines_to_buffer=lines)
     stages = [
-        Stage(f"{name}_signatures", [*documents, *beside, WriteKeys(keys), signature], tasks),
+        Stage(f"{name}_signatures", [*documents, *extra_steps, WriteKeys(keys), signature], tasks),
         Stage(f"{name}_pairs", [buckets], signature.config.num_buckets),
         Stage(f"{name}_survivors", [ChooseSurvivors(pairs, keys, removed, tasks)], 1),
     ]
-    counting = CountLeftOut(ledger, f"{name} duplicate")
-    return Deduplication(stages, [*documents, KeepSurvivors(keys, removed, counting)])
+    counter = DropCounter(ledger, f"{name} duplicate")
+    return Deduplication(stages, [*documents, KeepSurvivors(keys, removed, counter)])
 
 
 class _Buckets(MinhashDedupBuckets):

@@ -1,4 +1,4 @@
-"""Find all vertices of a graph except the smallest of each component, in constant memory for any graph.
+"""Search for all vertices of a graph except the smallest of each component, in constant memory.
 
 Vertices are eliminated from the largest to the smallest, range by range. When a vertex is eliminated, all its links
 lead to smaller vertices. A vertex without links is the smallest of its component. Otherwise, the links to its other
@@ -34,7 +34,7 @@ from data_prep.contamination.ngrams import Hashes
 from data_prep.deduplication.keys import SPLIT_BIT
 from data_prep.deduplication.partitions import Partitions
 
-_FINE_BITS = 30
+_PREFIX_BITS = 30
 """Number of leading hash bits of a key that determine the vertex's range."""
 
 
@@ -49,31 +49,31 @@ class Links:
     """
 
     def __init__(self, folder: Path, vertices: Sequence[int], block: int) -> None:
-        self._parts = Partitions(folder, 4, block)
-        self._ranges = np.array([1 + number // block for number in vertices], np.uint64)
+        self._partitions = Partitions(folder, 4, block)
+        self._ranges = np.array([1 + index // block for index in vertices], np.uint64)
         self._bases = np.cumsum([0, *self._ranges[:-1]], dtype=np.uint64)
 
     def add(self, links: Hashes) -> None:
         """Add links, shape (links, 4): key and index of the larger vertex, then key and index of the smaller vertex."""
-        self._parts.add(links, self._range_of(links[:, 0]))
+        self._partitions.add(links, self._range_of(links[:, 0]))
 
     def eliminate(self) -> Iterator[Hashes]:
         """Yield (key, index) of the vertices that are not the smallest of their component, range by range.
 
         Each array has the shape (vertices, 2).
         """
-        for number in reversed(range(int(self._ranges.sum()))):
-            kept = np.empty((0, 4), np.uint64)
-            for links in self._parts.drain(number):
-                kept = self._contract(np.concatenate([kept, links]), number)
-            yield kept[:, :2]
+        for index in reversed(range(int(self._ranges.sum()))):
+            reduced = np.empty((0, 4), np.uint64)
+            for links in self._partitions.drain(index):
+                reduced = self._contract(np.concatenate([reduced, links]), index)
+            yield reduced[:, :2]
 
-    def _contract(self, links: Hashes, number: int) -> Hashes:
+    def _contract(self, links: Hashes, index: int) -> Hashes:
         """Reduce links to one per vertex.
 
         Args:
             links: links whose larger vertex is in the range, shape (links, 4).
-            number: index of the range.
+            index: index of the range.
 
         Returns:
             A link from each vertex of the range to the smallest vertex of its component, except from that vertex
@@ -82,18 +82,18 @@ class Links:
         """
         vertices, smallest = _components(links)
         ranges = self._range_of(vertices[:, 0])
-        stars = np.concatenate([vertices, vertices[smallest]], axis=1)
-        moves = smallest != np.arange(len(vertices))
-        here = ranges == number
-        level = int(np.searchsorted(self._bases, number, side="right")) - 1
-        below = ~here & (vertices[:, 0] >> np.uint64(SPLIT_BIT) == level)
-        self._parts.add(stars[moves & below], ranges[moves & below])
-        return stars[moves & here]
+        star_links = np.concatenate([vertices, vertices[smallest]], axis=1)
+        has_smaller = smallest != np.arange(len(vertices))
+        in_range = ranges == index
+        level = int(np.searchsorted(self._bases, index, side="right")) - 1
+        below = ~in_range & (vertices[:, 0] >> np.uint64(SPLIT_BIT) == level)
+        self._partitions.add(star_links[has_smaller & below], ranges[has_smaller & below])
+        return star_links[has_smaller & in_range]
 
     def _range_of(self, keys: Hashes) -> npt.NDArray[np.int64]:
         levels = (keys >> np.uint64(SPLIT_BIT)).astype(np.int64)
-        fine = keys >> np.uint64(SPLIT_BIT - _FINE_BITS) & np.uint64((1 << _FINE_BITS) - 1)
-        return (self._bases[levels] + (fine * self._ranges[levels] >> np.uint64(_FINE_BITS))).astype(np.int64)
+        hash_prefix = keys >> np.uint64(SPLIT_BIT - _PREFIX_BITS) & np.uint64((1 << _PREFIX_BITS) - 1)
+        return (self._bases[levels] + (hash_prefix * self._ranges[levels] >> np.uint64(_PREFIX_BITS))).astype(np.int64)
 
 
 def _components(links: Hashes) -> tuple[Hashes, npt.NDArray[np.int64]]:
@@ -101,16 +101,16 @@ def _components(links: Hashes) -> tuple[Hashes, npt.NDArray[np.int64]]:
 
     The second array has the shape (vertices,): for each vertex, the row of the smallest vertex in its component.
     """
-    ends = links.reshape(-1, 2)
-    order = np.lexsort((ends[:, 1], ends[:, 0]))
-    ends = ends[order]
-    new = np.concatenate([[True], (ends[1:] != ends[:-1]).any(axis=1)])
-    places = np.empty(len(ends), np.int32)
-    places[order] = np.cumsum(new, dtype=np.int32) - 1
-    vertices = ends[new]
-    first, second = places.reshape(-1, 2).T
+    endpoints = links.reshape(-1, 2)
+    order = np.lexsort((endpoints[:, 1], endpoints[:, 0]))
+    endpoints = endpoints[order]
+    is_new = np.concatenate([[True], (endpoints[1:] != endpoints[:-1]).any(axis=1)])
+    positions = np.empty(len(endpoints), np.int32)
+    positions[order] = np.cumsum(is_new, dtype=np.int32) - 1
+    vertices = endpoints[is_new]
+    first, second = positions.reshape(-1, 2).T
     graph = coo_array((np.ones(len(links), np.int8), (first, second)), shape=(len(vertices), len(vertices)))
-    number, components = connected_components(graph, directed=False)
-    smallest = np.empty(number, np.int64)
+    count, components = connected_components(graph, directed=False)
+    smallest = np.empty(count, np.int64)
     smallest[components[::-1]] = np.arange(len(vertices))[::-1]  # the last assignment wins: the smallest vertex
     return vertices, smallest[components]

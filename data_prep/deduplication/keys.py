@@ -15,21 +15,21 @@ from datatrove.pipeline.base import PipelineStep
 from data_prep.contamination.ngrams import Hashes
 from megatron_ext.utils.errors import UserError
 
-PROTECTED = ("test", "validation", "train")
+SPLIT_PRIORITY = ("test", "validation", "train")
 """Splits in order of priority. Of duplicates in different splits, the document of the earlier split is kept."""
 
 SPLIT_BIT = 62
-"""Number of hash bits in a key. The two bits above are the split's index in `PROTECTED`."""
+"""Number of hash bits in a key. The two bits above are the split's index in `SPLIT_PRIORITY`."""
 
-KEYS_AT_A_TIME = 1 << 16
+KEY_BLOCK = 1 << 16
 """Maximum number of keys in memory while a task's keys are written or compared: 0.5 MB."""
 
-_BYTES = 8
+_KEY_BYTES = 8
 
 
-def key_of(document: Document) -> int:
+def document_key(document: Document) -> int:
     """Return a document's 64-bit rank among its duplicates: the document with the smallest key is kept."""
-    split = PROTECTED.index(document.metadata["split"])
+    split = SPLIT_PRIORITY.index(document.metadata["split"])
     return split << SPLIT_BIT | xxhash.xxh3_64_intdigest(document.id.encode()) >> (64 - SPLIT_BIT)
 
 
@@ -46,24 +46,24 @@ class WriteKeys(PipelineStep):
     def run(self, data: Iterator[Document], rank: int = 0, world_size: int = 1) -> Iterator[Document]:
         """Yield the documents. The file of keys is complete after the last document."""
         keys = array("Q")
-        with self.folder.open(_name(rank), "wb") as file:
+        with self.folder.open(_file_name(rank), "wb") as file:
             for document in data:
-                keys.append(key_of(document))
-                if len(keys) == KEYS_AT_A_TIME:
+                keys.append(document_key(document))
+                if len(keys) == KEY_BLOCK:
                     file.write(keys.tobytes())
                     del keys[:]
                 yield document
             file.write(keys.tobytes())
 
 
-def keys_of(folder: DataFolder, rank: int) -> Iterator[int]:
+def read_keys(folder: DataFolder, rank: int) -> Iterator[int]:
     """Yield the keys of a task's documents, in order."""
-    with folder.open(_name(rank), "rb") as file:
-        while content := file.read(KEYS_AT_A_TIME * _BYTES):
+    with folder.open(_file_name(rank), "rb") as file:
+        while content := file.read(KEY_BLOCK * _KEY_BYTES):
             yield from array("Q", content)
 
 
-class AllKeys:
+class DocumentKeys:
     """Keys of the documents of all tasks. The index of a document counts the documents of all tasks, task by task.
 
     Attributes:
@@ -78,22 +78,22 @@ class AllKeys:
     """
 
     def __init__(self, folder: DataFolder, tasks: int) -> None:
-        if folder.list_files() != [_name(task) for task in range(tasks)]:
+        if folder.list_files() != [_file_name(task) for task in range(tasks)]:
             problem = f"does not contain exactly the files of {tasks} tasks"
             raise UserError(str(folder.path), problem, "remove the folder and start again")
         self._folder = folder
-        lengths = [int(folder.size(_name(task))) // _BYTES for task in range(tasks)]
+        lengths = [int(folder.size(_file_name(task))) // _KEY_BYTES for task in range(tasks)]
         self.offsets = np.cumsum([0, *lengths], dtype=np.int64)
 
     def __len__(self) -> int:
         return int(self.offsets[-1])
 
-    def numbers(self, tasks: npt.NDArray[np.int64], places: npt.NDArray[np.int64]) -> Hashes:
+    def document_indices(self, tasks: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> Hashes:
         """Return the indices of documents, given their tasks and their positions within the tasks.
 
         Args:
             tasks: task of each document, shape (documents,).
-            places: position of each document within its task, shape (documents,).
+            positions: position of each document within its task, shape (documents,).
 
         Returns:
             uint64 array, shape (documents,).
@@ -101,15 +101,15 @@ class AllKeys:
         Raises:
             UserError: a task or a position does not exist.
         """
-        known = tasks < len(self.offsets) - 1
-        known[known] = places[known] < np.diff(self.offsets)[tasks[known]]
-        if not known.all():
-            first = int(np.argmin(known))
-            problem = f"has no key for document {places[first]} of task {tasks[first]}, which has duplicates"
+        is_known = tasks < len(self.offsets) - 1
+        is_known[is_known] = positions[is_known] < np.diff(self.offsets)[tasks[is_known]]
+        if not is_known.all():
+            first = int(np.argmin(is_known))
+            problem = f"has no key for document {positions[first]} of task {tasks[first]}, which has duplicates"
             raise UserError(str(self._folder.path), problem, "remove the folder and start again")
-        return (self.offsets[tasks] + places).astype(np.uint64)
+        return (self.offsets[tasks] + positions).astype(np.uint64)
 
-    def between(self, start: int, end: int) -> Hashes:
+    def read_range(self, start: int, end: int) -> Hashes:
         """Return the keys of the documents with indices in [start, end): uint64."""
         end = min(end, len(self))
         first, last = np.searchsorted(self.offsets, (start, end - 1), side="right") - 1
@@ -117,11 +117,11 @@ class AllKeys:
         for task in range(int(first), int(last) + 1):
             begin, stop = (int(np.clip(x, *self.offsets[task : task + 2]) - self.offsets[task]) for x in (start, end))
             if stop > begin:
-                with self._folder.open(_name(task), "rb") as file:
-                    file.seek(begin * _BYTES)
-                    parts.append(np.frombuffer(file.read((stop - begin) * _BYTES), np.uint64))
+                with self._folder.open(_file_name(task), "rb") as file:
+                    file.seek(begin * _KEY_BYTES)
+                    parts.append(np.frombuffer(file.read((stop - begin) * _KEY_BYTES), np.uint64))
         return np.concatenate(parts)
 
 
-def _name(rank: int) -> str:
+def _file_name(rank: int) -> str:
     return f"{rank:05d}.keys"

@@ -1,4 +1,4 @@
-"""Rows of integers on disk, partitioned into files by range, for external-memory algorithms.
+"""Rows of integers on disk, partitioned into files by range, for algorithms on data that exceeds the memory.
 
 A row is appended to the file of its range, in no particular order. After all rows of a range are written, the range is
 read block by block. Data of any size is thus grouped by range in two sequential passes, in the memory of one block.
@@ -45,21 +45,21 @@ class Partitions:
                 with self._path(int(ranges[start])).open("ab") as file:
                     file.write(rows[start:end].data)
 
-    def drain(self, number: int) -> Iterator[Hashes]:
-        """Yield the rows of range `number` in blocks, shape (rows, columns), then delete the range's file."""
-        path = self._path(number)
+    def drain(self, index: int) -> Iterator[Hashes]:
+        """Yield the rows of range `index` in blocks, shape (rows, columns), then delete the range's file."""
+        path = self._path(index)
         if path.exists():
             with path.open("rb") as file:
                 while len(rows := np.fromfile(file, np.uint64, self._block * self._columns)):
                     yield rows.reshape(-1, self._columns)
             path.unlink()
 
-    def _path(self, number: int) -> Path:
-        return self._folder / f"{number:06d}"
+    def _path(self, index: int) -> Path:
+        return self._folder / f"{index:06d}"
 
 
 @contextlib.contextmanager
-def scratch_beside(folder: DataFolder) -> Iterator[Path]:
+def scratch_folder_beside(folder: DataFolder) -> Iterator[Path]:
     """Context manager that yields an empty scratch folder and removes it at the end.
 
     A scratch folder that a killed run has left is removed first.
@@ -71,10 +71,10 @@ def scratch_beside(folder: DataFolder) -> Iterator[Path]:
         with scratch_folder("signatures") as scratch:
             yield scratch
         return
-    beside = Path(folder.path).with_name(f"{Path(folder.path).name}.scratch")
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
+    scratch = Path(folder.path).with_name(f"{Path(folder.path).name}.scratch")
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
     try:
-        yield beside
+        yield scratch
     finally:
-        shutil.rmtree(beside)
+        shutil.rmtree(scratch)

@@ -26,12 +26,12 @@ BLOCK_SHINGLES = 512
 BLOCK_DOCUMENTS = 1 << 22
 """Number of documents whose signatures are sorted at once: 285 MB per bucket with the defaults."""
 
-RECORDS_AT_A_TIME = 1 << 12
+RECORDS_PER_READ = 1 << 12
 """Number of signatures that a merge reads at once from each sorted block, and writes at once."""
 
 _PRIME_BITS = np.uint64(61)
 _PRIME = (np.uint64(1) << _PRIME_BITS) - np.uint64(1)
-_HALF = (1 << 60) - 1  # datatrove reads signatures up to 2**61 - 1
+_HASH_MASK = (1 << 60) - 1  # datatrove reads signatures up to 2**61 - 1
 
 
 class _Words(WordTokenizer):
@@ -60,38 +60,38 @@ class BoundedSignature(MinhashDedupSignature):
     def __init__(self, folder: str, config: MinhashConfig) -> None:
         super().__init__(folder, config, language=_Words())
         self._folder = folder
-        number = self.config.hash_config.struct_format
-        hashes = [(f"hash{i}", f"<{number}") for i in range(self.config.hashes_per_bucket)]
+        integer_format = self.config.hash_config.struct_format
+        hashes = [(f"hash{i}", f"<{integer_format}") for i in range(self.config.hashes_per_bucket)]
         self._record = np.dtype([*hashes, ("document", "<u4")])
 
     def run(self, data: Iterable[Document], rank: int = 0, world_size: int = 1) -> None:
         """Write a task's sorted signatures, one file per bucket, byte for byte as datatrove's own step does."""
-        documents, whole = iter(data), self.output_folder
+        documents, target = iter(data), self.output_folder
         super().run(islice(documents, BLOCK_DOCUMENTS), rank, world_size)
-        blocks = [whole]
+        blocks = [target]
         for first in documents:
             self.output_folder = get_datafolder(f"{self._folder}/blocks/{rank:05d}/{len(blocks):05d}")
             super().run(chain([first], islice(documents, BLOCK_DOCUMENTS - 1)), rank, world_size)
             blocks.append(self.output_folder)
-        self.output_folder = whole
+        self.output_folder = target
         if len(blocks) > 1:
             for bucket in range(self.config.num_buckets):
                 self._merge(blocks, f"bucket_{bucket:03d}/{rank:05d}.minhash.sig")
 
     def _merge(self, blocks: list[DataFolder], name: str) -> None:
         records = heapq.merge(
-            *(self._records(block, name, number * BLOCK_DOCUMENTS) for number, block in enumerate(blocks))
+            *(self._records(block, name, index * BLOCK_DOCUMENTS) for index, block in enumerate(blocks))
         )
         with self.output_folder.open(f"merged/{name}", "wb") as file:
-            while some := list(islice(records, RECORDS_AT_A_TIME)):
-                file.write(np.array(some, self._record).tobytes())
+            while batch := list(islice(records, RECORDS_PER_READ)):
+                file.write(np.array(batch, self._record).tobytes())
         for block in blocks:
             block.rm(name)
         self.output_folder.mv(f"merged/{name}", name)
 
     def _records(self, block: DataFolder, name: str, first_document: int) -> Iterator[tuple[int, ...]]:
         with block.open(name, "rb") as file:
-            while content := file.read(RECORDS_AT_A_TIME * self._record.itemsize):
+            while content := file.read(RECORDS_PER_READ * self._record.itemsize):
                 records = np.frombuffer(content, self._record).copy()
                 records["document"] += first_document
                 yield from records.tolist()
@@ -133,7 +133,7 @@ class ExactSignature(BoundedSignature):
     def get_shingles(self, text: str) -> Hashes:
         """Return the two integers of the hash, uint64, shape (1, 2)."""
         hashed = xxhash.xxh3_128_intdigest(text.encode())
-        return np.array([[hashed >> 64 & _HALF, hashed & _HALF]], np.uint64)
+        return np.array([[hashed >> 64 & _HASH_MASK, hashed & _HASH_MASK]], np.uint64)
 
     def get_signature(self, shingles: Hashes) -> list[list[int]]:
         """Return the two integers as the signature of the only bucket."""

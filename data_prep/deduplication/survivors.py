@@ -24,13 +24,13 @@ from datatrove.pipeline.base import PipelineStep
 from datatrove.pipeline.dedup.minhash import MinhashDedupFilter
 
 from data_prep.deduplication.elimination import Links
-from data_prep.deduplication.groups import linked_groups
-from data_prep.deduplication.keys import PROTECTED, SPLIT_BIT, AllKeys, key_of, keys_of
-from data_prep.deduplication.partitions import Partitions, scratch_beside
-from data_prep.ledger import CountLeftOut
+from data_prep.deduplication.groups import link_groups
+from data_prep.deduplication.keys import SPLIT_BIT, SPLIT_PRIORITY, DocumentKeys, document_key, read_keys
+from data_prep.deduplication.partitions import Partitions, scratch_folder_beside
+from data_prep.ledger import DropCounter
 from megatron_ext.utils.errors import UserError
 
-ROWS_AT_A_TIME = 1 << 20
+MAX_BLOCK_ROWS = 1 << 20
 """Maximum number of documents, groups or links in memory at once while the survivors are chosen."""
 
 
@@ -52,7 +52,7 @@ class ChooseSurvivors(PipelineStep):
     type = "DEDUP"
     name = "survivors"
 
-    def __init__(self, pairs: str, keys: str, removed: str, tasks: int, block: int = ROWS_AT_A_TIME) -> None:
+    def __init__(self, pairs: str, keys: str, removed: str, tasks: int, block: int = MAX_BLOCK_ROWS) -> None:
         super().__init__()
         self.pairs = get_datafolder(pairs)
         self.keys = get_datafolder(keys)
@@ -66,49 +66,50 @@ class ChooseSurvivors(PipelineStep):
         Raises:
             UserError: the folder of keys does not contain exactly the files of this number of tasks.
         """
-        keys = AllKeys(self.keys, self.tasks)
-        with self.track_time("task"), scratch_beside(self.removed) as scratch:
-            links, found = linked_groups(self.pairs, keys, scratch, self.block)
-            gone = Partitions(scratch / "gone", 1, self.block)
-            removed = self._eliminate(links, gone)
-            self._write(gone, keys, scratch / "ascending")
-        self._count(sum(found), removed)
+        keys = DocumentKeys(self.keys, self.tasks)
+        with self.track_time("task"), scratch_folder_beside(self.removed) as scratch:
+            links, members = link_groups(self.pairs, keys, scratch, self.block)
+            removed_documents = Partitions(scratch / "gone", 1, self.block)
+            removed = self._eliminate(links, removed_documents)
+            self._write(removed_documents, keys, scratch / "ascending")
+        self._count(sum(members), removed)
 
-    def _eliminate(self, links: Links, gone: Partitions) -> list[int]:
+    def _eliminate(self, links: Links, removed_documents: Partitions) -> list[int]:
         """Partition the indices of removed documents by range. Return the number of removed documents per split."""
-        removed = np.zeros(len(PROTECTED), np.int64)
+        removed = np.zeros(len(SPLIT_PRIORITY), np.int64)
         for vertices in links.eliminate():
             splits = (vertices[:, 0] >> np.uint64(SPLIT_BIT)).astype(np.int64)
-            removed += np.bincount(splits, minlength=len(PROTECTED))
-            gone.add(vertices[:, 1:], vertices[:, 1] // np.uint64(self.block))
+            removed += np.bincount(splits, minlength=len(SPLIT_PRIORITY))
+            removed_documents.add(vertices[:, 1:], vertices[:, 1] // np.uint64(self.block))
         return removed.tolist()
 
-    def _write(self, gone: Partitions, keys: AllKeys, ascending: Path) -> None:
+    def _write(self, removed_documents: Partitions, keys: DocumentKeys, ascending: Path) -> None:
         """Write the sorted positions of each task's removed documents.
 
         The indices of all tasks are first sorted into the file `ascending`, which is then divided by task.
         """
         counts = np.zeros(self.tasks, np.int64)
         with ascending.open("wb") as file:
-            for number in range(-(-len(keys) // self.block)):
-                numbers = np.sort(np.concatenate([np.empty((0, 1), np.uint64), *gone.drain(number)]), axis=None)
-                file.write(numbers.data)
-                counts += np.diff(np.searchsorted(numbers, keys.offsets.astype(np.uint64)))
+            for range_index in range(-(-len(keys) // self.block)):
+                blocks = [np.empty((0, 1), np.uint64), *removed_documents.drain(range_index)]
+                indices = np.sort(np.concatenate(blocks), axis=None)
+                file.write(indices.data)
+                counts += np.diff(np.searchsorted(indices, keys.offsets.astype(np.uint64)))
         with ascending.open("rb") as source:
             for task, (count, offset) in enumerate(zip(counts.tolist(), keys.offsets.tolist(), strict=False)):
                 with self.removed.open(_removed_name(task), "wb") as target:
-                    self._copy_places(source, target, count, offset)
+                    self._copy_positions(source, target, count, offset)
 
-    def _copy_places(self, source: BinaryIO, target: BinaryIO, count: int, offset: int) -> None:
+    def _copy_positions(self, source: BinaryIO, target: BinaryIO, count: int, offset: int) -> None:
         for start, end in pairwise([*range(0, count, self.block), count]):
-            numbers = np.fromfile(source, np.uint64, end - start)
-            target.write((numbers - np.uint64(offset)).astype("<u4").tobytes())
+            indices = np.fromfile(source, np.uint64, end - start)
+            target.write((indices - np.uint64(offset)).astype("<u4").tobytes())
 
     def _count(self, duplicates: int, removed: list[int]) -> None:
-        found = {"duplicates": duplicates, "removed": sum(removed)}
-        found |= {f"removed_{split}": number for split, number in zip(PROTECTED, removed, strict=True)}
-        for name, number in found.items():
-            self.stat_update(name, value=number)
+        statistics = {"duplicates": duplicates, "removed": sum(removed)}
+        statistics |= {f"removed_{split}": count for split, count in zip(SPLIT_PRIORITY, removed, strict=True)}
+        for name, count in statistics.items():
+            self.stat_update(name, value=count)
 
 
 class KeepSurvivors(MinhashDedupFilter):
@@ -117,11 +118,11 @@ class KeepSurvivors(MinhashDedupFilter):
     Args:
         keys: output folder of `WriteKeys`.
         removed: output folder of `ChooseSurvivors`.
-        counting: step that counts the removed documents.
+        counter: step that counts the removed documents.
     """
 
-    def __init__(self, keys: str, removed: str, counting: CountLeftOut | None = None) -> None:
-        super().__init__(removed, counting, lines_to_buffer=1024)
+    def __init__(self, keys: str, removed: str, counter: DropCounter | None = None) -> None:
+        super().__init__(removed, counter, lines_to_buffer=1024)
         self.keys = get_datafolder(keys)
 
     def run(self, data: Iterator[Document], rank: int = 0, world_size: int = 1) -> Iterator[Document]:
@@ -133,19 +134,19 @@ class KeepSurvivors(MinhashDedupFilter):
         if not self.data_folder.isfile(_removed_name(rank)):
             where = f"{self.data_folder.path}/{_removed_name(rank)}"
             raise UserError(where, "is missing", "find the duplicates first, with the same number of tasks")
-        yield from super().run(self._compared(data, rank), rank, world_size)
+        yield from super().run(self._check_keys(data, rank), rank, world_size)
 
-    def _compared(self, data: Iterator[Document], rank: int) -> Iterator[Document]:
-        keys = keys_of(self.keys, rank)
+    def _check_keys(self, data: Iterator[Document], rank: int) -> Iterator[Document]:
+        keys = read_keys(self.keys, rank)
         for document in data:
-            if key_of(document) != next(keys, None):
-                raise self._changed(rank, document.id)
+            if document_key(document) != next(keys, None):
+                raise self._changed_error(rank, document.id)
             yield document
         if next(keys, None) is not None:
-            raise self._changed(rank, "the end")
+            raise self._changed_error(rank, "the end")
 
-    def _changed(self, rank: int, what: str) -> UserError:
-        problem = f"the documents of task {rank} differ from those that were compared, starting at {what}"
+    def _changed_error(self, rank: int, location: str) -> UserError:
+        problem = f"the documents of task {rank} differ from those that were compared, starting at {location}"
         return UserError(str(self.keys.path), problem, "remove the folder and start again")
 
 

@@ -24,7 +24,7 @@ from data_prep.manifest import (
     TokenizerEntry,
     save_manifest,
 )
-from data_prep.output.writing import TaskResult, count_entries, in_order, load_result, unused_entries
+from data_prep.output.writing import TaskResult, count_entries, load_result, manifest_order, unused_entries
 from data_prep.splits import SplitPlan
 from data_prep.storage import publish
 from data_prep.tokenization.vocabularies import token_dtype
@@ -65,14 +65,14 @@ class Merge:
             UserError: a requested domain has no document.
         """
         results = [load_result(self.tasks_folder / f"{task:05d}.json") for task in range(self.tasks)]
-        _check_nothing_missing(self.plan, results)
+        _check_domains(self.plan, results)
         skipped: Counter[tuple[str, str]] = Counter()
         for entry in (entry for result in results for entry in result.skipped):
             skipped[entry.file, entry.reason] += entry.records
         unused: Counter[tuple[str, str]] = Counter()
-        for other in (other for result in results for other in result.unused):
-            count_unused(unused, other.domain, other.reason, other.documents)
-        left_out = _total(entry for result in results for entry in result.left_out)
+        for unused_entry in (entry for result in results for entry in result.unused):
+            count_unused(unused, unused_entry.domain, unused_entry.reason, unused_entry.documents)
+        left_out = _sum_counts(entry for result in results for entry in result.left_out)
         if self.report is not None:
             shutil.copyfile(self.report / REPORT, self.root / CONTAMINATION)
             shutil.copyfile(self.report / TABLE, self.root / CONTAMINATION_TABLE)
@@ -84,7 +84,7 @@ class Merge:
             skipped=[SkippedEntry(*key, number) for key, number in sorted(skipped.items())],
             duplicates=sum(entry.documents for entry in left_out if entry.reason.endswith("duplicate")),
             left_out=left_out,
-            cleaned=_total(entry for result in results for entry in result.changed),
+            cleaned=_sum_counts(entry for result in results for entry in result.changed),
             unused=unused_entries(unused),
             options=self.options,
             provenance=self.provenance,
@@ -97,28 +97,28 @@ class Merge:
         for task, result in enumerate(results):
             for entry in result.domains:
                 key = (entry.split, entry.domain)
-                before = merged.get(key) or DomainEntry(*key, 0, 0, 0, 0, [])
-                first = len(before.shards)
-                shards = [self._place(task, shard, first + number) for number, shard in enumerate(entry.shards)]
-                merged[key] = _sum(before, replace(entry, shards=shards))
-        return [merged[key] for key in sorted(merged, key=in_order)]
+                merged_entry = merged.get(key) or DomainEntry(*key, 0, 0, 0, 0, [])
+                first = len(merged_entry.shards)
+                shards = [self._move_shard(task, shard, first + index) for index, shard in enumerate(entry.shards)]
+                merged[key] = _add_entry(merged_entry, replace(entry, shards=shards))
+        return [merged[key] for key in sorted(merged, key=manifest_order)]
 
-    def _place(self, task: int, shard: ShardEntry, number: int) -> ShardEntry:
+    def _move_shard(self, task: int, shard: ShardEntry, index: int) -> ShardEntry:
         folder = Path(shard.file).parent
-        moved = replace(
+        renamed = replace(
             shard,
-            file=(folder / f"{number:06d}.tar").as_posix(),
-            index=(folder / f"{number:06d}.index.npy").as_posix(),
+            file=(folder / f"{index:06d}.tar").as_posix(),
+            index=(folder / f"{index:06d}.index.npy").as_posix(),
         )
         (self.root / folder).mkdir(parents=True, exist_ok=True)
-        for old, new in ((shard.file, moved.file), (shard.index, moved.index)):
+        for old, new in ((shard.file, renamed.file), (shard.index, renamed.index)):
             written = self.tasks_folder / f"{task:05d}" / old
             if written.exists():  # otherwise an interrupted merge has moved it
                 written.rename(self.root / new)
-        return moved
+        return renamed
 
 
-class Finish(PipelineStep):
+class FinishStep(PipelineStep):
     """Step that creates the prepared folder. As a separate step, it can be the last Slurm job of a chain.
 
     Args:
@@ -146,25 +146,25 @@ class Finish(PipelineStep):
         return manifest
 
 
-def _sum(before: DomainEntry, entry: DomainEntry) -> DomainEntry:
+def _add_entry(merged_entry: DomainEntry, entry: DomainEntry) -> DomainEntry:
     return replace(
-        before,
-        documents=before.documents + entry.documents,
-        tokens=before.tokens + entry.tokens,
-        characters=before.characters + entry.characters,
-        bytes=before.bytes + entry.bytes,
-        shards=[*before.shards, *entry.shards],
+        merged_entry,
+        documents=merged_entry.documents + entry.documents,
+        tokens=merged_entry.tokens + entry.tokens,
+        characters=merged_entry.characters + entry.characters,
+        bytes=merged_entry.bytes + entry.bytes,
+        shards=[*merged_entry.shards, *entry.shards],
     )
 
 
-def _total(entries: Iterable[CountEntry]) -> list[CountEntry]:
+def _sum_counts(entries: Iterable[CountEntry]) -> list[CountEntry]:
     sums: Counter[tuple[str, str]] = Counter()
     for entry in entries:
         sums[entry.split, entry.reason] += entry.documents
     return count_entries(sums)
 
 
-def _check_nothing_missing(plan: SplitPlan, results: list[TaskResult]) -> None:
+def _check_domains(plan: SplitPlan, results: list[TaskResult]) -> None:
     written = {(entry.split, entry.domain) for result in results for entry in result.domains}
     for option, split, names in (("--train-domains", "train", plan.train), ("--test-domains", "test", plan.test)):
         for name in sorted(names - plan.optional):

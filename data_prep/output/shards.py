@@ -14,7 +14,7 @@ import numpy.typing as npt
 from datatrove.data import Document
 
 from data_prep.manifest import DomainEntry, ShardEntry
-from data_prep.output.tar_members import BLOCK, end_of_tar, member, npy
+from data_prep.output.tar_members import BLOCK, npy_bytes, tar_end, tar_member
 from data_prep.storage import sha256_of
 from megatron_ext.utils.atomic_files import fsync_path
 from megatron_ext.utils.untrusted_paths import path_within
@@ -33,13 +33,14 @@ class _OpenShard:
 
 
 class DomainWriter:
-    """Writes the documents of one (split, domain) to `<root>/<split>/<domain>/000000.tar, ...`.
+    """Writer of the documents of one split and domain to `<root>/<split>/<domain>/000000.tar, ...`.
 
     Args:
         root: folder of the manifest.
         split: train, validation or test.
         domain: name of the domain and of its folder.
-        shard_tokens: a shard is closed with the first document that brings it to this many tokens.
+        shard_tokens: minimum number of tokens per shard, except for the last. A shard ends with the document that
+            reaches this number.
         prefix: prefix of every sample's key, so that keys of different tasks differ.
 
     Raises:
@@ -63,7 +64,7 @@ class DomainWriter:
         if self._open is None:
             self._open = self._start()
         shard = self._open
-        facts = {
+        metadata = {
             "id": document.id,
             "domain": self.domain,
             "characters": len(document.text),
@@ -71,13 +72,13 @@ class DomainWriter:
             "source": document.metadata["source"],
         }
         key = b"%b%09d" % (self._prefix, self.documents)
-        about, content = member(key + b".json", ENCODE_JSON(facts).encode()), npy(tokens)
-        sample = member(key + b".tokens.npy", content)
-        shard.stream.write(about)
-        shard.stream.write(sample)
-        start = shard.length + len(about) + BLOCK + len(content) - tokens.nbytes
+        metadata_member, content = tar_member(key + b".json", ENCODE_JSON(metadata).encode()), npy_bytes(tokens)
+        tokens_member = tar_member(key + b".tokens.npy", content)
+        shard.stream.write(metadata_member)
+        shard.stream.write(tokens_member)
+        start = shard.length + len(metadata_member) + BLOCK + len(content) - tokens.nbytes
         shard.rows.extend((start, len(tokens)))
-        shard.length += len(about) + len(sample)
+        shard.length += len(metadata_member) + len(tokens_member)
         shard.tokens += len(tokens)
         self._count(document, len(tokens))
         if shard.tokens >= self._shard_tokens:
@@ -117,7 +118,7 @@ class DomainWriter:
     def _finish(self) -> None:
         shard = self._open
         assert shard is not None
-        shard.stream.write(end_of_tar(shard.length))
+        shard.stream.write(tar_end(shard.length))
         shard.stream.close()
         index = shard.path.with_suffix(".index.npy")
         np.save(index, np.frombuffer(shard.rows, np.int64).astype("<i8").reshape(-1, 2), allow_pickle=False)

@@ -1,7 +1,7 @@
-"""Bytes of tar members and of arrays in them, filled into templates that tarfile and NumPy made.
+"""Fast encoding of tar members and .npy arrays, from templates that tarfile and NumPy create.
 
-A document has two members. webdataset's writer takes 0.15 ms for them, as long as a tokenizer takes for some hundred
-tokens. These functions take a few microseconds and give the same bytes.
+Each document takes two tar members. webdataset's writer needs 0.15 ms for them, as long as a tokenizer needs for a few
+hundred tokens. These functions need a few microseconds and give the same bytes.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _INFO = tarfile.TarInfo()
 _INFO.uname = _INFO.gname = "selectron"
 _HEADER = _INFO.tobuf(tarfile.USTAR_FORMAT)
 # Header fields of POSIX ustar.
-_NAME, _SIZE, _SUM = slice(0, 100), slice(124, 136), slice(148, 156)
-_SUM_OF_REST = sum(_HEADER) - sum(_HEADER[_SIZE]) - sum(_HEADER[_SUM]) + 8 * ord(" ")
+_NAME, _SIZE, _CHECKSUM = slice(0, 100), slice(124, 136), slice(148, 156)
+_BASE_CHECKSUM = sum(_HEADER) - sum(_HEADER[_SIZE]) - sum(_HEADER[_CHECKSUM]) + 8 * ord(" ")
 
 
-def member(name: bytes, content: bytes) -> bytes:
+def tar_member(name: bytes, content: bytes) -> bytes:
     """Return one tar member: header, content, and zeros up to a whole block.
 
     Args:
@@ -37,19 +37,19 @@ def member(name: bytes, content: bytes) -> bytes:
     size = b"%011o\0" % len(content)
     header[: len(name)] = name
     header[_SIZE] = size
-    header[_SUM] = b"%06o\0 " % (_SUM_OF_REST + sum(name) + sum(size))
+    header[_CHECKSUM] = b"%06o\0 " % (_BASE_CHECKSUM + sum(name) + sum(size))
     return b"".join((header, content, bytes(-len(content) % BLOCK)))
 
 
-def end_of_tar(length: int) -> bytes:
+def tar_end(length: int) -> bytes:
     """Return the end of a tar of this many bytes: two empty blocks, and zeros up to a whole record."""
     return bytes(2 * BLOCK + -(length + 2 * BLOCK) % tarfile.RECORDSIZE)
 
 
-def npy(array: npt.NDArray[Any]) -> bytes:
+def npy_bytes(array: npt.NDArray[Any]) -> bytes:
     """Return a one-dimensional array as the content of a .npy file of version 1.0."""
-    before, width = _npy_template(array.dtype)
-    return (before + b"%d,), }" % len(array)).ljust(width) + b"\n" + array.tobytes()
+    prefix, width = _npy_template(array.dtype)
+    return (prefix + b"%d,), }" % len(array)).ljust(width) + b"\n" + array.tobytes()
 
 
 @lru_cache(maxsize=8)

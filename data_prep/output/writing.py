@@ -15,15 +15,15 @@ from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 from pydantic import TypeAdapter
 
-from data_prep.documents import REPAIR, SPLITS, Problems
+from data_prep.documents import REPAIR_HINT, SPLITS, Problems
 from data_prep.ledger import Ledger
 from data_prep.manifest import CountEntry, DomainEntry, SkippedEntry, TokenizerEntry, UnusedEntry
 from data_prep.output.shards import DomainWriter
-from data_prep.running.progress import Board
+from data_prep.running.progress import ProgressBoard
 from data_prep.storage import locked
-from data_prep.tokenization.pieces import PIECE_CHARACTERS, UnbrokenError, encode_in_pieces
+from data_prep.tokenization.pieces import PIECE_CHARACTERS, NoCutError, encode_by_parts
 from data_prep.tokenization.tokenizer import NoTokenError
-from data_prep.tokenization.vocabularies import TextTokenizer, kept_tokenizer, lost_part, token_dtype
+from data_prep.tokenization.vocabularies import TextTokenizer, load_saved_tokenizer, token_dtype, unencodable_part
 from megatron_ext.utils.atomic_files import read_regular, write_atomically
 from megatron_ext.utils.json_text import parse_json
 
@@ -31,8 +31,8 @@ BATCH_DOCUMENTS = 1024
 BATCH_CHARACTERS = 500_000
 """Limits of a batch. The tokenizer library uses up to 200 bytes per byte of a batch; larger ones are not faster."""
 
-HOLDS_END = "some of its text is encoded as the end-of-document token"
-BETTER_TOKENIZER = "give a byte-level tokenizer, which encodes any text,"
+END_TOKEN_REASON = "some of its text is encoded as the end-of-document token"
+TOKENIZER_HINT = "give a byte-level tokenizer, which encodes any text,"
 
 
 @dataclass(frozen=True)
@@ -55,15 +55,18 @@ class TaskResult:
 
 
 class WriteShards(PipelineStep):
-    """Tokenises documents and writes them to `<folder>/<task>/<split>/<domain>/`, then `<folder>/<task>.json`.
+    """Step that tokenises documents and writes them to `<folder>/<task>/<split>/<domain>/`.
+
+    At the end, the step writes its `TaskResult` to `<folder>/<task>.json`.
 
     Args:
         folder: output folder of the tasks.
         root: folder of the tokenizer.
-        tokenizer: the manifest's entry of the tokenizer.
+        tokenizer: entry of the tokenizer in the manifest.
         shard_tokens: see `DomainWriter`.
-        problems: those of the reading step; also receives texts that the tokenizer cannot encode.
-        ledger: counts of earlier steps about documents that they drop or change.
+        problems: handling of malformed records, shared with the reading step. It also receives the texts that the
+            tokenizer cannot encode.
+        ledger: counts of the documents that earlier steps dropped or changed.
         board: progress board, which receives the number of tokens written.
     """
 
@@ -78,7 +81,7 @@ class WriteShards(PipelineStep):
         shard_tokens: int,
         problems: Problems,
         ledger: Ledger,
-        board: Board,
+        board: ProgressBoard,
     ) -> None:
         super().__init__()
         self.folder = folder
@@ -91,9 +94,9 @@ class WriteShards(PipelineStep):
 
     def run(self, data: Iterator[Document], rank: int = 0, world_size: int = 1) -> Iterator[Document]:
         """Consume the documents of a task, unless another process has done so in the meantime."""
-        note = self.folder / f"{rank:05d}.json"
-        with locked(note.with_suffix(".lock")):
-            if not note.exists():
+        result_path = self.folder / f"{rank:05d}.json"
+        with locked(result_path.with_suffix(".lock")):
+            if not result_path.exists():
                 target = self.folder / f"{rank:05d}"
                 shutil.rmtree(target, ignore_errors=True)
                 target.mkdir()
@@ -105,13 +108,13 @@ class WriteShards(PipelineStep):
                     changed=count_entries(self.ledger.changed),
                     unused=unused_entries(self.ledger.unused),
                 )
-                write_atomically(note, json.dumps(asdict(result), ensure_ascii=False).encode())
+                write_atomically(result_path, json.dumps(asdict(result), ensure_ascii=False).encode())
         yield from ()
 
     def _write(self, data: Iterable[Document], target: Path, rank: int) -> list[DomainEntry]:
-        encode = DocumentEncoder(kept_tokenizer(self.root, self.tokenizer), self.tokenizer, self.problems)
+        encode = DocumentEncoder(load_saved_tokenizer(self.root, self.tokenizer), self.tokenizer, self.problems)
         writers: dict[tuple[str, str], DomainWriter] = {}
-        written = self.board.tokens_of(rank)
+        written = self.board.token_counter(rank)
         with contextlib.ExitStack() as stack:
             for batch in _batches(data):
                 for document, tokens in encode(batch):
@@ -121,17 +124,17 @@ class WriteShards(PipelineStep):
                         stack.callback(writers[key].abandon)
                     writers[key].add(document, tokens)
                     written[0] += len(tokens)
-            return [writers[key].close() for key in sorted(writers, key=in_order)]
+            return [writers[key].close() for key in sorted(writers, key=manifest_order)]
 
 
 class DocumentEncoder:
-    """Encodes whole documents, each to a little-endian array that ends with the end-of-document token.
+    """Encoder of whole documents to little-endian arrays that end with the end-of-document token.
 
     Args:
-        tokenizer: tokenizer that encodes.
-        entry: the manifest's entry of the tokenizer.
+        tokenizer: tokenizer that encodes the text.
+        entry: entry of the tokenizer in the manifest.
         problems: receives documents with text that the tokenizer cannot encode, or that it encodes as the
-            end-of-document token; they are dropped.
+            end-of-document token. Such documents are dropped.
     """
 
     def __init__(self, tokenizer: TextTokenizer, entry: TokenizerEntry, problems: Problems) -> None:
@@ -142,18 +145,18 @@ class DocumentEncoder:
 
     def __call__(self, documents: list[Document]) -> Iterator[tuple[Document, npt.NDArray[np.unsignedinteger]]]:
         """Yield the documents that can be encoded, with their tokens."""
-        for document, ids in self._ids(documents):
+        for document, ids in self._encode(documents):
             if self._tokenizer.unknown is not None and self._tokenizer.unknown in ids:
-                self._refuse(document)
+                self._report_unencodable(document)
                 continue
             ids.append(self._end)
             tokens = np.fromiter(ids, self._dtype, len(ids))
             if (tokens[:-1] == self._end).any():
-                self._report(document, HOLDS_END)
+                self._report(document, END_TOKEN_REASON)
                 continue
             yield document, tokens
 
-    def _ids(self, documents: list[Document]) -> Iterator[tuple[Document, list[int]]]:
+    def _encode(self, documents: list[Document]) -> Iterator[tuple[Document, list[int]]]:
         encode = self._tokenizer.encode_batch
         if len(documents[0].text) <= PIECE_CHARACTERS:
             with contextlib.suppress(NoTokenError):  # on failure, encode one by one to find the affected documents
@@ -161,22 +164,22 @@ class DocumentEncoder:
                 return
         for document in documents:
             try:
-                yield document, encode_in_pieces(encode, document.text)
-            except UnbrokenError as error:
+                yield document, encode_by_parts(encode, document.text)
+            except NoCutError as error:
                 self._problems.report(document.metadata["source"], None, "too long", f"{document.id}: {error}")
             except NoTokenError:
-                self._refuse(document)
+                self._report_unencodable(document)
 
-    def _refuse(self, document: Document) -> None:
+    def _report_unencodable(self, document: Document) -> None:
         detail = ""
         if self._problems.on_error == "stop":  # the detail is only shown in an error message
-            detail = f"for example {lost_part(self._tokenizer, document.text)!r}"
-        self._report(document, "the tokenizer has no token for its text", detail, BETTER_TOKENIZER)
+            detail = f"for example {unencodable_part(self._tokenizer, document.text)!r}"
+        self._report(document, "the tokenizer has no token for its text", detail, TOKENIZER_HINT)
 
-    def _report(self, document: Document, reason: str, detail: str = "", hint: str = REPAIR) -> None:
+    def _report(self, document: Document, reason: str, detail: str = "", hint: str = REPAIR_HINT) -> None:
         source = document.metadata["source"]
-        place = document.id.removeprefix(source).removeprefix(":") or None
-        self._problems.report(source, place, reason, detail, hint)
+        location = document.id.removeprefix(source).removeprefix(":") or None
+        self._problems.report(source, location, reason, detail, hint)
 
 
 def load_result(path: Path) -> TaskResult:
@@ -184,14 +187,14 @@ def load_result(path: Path) -> TaskResult:
     return TypeAdapter(TaskResult).validate_python(parse_json(read_regular(path)))
 
 
-def in_order(key: tuple[str, str]) -> tuple[int, str]:
+def manifest_order(key: tuple[str, str]) -> tuple[int, str]:
     """Sort key of (split, domain or reason) in the manifest's order: train, validation, test, then by name."""
     return SPLITS.index(key[0]), key[1]
 
 
 def count_entries(counts: Mapping[tuple[str, str], int]) -> list[CountEntry]:
     """Return counts by (split, reason) as entries, train before validation before test."""
-    return [CountEntry(*key, counts[key]) for key in sorted(counts, key=in_order)]  # type: ignore[arg-type]
+    return [CountEntry(*key, counts[key]) for key in sorted(counts, key=manifest_order)]  # type: ignore[arg-type]
 
 
 def unused_entries(counts: Mapping[tuple[str, str], int]) -> list[UnusedEntry]:
@@ -200,11 +203,11 @@ def unused_entries(counts: Mapping[tuple[str, str], int]) -> list[UnusedEntry]:
 
 
 def _skipped(problems: Problems) -> list[SkippedEntry]:
-    return [SkippedEntry(file, reason, number) for (file, reason), number in sorted(problems.counts.items())]
+    return [SkippedEntry(file, reason, count) for (file, reason), count in sorted(problems.counts.items())]
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """Yield batches of documents for the tokenizer; a document that is encoded in pieces is alone."""
+    """Yield batches of documents for the tokenizer. A document that is encoded in pieces has a batch of its own."""
     batch: list[Document] = []
     characters = 0
     for document in documents:

@@ -12,7 +12,7 @@ from data_prep.documents import Advance, Document, Problems, ignore_progress
 from data_prep.reading.fields import Fields, Found
 from data_prep.reading.inputs import InputFile, list_files, without_protocol
 from data_prep.reading.registry import format_of, formats
-from data_prep.reading.selection import Selection, holds_tokens, select, split_folder
+from data_prep.reading.selection import Selection, has_tokens, select, split_folder
 from data_prep.tokenization.vocabularies import TextTokenizer
 from megatron_ext.utils.atomic_files import is_url
 from megatron_ext.utils.errors import UserError
@@ -23,8 +23,8 @@ def open_files(source: str | Path, fields: Fields | None = None, tokenizer: Text
     """Open the corpus in a file, a folder or under a URL.
 
     Args:
-        source: path or URL. Files of records, tables, tars and token files are read; without any, text files.
-        fields: location of text and domain in a record; None for the defaults.
+        source: path or URL. Text files are read only if there are no files of records, tables, tars or token files.
+        fields: location of text and domain in a record. None: the defaults.
         tokenizer: converts the tokens of Megatron's .bin/.idx files back to text.
 
     Raises:
@@ -33,21 +33,21 @@ def open_files(source: str | Path, fields: Fields | None = None, tokenizer: Text
     """
     source = without_protocol(str(source))
     selection = select(source, list_files(source))
-    if tokenizer is None and any(holds_tokens(file) for file in selection.files):
+    if tokenizer is None and any(has_tokens(file) for file in selection.files):
         problem = f"is not given, but {source} contains tokens"
         raise UserError("--source-tokenizer", problem, "give the tokenizer that made the tokens")
-    return FileCorpus(_own_name(source), selection, fields or Fields(), tokenizer)
+    return FileCorpus(_input_name(source), selection, fields or Fields(), tokenizer)
 
 
 class FileCorpus:
-    """Documents of files; each file is a unit.
+    """Corpus of the documents in files. Each file is a unit.
 
-    Sub-folders named train, validation and test determine the split. If there are any, files outside them (benchmarks,
-    notes) are not read. The split of text files is never determined by folders. `provenance` counts the unread files.
+    Subfolders named train, validation and test determine the split. If there are any, files outside of them are not
+    read. The split of text files is never determined by folders. `provenance` counts the unread files.
 
     Args:
-        name: name of the input, and the domain of text files outside sub-folders.
-        selection: files to read, and the others.
+        name: name of the input, and the domain of text files outside of subfolders.
+        selection: files to read, and counts of the other files.
         fields: location of text and domain in a record.
         tokenizer: converts tokens back to text.
     """
@@ -68,7 +68,7 @@ class FileCorpus:
     @property
     def has_own_domains(self) -> bool:
         """Return True if there are token files, whose names are the default domains."""
-        return any(holds_tokens(file) for file in self.files)
+        return any(has_tokens(file) for file in self.files)
 
     @property
     def units(self) -> int:
@@ -83,7 +83,7 @@ class FileCorpus:
     def read(self, unit: int, problems: Problems, advance: Advance = ignore_progress) -> Iterator[Document]:
         """Yield every well-formed document of one file."""
         file = self.files[unit]
-        for found in self._found(file, problems, advance):
+        for found in self._read_records(file, problems, advance):
             name = f"{file.source}{found.place}"
             yield Document(name, found.text, found.domain, file.source, split_folder(file), found.changes)
 
@@ -98,7 +98,7 @@ class FileCorpus:
             digest.update(file.key + f"\0{file.size}\0{file.stamp}\0".encode())
         return digest.hexdigest()
 
-    def _found(self, file: InputFile, problems: Problems, advance: Advance) -> Iterator[Found]:
+    def _read_records(self, file: InputFile, problems: Problems, advance: Advance) -> Iterator[Found]:
         """Yield the well-formed records of a file."""
         form, fields = format_of(file), self._fields
         assert form is not None, "`select` has selected it"
@@ -107,11 +107,11 @@ class FileCorpus:
         return form.open_reader(self._tokenizer)(file, fields, problems, advance)
 
 
-def _own_name(source: str) -> str:
+def _input_name(source: str) -> str:
     """Return the name of a folder, or of a file without the suffix of its format."""
     path = PurePosixPath(source) if is_url(source) else Path(source).resolve()
     if isinstance(path, Path) and path.is_dir():
         return printable(path.name)
     suffixes = [suffix for form in formats() if not form.is_plain_text for suffix in form.suffixes]
-    packed = next((suffix for suffix in suffixes if path.name.lower().endswith(suffix)), path.suffix)
-    return printable(path.name[: len(path.name) - len(packed)])
+    suffix = next((suffix for suffix in suffixes if path.name.lower().endswith(suffix)), path.suffix)
+    return printable(path.name[: len(path.name) - len(suffix)])

@@ -1,4 +1,4 @@
-"""Embedded corpus: real text that is available wherever this project's dependencies are installed.
+"""Embedded corpus: text of the Python installation and of its packages, for tests and examples without downloads.
 
 The training domain `PythonDocs` contains Python's documentation topics, the docstrings of the standard library and of a
 few documented packages, and the long descriptions of the installed packages. The out-of-domain test `PythonCode` is
@@ -39,29 +39,29 @@ EXCLUDED_PARTS = frozenset(
 
 
 class EmbeddedCorpus:
-    """Documents collected once, in sorted order, without exact duplicates."""
+    """Corpus of the documents of both domains, in a fixed order, without exact duplicates."""
 
     folders: frozenset[str] = frozenset()
     units = 1
 
     @cached_property
-    def collected(self) -> list[Document]:
-        """Return every document of both domains."""
+    def all_documents(self) -> list[Document]:
+        """Documents of both domains."""
         seen: set[str] = set()
         return [
             document
             for document in (*_topics(), *_docstrings(seen), *_descriptions(), *_source_code())
-            if len(document.text) >= MIN_CHARACTERS and _first_time(document.text, seen)
+            if len(document.text) >= MIN_CHARACTERS and _is_new(document.text, seen)
         ]
 
     @property
     def total_bytes(self) -> int:
         """Return the UTF-8 bytes of all documents."""
-        return sum(len(document.text.encode()) for document in self.collected)
+        return sum(len(document.text.encode()) for document in self.all_documents)
 
     def documents(self, problems: Problems, advance: Advance = ignore_progress) -> Iterator[Document]:
         """Yield the documents; none can be malformed."""
-        for document in self.collected:
+        for document in self.all_documents:
             yield document
             advance(len(document.text.encode()))
 
@@ -72,7 +72,7 @@ class EmbeddedCorpus:
     def identity(self) -> str:
         """Return a digest of the texts."""
         digest = hashlib.sha256()
-        for document in self.collected:
+        for document in self.all_documents:
             digest.update(document.text.encode())
         return digest.hexdigest()
 
@@ -80,7 +80,7 @@ class EmbeddedCorpus:
         """Return the Python version, and the number of documents by source."""
         return {
             "python": platform.python_version(),
-            "documents": dict(Counter(document.source for document in self.collected)),
+            "documents": dict(Counter(document.source for document in self.all_documents)),
         }
 
 
@@ -99,9 +99,9 @@ def strip_docstrings(source: str) -> str:
         assert statement.end_lineno is not None
         before = lines[statement.lineno - 1][: statement.col_offset]
         after = lines[statement.end_lineno - 1][statement.end_col_offset :]
-        alone = len(node.body) == 1 and not isinstance(node, ast.Module)
-        stand_in = b"pass" if alone or after.lstrip().startswith(b";") else b""
-        joined = before + stand_in + after
+        is_only_statement = len(node.body) == 1 and not isinstance(node, ast.Module)
+        replacement = b"pass" if is_only_statement or after.lstrip().startswith(b";") else b""
+        joined = before + replacement + after
         lines[statement.lineno - 1 : statement.end_lineno] = [joined] if joined.strip() else []
     return b"\n".join(lines).decode()
 
@@ -115,7 +115,7 @@ def _docstring_holders(tree: ast.Module) -> Iterator[_Holder]:
             yield node
 
 
-def _first_time(text: str, seen: set[str]) -> bool:
+def _is_new(text: str, seen: set[str]) -> bool:
     new = text not in seen
     seen.add(text)
     return new
@@ -185,7 +185,7 @@ def _module_documentation(file: Path, module: str, seen: set[str]) -> str:
     parsed = _read_source(file)
     if parsed is None:
         return ""
-    parts = [f"{name}\n\n{text}" for name, text in _named_docstrings(parsed[1], module) if _first_time(text, seen)]
+    parts = [f"{name}\n\n{text}" for name, text in _named_docstrings(parsed[1], module) if _is_new(text, seen)]
     return "\n\n".join(parts)
 
 
@@ -215,13 +215,13 @@ def _source_code() -> Iterator[Document]:
     """Yield modules of the standard library, drawn by a hash of their names until `CODE_BYTES` are reached."""
     root, total = _standard_library(), 0
     names = {_module_name(file, root, ""): file for file in _python_files(root)}
-    drawn: list[tuple[str, str]] = []
+    sampled: list[tuple[str, str]] = []
     for name in sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest()):
         if total >= CODE_BYTES:
             break
         parsed = _read_source(names[name])
         if parsed is not None:
-            drawn.append((name, strip_docstrings(parsed[0]).strip()))
-            total += len(drawn[-1][1].encode())
-    for name, text in sorted(drawn):
+            sampled.append((name, strip_docstrings(parsed[0]).strip()))
+            total += len(sampled[-1][1].encode())
+    for name, text in sorted(sampled):
         yield Document(f"source/{name}", text, CODE, "source code of the standard library")

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 from data_prep.documents import MalformedError, check_length, short_domain
 
-LONGEST_DOMAIN = 200
-"""Maximum characters of a domain name: it names a folder, and a worker keeps all domain names in memory."""
+MAX_DOMAIN_LENGTH = 200
+"""Maximum number of characters of a domain name. It names a folder, and a worker keeps all names in memory."""
 
-MOST_KEYS = 8
+MAX_LISTED_KEYS = 8
 """Maximum number of a record's keys in a message."""
 
 TEXT_KEY = "text"
@@ -39,7 +39,7 @@ class Fields:
 
 
 class Found(NamedTuple):
-    """A well-formed record.
+    """Well-formed record.
 
     Attributes:
         place: location in the file, appended to the file's name in an id.
@@ -62,7 +62,7 @@ def text_and_domain(record: Any, fields: Fields) -> tuple[str, str]:
         fields: location of text and domain.
 
     Raises:
-        MalformedError: there is no text, too much of it, no domain, or text or domain are not valid Unicode.
+        MalformedError: the text or the domain is missing, too long, or not valid Unicode.
     """
     text = _look_up(record, fields.text)
     if not isinstance(text, str) or not text.strip():
@@ -76,7 +76,7 @@ def domain_of(record: Any, fields: Fields) -> str:
     """Return the short domain name of a record.
 
     Raises:
-        MalformedError: it has none, or one that is not a valid name.
+        MalformedError: the domain is missing, too long, or not valid Unicode.
     """
     found = (_look_up(record, key) for key in fields.domains)
     name = next((value for value in found if value is not None), fields.default)
@@ -84,8 +84,8 @@ def domain_of(record: Any, fields: Fields) -> str:
         where = " nor ".join(f"`{key}`" for key in fields.domains)
         problem = f"{'neither ' if ' nor ' in where else 'no '}{where}" if name is None else f"it is {_kind(name)}"
         raise MalformedError("no domain", problem, "give such records a domain with --domain")
-    if len(name) > LONGEST_DOMAIN:
-        raise MalformedError("domain too long", f"{len(name):,} characters, at most {LONGEST_DOMAIN} are supported")
+    if len(name) > MAX_DOMAIN_LENGTH:
+        raise MalformedError("domain too long", f"{len(name):,} characters, at most {MAX_DOMAIN_LENGTH} are supported")
     _check_unicode("domain", name)
     return short_domain(name)
 
@@ -103,9 +103,9 @@ def _no_text(record: Any, key: str, text: Any) -> MalformedError:
     if not isinstance(record, dict):
         return MalformedError("no text", f"{_kind(record)}, not an object")
     if text is None and key not in record:
-        there = [str(name)[:LONGEST_DOMAIN] for name in list(record)[:MOST_KEYS]]
-        more = ", ..." if len(record) > MOST_KEYS else ""
-        detail = f"no `{key}` among its keys: {', '.join(there)}{more}" if there else "an empty object"
+        keys = [str(name)[:MAX_DOMAIN_LENGTH] for name in list(record)[:MAX_LISTED_KEYS]]
+        more = ", ..." if len(record) > MAX_LISTED_KEYS else ""
+        detail = f"no `{key}` among its keys: {', '.join(keys)}{more}" if keys else "an empty object"
         return MalformedError("no text", detail, "give the key of the text with --text-key")
     return MalformedError("no text", f"`{key}` is {_kind(text)}")
 
@@ -117,8 +117,8 @@ def _kind(value: Any) -> str:
     return names.get(type(value), "an object" if isinstance(value, dict) else f"of type {type(value).__name__}")
 
 
-def _check_unicode(what: str, text: str) -> None:
+def _check_unicode(field: str, text: str) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
-        raise MalformedError(f"{what} is not valid Unicode", "a lone surrogate") from None
+        raise MalformedError(f"{field} is not valid Unicode", "a lone surrogate") from None

@@ -25,7 +25,7 @@ from megatron_ext.utils.errors import UserError
 from megatron_ext.utils.printable import printable
 from megatron_ext.utils.temp_dirs import scratch_folder
 
-SPECIAL_TOKENS, PARTED = "special_tokens", "parted"
+SPECIAL_TOKENS, SPLIT_AT_END = "special_tokens", "parted"
 """Changes of a text: special tokens were removed, or the document was split at end-of-document tokens."""
 
 
@@ -48,7 +48,7 @@ class IndexedReader:
 
     def __call__(self, file: InputFile, fields: Fields, problems: Problems, advance: Advance) -> Iterator[Found]:
         """Yield every well-formed document. The domain is `fields.default`, or is derived from the file name."""
-        with _here(file) as prefix:
+        with _local_prefix(file) as prefix:
             dataset = _open(file, prefix, problems)
             if dataset is not None:
                 yield from self._read(dataset, file, fields.default or _domain_of(file), problems, advance)
@@ -61,8 +61,8 @@ class IndexedReader:
             for number, (start, count) in enumerate(_documents(dataset), start=1):
                 advance(file.size * number // total - file.size * (number - 1) // total)
                 try:
-                    for place, text, changes in self._texts(dataset, start, count):
-                        yield Found(f":{number}{place}", text, domain, changes)
+                    for part_suffix, text, changes in self._texts(dataset, start, count):
+                        yield Found(f":{number}{part_suffix}", text, domain, changes)
                 except MalformedError as error:
                     problems.report(file.location, number, error.reason, error.detail)
         except BrokenIndexError as error:
@@ -84,18 +84,18 @@ class IndexedReader:
             self._tokenizer.decode(part[~special].tolist())
             for part, special in zip(np.split(tokens, ends), np.split(is_special, ends), strict=True)
         ]
-        parts = [(place, text) for place, text in enumerate(texts, start=1) if text.strip()]
+        parts = [(part_number, text) for part_number, text in enumerate(texts, start=1) if text.strip()]
         if not parts:
             raise MalformedError("no text")
         changes: tuple[str, ...] = (SPECIAL_TOKENS,) if is_special.any() else ()
-        changes += (PARTED,) if len(parts) > 1 else ()
-        for place, text in parts:
+        changes += (SPLIT_AT_END,) if len(parts) > 1 else ()
+        for part_number, text in parts:
             check_length(len(text))
-            yield (f".{place}" if len(parts) > 1 else ""), text, changes
+            yield (f".{part_number}" if len(parts) > 1 else ""), text, changes
 
 
 class BrokenIndexError(ValueError):
-    """An index that contradicts itself or its .bin."""
+    """Error for an index that is inconsistent or does not match its .bin."""
 
 
 class _Dataset(IndexedDataset):
@@ -136,7 +136,7 @@ def _documents(dataset: IndexedDataset) -> Iterator[tuple[int, int]]:
 
 
 @contextmanager
-def _here(file: InputFile) -> Iterator[str]:
+def _local_prefix(file: InputFile) -> Iterator[str]:
     """Context manager that yields the local path of a .bin/.idx pair, without suffix.
 
     Megatron memory-maps the files. A pair at a URL is therefore copied to a local disk first. The copy is removed at
@@ -201,13 +201,13 @@ def _export_domain(root: Path, manifest: Manifest, entry: DomainEntry, prefix: P
         if path.exists():
             raise UserError(str(path), "already exists", "choose another prefix or remove it")
     # The files have other names until they are complete. The index, which makes the pair readable, is renamed last.
-    beside = [path.with_name(f"{path.name}.partial") for path in (binary, index)]
+    partial_paths = [path.with_name(f"{path.name}.partial") for path in (binary, index)]
     try:
-        _build(root, manifest, entry, *beside)
-        beside[0].rename(binary)
-        beside[1].rename(index)
+        _build(root, manifest, entry, *partial_paths)
+        partial_paths[0].rename(binary)
+        partial_paths[1].rename(index)
     finally:
-        for path in beside:
+        for path in partial_paths:
             path.unlink(missing_ok=True)
     return target
 

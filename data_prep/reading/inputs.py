@@ -17,9 +17,9 @@ from megatron_ext.utils.atomic_files import is_url
 from megatron_ext.utils.errors import UserError
 from megatron_ext.utils.printable import printable
 
-ABSENT = "give a file, a folder, a URL or `embedded`"
+ABSENT_HINT = "give a file, a folder, a URL or `embedded`"
 
-MOST_FILES = 1_000_000
+MAX_FILES = 1_000_000
 """Maximum number of input files. Every worker keeps the list of files in memory, at about 700 bytes per file."""
 
 
@@ -35,14 +35,14 @@ class InputFile:
         parts: components of the path inside the input; only the file name if the input is a single file.
         size: size in bytes.
         stamp: modification time or ETag, which shows whether the file has changed.
-        refusal: reason why the file cannot be read (a broken link, or not a regular file); empty if it can be read.
+        unreadable_reason: reason why the file cannot be read (a broken link, or not a regular file); otherwise empty.
     """
 
     location: str
     parts: tuple[str, ...]
     size: int
     stamp: str = ""
-    refusal: str = ""
+    unreadable_reason: str = ""
 
     @property
     def name(self) -> str:
@@ -77,14 +77,14 @@ class InputFile:
 
 
 def local_file(path: Path, parts: tuple[str, ...] | None = None) -> InputFile:
-    """Return the entry of a local path. For a broken link or a special file, the entry has a `refusal`."""
+    """Return the entry of a local path. For a broken link or a special file, the entry has an `unreadable_reason`."""
     parts = parts or (path.name,)
     if path.is_symlink() and not os.path.exists(path):  # `os.path`, because pathlib fails on a link to itself
-        return InputFile(str(path), parts, 0, refusal="is a broken link")
+        return InputFile(str(path), parts, 0, unreadable_reason="is a broken link")
     stat = path.stat()
     if not S_ISREG(stat.st_mode):  # opening a pipe would block, and a pipe cannot be read twice
         return InputFile(
-            str(path), parts, 0, refusal=f"is {SPECIAL_FILES.get(S_IFMT(stat.st_mode), 'not a regular file')}"
+            str(path), parts, 0, unreadable_reason=f"is {SPECIAL_FILES.get(S_IFMT(stat.st_mode), 'not a regular file')}"
         )
     return InputFile(str(path), parts, stat.st_size, str(stat.st_mtime_ns))
 
@@ -99,7 +99,7 @@ def list_files(source: str) -> list[InputFile]:
     """List every file of an input, sorted by path. Links to files and folders are followed.
 
     Raises:
-        UserError: the source does not exist, contains over `MOST_FILES` files, or has an unsupported protocol.
+        UserError: the source does not exist, contains over `MAX_FILES` files, or has an unsupported protocol.
     """
     source = without_protocol(source)
     if not is_url(source):
@@ -107,38 +107,38 @@ def list_files(source: str) -> list[InputFile]:
     try:
         return list(_remote_files(source))
     except FileNotFoundError:
-        raise UserError("--input", f"{source} does not exist", ABSENT) from None
+        raise UserError("--input", f"{source} does not exist", ABSENT_HINT) from None
     except (ImportError, ValueError) as error:  # an unknown protocol, or its library is not installed
         raise UserError("--input", f"{source} cannot be opened ({error})", "install the missing library") from None
 
 
 def _local_files(root: Path) -> Iterator[InputFile]:
     if not root.exists():
-        raise UserError("--input", f"{root} does not exist", ABSENT)
+        raise UserError("--input", f"{root} does not exist", ABSENT_HINT)
     if not root.is_dir():
         yield local_file(root)
         return
-    found = list(islice(_scan(root), MOST_FILES + 1))
-    _check_number(len(found), root)
+    found = list(islice(_scan(root), MAX_FILES + 1))
+    _check_file_count(len(found), root)
     for file in sorted(found):
         yield local_file(file, file.relative_to(root).parts)
 
 
-def _scan(folder: Path, above: frozenset[tuple[int, int]] = frozenset()) -> Iterator[Path]:
+def _scan(folder: Path, ancestors: frozenset[tuple[int, int]] = frozenset()) -> Iterator[Path]:
     """Yield all files below a folder. A link to a folder that contains the link is not followed.
 
     The files of a folder with two links are yielded twice, because each link may be another domain or split.
     Deduplication removes the copies.
     """
     status = folder.stat()
-    here = (status.st_dev, status.st_ino)
-    if here in above:
+    identity = (status.st_dev, status.st_ino)
+    if identity in ancestors:
         return
     with os.scandir(folder) as listing:
         entries = list(listing)  # read completely, so that only one folder is open at once
     for entry in entries:
         if os.path.isdir(entry.path):  # `os.path`, because `entry.is_dir` fails on a link to itself
-            yield from _scan(Path(entry.path), above | {here})
+            yield from _scan(Path(entry.path), ancestors | {identity})
         else:
             yield Path(entry.path)
 
@@ -148,15 +148,15 @@ def _remote_files(source: str) -> Iterator[InputFile]:
     found: dict[str, dict[str, Any]] = system.find(root, detail=True)
     if not found:
         raise FileNotFoundError(source)
-    _check_number(len(found), source)
+    _check_file_count(len(found), source)
     for path in sorted(found):
-        facts = found[path]
-        inside = PurePosixPath(path).relative_to(root).parts if path != root else (PurePosixPath(path).name,)
-        stamp = next((str(facts[key]) for key in ("ETag", "etag", "mtime", "created") if key in facts), "")
-        yield InputFile(system.unstrip_protocol(path), inside, int(facts["size"]), stamp)
+        info = found[path]
+        parts = PurePosixPath(path).relative_to(root).parts if path != root else (PurePosixPath(path).name,)
+        stamp = next((str(info[key]) for key in ("ETag", "etag", "mtime", "created") if key in info), "")
+        yield InputFile(system.unstrip_protocol(path), parts, int(info["size"]), stamp)
 
 
-def _check_number(files: int, source: str | Path) -> None:
-    if files > MOST_FILES:
+def _check_file_count(files: int, source: str | Path) -> None:
+    if files > MAX_FILES:
         hint = "combine them into JSON lines or tars"
-        raise UserError("--input", f"{source} contains more than {MOST_FILES:,} files", hint)
+        raise UserError("--input", f"{source} contains more than {MAX_FILES:,} files", hint)

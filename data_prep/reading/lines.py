@@ -7,17 +7,17 @@ from collections.abc import Iterable, Iterator
 
 import zstandard
 
-from data_prep.documents import LONGEST_RECORD, Advance, ignore_progress
+from data_prep.documents import MAX_RECORD_BYTES, Advance, ignore_progress
 from data_prep.reading.inputs import InputFile
 
 BLOCK_BYTES = 1 << 20
-GZIP_PIECE = 32 << 10
-"""Compressed bytes passed to zlib at once: zlib copies the remaining bytes at the end of each member."""
+GZIP_BLOCK_BYTES = 32 << 10
+"""Number of compressed bytes passed to zlib at once. At the end of a member, zlib copies the rest of these bytes."""
 
-ZSTD_PIECE = 1 << 10
-"""Compressed bytes passed to zstd at once: four of them may expand to 128 KiB, all of which is returned at once."""
+ZSTD_BLOCK_BYTES = 1 << 10
+"""Number of compressed bytes passed to zstd at once. Four bytes may expand to 128 KiB, which zstd returns at once."""
 
-LARGEST_WINDOW = 128 << 20
+MAX_WINDOW_BYTES = 128 << 20
 """Maximum bytes of past output that a zstd frame may refer to; the default limit of the `zstd` command."""
 
 BOM = b"\xef\xbb\xbf"
@@ -25,13 +25,13 @@ BOM = b"\xef\xbb\xbf"
 
 
 class BrokenStreamError(ValueError):
-    """A compressed file that is damaged or ends too early."""
+    """Error for a compressed file that is damaged or truncated."""
 
 
 def read_lines(file: InputFile, advance: Advance = ignore_progress) -> Iterator[bytes]:
     """Yield the lines of a plain, gzip or zstd file, without line feeds and without a leading byte-order mark.
 
-    A line of more than `LONGEST_RECORD` bytes is truncated to one byte more than that.
+    A line of more than `MAX_RECORD_BYTES` bytes is truncated to one byte more than that.
 
     Args:
         file: file to read; its suffix determines the compression.
@@ -50,26 +50,26 @@ def read_lines(file: InputFile, advance: Advance = ignore_progress) -> Iterator[
 def _content(file: InputFile, advance: Advance) -> Iterator[bytes]:
     blocks = _raw_blocks(file, advance)
     if file.suffix == ".zst":
-        return _cut(_zstd_content(_cut(blocks, ZSTD_PIECE)), BLOCK_BYTES)
+        return _cut(_zstd_content(_cut(blocks, ZSTD_BLOCK_BYTES)), BLOCK_BYTES)
     if file.suffix == ".gz":
-        return _gzip_content(_cut(blocks, GZIP_PIECE))
+        return _gzip_content(_cut(blocks, GZIP_BLOCK_BYTES))
     return blocks
 
 
 def _split(blocks: Iterable[bytes]) -> Iterator[bytes]:
-    held: list[bytes] = []
-    room = LONGEST_RECORD + 1
+    pending: list[bytes] = []
+    remaining_bytes = MAX_RECORD_BYTES + 1
     for block in blocks:
         first, *lines = block.split(b"\n")
-        held.append(first[:room])
-        room -= len(held[-1])
+        pending.append(first[:remaining_bytes])
+        remaining_bytes -= len(pending[-1])
         if lines:
-            yield b"".join(held)
-            *whole, last = lines
-            yield from whole
-            held, room = [last], LONGEST_RECORD + 1 - len(last)
-    if rest := b"".join(held):
-        yield rest
+            yield b"".join(pending)
+            *complete, last = lines
+            yield from complete
+            pending, remaining_bytes = [last], MAX_RECORD_BYTES + 1 - len(last)
+    if last_line := b"".join(pending):
+        yield last_line
 
 
 def _raw_blocks(file: InputFile, advance: Advance) -> Iterator[bytes]:
@@ -79,36 +79,36 @@ def _raw_blocks(file: InputFile, advance: Advance) -> Iterator[bytes]:
             advance(len(block))
 
 
-def _gzip_content(pieces: Iterable[bytes]) -> Iterator[bytes]:
+def _gzip_content(blocks: Iterable[bytes]) -> Iterator[bytes]:
     """Decompress members one after the other. Zeros after a member are padding, as on tapes, and are ignored."""
     stream = zlib.decompressobj(wbits=31)
     try:
-        for piece in pieces:
-            while piece := piece.lstrip(b"\0") if stream.eof else piece:
+        for block in blocks:
+            while block := block.lstrip(b"\0") if stream.eof else block:
                 stream = zlib.decompressobj(wbits=31) if stream.eof else stream
-                yield stream.decompress(piece, BLOCK_BYTES)
-                piece = stream.unused_data if stream.eof else stream.unconsumed_tail
-        while not stream.eof and (rest := stream.decompress(b"", BLOCK_BYTES)):
-            yield rest
+                yield stream.decompress(block, BLOCK_BYTES)
+                block = stream.unused_data if stream.eof else stream.unconsumed_tail
+        while not stream.eof and (remainder := stream.decompress(b"", BLOCK_BYTES)):
+            yield remainder
     except zlib.error as error:
         raise BrokenStreamError(str(error)) from None
     if not stream.eof:
         raise BrokenStreamError("the file ends too early")
 
 
-def _zstd_content(pieces: Iterable[bytes]) -> Iterator[bytes]:
+def _zstd_content(blocks: Iterable[bytes]) -> Iterator[bytes]:
     """Decompress frames one after the other.
 
     The library's own file reader ends silently at a truncated frame, but the `eof` flag is reliable.
     """
-    decompressor = zstandard.ZstdDecompressor(max_window_size=LARGEST_WINDOW)
+    decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
     stream = decompressor.decompressobj()
     try:
-        for piece in pieces:
-            while piece:
+        for block in blocks:
+            while block:
                 stream = decompressor.decompressobj() if stream.eof else stream
-                yield stream.decompress(piece)
-                piece = stream.unused_data if stream.eof else b""
+                yield stream.decompress(block)
+                block = stream.unused_data if stream.eof else b""
     except zstandard.ZstdError as error:
         raise BrokenStreamError(str(error)) from None
     if not stream.eof:

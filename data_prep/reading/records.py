@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from data_prep.documents import LONGEST_RECORD, Advance, MalformedError, Problems
+from data_prep.documents import MAX_RECORD_BYTES, Advance, MalformedError, Problems
 from data_prep.reading.fields import Fields, Found, text_and_domain
 from data_prep.reading.inputs import InputFile
 from data_prep.reading.lines import BrokenStreamError, read_lines
@@ -42,8 +42,8 @@ def parse_record(line: bytes, fields: Fields) -> tuple[str, str]:
     Raises:
         MalformedError: too long, not UTF-8, not JSON, no text, or no domain.
     """
-    if len(line) > LONGEST_RECORD:
-        raise MalformedError("too long", f"a line of more than {LONGEST_RECORD:,} bytes")
+    if len(line) > MAX_RECORD_BYTES:
+        raise MalformedError("too long", f"a line of more than {MAX_RECORD_BYTES:,} bytes")
     try:
         record = orjson.loads(line)
     except orjson.JSONDecodeError:

@@ -22,19 +22,19 @@ class Format:
     """File format.
 
     Attributes:
-        suffixes: ends of the names of its files, in lower case.
-        open_reader: returns the reader, given the tokenizer of files of tokens.
+        suffixes: suffixes of the file names, in lower case.
+        open_reader: returns the reader, given the tokenizer of `--source-tokenizer`.
         is_plain_text: True if a file is one document whose folder is its domain. Such files are read only if there are
-            no others.
-        holds_tokens: True if a file holds tokens, so that `--source-tokenizer` is required.
-        companion: suffix of the file beside each file that is read with it; None: there is none.
+            no files of other formats.
+        has_tokens: True if a file contains tokens, so that `--source-tokenizer` is required.
+        companion: suffix of a second file that is read together with each file. None: there is none.
         case_sensitive: True if the suffixes are recognized in lower case only.
     """
 
     suffixes: tuple[str, ...]
     open_reader: Callable[[TextTokenizer | None], Reader]
     is_plain_text: bool = False
-    holds_tokens: bool = False
+    has_tokens: bool = False
     companion: str | None = None
     case_sensitive: bool = False
 
@@ -46,16 +46,16 @@ class Format:
 _FORMATS: list[Format] = []
 
 
-def add(new: Format) -> None:
+def add(form: Format) -> None:
     """Register a format.
 
     Raises:
         ValueError: a suffix belongs to another format.
     """
-    taken = {suffix for known in _FORMATS for suffix in known.suffixes} & set(new.suffixes)
-    if taken:
-        raise ValueError(f"two formats have the suffix {min(taken)}")
-    _FORMATS.append(new)
+    duplicates = {suffix for existing in _FORMATS for suffix in existing.suffixes} & set(form.suffixes)
+    if duplicates:
+        raise ValueError(f"two formats have the suffix {min(duplicates)}")
+    _FORMATS.append(form)
 
 
 def register(*suffixes: str, is_plain_text: bool = False) -> Callable[[Reader], Reader]:
@@ -75,8 +75,8 @@ def formats() -> list[Format]:
 
 
 def format_of(file: InputFile) -> Format | None:
-    """Return the format of a file by its name; None: it is not read."""
-    return next((one for one in formats() if one.matches(file.name)), None)
+    """Return the format of a file by its name; None if no format matches."""
+    return next((form for form in formats() if form.matches(file.name)), None)
 
 
 @cache

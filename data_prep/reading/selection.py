@@ -16,14 +16,14 @@ from megatron_ext.utils.printable import printable
 PACKED_SUFFIXES = frozenset({".gz", ".xz", ".bz2", ".zst", ".lz4", ".zip"})
 """Suffixes of compressed files. The suffix before such a suffix determines the format."""
 
-UNKNOWN = "of no form that is read"
-BESIDE = "text beside files of records"
-OUTSIDE = f"outside the folders {', '.join(SPLITS)}"
+UNKNOWN_REASON = "unsupported format"
+BESIDE_REASON = "text beside files of records"
+OUTSIDE_REASON = f"outside the folders {', '.join(SPLITS)}"
 
-MOST_KINDS = 20
+MAX_KINDS = 20
 """Maximum number of kinds (suffix and reason) of unread files that are counted separately."""
 
-MOST_EXAMPLES = 3
+MAX_EXAMPLES = 3
 
 
 @dataclass(frozen=True)
@@ -80,10 +80,10 @@ def is_text(file: InputFile) -> bool:
     return form is not None and form.is_plain_text
 
 
-def holds_tokens(file: InputFile) -> bool:
+def has_tokens(file: InputFile) -> bool:
     """Return whether a file contains tokens, judged by its name."""
     form = format_of(file)
-    return form is not None and form.holds_tokens
+    return form is not None and form.has_tokens
 
 
 def split_folder(file: InputFile) -> str | None:
@@ -96,68 +96,68 @@ def split_folder(file: InputFile) -> str | None:
 def _check_present(files: list[InputFile]) -> None:
     """Raise for a file that cannot be read, before the work begins."""
     for file in files:
-        if file.refusal:
-            raise UserError(file.location, file.refusal, "fix it or remove it")
+        if file.unreadable_reason:
+            raise UserError(file.location, file.unreadable_reason, "fix it or remove it")
 
 
 def _check_no_splits_below(source: str, files: list[InputFile]) -> None:
     """Raise if there are split folders below the top level, whose test documents a hash could assign to train."""
-    found = dict.fromkeys(place for file in files if (place := _split_below(file)))
+    found = dict.fromkeys(folder for file in files if (folder := _split_below(file)))
     if not found:
         return
     splits = ", ".join(name for name in SPLITS if any(split == name for _, split in found))
     parents = [f"{source.rstrip('/')}/{parent}" for parent in dict.fromkeys(parent for parent, _ in found)]
-    shown = ", ".join([*parents[:MOST_EXAMPLES], *(["..."] if len(parents) > MOST_EXAMPLES else [])])
-    hint = f"give {shown} as --input"
+    listed = ", ".join([*parents[:MAX_EXAMPLES], *(["..."] if len(parents) > MAX_EXAMPLES else [])])
+    hint = f"give {listed} as --input"
     if len(parents) > 1:
-        hint = f"give one of {shown} as --input, or put the folders {', '.join(SPLITS)} at the top level"
-    problem = f"{source} has {splits} below {shown}, but split folders must be at the top level"
+        hint = f"give one of {listed} as --input, or put the folders {', '.join(SPLITS)} at the top level"
+    problem = f"{source} has {splits} below {listed}, but split folders must be at the top level"
     raise UserError("--input", problem, hint)
 
 
 def _split_below(file: InputFile) -> tuple[str, str] | None:
     """Return (parent path, name) of the first folder in a file's path that has the name of a split."""
-    for place, part in enumerate(file.parts[:-1]):
+    for index, part in enumerate(file.parts[:-1]):
         if part in SPLITS:
-            return "/".join(file.parts[:place]), part
+            return "/".join(file.parts[:index]), part
     return None
 
 
 def _not_read(files: list[InputFile], read: list[InputFile]) -> list[dict[str, Any]]:
     """Count the files that are not read by kind, most frequent kind first, with a few names per kind."""
     kinds: dict[tuple[str, str], dict[str, Any]] = {}
-    for file, reason in _others(files, read):
+    for file, reason in _unread_files(files, read):
         suffix = printable(_suffix(file.name))
         kind = kinds.setdefault((suffix, reason), {"suffix": suffix, "reason": reason, "files": 0, "examples": []})
         _add(kind, 1, [file.source])
-    ordered = sorted(kinds.values(), key=lambda kind: (-kind["files"], kind["reason"], kind["suffix"]))
-    for kind in ordered[MOST_KINDS:]:
-        _add(ordered[MOST_KINDS - 1], kind["files"], kind["examples"])
-        ordered[MOST_KINDS - 1] |= {"suffix": "other", "reason": "of further kinds"}
-    return ordered[:MOST_KINDS]
+    sorted_kinds = sorted(kinds.values(), key=lambda kind: (-kind["files"], kind["reason"], kind["suffix"]))
+    for kind in sorted_kinds[MAX_KINDS:]:
+        _add(sorted_kinds[MAX_KINDS - 1], kind["files"], kind["examples"])
+        sorted_kinds[MAX_KINDS - 1] |= {"suffix": "other", "reason": "of further kinds"}
+    return sorted_kinds[:MAX_KINDS]
 
 
-def _others(files: list[InputFile], read: list[InputFile]) -> Iterator[tuple[InputFile, str]]:
+def _unread_files(files: list[InputFile], read: list[InputFile]) -> Iterator[tuple[InputFile, str]]:
     """Yield the files that are not read, each with the reason; a companion, such as a .bin, is read with its file."""
-    taken = {file.parts for file in read}
+    selected = {file.parts for file in read}
     companions = {form.companion: form.suffixes[0] for form in formats() if form.companion is not None}
     found = {file.source for file in files}
     for file in files:
         suffix = companions.get(file.suffix)
-        own = suffix is not None and file.name.endswith(file.suffix)
-        if file.parts in taken or (own and file.source.removesuffix(file.suffix) + str(suffix) in found):
+        is_companion = suffix is not None and file.name.endswith(file.suffix)
+        if file.parts in selected or (is_companion and file.source.removesuffix(file.suffix) + str(suffix) in found):
             continue
         if is_structured(file):
-            yield file, OUTSIDE
+            yield file, OUTSIDE_REASON
         elif is_text(file):
-            yield file, BESIDE
+            yield file, BESIDE_REASON
         else:
-            yield file, UNKNOWN if suffix is None else f"without an {suffix} beside it"
+            yield file, UNKNOWN_REASON if suffix is None else f"without an {suffix} beside it"
 
 
 def _add(kind: dict[str, Any], files: int, examples: list[str]) -> None:
     kind["files"] += files
-    kind["examples"] = [*kind["examples"], *examples][:MOST_EXAMPLES]
+    kind["examples"] = [*kind["examples"], *examples][:MAX_EXAMPLES]
 
 
 def _suffix(name: str) -> str:

@@ -57,14 +57,14 @@ def _is_broken(error: Exception) -> bool:
 
 def _rows(stream: Any, size: int, fields: Fields) -> Iterator[tuple[dict[str, pyarrow.Scalar], int]]:
     """Yield (values by column, not yet converted to Python; the row's share of the file's bytes) for each row."""
-    facts = pyarrow.parquet.read_metadata(stream)
-    columns = _columns(facts.schema.to_arrow_schema(), fields)
+    metadata = pyarrow.parquet.read_metadata(stream)
+    columns = _columns(metadata.schema.to_arrow_schema(), fields)
     # Read the columns of a row group incrementally; by default they are read completely.
-    piecewise: dict[str, Any] = {"metadata": facts, "buffer_size": BUFFER_BYTES, "pre_buffer": False}
+    piecewise: dict[str, Any] = {"metadata": metadata, "buffer_size": BUFFER_BYTES, "pre_buffer": False}
     table = pyarrow.parquet.ParquetFile(stream, **piecewise)
-    leaves = [facts.schema.column(number).path for number in range(facts.num_columns)]
+    leaves = [metadata.schema.column(number).path for number in range(metadata.num_columns)]
     encoded = pyarrow.parquet.ParquetFile(stream, **piecewise, read_dictionary=leaves)
-    total, done, rows = max(facts.num_rows, 1), 0, _batch_rows(facts)
+    total, rows_read, rows = max(metadata.num_rows, 1), 0, _batch_rows(metadata)
     for group in range(table.num_row_groups):  # one by one, because a broken group would spoil a batch across groups
         # A value that the file stores once, in a dictionary, is copied for every row of a batch. Reading references to
         # the dictionary instead would keep all values of a row group in memory.
@@ -73,8 +73,8 @@ def _rows(stream: Any, size: int, fields: Fields) -> Iterator[tuple[dict[str, py
         size_of_batch = max(1, min(rows, BATCH_BYTES // max(longest, 1)))
         for batch in table.iter_batches(size_of_batch, row_groups=[group], columns=columns):
             for row in range(batch.num_rows):
-                share = size * (done + 1) // total - size * done // total
-                done += 1
+                share = size * (rows_read + 1) // total - size * rows_read // total
+                rows_read += 1
                 yield {name: batch.column(name)[row] for name in batch.schema.names}, share
 
 
@@ -98,9 +98,9 @@ def _columns(schema: pyarrow.Schema, fields: Fields) -> list[str]:
     return list(found)
 
 
-def _batch_rows(facts: pyarrow.parquet.FileMetaData) -> int:
+def _batch_rows(metadata: pyarrow.parquet.FileMetaData) -> int:
     """Return the number of rows per batch, so that a batch of the largest rows takes about `BATCH_BYTES`."""
-    groups = [facts.row_group(number) for number in range(facts.num_row_groups)]
+    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
     row = max((group.total_byte_size / max(group.num_rows, 1) for group in groups), default=1.0)
     return max(1, min(BATCH_ROWS, int(BATCH_BYTES / max(row, 1.0))))
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import IO, Any, Self
 
-from data_prep.documents import LONGEST_RECORD, Advance, MalformedError, Problems
+from data_prep.documents import MAX_RECORD_BYTES, Advance, MalformedError, Problems
 from data_prep.reading.fields import Fields, Found, text_and_domain
 from data_prep.reading.inputs import InputFile
 from data_prep.reading.lines import BOM
@@ -17,17 +17,17 @@ from megatron_ext.utils.printable import printable
 
 TEXT_MEMBERS = ("txt", "text")
 RECORD_MEMBER = "json"
-NO_SAMPLE = re.compile(r"__[^/]*__($|/)")
+RESERVED_NAME = re.compile(r"__[^/]*__($|/)")
 """Names that WebDataset reserves for metadata of the tar itself."""
 
 BLOCK_BYTES = 1 << 20
-LONGEST_HEADER = 1 << 20
+MAX_HEADER_BYTES = 1 << 20
 """Maximum number of bytes of a long name or of extended attributes. A path on Linux has at most 4,096 bytes."""
 
-MOST_GLOBALS = 1000
+MAX_GLOBAL_ATTRIBUTES = 1000
 """Maximum number of global attributes of a tar. The number is limited because `tarfile` copies them to every member."""
 
-PASSED_OVER = (tarfile.DIRTYPE, b"V", b"D")
+IGNORED_TYPES = (tarfile.DIRTYPE, b"V", b"D")
 """Ignored members: folders, and GNU tar's volume labels and folder listings."""
 
 OTHER_MEMBERS = {
@@ -53,8 +53,8 @@ class _Header(tarfile.TarInfo):
             if buf == bytes(tarfile.BLOCKSIZE):  # a regular end
                 raise
             raise tarfile.ReadError(str(error)) from None
-        is_beside = header.type in (*tarfile.GNU_TYPES, tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE)
-        if is_beside and header.type != tarfile.GNUTYPE_SPARSE and not 0 <= header.size <= LONGEST_HEADER:
+        is_extension = header.type in (*tarfile.GNU_TYPES, tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE)
+        if is_extension and header.type != tarfile.GNUTYPE_SPARSE and not 0 <= header.size <= MAX_HEADER_BYTES:
             raise tarfile.ReadError(f"a name or attributes of {header.size:,} bytes")  # tarfile would read all of it
         return header
 
@@ -66,12 +66,12 @@ class _Sample:
     Attributes:
         key: common part of the members' names.
         members: content of the text and record members, by suffix.
-        fault: error of a malformed member; None: there is none.
+        error: error of a malformed member; None: there is none.
     """
 
     key: str
     members: dict[str, bytes] = field(default_factory=dict)
-    fault: MalformedError | None = None
+    error: MalformedError | None = None
 
 
 def read_tar(file: InputFile, fields: Fields, problems: Problems, advance: Advance) -> Iterator[Found]:
@@ -96,7 +96,7 @@ def read_tar(file: InputFile, fields: Fields, problems: Problems, advance: Advan
                     yield Found(f":{key}", *text_and_domain(_record(sample, fields), fields))
                 except MalformedError as error:
                     problems.report(file.location, key, error.reason, error.detail, error.hint)
-            _check_rest(tar)
+            _check_end(tar)
     # tarfile's parsers of numbers and attributes raise ValueError and similar errors for damaged headers.
     except (tarfile.TarError, EOFError, ValueError, OverflowError, LookupError) as error:
         problems.report(file.location, None, "tar broken", f"after sample {key!r}: {error}" if key else str(error))
@@ -109,9 +109,9 @@ def _samples(
     from webdataset.tariterators import base_plus_ext  # imports torch, which only Megatron's format needs otherwise
 
     sample: _Sample | None = None
-    done = 0
+    bytes_read = 0
     for info in tar:
-        if info.type not in PASSED_OVER and not info.isdir() and not NO_SAMPLE.match(info.name):
+        if info.type not in IGNORED_TYPES and not info.isdir() and not RESERVED_NAME.match(info.name):
             key, suffix = base_plus_ext(info.name)
             if key is None:
                 problems.report(file.location, printable(info.name), "not named <key>.<suffix>")
@@ -122,11 +122,11 @@ def _samples(
                     sample = _Sample(printable(key))
                 _add(sample, tar, info, suffix.lower())
         tar.members = []  # type: ignore[attr-defined]  # otherwise every header stays in memory
-        if len(tar.pax_headers) > MOST_GLOBALS:
-            raise tarfile.ReadError(f"more than {MOST_GLOBALS:,} attributes for all members")
+        if len(tar.pax_headers) > MAX_GLOBAL_ATTRIBUTES:
+            raise tarfile.ReadError(f"more than {MAX_GLOBAL_ATTRIBUTES:,} attributes for all members")
         position = stream.tell()
-        advance(position - done)
-        done = position
+        advance(position - bytes_read)
+        bytes_read = position
     if sample is not None:
         yield sample
 
@@ -135,16 +135,16 @@ def _add(sample: _Sample, tar: tarfile.TarFile, info: tarfile.TarInfo, suffix: s
     """Add a member's content to its sample if the member contains text or a record; record a fault of the member."""
     if not info.isreg():
         kind = OTHER_MEMBERS.get(info.type, f"a member of type {info.type!r}")
-        sample.fault = MalformedError("not a file", f"{info.name} is {kind}")
+        sample.error = MalformedError("not a file", f"{info.name} is {kind}")
     elif suffix in (*TEXT_MEMBERS, RECORD_MEMBER):
         if suffix in sample.members:
-            sample.fault = MalformedError("two members of one name", info.name)
+            sample.error = MalformedError("two members of one name", info.name)
         content = tar.extractfile(info)
         assert content is not None  # it is a regular file
-        sample.members[suffix] = content.read(LONGEST_RECORD + 1)
+        sample.members[suffix] = content.read(MAX_RECORD_BYTES + 1)
 
 
-def _check_rest(tar: tarfile.TarFile) -> None:
+def _check_end(tar: tarfile.TarFile) -> None:
     """Raise if data that would not be read follows the tar's end, such as another tar. Zero padding is allowed."""
     assert tar.fileobj is not None
     while block := tar.fileobj.read(BLOCK_BYTES):
@@ -154,12 +154,12 @@ def _check_rest(tar: tarfile.TarFile) -> None:
 
 def _record(sample: _Sample, fields: Fields) -> dict[str, Any]:
     """Convert the sample to a record like that of a JSON line."""
-    if sample.fault is not None:
-        raise sample.fault
+    if sample.error is not None:
+        raise sample.error
     if not sample.members:
         raise MalformedError("no text", f"no .{' or .'.join((*TEXT_MEMBERS, RECORD_MEMBER))} member")
-    if any(len(content) > LONGEST_RECORD for content in sample.members.values()):
-        raise MalformedError("too long", f"a member of more than {LONGEST_RECORD:,} bytes")
+    if any(len(content) > MAX_RECORD_BYTES for content in sample.members.values()):
+        raise MalformedError("too long", f"a member of more than {MAX_RECORD_BYTES:,} bytes")
     record: Any = {}
     if RECORD_MEMBER in sample.members:
         try:
@@ -170,7 +170,7 @@ def _record(sample: _Sample, fields: Fields) -> dict[str, Any]:
     if text is None:
         return record
     try:
-        whole = text.removeprefix(BOM).decode("utf-8")
+        decoded = text.removeprefix(BOM).decode("utf-8")
     except UnicodeDecodeError as error:
         raise MalformedError("not UTF-8", f"byte {error.start} of the text") from None
-    return {**(record if isinstance(record, dict) else {}), fields.text: whole}
+    return {**(record if isinstance(record, dict) else {}), fields.text: decoded}

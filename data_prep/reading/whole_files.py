@@ -1,8 +1,8 @@
-"""Files that are read at once, in bounded memory."""
+"""Reader of whole text files, with a limit on their size."""
 
 from __future__ import annotations
 
-from data_prep.documents import LONGEST_RECORD, Advance, MalformedError, check_length
+from data_prep.documents import MAX_RECORD_BYTES, Advance, MalformedError, check_length
 from data_prep.reading.inputs import InputFile
 from data_prep.reading.lines import BOM
 
@@ -15,13 +15,13 @@ def read_text(file: InputFile, advance: Advance) -> str:
         advance: receives the number of bytes of the whole file.
 
     Raises:
-        MalformedError: it has more than `LONGEST_RECORD` bytes, or is too long, not UTF-8, or blank.
+        MalformedError: the file has more than `MAX_RECORD_BYTES` bytes, or its text is too long, not UTF-8, or blank.
     """
     with file.open() as stream:
-        content = stream.read(LONGEST_RECORD + 1)
+        content = stream.read(MAX_RECORD_BYTES + 1)
     advance(file.size)
-    if len(content) > LONGEST_RECORD:
-        raise MalformedError("too long", f"{file.size:,} bytes, at most {LONGEST_RECORD:,} are supported")
+    if len(content) > MAX_RECORD_BYTES:
+        raise MalformedError("too long", f"{file.size:,} bytes, at most {MAX_RECORD_BYTES:,} are supported")
     try:
         text = content.removeprefix(BOM).decode("utf-8")
     except UnicodeDecodeError as error:

@@ -18,10 +18,10 @@ from datatrove.executor.base import PipelineExecutor
 from datatrove.pipeline.base import PipelineStep
 from datatrove.utils.stats import PipelineStats
 
-from data_prep.running.progress import Board, shown
+from data_prep.running.progress import ProgressBoard, show_progress
 from data_prep.running.ray_tasks import RayExecutor
 from data_prep.running.slurm_jobs import check_no_jobs
-from data_prep.running.workers import in_worker, quiet
+from data_prep.running.workers import configure_worker, silence_datatrove
 from data_prep.storage import WORK_NAME, locked
 from megatron_ext.utils.errors import UserError
 
@@ -63,15 +63,15 @@ class Stage:
     name: str
     steps: list[PipelineStep]
     tasks: int
-    board: Board | None = None
+    board: ProgressBoard | None = None
 
-    def notes(self, root: Path) -> str:
+    def log_folder(self, root: Path) -> str:
         """Return the folder in which datatrove records finished tasks, inside the work folder."""
         return str((root / WORK_NAME / f"tasks-{self.name}").absolute())  # fsspec expands a leading ~
 
-    def finished(self, root: Path) -> set[int]:
+    def finished_tasks(self, root: Path) -> set[int]:
         """Return the tasks that datatrove has recorded as finished."""
-        return {int(note.name) for note in Path(self.notes(root), "completions").glob("*")}
+        return {int(path.name) for path in Path(self.log_folder(root), "completions").glob("*")}
 
 
 def check_execution(execution: Execution) -> None:
@@ -110,7 +110,7 @@ def run_stages(stages: list[Stage], root: Path, execution: Execution, total_byte
         if stage.board is None:
             _executor(stage, root, execution).run()
         else:
-            with shown(stage.board, _title(stage, stages), total_bytes, visible=progress):
+            with show_progress(stage.board, _title(stage, stages), total_bytes, visible=progress):
                 _executor(stage, root, execution).run()
 
 
@@ -124,27 +124,27 @@ def progress_text(stages: list[Stage], root: Path, total_bytes: int) -> str:
         root: folder being filled.
         total_bytes: input bytes that a numbered stage reads.
     """
-    for place, stage in enumerate(stages):
-        finished = stage.finished(root)
-        if len(finished) == stage.tasks:
+    for index, stage in enumerate(stages):
+        finished_tasks = stage.finished_tasks(root)
+        if len(finished_tasks) == stage.tasks:
             continue
         if stage.board is not None:
-            pace = stage.board.pace(finished, time.time())
-            return f"at stage {_title(stage, stages)}: {pace.described(total_bytes)}"
-        coming = next((_title(later, stages) for later in stages[place:] if later.board is not None), "the end")
-        return f"at {stage.name}, before {coming}"
+            progress = stage.board.progress(finished_tasks, time.time())
+            return f"at stage {_title(stage, stages)}: {progress.describe(total_bytes)}"
+        titles = (_title(following, stages) for following in stages[index:] if following.board is not None)
+        return f"at {stage.name}, before {next(titles, 'the end')}"
     return "at merging, after all stages"
 
 
 def _title(stage: Stage, stages: list[Stage]) -> str:
     """Return the name of a stage, preceded by its number among the stages that read the whole input: `1/2 name`."""
-    numbered = [each.name for each in stages if each.board is not None]
+    numbered = [other.name for other in stages if other.board is not None]
     return f"{numbered.index(stage.name) + 1}/{len(numbered)} {stage.name}"
 
 
 def _executor(stage: Stage, root: Path, execution: Execution) -> PipelineExecutor:
     workers = min(execution.workers, stage.tasks)
-    common: dict[str, Any] = {"tasks": stage.tasks, "workers": workers, "logging_dir": stage.notes(root)}
+    common: dict[str, Any] = {"tasks": stage.tasks, "workers": workers, "logging_dir": stage.log_folder(root)}
     if execution.executor == "ray":
         return RayExecutor(stage.steps, **common, mem_per_cpu_gb=MEMORY_GB)
     return QuietExecutor(stage.steps, **common)
@@ -159,17 +159,17 @@ class QuietExecutor(LocalPipelineExecutor):
         multiprocess.get_context(self.start_method).set_forkserver_preload(["data_prep.stages"])
         # The helper process that datatrove forks would otherwise survive a kill of this process.
         multiprocess.util.register_after_fork(self, _die_with_parent)
-        with quiet():
+        with silence_datatrove():
             return super().run()
 
-    def _run_for_rank(self, rank: int, *arguments: Any, **named: Any) -> PipelineStats:
+    def _run_for_rank(self, rank: int, *arguments: Any, **options: Any) -> PipelineStats:
         # A process of a killed run may still execute this task. When it releases the lock, the task is finished.
         with locked(Path(self.logging_dir.resolve_paths(f"{rank:05d}.lock"))):
-            return super()._run_for_rank(rank, *arguments, **named)
+            return super()._run_for_rank(rank, *arguments, **options)
 
-    def _launch_run_for_rank(self, *arguments: Any, **named: Any) -> Any:
-        in_worker()
-        return super()._launch_run_for_rank(*arguments, **named)
+    def _launch_run_for_rank(self, *arguments: Any, **options: Any) -> Any:
+        configure_worker()
+        return super()._launch_run_for_rank(*arguments, **options)
 
 
 def _die_with_parent(_: object) -> None:

@@ -15,7 +15,7 @@ from tqdm import tqdm
 INTERVAL_SECONDS = 0.5
 
 
-class Board:
+class ProgressBoard:
     """Input bytes read, tokens written and start time of each task, in a file that all processes memory-map.
 
     The board works on one machine, and on several machines with a shared file system, because a task only writes its
@@ -31,28 +31,28 @@ class Board:
         self.path = path
         self.tasks = tasks
 
-    def clear_missing(self) -> None:
-        """Create the file, or extend it with zeros. Entries of an earlier run's finished tasks are kept."""
-        there = self.path.stat().st_size if self.path.exists() else 0
+    def create(self) -> None:
+        """Create the file, or extend it with zeros to its full size. Existing entries are kept."""
+        size = self.path.stat().st_size if self.path.exists() else 0
         with self.path.open("ab") as file:  # written zeros instead of a hole, so that a full disk raises an error here
-            file.write(bytes(max(0, 8 * 3 * self.tasks - there)))
+            file.write(bytes(max(0, 8 * 3 * self.tasks - size)))
 
-    def bytes_of(self, task: int) -> np.ndarray:
+    def byte_counter(self, task: int) -> np.ndarray:
         """Record the start of a task, and return its byte count: a writable int64 array of shape (1,), set to 0."""
-        cell = self._zeroed(task, 0)
+        cell = self._reset_cell(task, 0)
         self._map("r+")[2 * self.tasks + task] = round(1000 * time.time())
         return cell
 
-    def tokens_of(self, task: int) -> np.ndarray:
+    def token_counter(self, task: int) -> np.ndarray:
         """Return the token count of a task: a writable int64 array of shape (1,), set to 0."""
-        return self._zeroed(task, 1)
+        return self._reset_cell(task, 1)
 
     def sums(self) -> tuple[int, int]:
         """Return the total number of bytes and of tokens of all tasks."""
         read, tokens = self._counts(self._map("r")).sum(axis=0)
         return int(read), int(tokens)
 
-    def pace(self, finished: Collection[int], now: float) -> Pace:
+    def progress(self, finished: Collection[int], now: float) -> Progress:
         """Return the progress and speed of the tasks.
 
         Args:
@@ -60,17 +60,17 @@ class Board:
             now: seconds since the epoch.
         """
         values = self._map("r").copy()
-        counts, begun = self._counts(values), values[2 * self.tasks :] / 1000
-        at_work = begun > 0
-        at_work[list(finished)] = False
-        seconds = np.maximum(now - begun[at_work], 1.0)  # not negative, even if the clocks of machines differ
-        speeds = (counts[at_work] / seconds[:, None]).sum(axis=0)
+        counts, start_times = self._counts(values), values[2 * self.tasks :] / 1000
+        is_running = start_times > 0
+        is_running[list(finished)] = False
+        seconds = np.maximum(now - start_times[is_running], 1.0)  # not negative, even if the clocks of machines differ
+        speeds = (counts[is_running] / seconds[:, None]).sum(axis=0)
         read, tokens = counts.sum(axis=0)
-        return Pace(int(read), int(tokens), int(at_work.sum()), float(speeds[0]), float(speeds[1]))
+        return Progress(int(read), int(tokens), int(is_running.sum()), float(speeds[0]), float(speeds[1]))
 
-    def _zeroed(self, task: int, column: int) -> np.ndarray:
-        place = 2 * task + column
-        cell = self._map("r+")[place : place + 1]
+    def _reset_cell(self, task: int, column: int) -> np.ndarray:
+        index = 2 * task + column
+        cell = self._map("r+")[index : index + 1]
         cell[:] = 0
         return cell
 
@@ -82,39 +82,39 @@ class Board:
 
 
 @dataclass(frozen=True)
-class Pace:
+class Progress:
     """Progress and speed of a stage's tasks.
 
     Attributes:
         read: input bytes read by all tasks.
         tokens: tokens written by all tasks.
-        at_work: number of running tasks.
+        num_running: number of running tasks.
         read_speed: input bytes per second of the running tasks.
         token_speed: tokens per second of the running tasks.
     """
 
     read: int
     tokens: int
-    at_work: int
+    num_running: int
     read_speed: float
     token_speed: float
 
-    def described(self, total_bytes: int) -> str:
+    def describe(self, total_bytes: int) -> str:
         """Describe the progress in words, with the remaining time for the input bytes that a stage reads."""
         words = [f"{100 * self.read / max(total_bytes, 1):.0f} % of {tqdm.format_sizeof(total_bytes)}B read"]
-        if not self.at_work:
+        if not self.num_running:
             return f"{words[0]}, no running task"
         words.append(f"{tqdm.format_sizeof(self.read_speed)}B/s")
         if self.tokens:
             words.append(f"{tqdm.format_sizeof(self.token_speed)} tokens/s")
         if self.read_speed:
-            left = max(total_bytes - self.read, 0) / self.read_speed
-            words.append(f"{tqdm.format_interval(left)} left in this stage")
+            seconds_left = max(total_bytes - self.read, 0) / self.read_speed
+            words.append(f"{tqdm.format_interval(seconds_left)} left in this stage")
         return ", ".join(words)
 
 
 @contextlib.contextmanager
-def shown(board: Board, title: str, total_bytes: int, *, visible: bool) -> Iterator[None]:
+def show_progress(board: ProgressBoard, title: str, total_bytes: int, *, visible: bool) -> Iterator[None]:
     """Context manager that shows a board as a progress bar on standard error.
 
     The bar counts input bytes, because only their total is known in advance.
@@ -122,27 +122,27 @@ def shown(board: Board, title: str, total_bytes: int, *, visible: bool) -> Itera
     if not visible:
         yield
         return
-    done = threading.Event()
+    is_done = threading.Event()
     read, tokens = board.sums()
     # A minimal delay keeps tqdm from printing a first line of zeros; `_follow` shows the bar.
     with tqdm(total=total_bytes, initial=read, desc=title, unit="B", unit_scale=True, delay=1e-9) as bar:
-        thread = threading.Thread(target=_follow, args=(board, bar, tokens, done), daemon=True)
+        thread = threading.Thread(target=_follow, args=(board, bar, tokens, is_done), daemon=True)
         thread.start()
         try:
             yield
         finally:
-            done.set()
+            is_done.set()
             thread.join()
 
 
-def _follow(board: Board, bar: tqdm, before: int, done: threading.Event) -> None:
+def _follow(board: ProgressBoard, bar: tqdm, initial_tokens: int, is_done: threading.Event) -> None:
     finished = False
     while not finished:
-        finished = done.wait(INTERVAL_SECONDS)
+        finished = is_done.wait(INTERVAL_SECONDS)
         read, tokens = board.sums()
         seconds = bar.format_dict["elapsed"]
         if tokens and seconds:
-            speed = tqdm.format_sizeof(max(tokens - before, 0) / seconds)
+            speed = tqdm.format_sizeof(max(tokens - initial_tokens, 0) / seconds)
             bar.set_postfix_str(f"{tqdm.format_sizeof(tokens)} tokens, {speed} tokens/s", refresh=False)
         bar.n = read
         bar.refresh()

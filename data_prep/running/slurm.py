@@ -17,7 +17,7 @@ from datatrove.pipeline.base import PipelineStep
 from datatrove.utils.stats import PipelineStats
 
 from data_prep.running.execution import MEMORY_GB, Execution, Stage, progress_text
-from data_prep.running.slurm_jobs import check_no_jobs, note_job, noted_jobs
+from data_prep.running.slurm_jobs import check_no_jobs, record_job, recorded_jobs
 from megatron_ext.utils.errors import UserError
 
 MAX_ARRAY = 1001
@@ -45,12 +45,12 @@ def submit(
     check_no_jobs(root, lambda: progress_text(stages, root, total_bytes))
     last = None
     for stage in stages:
-        last = _Job(stage.steps, stage.tasks, stage.name, stage.notes(root), root, logs, execution, last)
+        last = _Job(stage.steps, stage.tasks, stage.name, stage.log_folder(root), root, logs, execution, last)
     merging = _Job([finish], 1, "merging", f"{logs}/merging", root, logs, execution, last, skip_completed=False)
     try:
         merging.run()
     except subprocess.CalledProcessError as error:
-        if jobs := noted_jobs(root):  # the jobs before the refused one would run in vain
+        if jobs := recorded_jobs(root):  # the result of the earlier jobs would not be used
             subprocess.run(["scancel", *jobs], check=False)
         problem = f"sbatch failed with exit code {error.returncode}"
         raise UserError("--executor", problem, "fix the error printed above and rerun the command") from None
@@ -64,12 +64,12 @@ class _Job(SlurmPipelineExecutor):
         pipeline: list[PipelineStep],
         tasks: int,
         name: str,
-        notes: str,
+        log_folder: str,
         root: Path,
         logs: str,
         execution: Execution,
-        before: SlurmPipelineExecutor | None,
-        **more: Any,
+        previous: SlurmPipelineExecutor | None,
+        **options: Any,
     ) -> None:
         super().__init__(
             pipeline,
@@ -85,10 +85,10 @@ class _Job(SlurmPipelineExecutor):
             sbatch_args={"kill-on-invalid-dep": "yes"},  # otherwise jobs after a failed job stay pending forever
             with_srun=False,  # not needed for one process, and a node that dies while srun starts would fail the task
             tasks_per_job=-(-tasks // MAX_ARRAY),
-            logging_dir=notes,
+            logging_dir=log_folder,
             slurm_logs_folder=str(Path(logs).absolute() / name),
-            depends=before,
-            **more,
+            depends=previous,
+            **options,
         )
         self.root = root
 
@@ -113,11 +113,11 @@ class _Job(SlurmPipelineExecutor):
 
     def launch_merge_stats(self) -> None:
         """Record the job. No statistics job is submitted, because it might run after the folder is renamed."""
-        note_job(self.root, self.job_id)
+        record_job(self.root, self.job_id)
 
-    def _run_for_rank(self, *arguments: Any, **named: Any) -> PipelineStats:
+    def _run_for_rank(self, *arguments: Any, **options: Any) -> PipelineStats:
         try:
-            return super()._run_for_rank(*arguments, **named)
+            return super()._run_for_rank(*arguments, **options)
         except UserError as error:
             print(f"selectron: error: {error}", file=sys.stderr)  # the last line of the job's log
             sys.exit(2)

@@ -12,16 +12,16 @@ from megatron_ext.utils.errors import UserError
 JOBS_NAME = "slurm_jobs"
 
 
-def note_job(root: Path, job: str) -> None:
+def record_job(root: Path, job: str) -> None:
     """Record a job that fills `root`."""
     with (root / WORK_NAME / JOBS_NAME).open("a") as file:
         file.write(f"{job}\n")
 
 
-def noted_jobs(root: Path) -> list[str]:
+def recorded_jobs(root: Path) -> list[str]:
     """Return all jobs that were submitted to fill `root`, including those that have ended."""
-    note = root / WORK_NAME / JOBS_NAME
-    return note.read_text().split() if note.exists() else []
+    path = root / WORK_NAME / JOBS_NAME
+    return path.read_text().split() if path.exists() else []
 
 
 def check_no_jobs(root: Path, progress: Callable[[], str]) -> None:
@@ -36,7 +36,7 @@ def check_no_jobs(root: Path, progress: Callable[[], str]) -> None:
     Raises:
         UserError: a recorded job has not ended, or Slurm cannot be queried.
     """
-    jobs = noted_jobs(root)
+    jobs = recorded_jobs(root)
     if not jobs:
         return
     try:
@@ -48,7 +48,7 @@ def check_no_jobs(root: Path, progress: Callable[[], str]) -> None:
         raise UserError(str(root), problem, "run the command on a Slurm login node") from None
     running = [job for job in jobs if job in listed.split()]
     if running:
-        numbers = " ".join(running)
-        problem = f"is being written by Slurm jobs {numbers}, {progress()}"
-        raise UserError(str(root), problem, f"wait for them, or cancel them: scancel {numbers}")
+        job_ids = " ".join(running)
+        problem = f"is being written by Slurm jobs {job_ids}, {progress()}"
+        raise UserError(str(root), problem, f"wait for them, or cancel them: scancel {job_ids}")
     (root / WORK_NAME / JOBS_NAME).unlink()

@@ -11,12 +11,12 @@ from datatrove.utils.logging import logger
 
 from megatron_ext.utils.errors import UserError
 
-OWN_FILES = 100
+RESERVED_FILES = 100
 """Number of files that a process may have open besides those of its task: libraries, logs, the forkserver's pipes."""
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def silence_datatrove() -> Iterator[None]:
     """Context manager that silences datatrove in this process."""
     logger.disable("datatrove")
     try:
@@ -25,7 +25,7 @@ def quiet() -> Iterator[None]:
         logger.enable("datatrove")
 
 
-def in_worker() -> None:
+def configure_worker() -> None:
     """Silence datatrove and use one thread. Call it in the worker process itself."""
     logger.disable("datatrove")
     # There are as many processes as cores, so threads of the tokenizer library would only compete.
@@ -41,10 +41,10 @@ def allow_open_files(tasks: int) -> None:
     Raises:
         UserError: the hard limit is too low.
     """
-    wanted, (allowed, most) = tasks + OWN_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)
-    if allowed == resource.RLIM_INFINITY or wanted <= allowed:
+    required, (soft, hard) = tasks + RESERVED_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or required <= soft:
         return
-    if most != resource.RLIM_INFINITY and wanted > most:
-        problem = f"the files of all {tasks:,} tasks are open at once, but the limit here is {most:,} (ulimit -Hn)"
-        raise UserError("--tasks", problem, f"give at most {max(1, most - OWN_FILES):,}, or raise the limit")
-    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+    if hard != resource.RLIM_INFINITY and required > hard:
+        problem = f"the files of all {tasks:,} tasks are open at once, but the limit here is {hard:,} (ulimit -Hn)"
+        raise UserError("--tasks", problem, f"give at most {max(1, hard - RESERVED_FILES):,}, or raise the limit")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (required, hard))

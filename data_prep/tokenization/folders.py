@@ -1,4 +1,4 @@
-"""Folders of Hugging Face tokenizers. Only data files are read, and no code of theirs is run."""
+"""Folders of Hugging Face tokenizers. Only data files are read. Code in the folder is never run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_ext.utils.errors import UserError
 
 TOKENIZER, VOCABULARY, MERGES = "tokenizer.json", "vocab.json", "merges.txt"
 CONFIG, SPECIALS, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
-READ = (TOKENIZER, VOCABULARY, MERGES, CONFIG, SPECIALS, ADDED)
+TOKENIZER_FILES = (TOKENIZER, VOCABULARY, MERGES, CONFIG, SPECIALS, ADDED)
 """Files of a folder that determine its tokenizer."""
 
 BYTE_LEVEL = ("GPT2", "Roberta", "Bart", "Longformer", "LED", "OpenAIGPT2", "PreTrained")
@@ -34,14 +34,14 @@ def open_folder(folder: Path) -> JsonTokenizer:
     """
     config, specials = _json(folder / CONFIG), _json(folder / SPECIALS)
     end = _name(config.get("eos_token")) or _name(specials.get("eos_token"))
-    usual = () if end is None else (end,)
+    ends = () if end is None else (end,)
     if (folder / TOKENIZER).is_file():
-        return JsonTokenizer(load_tokenizer(folder / TOKENIZER), folder / TOKENIZER, usual)
+        return JsonTokenizer(load_tokenizer(folder / TOKENIZER), folder / TOKENIZER, ends)
     if (folder / VOCABULARY).is_file() and (folder / MERGES).is_file():
-        return JsonTokenizer(_byte_level(folder, config, specials), None, usual)
-    there = sorted({OTHER_FORMS[path.suffix] for path in folder.iterdir() if path.suffix in OTHER_FORMS})
-    found = f", but {' and '.join(there)}" if there else ""
-    raise UserError("--tokenizer", f"{folder} has neither {TOKENIZER} nor {VOCABULARY} and {MERGES}{found}", CONVERT)
+        return JsonTokenizer(_byte_level(folder, config, specials), None, ends)
+    other_files = sorted({OTHER_FORMS[path.suffix] for path in folder.iterdir() if path.suffix in OTHER_FORMS})
+    detail = f", but {' and '.join(other_files)}" if other_files else ""
+    raise UserError("--tokenizer", f"{folder} has neither {TOKENIZER} nor {VOCABULARY} and {MERGES}{detail}", CONVERT)
 
 
 def _byte_level(folder: Path, config: dict[str, Any], specials: dict[str, Any]) -> Tokenizer:
@@ -55,9 +55,10 @@ def _byte_level(folder: Path, config: dict[str, Any], specials: dict[str, Any]) 
         problem = f"{folder / VOCABULARY} and {MERGES} cannot be read ({' '.join(str(error).split())})"
         raise UserError("--tokenizer", problem, "give the files as they were published") from None
     tokenizer = Tokenizer(model)
-    lacking = sorted(letter for letter in pre_tokenizers.ByteLevel.alphabet() if tokenizer.token_to_id(letter) is None)
-    if lacking:
-        problem = f"{folder / VOCABULARY} lacks tokens for {len(lacking)} of the 256 bytes, so it is not byte-level BPE"
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    missing = [character for character in alphabet if tokenizer.token_to_id(character) is None]
+    if missing:
+        problem = f"{folder / VOCABULARY} lacks tokens for {len(missing)} of the 256 bytes, so it is not byte-level BPE"
         raise UserError("--tokenizer", problem, CONVERT)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=bool(config.get("add_prefix_space")))
     tokenizer.decoder = decoders.ByteLevel()
@@ -67,17 +68,17 @@ def _byte_level(folder: Path, config: dict[str, Any], specials: dict[str, Any]) 
 
 def _add_tokens(tokenizer: Tokenizer, folder: Path, config: dict[str, Any], specials: dict[str, Any]) -> None:
     """Add the tokens outside the vocabulary with their own ids, and mark the special ones."""
-    named = [name for value in (*specials.values(), *_tokens_of(config)) for name in _names(value)]
-    flagged = dict.fromkeys([*named, *(end for end in KNOWN_ENDS if tokenizer.token_to_id(end) is not None)])
+    names = [name for value in (*specials.values(), *_tokens_of(config)) for name in _names(value)]
+    special_names = dict.fromkeys([*names, *(end for end in KNOWN_ENDS if tokenizer.token_to_id(end) is not None)])
     decoder = config.get("added_tokens_decoder") or {}
-    given = {str(one.get("content")): int(number) for number, one in decoder.items() if str(number).isdigit()}
-    given |= {name: int(number) for name, number in _json(folder / ADDED).items()}
-    flagged |= dict.fromkeys(str(one["content"]) for one in decoder.values() if one.get("special"))
-    for name in sorted({*given, *flagged}, key=lambda name: (given.get(name, 1 << 60), name)):
-        token = AddedToken(name, special=name in flagged, normalized=False)
-        (tokenizer.add_special_tokens if name in flagged else tokenizer.add_tokens)([token])
-        if name in given and tokenizer.token_to_id(name) != given[name]:
-            problem = f"{folder} gives {name} the id {given[name]}, which does not fit its vocabulary"
+    ids = {str(token.get("content")): int(token_id) for token_id, token in decoder.items() if str(token_id).isdigit()}
+    ids |= {name: int(token_id) for name, token_id in _json(folder / ADDED).items()}
+    special_names |= dict.fromkeys(str(token["content"]) for token in decoder.values() if token.get("special"))
+    for name in sorted({*ids, *special_names}, key=lambda name: (ids.get(name, 1 << 60), name)):
+        token = AddedToken(name, special=name in special_names, normalized=False)
+        (tokenizer.add_special_tokens if name in special_names else tokenizer.add_tokens)([token])
+        if name in ids and tokenizer.token_to_id(name) != ids[name]:
+            problem = f"{folder} gives {name} the id {ids[name]}, which does not fit its vocabulary"
             raise UserError("--tokenizer", problem, CONVERT)
 
 
@@ -89,7 +90,7 @@ def _tokens_of(config: dict[str, Any]) -> list[Any]:
 
 def _names(value: Any) -> list[str]:
     values = value if isinstance(value, list) else [value]
-    return [name for one in values if (name := _name(one))]
+    return [name for token in values if (name := _name(token))]
 
 
 def _name(value: Any) -> str | None:

@@ -6,41 +6,43 @@ import re
 from collections.abc import Callable, Iterator
 
 PIECE_CHARACTERS = 500_000
-WHOLE_BYTES = 4 << 20
-"""Maximum bytes of a piece, if no place to cut was found: below 1 GB of memory as measured."""
+MAX_PIECE_BYTES = 4 << 20
+"""Maximum number of bytes of a piece without a position to cut. Encoding it takes less than 1 GB, as measured."""
 
-WINDOW = 200
-"""Characters on both sides of a cut that are encoded together and separately for comparison."""
+CONTEXT_CHARACTERS = 200
+"""Number of characters on each side of a cut that are encoded together and separately for comparison."""
 
-TRIES = 8
-PLACES = (re.compile(r"\n(?=\w)"), re.compile(r"(?<=\w)(?= \w)"))
-"""Places where tokenizers are likely to separate words: after a line, before a space."""
+MAX_CUT_ATTEMPTS = 8
+"""Maximum number of positions to try per pattern."""
+
+CUT_PATTERNS = (re.compile(r"\n(?=\w)"), re.compile(r"(?<=\w)(?= \w)"))
+"""Patterns after which tokenizers are likely to separate words: a line feed, and a word before a space."""
 
 Encode = Callable[[list[str]], list[list[int]]]
 
 
-class UnbrokenError(ValueError):
-    """A text that is too long to be encoded whole and has no place to cut it."""
+class NoCutError(ValueError):
+    """Error for a text that is too long to be encoded whole and has no position to cut."""
 
 
-def encode_in_pieces(encode: Encode, text: str) -> list[int]:
+def encode_by_parts(encode: Encode, text: str) -> list[int]:
     """Encode a text of any length to the same ids as when it is encoded whole.
 
-    A text is only cut where the text around the cut has the same ids in one piece and in two. There, the tokenizer
-    treats both sides independently and adds nothing at a beginning or an end.
+    A text is only cut where the surrounding text has the same ids when it is encoded in one piece and in two. At such a
+    position, the tokenizer treats both sides independently and adds nothing at a beginning or an end.
 
     Args:
         encode: function that returns the ids of texts.
         text: text to encode.
 
     Raises:
-        UnbrokenError: there is no such place in more than `WHOLE_BYTES`.
+        NoCutError: more than `MAX_PIECE_BYTES` have no such position.
     """
     return [token for piece in pieces(encode, text) for token in encode([piece])[0]]
 
 
 def pieces(encode: Encode, text: str) -> Iterator[str]:
-    """Yield parts of a text that can be encoded separately; see `encode_in_pieces`."""
+    """Yield parts of a text that can be encoded separately; see `encode_by_parts`."""
     start = 0
     while len(text) - start > PIECE_CHARACTERS:
         end = _find_cut(encode, text, start + PIECE_CHARACTERS)
@@ -48,18 +50,19 @@ def pieces(encode: Encode, text: str) -> Iterator[str]:
             break
         yield text[start:end]
         start = end
-    rest = text[start:]
-    if len(rest.encode()) > WHOLE_BYTES:
-        raise UnbrokenError(f"{len(rest):,} characters without a place to split")
-    yield rest
+    remaining = text[start:]
+    if len(remaining.encode()) > MAX_PIECE_BYTES:
+        raise NoCutError(f"{len(remaining):,} characters without a place to split")
+    yield remaining
 
 
 def _find_cut(encode: Encode, text: str, start: int) -> int | None:
-    for place in PLACES:
-        found = place.finditer(text, start, start + PIECE_CHARACTERS)
-        for match, _ in zip(found, range(TRIES), strict=False):
-            before, after = text[match.end() - WINDOW : match.end()], text[match.end() : match.end() + WINDOW]
+    for pattern in CUT_PATTERNS:
+        matches = pattern.finditer(text, start, start + PIECE_CHARACTERS)
+        for match, _ in zip(matches, range(MAX_CUT_ATTEMPTS), strict=False):
+            cut = match.end()
+            before, after = text[cut - CONTEXT_CHARACTERS : cut], text[cut : cut + CONTEXT_CHARACTERS]
             whole, left, right = encode([before + after, before, after])
             if whole == left + right:
-                return match.end()
+                return cut
     return None

@@ -21,13 +21,13 @@ _ID = -1
 
 
 def is_rwkv_vocabulary(path: Path) -> bool:
-    """Return True if the first line of a file is a line of such a vocabulary."""
+    """Return True if the first line of a file is a line of an RWKV vocabulary."""
     with os.fdopen(open_regular(path), "rb") as file:
         return LINE.fullmatch(file.readline(1 << 16)) is not None
 
 
 class RwkvTokenizer:
-    """Encodes by greedy longest match.
+    """Tokenizer that encodes by greedy longest match.
 
     Source: the format of `rwkv_vocab_v20230424.txt` and its reference tokenizer (github.com/BlinkDL/RWKV-LM).
 
@@ -53,11 +53,11 @@ class RwkvTokenizer:
             ) from None
         self._tokens: dict[int, bytes] = {END_ID: b""}
         self._root: dict[int, Any] = {}
-        for number, line in enumerate(self._content.splitlines(), start=1):
-            token_id, token = _parse(path, number, line)
+        for line_number, line in enumerate(self._content.splitlines(), start=1):
+            token_id, token = _parse(path, line_number, line)
             if token_id in self._tokens or not token:
                 problem = "has no bytes" if not token else f"has the id {token_id}, which is already used"
-                raise UserError(f"{path}:{number}", problem, "give the file as it was published")
+                raise UserError(f"{path}:{line_number}", problem, "give the file as it was published")
             self._add(token_id, token)
         missing = next((byte for byte in range(256) if _ID not in self._root.get(byte, {})), None)
         if missing is not None:
@@ -83,39 +83,43 @@ class RwkvTokenizer:
         """Return the unchanged vocabulary file."""
         return self._content
 
-    def _add(self, number: int, token: bytes) -> None:
-        self._tokens[number] = token
+    def _add(self, token_id: int, token: bytes) -> None:
+        self._tokens[token_id] = token
         node = self._root
         for byte in token:
             node = node.setdefault(byte, {})
-        node[_ID] = number
+        node[_ID] = token_id
 
     def _encode(self, content: bytes) -> list[int]:
         ids: list[int] = []
         root, start, size = self._root, 0, len(content)
         while start < size:
             node = root[content[start]]
-            found, place = node[_ID], start + 1
-            end = place
-            while place < size and (node := node.get(content[place])) is not None:
-                place += 1
+            best_id, position = node[_ID], start + 1
+            end = position
+            while position < size and (node := node.get(content[position])) is not None:
+                position += 1
                 if _ID in node:
-                    found, end = node[_ID], place
-            ids.append(found)
+                    best_id, end = node[_ID], position
+            ids.append(best_id)
             start = end
         return ids
 
 
-def _parse(path: Path, number: int, line: bytes) -> tuple[int, bytes]:
+def _parse(path: Path, line_number: int, line: bytes) -> tuple[int, bytes]:
     match = LINE.fullmatch(line)
     if match is None:
-        raise UserError(f"{path}:{number}", "is not a line of an RWKV vocabulary", "give the file as it was published")
+        raise UserError(
+            f"{path}:{line_number}", "is not a line of an RWKV vocabulary", "give the file as it was published"
+        )
     try:
         token = ast.literal_eval(match[2].decode("utf-8"))
     except (SyntaxError, ValueError) as error:
-        raise UserError(f"{path}:{number}", f"has no Python literal ({error})", "give the file as published") from None
+        raise UserError(
+            f"{path}:{line_number}", f"has no Python literal ({error})", "give the file as published"
+        ) from None
     content = token.encode() if isinstance(token, str) else token
     if len(content) != int(match[3]):
         problem = f"states a length of {int(match[3])} bytes, but has {len(content)}"
-        raise UserError(f"{path}:{number}", problem, "give the file as it was published")
+        raise UserError(f"{path}:{line_number}", problem, "give the file as it was published")
     return int(match[1]), content

@@ -17,7 +17,7 @@ from megatron_ext.utils.temp_dirs import scratch_folder
 
 TIKTOKEN_SUFFIX = ".tiktoken"
 END_TOKEN = "<|endoftext|>"
-PUBLISHED = "https://openaipublic.blob.core.windows.net/encodings/{}.tiktoken"
+PUBLISHED_URL = "https://openaipublic.blob.core.windows.net/encodings/{}.tiktoken"
 """URL from which tiktoken loads a file. The URL's SHA-1 is the file's name in tiktoken's cache."""
 
 
@@ -38,7 +38,7 @@ class TiktokenTokenizer:
         self.pattern = encoding._pat_str
         self.vocab_size = encoding.max_token_value + 1
         self.special = frozenset(encoding.encode_single_token(token) for token in encoding.special_tokens_set)
-        self._gaps = set(range(self.vocab_size)).difference(encoding._mergeable_ranks.values(), self.special)
+        self._unused_ids = set(range(self.vocab_size)).difference(encoding._mergeable_ranks.values(), self.special)
 
     @classmethod
     def open(cls, name: str, pattern: str) -> TiktokenTokenizer:
@@ -52,11 +52,11 @@ class TiktokenTokenizer:
         """
         path = Path(name)
         if not name.endswith(TIKTOKEN_SUFFIX):
-            return cls(_published(name))
+            return cls(_load_published(name))
         if not path.is_file():
             raise UserError("--tokenizer", f"{path} is not a file", "give a .tiktoken file or the name of an encoding")
         if not pattern and is_encoding_name(path.stem):
-            return cls(_published(path.stem, path))
+            return cls(_load_published(path.stem, path))
         if not pattern:
             problem = f"is not given, but {path} does not contain the pattern that splits text"
             raise UserError("--tiktoken-pattern", problem, "give the regular expression of the encoding")
@@ -64,7 +64,7 @@ class TiktokenTokenizer:
         return cls(_encoding(path.stem, pattern, ranks, {END_TOKEN: 1 + max(ranks.values())}))
 
     @classmethod
-    def kept(cls, path: Path, entry: TokenizerEntry) -> TiktokenTokenizer:
+    def open_saved(cls, path: Path, entry: TokenizerEntry) -> TiktokenTokenizer:
         """Open the file beside a manifest."""
         return cls(_encoding(path.stem, entry.pattern, _ranks(path), {entry.eos_token: entry.eos_id}))
 
@@ -74,7 +74,8 @@ class TiktokenTokenizer:
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of ids. Bytes that are not UTF-8 become U+FFFD, and ids without a token are skipped."""
-        return self._encoding.decode([token for token in ids if token < self.vocab_size and token not in self._gaps])
+        known = [token for token in ids if token < self.vocab_size and token not in self._unused_ids]
+        return self._encoding.decode(known)
 
     def find_end(self, token: str | None = None) -> tuple[str, int] | None:
         """Return one of the encoding's special tokens (default: `END_TOKEN`) and its id; None if it does not exist."""
@@ -92,12 +93,12 @@ class TiktokenTokenizer:
         return b"".join(base64.b64encode(token) + b" " + str(rank).encode() + b"\n" for token, rank in ranks)
 
 
-def _published(name: str, file: Path | None = None) -> tiktoken.Encoding:
+def _load_published(name: str, file: Path | None = None) -> tiktoken.Encoding:
     """Return one of tiktoken's encodings. A local file is loaded through tiktoken's cache, which verifies it."""
-    before = os.environ.get("TIKTOKEN_CACHE_DIR")
+    previous = os.environ.get("TIKTOKEN_CACHE_DIR")
     with scratch_folder("tiktoken") as cache:
         if file is not None:
-            shutil.copyfile(file, cache / hashlib.sha1(PUBLISHED.format(name).encode()).hexdigest())
+            shutil.copyfile(file, cache / hashlib.sha1(PUBLISHED_URL.format(name).encode()).hexdigest())
             os.environ["TIKTOKEN_CACHE_DIR"] = str(cache)
         try:
             return tiktoken.get_encoding(name)
@@ -107,8 +108,8 @@ def _published(name: str, file: Path | None = None) -> tiktoken.Encoding:
             raise UserError("--tokenizer", f"{name} cannot be loaded ({reason})", hint) from None
         finally:
             os.environ.pop("TIKTOKEN_CACHE_DIR", None)
-            if before is not None:
-                os.environ["TIKTOKEN_CACHE_DIR"] = before
+            if previous is not None:
+                os.environ["TIKTOKEN_CACHE_DIR"] = previous
 
 
 def _ranks(path: Path) -> dict[bytes, int]:

@@ -16,8 +16,8 @@ from megatron_ext.utils.errors import UserError
 
 END_OF_DOCUMENT = "<|endoftext|>"
 KNOWN_ENDS = (END_OF_DOCUMENT, "</s>", "<eos>", "<|end_of_text|>", "<|eos|>", "[EOS]")
-SMALLEST_VOCABULARY = 257
-"""256 bytes and the end-of-document token."""
+MIN_VOCAB_SIZE = 257
+"""Minimum vocabulary size: 256 bytes and the end-of-document token."""
 
 NO_TOKEN = "\0no token"
 """Unknown token that is set for a BPE that has none. Such a BPE would drop characters silently. As no vocabulary
@@ -26,11 +26,11 @@ contains this token, the library raises instead, at no cost in time."""
 TRAINING_CHARACTERS = 256_000_000
 """Maximum characters of training text; more does not change the merges of a vocabulary of the usual sizes."""
 
-LONGEST_WORD = 10_000
+MAX_WORD_LENGTH = 10_000
 """Maximum characters of a word. A longer run without spaces, or of spaces, is cut for training: the library's time is
 quadratic in a word's length (3 s for 80,000 characters)."""
 
-LONG_WORD = re.compile(rf"(?<!\S)\S{{{LONGEST_WORD + 1},}}|(?<!\s)\s{{{LONGEST_WORD + 1},}}")
+LONG_WORD = re.compile(rf"(?<!\S)\S{{{MAX_WORD_LENGTH + 1},}}|(?<!\s)\s{{{MAX_WORD_LENGTH + 1},}}")
 """Matches whole runs, and only from their beginning: linear in the text's length."""
 
 
@@ -47,8 +47,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     Raises:
         UserError: `vocab_size` is too small for the bytes.
     """
-    if vocab_size < SMALLEST_VOCABULARY:
-        problem = f"{vocab_size} is below {SMALLEST_VOCABULARY} (256 bytes and {END_OF_DOCUMENT})"
+    if vocab_size < MIN_VOCAB_SIZE:
+        problem = f"{vocab_size} is below {MIN_VOCAB_SIZE} (256 bytes and {END_OF_DOCUMENT})"
         raise UserError("--vocab-size", problem, "increase it")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -79,7 +79,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 
 class NoTokenError(UserError):
-    """The tokenizer has no tokens for a text, and no unknown token."""
+    """Error for a text that the tokenizer cannot encode, without an unknown token."""
 
 
 class JsonTokenizer:
@@ -91,8 +91,8 @@ class JsonTokenizer:
 
     Args:
         tokenizer: the loaded or trained tokenizer.
-        path: file it was loaded from; None if it was trained or assembled here.
-        ends: end-of-document tokens to try before the usual ones.
+        path: file from which the tokenizer was loaded. None: it was trained or assembled by this program.
+        ends: end-of-document tokens to try before `KNOWN_ENDS`.
     """
 
     kind: TokenizerKind = "huggingface"
@@ -134,7 +134,7 @@ class JsonTokenizer:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     def find_end(self, token: str | None = None) -> tuple[str, int] | None:
-        """Return the named token, or the first of the usual ones, with its id; None if there is none."""
+        """Return the named token, or the first known end-of-document token, with its id; None if there is none."""
         for candidate in (token,) if token else self._ends:
             found = self._tokenizer.token_to_id(candidate)
             if found is not None:
@@ -143,10 +143,10 @@ class JsonTokenizer:
 
     def reserve(self, token: str) -> None:
         """Stop encoding text as a token, by flagging it as special: the library only excludes special tokens."""
-        added = {one.content: one for one in self._tokenizer.get_added_tokens_decoder().values()}
-        known = added.get(token)
-        if known is None or not known.special:
-            flags = {} if known is None else {name: getattr(known, name) for name in _FLAGS}
+        added_tokens = {added.content: added for added in self._tokenizer.get_added_tokens_decoder().values()}
+        existing = added_tokens.get(token)
+        if existing is None or not existing.special:
+            flags = {} if existing is None else {name: getattr(existing, name) for name in _FLAGS}
             self._tokenizer.add_special_tokens([AddedToken(token, special=True, **flags)])
 
     def content(self) -> bytes:
@@ -159,7 +159,7 @@ _FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 
 def _special_ids(tokenizer: Tokenizer, processor: Any) -> Iterator[int]:
     """Yield the ids of tokens flagged as special, and of those that the file's template adds to a text."""
-    yield from (number for number, one in tokenizer.get_added_tokens_decoder().items() if one.special)
+    yield from (token_id for token_id, added in tokenizer.get_added_tokens_decoder().items() if added.special)
     if isinstance(processor, dict):
         for token in (processor.get("special_tokens") or {}).values():
             yield from token["ids"]
@@ -186,10 +186,10 @@ def _first_characters(texts: Iterable[str], limit: int) -> Iterator[str]:
 
 
 def _with_short_words(text: str) -> Iterator[str]:
-    """Yield a text in pieces whose words have at most `LONGEST_WORD` characters."""
+    """Yield a text in pieces whose words have at most `MAX_WORD_LENGTH` characters."""
     start = 0
     for word in LONG_WORD.finditer(text):
-        for end in range(word.start() + LONGEST_WORD, word.end(), LONGEST_WORD):
+        for end in range(word.start() + MAX_WORD_LENGTH, word.end(), MAX_WORD_LENGTH):
             yield text[start:end]
             start = end
     if start < len(text):

@@ -9,15 +9,15 @@ from typing import Literal, Protocol
 
 from data_prep.manifest import TokenizerEntry, TokenizerKind
 from data_prep.storage import sha256_of
-from data_prep.tokenization.folders import MERGES, READ, VOCABULARY, open_folder
+from data_prep.tokenization.folders import MERGES, TOKENIZER_FILES, VOCABULARY, open_folder
 from data_prep.tokenization.rwkv_world import RwkvTokenizer, is_rwkv_vocabulary
 from data_prep.tokenization.tiktoken_files import TIKTOKEN_SUFFIX, TiktokenTokenizer, is_encoding_name
 from data_prep.tokenization.tokenizer import JsonTokenizer, NoTokenError, load_tokenizer
 from megatron_ext.utils.atomic_files import write_atomically
 from megatron_ext.utils.errors import UserError
 
-LONGEST_SHOWN = 40
-"""Maximum number of characters of a quoted text in a message."""
+MAX_QUOTED_LENGTH = 40
+"""Maximum number of characters of a text that a message quotes."""
 
 
 class TextTokenizer(Protocol):
@@ -64,7 +64,7 @@ class TextTokenizer(Protocol):
         ...
 
     def content(self) -> bytes:
-        """Return the content of the file that is kept beside a manifest."""
+        """Return the content of the tokenizer's file in a prepared folder."""
         ...
 
 
@@ -92,7 +92,7 @@ def open_tokenizer(name: str, pattern: str = "") -> TextTokenizer:
 def tokenizer_files(name: str) -> list[Path]:
     """Return the files that `open_tokenizer` reads for a name; none for the name of a tiktoken encoding."""
     folder = _folder_of(Path(name))
-    paths = [Path(name)] if folder is None else [folder / file for file in READ]
+    paths = [Path(name)] if folder is None else [folder / file for file in TOKENIZER_FILES]
     return [path for path in paths if path.is_file()]
 
 
@@ -103,17 +103,17 @@ def _folder_of(path: Path) -> Path | None:
 
 
 @lru_cache(maxsize=1)
-def kept_tokenizer(root: Path, entry: TokenizerEntry) -> TextTokenizer:
-    """Return the tokenizer beside a manifest. The result is cached, so that a worker reads the file only once."""
-    tokenizer = _read_kept(root / entry.file, entry)
+def load_saved_tokenizer(root: Path, entry: TokenizerEntry) -> TextTokenizer:
+    """Return the tokenizer in a prepared folder. The result is cached, so that a worker reads the file only once."""
+    tokenizer = _open_saved(root / entry.file, entry)
     if entry.eos_token:
         tokenizer.reserve(entry.eos_token)
     return tokenizer
 
 
-def _read_kept(path: Path, entry: TokenizerEntry) -> TextTokenizer:
+def _open_saved(path: Path, entry: TokenizerEntry) -> TextTokenizer:
     if entry.kind == "tiktoken":
-        return TiktokenTokenizer.kept(path, entry)
+        return TiktokenTokenizer.open_saved(path, entry)
     return RwkvTokenizer(path) if entry.kind == "rwkv" else JsonTokenizer(load_tokenizer(path), path)
 
 
@@ -127,14 +127,14 @@ def check_vocabulary(file: Path, entry: TokenizerEntry) -> None:
     Raises:
         UserError: the tokenizer has more tokens than the manifest's vocabulary, or its file cannot be read.
     """
-    needed = max(kept_tokenizer(file.parent, replace(entry, file=file.name)).vocab_size, entry.eos_id + 1)
-    if entry.vocab_size < needed:
-        problem = f"has ids up to {needed - 1}, and the manifest's tokenizer.vocab_size is {entry.vocab_size}"
+    required = max(load_saved_tokenizer(file.parent, replace(entry, file=file.name)).vocab_size, entry.eos_id + 1)
+    if entry.vocab_size < required:
+        problem = f"has ids up to {required - 1}, and the manifest's tokenizer.vocab_size is {entry.vocab_size}"
         raise UserError(str(file), problem, "copy the data again or prepare it again")
 
 
-def keep_tokenizer(root: Path, tokenizer: TextTokenizer, end: tuple[str, int]) -> TokenizerEntry:
-    """Write a tokenizer beside a manifest, and return its entry."""
+def save_tokenizer(root: Path, tokenizer: TextTokenizer, end: tuple[str, int]) -> TokenizerEntry:
+    """Write a tokenizer to the folder `root`, and return its entry for the manifest."""
     path = root / tokenizer.file_name
     write_atomically(path, tokenizer.content())
     return TokenizerEntry(
@@ -164,7 +164,7 @@ def end_of_document(tokenizer: TextTokenizer, token: str | None = None) -> tuple
         is_special = found[1] in tokenizer.special
         tokenizer.reserve(found[0])
         # A model may still encode ordinary text as a special token. Such documents are rejected when they are encoded.
-        if not is_special and _is_made_of_text(tokenizer, *found):
+        if not is_special and _encodes_text(tokenizer, *found):
             problem = f"{found[0]} also encodes ordinary text, so documents would end in the middle"
             raise UserError("--eos-token", problem, "choose a special token of the tokenizer")
         return found
@@ -173,29 +173,29 @@ def end_of_document(tokenizer: TextTokenizer, token: str | None = None) -> tuple
     raise UserError("--tokenizer", "the tokenizer has no end-of-document token", "choose one with --eos-token TOKEN")
 
 
-def _is_made_of_text(tokenizer: TextTokenizer, token: str, number: int) -> bool:
+def _encodes_text(tokenizer: TextTokenizer, token: str, token_id: int) -> bool:
     """Return True if a tokenizer encodes the text of a token, alone or between words, as that token."""
-    decoded = tokenizer.decode([number])  # a vocabulary's spelling may differ: `Ġthe` is ` the`
+    decoded = tokenizer.decode([token_id])  # a vocabulary's spelling may differ: `Ġthe` is ` the`
     for text in (token, f"a{token}b", f"a {token} b", f"a\n{token}\nb", decoded, f"a{decoded}"):
         try:
-            if number in tokenizer.encode_batch([text])[0]:
+            if token_id in tokenizer.encode_batch([text])[0]:
                 return True
         except NoTokenError:
             continue
     return False
 
 
-def lost_part(tokenizer: TextTokenizer, text: str) -> str:
+def unencodable_part(tokenizer: TextTokenizer, text: str) -> str:
     """Return the first word of a text that the tokenizer cannot encode, shortened for a message.
 
     Args:
         tokenizer: tokenizer that raised `NoTokenError` for the text, or used its unknown token.
         text: the text. If each of its words can be encoded separately, the whole text is returned, shortened.
     """
-    return next((word for word in text.split() if _is_lost(tokenizer, word)), text)[:LONGEST_SHOWN]
+    return next((word for word in text.split() if _is_unencodable(tokenizer, word)), text)[:MAX_QUOTED_LENGTH]
 
 
-def _is_lost(tokenizer: TextTokenizer, word: str) -> bool:
+def _is_unencodable(tokenizer: TextTokenizer, word: str) -> bool:
     try:
         return tokenizer.unknown in tokenizer.encode_batch([word])[0]
     except NoTokenError:

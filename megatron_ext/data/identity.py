@@ -7,7 +7,7 @@ from dataclasses import asdict
 from itertools import chain
 from typing import Any
 
-from data_prep.digest import Text, digest, text_digest, texts_of
+from data_prep.digest import DomainText, digest, domain_texts, text_digest
 from data_prep.manifest import Manifest
 from megatron_ext.data.blend import shares
 
@@ -40,9 +40,9 @@ def data_record(
         order: digest of the training text and of the order in which the run reads it.
         evaluation: digest of the evaluation text.
         tokenizer: sha256 of the tokenizer file.
-        texts: contents of each domain, see `Text`.
+        texts: contents of each domain, see `DomainText`.
     """
-    train = texts_of(manifest, "train", train_domains)
+    train = domain_texts(manifest, "train", train_domains)
     validation = _existing_texts(manifest, "validation", train_domains)
     evaluated = [*validation, *_existing_texts(manifest, "test", test_domains)]
     parts = None if weights is None else shares([weights[text.domain] for text in train])
@@ -56,9 +56,9 @@ def data_record(
     }
 
 
-def _existing_texts(manifest: Manifest, split: str, domains: Iterable[str]) -> list[Text]:
+def _existing_texts(manifest: Manifest, split: str, domains: Iterable[str]) -> list[DomainText]:
     names = set(manifest.domain_names(split))
-    return texts_of(manifest, split, [name for name in domains if name in names])
+    return domain_texts(manifest, split, [name for name in domains if name in names])
 
 
 def describe_differences(before: Mapping[str, Any], after: Mapping[str, Any], *splits: str) -> list[str]:

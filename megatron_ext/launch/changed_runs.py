@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from data_prep.digest import digest, text_digest, texts_of
+from data_prep.digest import digest, domain_texts, text_digest
 from data_prep.manifest import load_manifest, match_domain
 from megatron_ext.config.effects import Change, Effect, changes, flat
 from megatron_ext.config.load import read_tree
@@ -87,9 +87,9 @@ def data_digests(data: DataConfig) -> dict[str, str] | None:
 def _digests(path: str, domains: tuple[str, ...] | None) -> dict[str, str] | None:
     try:
         manifest = load_manifest(Path(path))
-        others = [text for split in ("validation", "test") for text in texts_of(manifest, split)]
+        others = [text for split in ("validation", "test") for text in domain_texts(manifest, split)]
         return {
-            TRAINING_TEXT: text_digest(texts_of(manifest, "train", domains)),
+            TRAINING_TEXT: text_digest(domain_texts(manifest, "train", domains)),
             "text to evaluate on": text_digest(others),
             "tokenizer": digest(manifest.tokenizer.sha256),
         }

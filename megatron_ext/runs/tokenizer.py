@@ -14,7 +14,7 @@ from data_prep.manifest import TokenizerEntry
 from data_prep.tokenization.rwkv_world import RwkvTokenizer
 from data_prep.tokenization.tiktoken_files import TiktokenTokenizer
 from data_prep.tokenization.tokenizer import NoTokenError
-from data_prep.tokenization.vocabularies import TextTokenizer, kept_tokenizer, lost_part
+from data_prep.tokenization.vocabularies import TextTokenizer, load_saved_tokenizer, unencodable_part
 from megatron_ext.runs import tokenizer_files
 from megatron_ext.utils.atomic_files import MAX_VOCABULARY_BYTES, read_regular, write_atomically
 from megatron_ext.utils.errors import UserError
@@ -71,7 +71,7 @@ class RunTokenizer:
         try:
             return self._tokenizer.encode_batch([text])[0]
         except NoTokenError:
-            problem = f"has no token for text such as {lost_part(self._tokenizer, text)!r}, and no unknown token"
+            problem = f"has no token for text such as {unencodable_part(self._tokenizer, text)!r}, and no unknown token"
             raise UserError("the run's tokenizer", problem, "remove it from the text") from None
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -126,12 +126,12 @@ def stored_tokenizer(folder: Path) -> RunTokenizer | None:
     entry = TokenizerEntry(
         stored.file.name, "", stored.size, stored.end or "", -1 if stored.end_id is None else stored.end_id
     )
-    return RunTokenizer(kept_tokenizer(folder, entry), stored.end_id, stored.size)
+    return RunTokenizer(load_saved_tokenizer(folder, entry), stored.end_id, stored.size)
 
 
 def load_tokenizer(file: Path, entry: TokenizerEntry) -> RunTokenizer:
     """Load a tokenizer from a file, whose name may differ from that in its entry."""
-    tokenizer = kept_tokenizer(file.parent, replace(entry, file=file.name))
+    tokenizer = load_saved_tokenizer(file.parent, replace(entry, file=file.name))
     return RunTokenizer(tokenizer, entry.eos_id, entry.vocab_size)
 
 

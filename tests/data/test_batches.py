@@ -14,7 +14,7 @@ T = 24
 @pytest.mark.parametrize("dp_size", [1, 2, 4])
 @pytest.mark.parametrize("micro_batch_size", [1, 2])
 @pytest.mark.parametrize("first", [0, 16, 5])
-def test_a_step_reads_the_same_samples_whatever_the_ranks(dp_size, micro_batch_size, first):
+def test_samples_of_a_step_do_not_depend_on_the_ranks(dp_size, micro_batch_size, first):
     global_batch = 16
     read = [
         index
@@ -38,7 +38,7 @@ def test_tokens_of_a_step_do_not_depend_on_the_ranks(store, dp_size):
 
 
 @pytest.mark.parametrize("cp_size", [1, 2, 3, 4])
-def test_slices_of_the_context_ranks_make_the_whole(store, cp_size):
+def test_context_parallel_slices_cover_the_sample(store, cp_size):
     samples = TrainingSamples(store, T, 1)
     parts = [training_batch(samples, [3, 9], rank, cp_size) for rank in range(cp_size)]
     sequences = np.stack([samples[3], samples[9]]).astype(np.int64)
@@ -99,7 +99,7 @@ def test_lengths_of_documents_in_samples(store, documents):
 
 @pytest.mark.parametrize("cp_size", [1, 3])
 @pytest.mark.parametrize("kind", [TrainingSamples, EvaluationSamples])
-def test_labels_that_begin_a_document_do_not_count(store, documents, kind, cp_size):
+def test_first_labels_of_documents_are_masked(store, documents, kind, cp_size):
     """Compare the loss mask token by token, including a sample's last label, which is not among its inputs."""
     length = 48
     samples = TrainingSamples(store, length, 1) if kind is TrainingSamples else EvaluationSamples(store, length)
@@ -117,7 +117,7 @@ def test_labels_that_begin_a_document_do_not_count(store, documents, kind, cp_si
     assert read(samples, indices).loss_mask.all()
 
 
-def test_the_last_label_of_a_sample_may_begin_a_document(store, documents):
+def test_last_label_may_begin_a_document(store, documents):
     length = len(documents["train"][0])
     sample = evaluation_batch(EvaluationSamples(store, length), [0], packing=Packing(True, True, True))
     assert sample.loss_mask[0].tolist() == [1.0] * (length - 1) + [0.0]
@@ -156,7 +156,7 @@ def test_documents_of_evaluation_samples(store, documents):
     assert int(batch.position_ids[2, -1]) == length - 1
 
 
-def test_moving_keeps_everything(store):
+def test_batch_to_another_device(store):
     batch = evaluation_batch(EvaluationSamples(store, T), [0]).to("meta")
     assert {part.device.type for part in vars(batch).values() if part is not None} == {"meta"}
     assert batch.document_ids is not None
@@ -171,12 +171,12 @@ def test_indivisible_sequence(store):
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_a_batch_shares_no_memory(store, count):
+def test_batch_tensors_share_no_memory(store, count):
     samples, names = TrainingSamples(store, T, 1), ("tokens", "labels", "loss_mask", "position_ids")
-    kept = training_batch(samples, range(count))
+    original = training_batch(samples, range(count))
     for name in names:
         changed = training_batch(samples, range(count))
         getattr(changed, name).fill_(-7)
         others = [other for other in names if other != name]
-        assert all(torch.equal(getattr(changed, other), getattr(kept, other)) for other in others)
-        assert not torch.equal(getattr(changed, name), getattr(kept, name))
+        assert all(torch.equal(getattr(changed, other), getattr(original, other)) for other in others)
+        assert not torch.equal(getattr(changed, name), getattr(original, name))

@@ -31,7 +31,7 @@ def test_shares(weights, expected):
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=9).filter(any))
-def test_counts_are_within_one_of_the_weights_at_any_point(weights):
+def test_counts_stay_within_one_of_the_weights(weights):
     blend, count = Blend(weights), Counter()
     for index in range(2 * sum(weights) + 5):
         domain, number = blend.locate(index)
@@ -41,7 +41,7 @@ def test_counts_are_within_one_of_the_weights_at_any_point(weights):
             assert abs(count[other] * sum(weights) - (index + 1) * weight) < sum(weights)
 
 
-def test_weights_that_are_rounded():
+def test_rounded_weights():
     weights = [0.7123456789, 0.2, 0.087654321]
     blend, total = Blend(weights), sum(weights)
     domains = np.array([blend.locate(index)[0] for index in range(100_000)])
@@ -50,7 +50,7 @@ def test_weights_that_are_rounded():
         assert np.abs(counts - np.arange(1, len(domains) + 1) * weight / total).max() < 2
 
 
-def test_far_away_is_as_near():
+def test_distant_sample_without_earlier_ones():
     """Sample 10**15 is computed without the samples before it.
 
     The domain equals that of the sample a whole number of cycles earlier.
@@ -60,12 +60,12 @@ def test_far_away_is_as_near():
     assert (domain, number) == (blend.locate(3)[0], 2 * 10**14 * blend.shares[domain] + blend.locate(3)[1])
 
 
-def test_the_blend_is_frozen():
+def test_blend_golden_values():
     """Golden values: the data position in a checkpoint depends on them."""
     assert [Blend([0.6, 0.4]).locate(index)[0] for index in range(12)] == GOLDEN
 
 
 @pytest.mark.parametrize("weights", [[0, 0], [-1, 2], [float("nan"), 1], [float("inf"), 1], [1, 1e-7]])
-def test_weights_that_cannot_be(weights):
+def test_invalid_weights(weights):
     with pytest.raises(ValueError, match="weight"):
         Blend(weights)

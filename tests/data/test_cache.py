@@ -42,7 +42,7 @@ def copies(cache: ShardCache) -> set[str]:
     return {name for name in found if not name.startswith(".locks/")}
 
 
-def test_shards_come_when_they_are_read(cache, prepared, manifest, documents):
+def test_shards_are_copied_on_first_read(cache, prepared, manifest, documents):
     assert cache.manifest == manifest
     assert (cache.root / "tokenizer.json").read_bytes() == (prepared / "tokenizer.json").read_bytes()
     store = TokenStore(cache.root, cache.manifest, "train", pin_shard=cache.pin_shard)
@@ -66,7 +66,7 @@ def memory(prepared) -> Iterator[Any]:
     files.rm("/prepared", recursive=True)
 
 
-def test_an_address_without_a_disk_behind_it(memory, prepared, manifest, tmp_path):
+def test_in_memory_file_system(memory, prepared, manifest, tmp_path):
     cache = ShardCache("memory://prepared", tmp_path / "cache")
     shard = train_shards(manifest)[0]
     cache.check(shard)
@@ -76,22 +76,22 @@ def test_an_address_without_a_disk_behind_it(memory, prepared, manifest, tmp_pat
 
 def requests(memory: Any, shards: list[ShardEntry], folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     """Number of file system requests made while shards are checked."""
-    cache, asked = ShardCache("memory://prepared", folder), []
+    cache, calls = ShardCache("memory://prepared", folder), []
     with monkeypatch.context() as patch:
         for name in ("find", "ls", "info", "open"):
             method = getattr(memory, name)
 
-            def asks(*arguments: Any, _name: str = name, _method: Any = method, **options: Any) -> Any:
-                asked.append(_name)
+            def record_call(*arguments: Any, _name: str = name, _method: Any = method, **options: Any) -> Any:
+                calls.append(_name)
                 return _method(*arguments, **options)
 
-            patch.setattr(memory, name, asks)
+            patch.setattr(memory, name, record_call)
         for shard in shards:
             cache.check(shard)
-    return len(asked)
+    return len(calls)
 
 
-def test_more_shards_take_no_more_requests(memory, manifest, tmp_path, monkeypatch):
+def test_number_of_requests_is_constant(memory, manifest, tmp_path, monkeypatch):
     shards = manifest.select("train", ["CommonCrawl"])[0].shards
     assert len(shards) > 2
     few, all_of_them = (requests(memory, shards[:count], tmp_path, monkeypatch) for count in (1, None))
@@ -99,18 +99,18 @@ def test_more_shards_take_no_more_requests(memory, manifest, tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("listed", [NotImplementedError, {}, {"size": None}])
-def test_an_address_that_gives_no_list_is_asked_for_each_file(cache, remote, manifest, monkeypatch, listed):
+def test_file_system_without_listing(cache, remote, manifest, monkeypatch, listed):
     def find(folder: str, detail: bool) -> Any:
         if isinstance(listed, dict):
             return {path: listed for path in (f"{remote}/{shard.file}" for shard in train_shards(manifest))}
         raise listed
 
     monkeypatch.setattr(cache._file_system, "find", find)
-    whole, gone = train_shards(manifest)[:2]
-    (remote / gone.file).unlink()
+    whole, missing = train_shards(manifest)[:2]
+    (remote / missing.file).unlink()
     cache.check(whole)
-    with pytest.raises(UserError, match=rf"{gone.file}: is missing; "):
-        cache.check(gone)
+    with pytest.raises(UserError, match=rf"{missing.file}: is missing; "):
+        cache.check(missing)
 
 
 def take(url: str, folder: Path, start: object, found: object) -> None:
@@ -135,7 +135,7 @@ def test_two_processes_copy_a_shard_once(remote, cache, tmp_path):
         assert process.exitcode == 0
 
 
-def test_a_later_process_copies_nothing_again(cache, remote, tmp_path, manifest):
+def test_cached_shards_are_not_copied_again(cache, remote, tmp_path, manifest):
     shard = train_shards(manifest)[0]
     cache.fetch(shard)
     again = ShardCache(f"file://{remote}", tmp_path / "cache")
@@ -146,21 +146,21 @@ def test_a_later_process_copies_nothing_again(cache, remote, tmp_path, manifest)
     assert again.num_copied == 1
 
 
-def test_damage_at_the_address_is_named_and_nothing_is_left(cache, remote, manifest):
-    whole, flipped, cut, gone = train_shards(manifest)[:4]
+def test_remote_damage_is_named_and_not_cached(cache, remote, manifest):
+    whole, flipped, truncated, missing = train_shards(manifest)[:4]
     content = bytearray((remote / flipped.file).read_bytes())
     content[700] ^= 1
     (remote / flipped.file).write_bytes(content)
-    os.truncate(remote / cut.index, 100)
-    (remote / gone.file).unlink()
+    os.truncate(remote / truncated.index, 100)
+    (remote / missing.file).unlink()
     found = find_damage(cache.root, manifest, "train", ["C4", "CommonCrawl"], check=cache.check)
-    assert {damage.shard for damage in found} == {cut.file, gone.file}  # hashes are compared at download
-    for shard, said in (
+    assert {damage.shard for damage in found} == {truncated.file, missing.file}  # hashes are compared at download
+    for shard, message in (
         (flipped, rf"remote/{flipped.file}: sha256 differs: expected [0-9a-f]+, found [0-9a-f]+; copy it there again"),
-        (cut, rf"remote/{cut.index}: sha256 differs"),
-        (gone, rf"remote/{gone.file}: cannot be read \(No such file or directory\); copy it there again"),
+        (truncated, rf"remote/{truncated.index}: sha256 differs"),
+        (missing, rf"remote/{missing.file}: cannot be read \(No such file or directory\); copy it there again"),
     ):
-        with pytest.raises(UserError, match=said), cache.pin_shard(shard):
+        with pytest.raises(UserError, match=message), cache.pin_shard(shard):
             pass
         assert not (cache.root / shard.file).exists()
     with pytest.raises(DamagedShard) as caught:  # the run records the shard, and the next start verifies it in full
@@ -168,12 +168,12 @@ def test_damage_at_the_address_is_named_and_nothing_is_left(cache, remote, manif
     assert caught.value.shard == flipped.file
     assert {
         one.shard for one in find_damage(cache.root, manifest, "train", ["C4", "CommonCrawl"], check=cache.refetch)
-    } == {flipped.file, cut.file, gone.file}
+    } == {flipped.file, truncated.file, missing.file}
     cache.fetch(whole)
     assert not list(cache.root.rglob("*.partial"))
 
 
-def test_a_network_that_fails_is_no_damage(cache, manifest, monkeypatch):
+def test_network_error_is_not_damage(cache, manifest, monkeypatch):
     def fails(_: str, **options: object) -> int:
         raise TimeoutError
 
@@ -183,34 +183,34 @@ def test_a_network_that_fails_is_no_damage(cache, manifest, monkeypatch):
         find_damage(cache.root, manifest, "train", ["C4"], check=cache.check)
 
 
-def test_the_shard_not_opened_for_longest_goes_first(remote, tmp_path, manifest):
+def test_least_recently_opened_shard_is_evicted_first(remote, tmp_path, manifest):
     shards = train_shards(manifest)[:5]
-    room = 100 + sum(shards[number].bytes + shards[number].index_bytes for number in (0, 3, 4))
-    cache = ShardCache(f"file://{remote}", tmp_path / "cache", max_gib=room / 2**30)
-    kept = manifest.select("test")[0].shards[0]
-    cache.fetch(kept)
+    max_bytes = 100 + sum(shards[number].bytes + shards[number].index_bytes for number in (0, 3, 4))
+    cache = ShardCache(f"file://{remote}", tmp_path / "cache", max_gib=max_bytes / 2**30)
+    evaluation_shard = manifest.select("test")[0].shards[0]
+    cache.fetch(evaluation_shard)
     for number, shard in enumerate((shards[0], shards[1], shards[2], shards[0], shards[3])):
         cache.fetch(shard)
         os.utime(cache.root / shard.file, ns=(number, number))
     cache.fetch(shards[4])
-    assert copies(cache) == {kept.file} | {shards[number].file for number in (0, 3, 4)}
+    assert copies(cache) == {evaluation_shard.file} | {shards[number].file for number in (0, 3, 4)}
     assert {path.name for path in cache.root.rglob("*.npy")} == {
-        Path(shard.index).name for shard in (kept, shards[0], shards[3], shards[4])
+        Path(shard.index).name for shard in (evaluation_shard, shards[0], shards[3], shards[4])
     }
     tiny = ShardCache(f"file://{remote}", tmp_path / "cache", max_gib=2**-30)
     with cache.pin_shard(shards[0]):
         tiny.fetch(shards[1])  # the shard being opened and the newly copied one are never evicted
-        assert copies(cache) == {kept.file, shards[0].file, shards[1].file}
+        assert copies(cache) == {evaluation_shard.file, shards[0].file, shards[1].file}
 
 
-def test_other_data_at_the_same_address_is_another_folder(cache, remote, tmp_path):
+def test_changed_manifest_gets_its_own_cache_folder(cache, remote, tmp_path):
     manifest = remote / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"duplicates": 0', '"duplicates": 1'))
     assert ShardCache(f"file://{remote}", tmp_path / "cache").root != cache.root
 
 
 @pytest.mark.parametrize(
-    ("url", "said"),
+    ("url", "message"),
     [
         (
             "file:" + "//" + "/nowhere",
@@ -219,13 +219,13 @@ def test_other_data_at_the_same_address_is_another_folder(cache, remote, tmp_pat
         ("nosuch://bucket", "data.path: nosuch://bucket cannot be read (Protocol not known: nosuch)"),
     ],
 )
-def test_addresses_that_are_none(tmp_path, url, said):
+def test_invalid_urls(tmp_path, url, message):
     with pytest.raises(UserError) as caught:
         ShardCache(url, tmp_path)
-    assert str(caught.value).startswith(said)
+    assert str(caught.value).startswith(message)
 
 
-def test_a_full_disk_is_no_fault_of_the_data(cache, manifest, monkeypatch):
+def test_full_disk_is_not_damage(cache, manifest, monkeypatch):
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -237,7 +237,7 @@ def test_a_full_disk_is_no_fault_of_the_data(cache, manifest, monkeypatch):
     assert copies(cache) == set()
 
 
-def test_a_copy_that_failed_is_made_again(cache, remote, prepared, manifest):
+def test_refetch_replaces_a_damaged_copy(cache, remote, prepared, manifest):
     shard = train_shards(manifest)[0]
     cache.fetch(shard)
     copy = cache.root / shard.file
@@ -252,19 +252,19 @@ def test_a_copy_that_failed_is_made_again(cache, remote, prepared, manifest):
     assert copy.read_bytes() == (prepared / shard.file).read_bytes()
 
 
-def test_a_limit_below_what_is_read_is_named(remote, tmp_path, manifest):
+def test_warning_about_a_small_cache(remote, tmp_path, manifest):
     shards = train_shards(manifest)
     size = sum(shard.bytes + shard.index_bytes for shard in shards)
     for max_gib in (None, size / 2**30):
         assert ShardCache(f"file://{remote}", tmp_path / "cache", max_gib=max_gib).size_warning(shards) is None
-    said = ShardCache(f"file://{remote}", tmp_path / "cache", max_gib=size / 4 / 2**30).size_warning(shards)
-    assert said == (
+    message = ShardCache(f"file://{remote}", tmp_path / "cache", max_gib=size / 4 / 2**30).size_warning(shards)
+    assert message == (
         f"data.cache_gib: {size / 4 / 2**30:.3g} GiB, but the training shards take {size / 2**30:.3g} GiB: about "
         "75 % of the samples wait until a whole shard is copied again; increase it, or remove the limit"
     )
 
 
-def test_what_an_address_is():
+def test_is_url():
     assert is_url("s3://bucket/data")
     assert not is_url("data/prepared")
 
@@ -273,7 +273,7 @@ HOSTILE = "../../../home/.ssh/authorized_keys"
 
 
 @pytest.mark.parametrize("field", ["tokenizer", "file", "index"])
-def test_a_manifest_that_names_files_outside_the_cache(remote, tmp_path, field):
+def test_manifest_paths_outside_the_cache(remote, tmp_path, field):
     """Nothing is downloaded or written, even though the files exist and their hashes match."""
     manifest = json.loads((remote / "manifest.json").read_bytes())
     entry = manifest["tokenizer"] if field == "tokenizer" else manifest["domains"][0]["shards"][0]
@@ -285,7 +285,7 @@ def test_a_manifest_that_names_files_outside_the_cache(remote, tmp_path, field):
     assert not (tmp_path / "deep").exists()
 
 
-def test_a_link_in_the_cache_that_leads_out_is_neither_followed_nor_removed(cache, manifest, tmp_path):
+def test_link_out_of_the_cache_is_neither_followed_nor_removed(cache, manifest, tmp_path):
     outside = tmp_path / "outside"
     outside.mkdir()
     shard = train_shards(manifest)[0]
@@ -297,7 +297,7 @@ def test_a_link_in_the_cache_that_leads_out_is_neither_followed_nor_removed(cach
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("evict", None),
         ("\u00e9" * 60 + "/" + "\u00e9" * 60, None),
@@ -305,7 +305,7 @@ def test_a_link_in_the_cache_that_leads_out_is_neither_followed_nor_removed(cach
     ],
     ids=["evict", "quoted", "long"],
 )
-def test_names_of_shards_meet_no_names_of_the_cache(memory, tmp_path, name, said):
+def test_shard_names_do_not_collide_with_cache_files(memory, tmp_path, name, message):
     """Reject shard names that collide with the cache's own files.
 
     A lock file with the name of a shard would deadlock its holder. Quoting can make names too long.
@@ -329,35 +329,35 @@ def test_names_of_shards_meet_no_names_of_the_cache(memory, tmp_path, name, said
     thread = threading.Thread(target=take, daemon=True)
     thread.start()
     thread.join(10)
-    assert [problem and problem[problem.index("(") :] for problem in taken] == [said]
+    assert [problem and problem[problem.index("(") :] for problem in taken] == [message]
 
 
-def test_an_address_that_gives_bytes_without_end(memory, tmp_path, monkeypatch):
+def test_endless_remote_file(memory, tmp_path, monkeypatch):
     """A download stops after the number of bytes in the manifest, instead of filling the disk."""
     cache = ShardCache("memory://prepared", tmp_path / "cache")
     shard = train_shards(cache.manifest)[0]
-    asked = []
+    calls = []
 
     class Endless(io.RawIOBase):
         def read(self, size: int = -1) -> bytes:
-            asked.append(size)
+            calls.append(size)
             return bytes(size)
 
     monkeypatch.setattr(cache._file_system, "open", lambda *_: Endless())
     with pytest.raises(DamagedShard, match=rf"has more than {shard.index_bytes} bytes"), cache.pin_shard(shard):
         pass
-    assert asked == [BLOCK_BYTES]
+    assert calls == [BLOCK_BYTES]
     assert copies(cache) == set()
     assert not list(cache.root.rglob("*.partial"))
 
 
-def test_a_manifest_of_no_sane_size(remote, tmp_path, monkeypatch):
+def test_oversized_manifest(remote, tmp_path, monkeypatch):
     monkeypatch.setattr("megatron_ext.data.cache.MAX_MANIFEST_BYTES", 100)
     with pytest.raises(UserError, match=r"manifest\.json: has more than 0 MiB, which is too large"):
         ShardCache(f"file://{remote}", tmp_path / "cache")
 
 
-def test_credentials_are_shown_nowhere(memory, prepared, tmp_path):
+def test_credentials_are_not_shown(memory, prepared, tmp_path):
     """Credentials do not change the name of the cache folder either, because keys are rotated."""
     addresses = [f"memory://K:{key}@prepared" for key in ("hunter2", "hunter3")]
     for address in addresses:  # this file system treats credentials as part of the path

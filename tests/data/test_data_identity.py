@@ -15,7 +15,7 @@ def record(manifest, **given):
     return data_record(manifest, train, test, **options)
 
 
-def test_the_order_counts_apart_from_the_text(manifest):
+def test_digest_of_the_order_differs_from_the_text(manifest):
     base = record(manifest)
     for given in ({"seq_length": 32}, {"seed": 4}, {"weights": {"C4": 1, "CommonCrawl": 2}}):
         other = record(manifest, **given)
@@ -31,13 +31,13 @@ def test_the_order_counts_apart_from_the_text(manifest):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"tokens": 1}, "has 2 documents, 1 tokens (previously 2 documents, "),
         ({"sha256": "0" * 64}, "has the same number of documents and tokens, but different shards"),
     ],
 )
-def test_differences_are_named_by_domain(manifest, change, said):
+def test_differences_are_named_by_domain(manifest, change, message):
     def changed(entry):
         if (entry.split, entry.domain) != ("train", "C4"):
             return entry
@@ -51,7 +51,7 @@ def test_differences_are_named_by_domain(manifest, change, said):
     before = record(replace(manifest, domains=[with_two_documents(entry) for entry in manifest.domains]))
     after = record(replace(manifest, domains=[changed(with_two_documents(entry)) for entry in manifest.domains]))
     (phrase,) = describe_differences(before, after, "train")
-    assert phrase.startswith(f"C4 (train) {said}")
+    assert phrase.startswith(f"C4 (train) {message}")
     assert describe_differences(before, before, "train", "validation", "test") == []
     assert describe_differences(before, record(manifest, train=["CommonCrawl"]), "train") == ["C4 (train) is missing"]
     assert describe_differences(before, after, "test") == []

@@ -32,16 +32,16 @@ def same(one: RunData, other: RunData) -> bool:
     return all(np.array_equal(one.samples[index], other.samples[index]) for index in range(2 * one.samples.num_windows))
 
 
-def test_an_address_gives_what_the_folder_gives(folder: Path, tmp_path: Path) -> None:
-    here, there = opened(folder), opened(f"file://{folder}", cache_dir=str(tmp_path))
-    assert there.root.parent == tmp_path
-    kept = {path.relative_to(there.root).parts[0] for path in there.root.rglob("*.npy")}
-    assert kept == {"validation", "test"}  # evaluation data is downloaded at the start
-    assert there.tokenizer_file.read_bytes() == here.tokenizer_file.read_bytes()
-    assert same(here, there)
+def test_url_gives_the_samples_of_the_folder(folder: Path, tmp_path: Path) -> None:
+    local, remote = opened(folder), opened(f"file://{folder}", cache_dir=str(tmp_path))
+    assert remote.root.parent == tmp_path
+    splits = {path.relative_to(remote.root).parts[0] for path in remote.root.rglob("*.npy")}
+    assert splits == {"validation", "test"}  # evaluation data is downloaded at the start
+    assert remote.tokenizer_file.read_bytes() == local.tokenizer_file.read_bytes()
+    assert same(local, remote)
 
 
-def test_what_a_start_has_read_the_next_one_does_not(folder: Path) -> None:
+def test_verified_files_are_not_read_again(folder: Path) -> None:
     first = opened(folder)
     assert (first.num_unchanged, len(first.verified) % 2) == (0, 0)
     config = DataConfig(path=str(folder), seq_length=32)
@@ -72,7 +72,7 @@ def test_a_damaged_shard(folder: Path, tmp_path: Path, cached: bool) -> None:
 
 
 @pytest.mark.parametrize("verify", ["sha256", "size"])
-def test_a_shard_that_failed_is_read_whole(folder: Path, tmp_path: Path, verify: Literal["sha256", "size"]) -> None:
+def test_failed_shard_is_verified_in_full(folder: Path, tmp_path: Path, verify: Literal["sha256", "size"]) -> None:
     copy = Path(shutil.copytree(folder, tmp_path / "copy"))
     shard = "train/First/000001.tar"
     config = DataConfig(path=str(copy), seq_length=32, verify=verify, on_damaged="skip")
@@ -94,15 +94,15 @@ def test_a_shard_that_failed_is_read_whole(folder: Path, tmp_path: Path, verify:
     assert again.verified.keys() == whole.verified.keys()
 
 
-def test_a_cache_too_small_is_warned_of_and_kept_to(folder: Path, tmp_path: Path) -> None:
+def test_cache_smaller_than_the_training_data(folder: Path, tmp_path: Path) -> None:
     fields = {"path": f"file://{folder}", "cache_dir": str(tmp_path)}
     assert opened(**fields, cache_gib=1).warnings == []
     data = opened(**fields, cache_gib=1e-6)
     (warning,) = data.warnings
     assert warning.startswith("selectron: warning: data.cache_gib: 9.99e-07 GiB, but the training shards take ")
     assert same(data, opened(folder))
-    held = {os.path.realpath(f"/proc/self/fd/{descriptor}") for descriptor in os.listdir("/proc/self/fd")}
-    removed = [path for path in held if path.startswith(str(tmp_path)) and path.endswith(".tar (deleted)")]
+    open_files = {os.path.realpath(f"/proc/self/fd/{descriptor}") for descriptor in os.listdir("/proc/self/fd")}
+    removed = [path for path in open_files if path.startswith(str(tmp_path)) and path.endswith(".tar (deleted)")]
     assert len(removed) <= 1  # an unlinked file occupies disk space until it is closed
 
 

@@ -37,7 +37,7 @@ AGAIN = "again with --resume=auto"
         ("test", True, f"then start {AGAIN}"),
     ],
 )
-def test_what_the_next_start_does_is_said(
+def test_hint_describes_the_restart(
     manifest: Manifest, tmp_path: Path, split: str, skip_damaged: bool, message: str
 ) -> None:
     shard = _shard(manifest, split)
@@ -49,7 +49,7 @@ def test_what_the_next_start_does_is_said(
     assert note.read_text() == f"data/{shard}: is truncated: found 8 bytes\n"
 
 
-def test_other_errors_are_nobodys_shard(manifest: Manifest, tmp_path: Path) -> None:
+def test_other_errors_are_not_recorded(manifest: Manifest, tmp_path: Path) -> None:
     with (
         pytest.raises(UserError, match=r"^data.cache_dir: is full; make room$"),
         record_failures(tmp_path, manifest, skip_damaged=True),
@@ -58,7 +58,7 @@ def test_other_errors_are_nobodys_shard(manifest: Manifest, tmp_path: Path) -> N
     assert read_failed(tmp_path) == set()
 
 
-def test_nothing_is_promised_where_nothing_can_be_noted(manifest: Manifest, tmp_path: Path) -> None:
+def test_no_restart_hint_without_a_record(manifest: Manifest, tmp_path: Path) -> None:
     (tmp_path / FAILED_FOLDER_NAME).write_text("in the way")
     error = _error(_shard(manifest, "train"))
     with pytest.raises(DamagedShard) as caught, record_failures(tmp_path, manifest, skip_damaged=True):
@@ -67,7 +67,7 @@ def test_nothing_is_promised_where_nothing_can_be_noted(manifest: Manifest, tmp_
     assert read_failed(tmp_path) == set()
 
 
-def test_what_was_found_whole_is_forgotten(manifest: Manifest, tmp_path: Path) -> None:
+def test_records_of_verified_shards_are_removed(manifest: Manifest, tmp_path: Path) -> None:
     one, other = (shard.file for shard in manifest.select("train")[0].shards[:2])
     remove_failed_records(tmp_path, ())
     for shard in (one, other, one):
@@ -77,7 +77,7 @@ def test_what_was_found_whole_is_forgotten(manifest: Manifest, tmp_path: Path) -
     assert read_failed(tmp_path) == {other}
 
 
-def test_the_error_survives_the_trip_between_processes() -> None:
+def test_error_can_be_pickled() -> None:
     error = pickle.loads(pickle.dumps(_error("train/C4/000000.tar")))
     assert (str(error), error.shard) == (
         "data/train/C4/000000.tar: is truncated: found 8 bytes; copy it again",

@@ -55,8 +55,8 @@ def test_training_samples_are_windows_of_the_stream(written: Written, length: in
     for index, window in enumerate(order):
         first = window * length
         assert np.array_equal(samples[index], stream[first : first + length + 1])
-        begun = starts[(starts >= first) & (starts <= first + length)] - first
-        assert np.array_equal(samples.document_starts(index), begun)
+        expected_starts = starts[(starts >= first) & (starts <= first + length)] - first
+        assert np.array_equal(samples.document_starts(index), expected_starts)
     ranges = [store.shard_range(file) for file in shards]
     spanned = [sum(a < (w + 1) * length and w * length < a + n for a, n in ranges) for w in order]
     assert min(spanned) >= (3 if length == LONGEST else 1), "the longest samples are of several shards each"
@@ -64,7 +64,7 @@ def test_training_samples_are_windows_of_the_stream(written: Written, length: in
 
 
 @pytest.mark.parametrize("cp_size", [1, 8])
-def test_context_ranks_share_the_longest_sample(written: Written, cp_size: int) -> None:
+def test_context_parallel_slices_of_the_longest_sample(written: Written, cp_size: int) -> None:
     store, documents, _ = written
     stream = torch.from_numpy(np.concatenate(documents).astype(np.int64))
     samples = TrainingSamples(store, LONGEST, seed=11)

@@ -37,12 +37,12 @@ def epoch(seed: int, number: int, num_samples: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("num_samples", [1, 2, 3, 10, 255, 256, 257, 1000, 4097, 100_003])
-def test_an_epoch_reads_every_window_once(num_samples):
+def test_epoch_reads_every_window_once(num_samples):
     for number in (0, 1, 7):
         assert np.array_equal(np.sort(epoch(5, number, num_samples)), np.arange(num_samples))
 
 
-def test_epochs_and_seeds_have_their_own_orders():
+def test_orders_of_epochs_and_seeds_differ():
     orders = [epoch(seed, number, 1000) for seed in (0, 1, 1234) for number in range(4)]
     for i, one in enumerate(orders):
         assert not np.array_equal(one, np.arange(1000))
@@ -50,7 +50,7 @@ def test_epochs_and_seeds_have_their_own_orders():
             assert np.count_nonzero(one == other) < 15  # one match is expected by chance
 
 
-def test_places_are_spread_evenly():
+def test_positions_are_uniform():
     """The window of a sample is uniform over seeds, and neighbouring samples are uncorrelated."""
     firsts = np.array([sample_position(seed, 0, 64) for seed in range(3200)])
     expected = 50
@@ -67,7 +67,7 @@ def test_equals_the_definition(seed, index, num_samples):
     assert sample_position(seed, index, num_samples) == by_hand(seed, index, num_samples)
 
 
-def test_the_order_is_frozen():
+def test_order_golden_values():
     """Golden values: a change would silently reorder the data of every resumed run."""
     assert sample_positions(1234, np.arange(12), 10).tolist() == GOLDEN_SMALL
     far = np.array([0, 1, 2, 999_999, 1_000_000, 123_456_789])
@@ -76,6 +76,6 @@ def test_the_order_is_frozen():
 
 
 @pytest.mark.parametrize(("index", "num_samples"), [(-1, 5), (0, 0)])
-def test_no_such_sample(index, num_samples):
+def test_invalid_sample_index(index, num_samples):
     with pytest.raises(ValueError, match="samples, smallest index"):
         sample_position(0, index, num_samples)

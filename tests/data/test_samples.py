@@ -10,7 +10,7 @@ from megatron_ext.utils.errors import UserError
 T = 37
 
 
-def test_windows_cover_the_stream_and_are_read_in_the_order(store, documents):
+def test_windows_cover_the_stream_in_the_sample_order(store, documents):
     samples = TrainingSamples(store, T, seed=11)
     stream = np.concatenate(documents["train"])
     assert samples.num_windows == (len(stream) - 1) // T
@@ -23,14 +23,14 @@ def test_windows_cover_the_stream_and_are_read_in_the_order(store, documents):
     assert np.array_equal(labels, np.sort(stream[1 : samples.num_windows * T + 1]))  # every label once per epoch
 
 
-def test_a_run_resumed_at_a_sample_reads_what_the_whole_run_reads(prepared, manifest, store):
+def test_resumed_run_reads_the_same_samples(prepared, manifest, store):
     whole = [TrainingSamples(store, T, 3)[i] for i in range(100)]
     resumed = TrainingSamples(type(store)(prepared, manifest, "train"), T, 3)
     assert all(np.array_equal(resumed[i], whole[i]) for i in range(61, 100))
 
 
 @pytest.mark.parametrize("weights", [None, {"C4": 0.7, "CommonCrawl": 0.3}])
-def test_without_a_lost_shard_all_other_samples_are_as_they_were(prepared, manifest, store, tmp_path, weights):
+def test_lost_shard_leaves_other_samples_unchanged(prepared, manifest, store, tmp_path, weights):
     whole = TrainingSamples(store, T, 3, weights)
     entry = manifest.select("train", ["CommonCrawl"])[0].shards[1]
     root = shutil.copytree(prepared, tmp_path / "copy")
@@ -50,7 +50,7 @@ def test_without_a_lost_shard_all_other_samples_are_as_they_were(prepared, manif
     assert weights or changed == 2 * without.lost_windows
 
 
-def test_a_domain_that_is_mostly_lost_is_not_skipped(store, manifest):
+def test_mostly_lost_domain_is_an_error(store, manifest):
     shards = [shard.file for shard in manifest.select("train", ["C4"])[0].shards]
     with pytest.raises(UserError, match=r"^data.on_damaged: skip would drop (\d+) of the \1 samples per epoch of C4; "):
         TrainingSamples(store, T, 3, {"C4": 1, "CommonCrawl": 1}, shards)

@@ -17,7 +17,7 @@ COUNTS = [3, 0, 1, 250, 0, 0, 7, 64, 1, 1, 0] * 20
 """Token counts of documents. Some entries of the sparse index fall within runs of empty documents."""
 
 
-def made(root: Path, counts: list[int] = COUNTS, dtype: np.dtype = UINT16) -> tuple[ShardEntry, np.ndarray]:
+def write_shard(root: Path, counts: list[int] = COUNTS, dtype: np.dtype = UINT16) -> tuple[ShardEntry, np.ndarray]:
     """Write a shard of documents with the given token counts, and return its entry and all its tokens."""
     generator = np.random.default_rng(5)
     tokens = generator.integers(0, 2 ** (8 * dtype.itemsize), sum(counts)).astype(np.int64)
@@ -36,7 +36,7 @@ def made(root: Path, counts: list[int] = COUNTS, dtype: np.dtype = UINT16) -> tu
 @pytest.mark.parametrize(("stride", "dtype"), [(1, "<u2"), (2, "<u2"), (64, "<u2"), (64, "<u4"), (1000, "<u2")])
 def test_any_range_is_read(tmp_path, monkeypatch, stride, dtype):
     monkeypatch.setattr(shard_file, "INDEX_STRIDE", stride)
-    entry, tokens = made(tmp_path, dtype=np.dtype(dtype))
+    entry, tokens = write_shard(tmp_path, dtype=np.dtype(dtype))
     owners = np.repeat(np.arange(len(COUNTS)), COUNTS)
     first = OpenShard(tmp_path, entry, np.dtype(dtype))
     again = OpenShard(tmp_path, entry, np.dtype(dtype), first.sparse_index)
@@ -55,8 +55,8 @@ def test_any_range_is_read(tmp_path, monkeypatch, stride, dtype):
         )
 
 
-def test_cut_short_while_it_is_open(tmp_path):
-    entry, tokens = made(tmp_path)
+def test_truncated_while_open(tmp_path):
+    entry, tokens = write_shard(tmp_path)
     shard = OpenShard(tmp_path, entry, UINT16)
     os.truncate(tmp_path / "a.tar", entry.bytes // 2)
     with pytest.raises(UserError) as caught:
@@ -64,8 +64,8 @@ def test_cut_short_while_it_is_open(tmp_path):
     assert str(caught.value).startswith(f"{tmp_path / 'a.tar'}: is truncated: found {entry.bytes // 2} bytes; ")
 
 
-def test_a_disk_that_fails_is_named(tmp_path, monkeypatch):
-    entry, _ = made(tmp_path)
+def test_disk_error_names_the_file(tmp_path, monkeypatch):
+    entry, _ = write_shard(tmp_path)
     shard = OpenShard(tmp_path, entry, UINT16)
 
     def fails(*_: object) -> bytes:
@@ -76,8 +76,8 @@ def test_a_disk_that_fails_is_named(tmp_path, monkeypatch):
         shard.read(0, 3)
 
 
-def test_reads_that_give_less_than_asked_go_on(tmp_path, monkeypatch):
-    entry, tokens = made(tmp_path)
+def test_short_reads_are_continued(tmp_path, monkeypatch):
+    entry, tokens = write_shard(tmp_path)
     shard, whole = OpenShard(tmp_path, entry, UINT16), os.pread
     monkeypatch.setattr(os, "pread", lambda file, length, offset: whole(file, min(length, 100), offset))
     assert np.array_equal(shard.read(0, len(tokens)), tokens)
@@ -94,24 +94,24 @@ def test_reads_that_give_less_than_asked_go_on(tmp_path, monkeypatch):
         np.asfortranarray([(0, 2), (4, 2)]),
     ],
 )
-def test_index_that_cannot_be(tmp_path, rows):
-    made(tmp_path)
+def test_invalid_index(tmp_path, rows):
+    write_shard(tmp_path)
     np.save(tmp_path / "a.npy", rows)
     entry = ShardEntry("a.tar", "a.npy", 2, 4, 0, 0, "", "")
     with pytest.raises(UserError, match=r"a\.npy: does not match the manifest; "):
         OpenShard(tmp_path, entry, UINT16)
 
 
-def test_descriptors_are_given_back(tmp_path):
-    entry, _ = made(tmp_path)
+def test_descriptors_are_closed(tmp_path):
+    entry, _ = write_shard(tmp_path)
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(20):
         OpenShard(tmp_path, entry, UINT16)
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_an_id_that_the_vocabulary_has_not_is_named(tmp_path):
-    entry, tokens = made(tmp_path)
+def test_token_id_outside_the_vocabulary(tmp_path):
+    entry, tokens = write_shard(tmp_path)
     largest = int(tokens.max())
     whole = OpenShard(tmp_path, entry, UINT16, vocab_size=largest + 1)
     assert np.array_equal(whole.read(0, len(tokens)), tokens)

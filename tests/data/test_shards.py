@@ -10,7 +10,7 @@ from megatron_ext.utils.errors import UserError
 
 
 @pytest.mark.parametrize("split", ["train", "validation", "test"])
-def test_stream_is_the_documents_one_after_the_other(prepared, manifest, documents, split):
+def test_stream_is_the_concatenated_documents(prepared, manifest, documents, split):
     store = TokenStore(prepared, manifest, split)
     stream = np.concatenate(documents[split])
     ids = np.repeat(np.arange(len(documents[split])), [len(item) for item in documents[split]])
@@ -29,7 +29,7 @@ def test_stream_is_the_documents_one_after_the_other(prepared, manifest, documen
         assert np.array_equal(store.document_starts(start, length), np.flatnonzero(documents_read != before))
 
 
-def test_domains_alone_and_in_any_order(prepared, manifest, store):
+def test_domains_in_any_order(prepared, manifest, store):
     first, second = (TokenStore(prepared, manifest, "train", [name]) for name in ("c4", "RedPajamaCommonCrawl"))
     both = TokenStore(prepared, manifest, "train", ["CommonCrawl", "C4"])
     whole = np.concatenate([part.read(0, part.num_tokens) for part in (first, second)])
@@ -39,7 +39,7 @@ def test_domains_alone_and_in_any_order(prepared, manifest, store):
 
 
 @pytest.mark.parametrize(("fit", "max_open"), [(1, None), (9, 1)])
-def test_few_open_shards_change_nothing(prepared, manifest, documents, monkeypatch, fit, max_open):
+def test_reads_do_not_depend_on_the_open_limit(prepared, manifest, documents, monkeypatch, fit, max_open):
     monkeypatch.setattr(shards, "max_open_shards", lambda: fit)
     store = TokenStore(prepared, manifest, "train", max_open=max_open)
     stream = np.concatenate(documents["train"])
@@ -59,7 +59,7 @@ def test_few_open_shards_change_nothing(prepared, manifest, documents, monkeypat
         (4, 4, 4, 1),
     ],
 )
-def test_how_many_shards_are_open_follows_from_the_limit_of_files(monkeypatch, soft, hard, raised, shards_open):
+def test_max_open_shards_follows_the_file_limit(monkeypatch, soft, hard, raised, shards_open):
     limit = [soft, hard]
     monkeypatch.setattr(resource, "getrlimit", lambda _: tuple(limit))
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: limit.__setitem__(slice(2), limits))
@@ -67,7 +67,7 @@ def test_how_many_shards_are_open_follows_from_the_limit_of_files(monkeypatch, s
     assert limit == [raised, hard]
 
 
-def test_a_system_that_does_not_raise_its_limit(monkeypatch):
+def test_file_limit_that_cannot_be_raised(monkeypatch):
     def refuse(*_):
         raise ValueError("current limit exceeds maximum limit")
 
@@ -88,7 +88,7 @@ def test_unknown_domain(prepared, manifest):
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated", "other index", "broken index"])
-def test_unverified_damage_is_still_named(prepared, manifest, tmp_path, damage):
+def test_unverified_damage_names_the_file(prepared, manifest, tmp_path, damage):
     root = tmp_path / "copy"
     shutil.copytree(prepared, root)
     shard = manifest.select("train")[0].shards[1]

@@ -17,12 +17,12 @@ TWO = Damage("train/C4/000007.tar", 34, "data/train/C4/000007.tar is truncated: 
 SAMPLES = cast(Any, SimpleNamespace(num_windows=5000, lost_windows=3))
 
 
-def kept(folder: Path) -> list[tuple[int, list[str]]]:
+def read_records(folder: Path) -> list[tuple[int, list[str]]]:
     lines = (folder / skipped_shards.SKIPPED).read_text().splitlines()
     return [(line["step"], [shard["shard"] for shard in line["shards"]]) for line in map(json.loads, lines)]
 
 
-def test_every_shard_is_named_and_the_whole_counted() -> None:
+def test_warnings_name_every_shard_and_the_total() -> None:
     assert list(skipped_shards.warnings([ONE, TWO], SAMPLES)) == [
         "selectron: warning: data/train/C4/000001.tar is missing: skipped (1,200 tokens)",
         "selectron: warning: data/train/C4/000007.tar is truncated: expected 9 bytes, found 8: skipped (34 tokens)",
@@ -32,7 +32,7 @@ def test_every_shard_is_named_and_the_whole_counted() -> None:
     assert list(skipped_shards.warnings([], SAMPLES)) == []
 
 
-def test_the_record_says_since_when(tmp_path: Path) -> None:
+def test_record_of_skipped_shards(tmp_path: Path) -> None:
     skipped_shards.record_skipped(tmp_path, [], SAMPLES, 0)
     assert not (tmp_path / skipped_shards.SKIPPED).exists()
     skipped_shards.record_skipped(tmp_path, [ONE], SAMPLES, 5)
@@ -45,15 +45,15 @@ def test_the_record_says_since_when(tmp_path: Path) -> None:
         "shards": [{"shard": ONE.shard, "tokens": 1200, "problem": ONE.problem}],
     }
     skipped_shards.record_skipped(tmp_path, [ONE], SAMPLES, 10)  # unchanged, so no new record
-    assert kept(tmp_path) == [(5, [ONE.shard])]
+    assert read_records(tmp_path) == [(5, [ONE.shard])]
     skipped_shards.record_skipped(tmp_path, [ONE, TWO], SAMPLES, 20)
     skipped_shards.record_skipped(tmp_path, [], SAMPLES, 30)  # both shards were replaced by good copies
-    assert kept(tmp_path) == [(5, [ONE.shard]), (20, [ONE.shard, TWO.shard]), (30, [])]
+    assert read_records(tmp_path) == [(5, [ONE.shard]), (20, [ONE.shard, TWO.shard]), (30, [])]
 
 
 @pytest.mark.parametrize(("damages", "expected"), [([], [(5, [ONE.shard]), (8, [])]), ([ONE], [(5, [ONE.shard])])])
-def test_steps_that_are_done_again_are_forgotten(tmp_path: Path, damages: list[Damage], expected: Any) -> None:
+def test_records_after_the_resumed_step_are_dropped(tmp_path: Path, damages: list[Damage], expected: Any) -> None:
     skipped_shards.record_skipped(tmp_path, [ONE], SAMPLES, 5)
     skipped_shards.record_skipped(tmp_path, [ONE, TWO], SAMPLES, 20)
     skipped_shards.record_skipped(tmp_path, damages, SAMPLES, 8)
-    assert kept(tmp_path) == expected
+    assert read_records(tmp_path) == expected

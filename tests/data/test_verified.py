@@ -29,7 +29,7 @@ def _checked(root: Path, manifest: Manifest, folder: Path) -> ShardVerifier:
     return verified
 
 
-def test_a_second_start_reads_nothing_of_what_is_as_it_was(
+def test_unchanged_files_are_not_read_again(
     copy: Path, manifest: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = _checked(copy, manifest, tmp_path)
@@ -67,7 +67,7 @@ def _replace(path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", [".tar", ".index.npy"])
 @pytest.mark.parametrize("change", [_flip, _replace, Path.unlink])
-def test_what_was_changed_is_found(
+def test_changed_files_are_found(
     copy: Path, manifest: Manifest, tmp_path: Path, suffix: str, change: Callable[[Path], None]
 ) -> None:
     _checked(copy, manifest, tmp_path)
@@ -83,7 +83,7 @@ def test_what_was_changed_is_found(
     assert str(path) not in verified.stamps
 
 
-def test_what_failed_since_is_read_though_it_looks_the_same(
+def test_suspect_shards_are_read_again(
     copy: Path, manifest: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known = _checked(copy, manifest, tmp_path).stamps
@@ -103,7 +103,7 @@ def test_what_failed_since_is_read_though_it_looks_the_same(
     assert damage.problem == f"{copy / shard.file} or its index cannot be read (Input/output error)"
 
 
-def test_another_manifest_has_other_files(copy: Path, manifest: Manifest, tmp_path: Path) -> None:
+def test_stamps_of_another_manifest_are_ignored(copy: Path, manifest: Manifest, tmp_path: Path) -> None:
     known = _checked(copy, manifest, tmp_path).stamps
     other = {path: ["0" * 64, *stamp[1:]] for path, stamp in known.items()}
     verified = ShardVerifier(copy, other)
@@ -112,7 +112,7 @@ def test_another_manifest_has_other_files(copy: Path, manifest: Manifest, tmp_pa
 
 
 @pytest.mark.parametrize("content", [None, b"", b"[1]", b"{"])
-def test_a_record_that_cannot_be_read_says_nothing(tmp_path: Path, content: bytes | None) -> None:
+def test_unreadable_record_is_empty(tmp_path: Path, content: bytes | None) -> None:
     if content is not None:
         (tmp_path / "verified_shards.json").write_bytes(content)
     assert read_verified(tmp_path) == {}

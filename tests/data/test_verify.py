@@ -16,7 +16,7 @@ def copy(prepared, tmp_path) -> Path:
 
 
 @pytest.mark.parametrize("mode", ["sha256", "size"])
-def test_whole_data_passes(prepared, manifest, mode):
+def test_undamaged_data_passes(prepared, manifest, mode):
     total = sum(len(entry.shards) for entry in manifest.domains)
     assert verify_shards(prepared, manifest, mode=mode) == total
     assert sum(verify_shards(prepared, manifest, mode=mode, rank=rank, world_size=3) for rank in range(3)) == total
@@ -58,10 +58,10 @@ def test_damaged_file_is_named_in_one_line(copy, manifest, suffix, how):
     verify_shards(copy, manifest, ["train"], ["C4"])
 
 
-def test_every_shard_is_some_ranks_and_only_that_rank_sees_it(copy, manifest):
+def test_each_shard_is_checked_by_exactly_one_rank(copy, manifest):
     shards = [shard for entry in manifest.domains for shard in entry.shards]
     for number, shard in enumerate(shards[:5]):
-        kept = (copy / shard.file).read_bytes()
+        content = (copy / shard.file).read_bytes()
         damage(copy / shard.file, "truncated")
         for rank in range(4):
             if rank == number % 4:
@@ -69,7 +69,7 @@ def test_every_shard_is_some_ranks_and_only_that_rank_sees_it(copy, manifest):
                     verify_shards(copy, manifest, mode="size", rank=rank, world_size=4)
             else:
                 verify_shards(copy, manifest, mode="size", rank=rank, world_size=4)
-        (copy / shard.file).write_bytes(kept)
+        (copy / shard.file).write_bytes(content)
 
 
 def test_all_damage_of_a_split_is_found(copy, manifest):
@@ -88,7 +88,7 @@ def test_all_damage_of_a_split_is_found(copy, manifest):
     assert [one.shard for one in find_damage(copy, manifest, "train", ["C4"], "size")] == [broken[0].file]
 
 
-def test_a_disk_that_fails_is_damage_and_named(prepared, manifest, monkeypatch):
+def test_disk_error_is_reported_as_damage(prepared, manifest, monkeypatch):
     def fails(_: Path) -> str:
         raise OSError(5, "Input/output error")
 

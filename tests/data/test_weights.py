@@ -43,25 +43,25 @@ def slowly(streams: dict[str, np.ndarray], seed: int, upto: int) -> list[np.ndar
     return found
 
 
-def test_equal_to_the_slow_way_over_several_epochs(samples, streams):
+def test_samples_equal_a_sequential_reference(samples, streams):
     slow = slowly(streams, 3, 4 * samples.num_windows)
     assert all(np.array_equal(samples[index], sample) for index, sample in enumerate(slow))
 
 
-def test_no_sample_goes_over_the_edge_of_a_domain(samples, streams):
+def test_samples_do_not_cross_domains(samples, streams):
     views = [np.lib.stride_tricks.sliding_window_view(stream, T + 1) for stream in streams.values()]
     windows = {window.tobytes() for view in views for window in view}
     assert all(samples[index].tobytes() in windows for index in range(samples.num_windows))
 
 
-def test_resumed_anywhere_it_goes_on_as_before(samples, prepared, manifest):
+def test_resumed_samples_are_unchanged(samples, prepared, manifest):
     whole = [samples[index] for index in range(60)]
     resumed = TrainingSamples(TokenStore(prepared, manifest, "train"), T, 3, WEIGHTS)
     assert all(np.array_equal(resumed[index], whole[index]) for index in range(59, 30, -1))
 
 
 @pytest.mark.parametrize("dp_size", [1, 2, 4])
-def test_a_step_is_the_same_on_any_number_of_ranks(samples, dp_size):
+def test_step_is_independent_of_the_number_of_ranks(samples, dp_size):
     rows = [
         row
         for rank in range(dp_size)
@@ -71,21 +71,21 @@ def test_a_step_is_the_same_on_any_number_of_ranks(samples, dp_size):
     assert sorted(rows) == sorted(samples[index][:-1].tolist() for index in range(16, 24))
 
 
-def test_without_a_weight_a_domain_is_not_read(store, streams):
+def test_domain_with_weight_zero_is_not_read(store, streams):
     samples = TrainingSamples(store, T, 3, {"C4": 0.0, "CommonCrawl": 1.0})
     labels = np.sort(np.concatenate([samples[i][1:] for i in range((len(streams["CommonCrawl"]) - 1) // T)]))
     stream = streams["CommonCrawl"]
     assert np.array_equal(labels, np.sort(stream[1 : (len(stream) - 1) // T * T + 1]))
 
 
-def test_a_domain_too_short_for_a_sample(store, streams):
+def test_domain_too_short_for_a_sample(store, streams):
     length = min(len(stream) for stream in streams.values())
     with pytest.raises(UserError, match=rf"data.seq_length: {length} needs {length + 1} tokens, but C4 has {length}; "):
         TrainingSamples(store, length, 0, WEIGHTS)
     TrainingSamples(store, length, 0, {"C4": 0, "CommonCrawl": 1})
 
 
-def test_names_in_any_form(manifest):
+def test_weights_by_long_or_short_names(manifest):
     assert domain_weights({"RedPajamaCommonCrawl": 2, "c4": 0}, TRAIN, manifest) == {"C4": 0, "CommonCrawl": 2}
 
 
@@ -114,7 +114,7 @@ def test_names_in_any_form(manifest):
         ),
     ],
 )
-def test_weights_that_cannot_be(manifest, weights, train, message):
+def test_invalid_weights(manifest, weights, train, message):
     with pytest.raises(UserError) as caught:
         domain_weights(weights, train, manifest)
     assert str(caught.value) == f"data.weights: {message}"

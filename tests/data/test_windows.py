@@ -18,11 +18,11 @@ def offsets(windows: Windows, epochs: int = 1) -> list[int]:
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 700), st.integers(0, 40)), max_size=6))
-def test_a_window_is_lost_if_any_of_its_tokens_is(lost):
+def test_window_with_a_lost_token_is_lost(lost):
     windows = Windows(START, TOKENS, T, 3, lost)
-    gone = {token for first, length in lost for token in range(first, first + length)}
+    lost_tokens = {token for first, length in lost for token in range(first, first + length)}
     starts = [START + number * T for number in range((TOKENS - 1) // T)]
-    broken = {start for start in starts if any(token in gone for token in range(start, start + T + 1))}
+    broken = {start for start in starts if any(token in lost_tokens for token in range(start, start + T + 1))}
     assert (windows.total, windows.lost) == (len(starts), len(broken))
     assert windows.has_lost_too_many == (len(broken) > len(starts) / 2)
     if windows.has_lost_too_many:
@@ -33,13 +33,13 @@ def test_a_window_is_lost_if_any_of_its_tokens_is(lost):
         assert offset == before or before in broken  # only samples of lost windows change
 
 
-def test_each_once_an_epoch_and_in_the_order():
+def test_each_window_once_per_epoch_in_the_sample_order():
     windows = Windows(START, TOKENS, T, 3)
     assert offsets(windows, 2) == [START + T * sample_position(3, index, 71) for index in range(2 * 71)]
     assert set(Counter(offsets(windows, 2)).values()) == {2}
 
 
-def test_what_stands_in_for_lost_windows_is_spread():
+def test_replacements_of_lost_windows_are_spread():
     """A third of the windows is lost. Replacements come from the whole range and differ between epochs."""
     windows = Windows(0, 3001, 1, 3, [(1000, 999)])
     assert windows.lost == 1000
@@ -52,7 +52,7 @@ def test_what_stands_in_for_lost_windows_is_spread():
     assert again != read
 
 
-def test_seeds_of_parts_differ():
+def test_derived_seeds_differ():
     seeds = {derived_seed(seed, name) for seed in range(20) for name in ("C4", "ArXiv", "instead 1", "instead 2")}
     assert len(seeds) == 80
     assert all(0 <= seed < 2**64 for seed in seeds)
@@ -60,5 +60,5 @@ def test_seeds_of_parts_differ():
 
 
 @pytest.mark.parametrize("tokens", [0, 1, T])
-def test_too_short_for_one(tokens):
+def test_range_too_short_for_a_window(tokens):
     assert Windows(0, tokens, T, 0).total == 0

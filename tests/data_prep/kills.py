@@ -89,9 +89,9 @@ def _fork(root: str, number: int | None, work: Callable[[], object]) -> tuple[in
             os._exit(code)
     os.close(writing)
     with os.fdopen(reading, "rb") as pipe:
-        told = pipe.read()
+        output = pipe.read()
     _, status = os.waitpid(child, 0)
-    return os.waitstatus_to_exitcode(status), int(told or -1)
+    return os.waitstatus_to_exitcode(status), int(output or -1)
 
 
 class _Watch:

@@ -8,17 +8,17 @@ from prep_fakes import lines, options, record, text, write_jsonl
 from data_prep.contamination.overlap import OverlapOptions
 from data_prep.manifest import Manifest, UnusedEntry, load_manifest, match_domain
 from data_prep.prepare import prepare
-from data_prep.splits import NO_SIDE, SplitPlan
+from data_prep.splits import UNUSED_REASON, SplitPlan
 from data_prep.stages import Filtering
-from data_prep.summary import summary
+from data_prep.summary import format_summary
 
 MISPLACED = "tested on, but in the folder {}"
 
 
 def accounted(manifest: Manifest) -> int:
-    kept = sum(entry.documents for entry in manifest.domains)
-    gone = sum(entry.documents for entry in (*manifest.left_out, *manifest.unused))
-    return kept + gone + sum(entry.records for entry in manifest.skipped)
+    used = sum(entry.documents for entry in manifest.domains)
+    dropped = sum(entry.documents for entry in (*manifest.left_out, *manifest.unused))
+    return used + dropped + sum(entry.records for entry in manifest.skipped)
 
 
 def unused(manifest: Manifest) -> dict[tuple[str, str], int]:
@@ -52,11 +52,11 @@ def test_kept_left_out_skipped_and_unused_are_all_records(tmp_path, tokenizer_fi
     assert unused(manifest) == {
         ("ArXiv", MISPLACED.format("train")): 5,
         ("ArXiv", MISPLACED.format("validation")): 4,
-        ("Foo", NO_SIDE): 5 + 10 + 6,
-        ("Law", NO_SIDE): 10,
+        ("Foo", UNUSED_REASON): 5 + 10 + 6,
+        ("Law", UNUSED_REASON): 10,
     }
-    printed = summary(manifest, str(tmp_path / "out")).splitlines()
-    assert f"not used: 21 of Foo ({NO_SIDE})" in printed
+    printed = format_summary(manifest, str(tmp_path / "out")).splitlines()
+    assert f"not used: 21 of Foo ({UNUSED_REASON})" in printed
     assert "not used: 5 of ArXiv (tested on, but in the folder train)" in printed
 
 
@@ -64,11 +64,11 @@ def test_where_the_hash_splits_and_nothing_is_filtered(records, tmp_path, tokeni
     bare = Filtering(cleaning=None, duplicates="keep", overlap=None)
     manifest = prepare(options(records, tmp_path / "out", tokenizer_file, filtering=bare))
     assert accounted(manifest) == 3 * 20 + 3 * 15
-    assert manifest.unused == [UnusedEntry("Book", NO_SIDE, 15)]
+    assert manifest.unused == [UnusedEntry("Book", UNUSED_REASON, 15)]
     everything = {"train_domains": ["C4", "CommonCrawl", "Book"], "filtering": bare}
     manifest = prepare(options(records, tmp_path / "all", tokenizer_file, **everything))
     assert (accounted(manifest), manifest.unused) == (105, [])
-    assert "not used" not in summary(manifest, "")
+    assert "not used" not in format_summary(manifest, "")
 
 
 @pytest.mark.parametrize(
@@ -88,16 +88,16 @@ def test_spellings_of_a_domain_are_one_domain(tmp_path, tokenizer_file, named, f
     ]
     assert manifest.unused == []
     assert sorted(path.name for path in (tmp_path / "out/train").iterdir()) == [spelling]
-    assert "no documents in: C4" not in summary(manifest, "")
+    assert "no documents in: C4" not in format_summary(manifest, "")
 
 
 @pytest.mark.parametrize("name", ["C4", "c4", "RedPajamaC4", "redpajamac4", "C5", "Book", "redpajamabook", "Straße"])
 def test_the_plan_knows_a_domain_as_users_names_are_known(name):
     plan = SplitPlan(frozenset({"C4", "STRASSE"}), frozenset({"Book"}), frozenset(), 0.0)
-    assert plan.side_of(name, None) == (
+    assert plan.split_without_text(name, None) == (
         "train" if match_domain(name, plan.train) else "test" if match_domain(name, plan.test) else None
     )
-    assert plan.own_name(name) == (match_domain(name, plan.train | plan.test) or name)
+    assert plan.canonical_name(name) == (match_domain(name, plan.train | plan.test) or name)
 
 
 def test_of_many_domains_the_largest_have_a_line(records, tmp_path, tokenizer_file):
@@ -106,7 +106,7 @@ def test_of_many_domains_the_largest_have_a_line(records, tmp_path, tokenizer_fi
         [record(f"D{number}", text(f"{number} {i}")) for number in range(30) for i in range(number + 1)],
     )
     manifest = prepare(options(records, tmp_path / "out", tokenizer_file))
-    printed = [line for line in summary(manifest, "").splitlines() if line.startswith("not used: ")]
-    assert printed[0] == f"not used: 30 of D29 ({NO_SIDE})"
+    printed = [line for line in format_summary(manifest, "").splitlines() if line.startswith("not used: ")]
+    assert printed[0] == f"not used: 30 of D29 ({UNUSED_REASON})"
     assert printed[-1] == "not used: 66 of 11 more domains, which the manifest lists"
     assert (len(printed), len(manifest.unused)) == (21, 31)

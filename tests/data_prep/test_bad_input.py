@@ -60,22 +60,22 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "content", "said", "kept"), CASES, ids=[said for _, _, said, _ in CASES])
-def test_a_bad_record_stops_or_is_counted(tmp_path, tokenizer_file, name, content, said, kept):
+@pytest.mark.parametrize(("name", "content", "message", "expected"), CASES, ids=[message for _, _, message, _ in CASES])
+def test_malformed_record_stops_or_is_skipped(tmp_path, tokenizer_file, name, content, message, expected):
     source = tmp_path / "raw" / name
     source.parent.mkdir()
     source.write_bytes(content)
     output = tmp_path / "out"
     with pytest.raises(UserError) as caught:
         prepare(prep_fakes.options(source.parent, output, tokenizer_file))
-    assert str(caught.value).startswith(f"{source.parent}/{said}")
+    assert str(caught.value).startswith(f"{source.parent}/{message}")
     assert re.search(r"; (repair it|give .* with --\S+) or pass --on-error skip$", str(caught.value))
     assert [path.name for path in tmp_path.iterdir()] == ["raw"]
     manifest = prepare(prep_fakes.options(source.parent, output, tokenizer_file, on_error="skip"))
     (skipped,) = manifest.skipped
     assert (Path(skipped.file).name.split(":")[0], skipped.records) == (name, 1)
-    assert said.endswith(f": {skipped.reason}")
-    assert sum(entry.documents for entry in manifest.domains) + manifest.duplicates == kept
+    assert message.endswith(f": {skipped.reason}")
+    assert sum(entry.documents for entry in manifest.domains) + manifest.duplicates == expected
 
 
 @pytest.mark.parametrize(
@@ -85,9 +85,9 @@ def test_a_bad_record_stops_or_is_counted(tmp_path, tokenizer_file, name, conten
         ("a.parquet", table()[:-30], "Parquet file broken"),
     ],
 )
-def test_where_no_record_can_be_read_the_message_says_why(tmp_path, tokenizer_file, name, content, reason):
+def test_input_without_readable_records(tmp_path, tokenizer_file, name, content, reason):
     source = tmp_path / name
     source.write_bytes(content)
-    said = rf"^{source}:1: {reason} \(.*\); repair it or give another --input$"
-    with pytest.raises(UserError, match=said):
+    message = rf"^{source}:1: {reason} \(.*\); repair it or give another --input$"
+    with pytest.raises(UserError, match=message):
         prepare(prep_fakes.options(source, tmp_path / "out", tokenizer_file))

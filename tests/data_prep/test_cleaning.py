@@ -17,7 +17,7 @@ def cleaned(*texts: str, **options: object) -> tuple[list[str], dict[str, float]
     return left, {name: metric.total for name, metric in step.stats.stats.items() if name != "doc_len"}
 
 
-def test_clean_text_goes_through_as_it_is():
+def test_clean_text_is_unchanged():
     texts = ["plain\ttext\n", "naïve 東京 λ→μ\n\n  indented", "👩‍👩‍👧 \u200b zero width stays"]
     assert cleaned(*texts) == (texts, {"total": 3, "forwarded": 3})
 
@@ -33,13 +33,13 @@ def test_clean_text_goes_through_as_it_is():
         ("\x1b[31mred\x7f\x9f", "[31mred", {"changed_controls": 1, "removed_controls": 3}),
     ],
 )
-def test_what_is_changed_is_counted_by_reason(text, expected, counts):
+def test_changes_are_counted_by_reason(text, expected, counts):
     left, found = cleaned(text)
     assert left == [expected]
     assert found == {"total": 1, "forwarded": 1, "changed": 1, **counts}
 
 
-def test_every_control_character_but_tab_and_newline_is_gone():
+def test_control_characters_are_removed():
     controls = [chr(c) for c in range(sys.maxunicode + 1) if unicodedata.category(chr(c)) == "Cc"]
     assert len(controls) == 65
     (left,), counts = cleaned("x" + "".join(controls) + "y")
@@ -49,11 +49,11 @@ def test_every_control_character_but_tab_and_newline_is_gone():
     assert counts["removed_nul"] + counts["removed_controls"] == 65 - 6
 
 
-def test_marks_meet_their_letter_when_a_control_between_them_goes():
+def test_normalization_follows_the_removal_of_controls():
     assert cleaned("e\x01\u0301")[0] == ["é"]
 
 
-def test_what_is_left_empty_is_dropped_and_counted():
+def test_empty_documents_are_dropped():
     left, counts = cleaned("\x00\x01", " \r\n\t", "text")
     assert left == ["text"]
     assert counts["dropped"] == counts["dropped_empty"] == 2
@@ -66,17 +66,17 @@ def test_documents_with_nul_can_be_dropped():
     assert counts == {"total": 2, "forwarded": 1, "dropped": 1, "dropped_nul": 1}
 
 
-def test_nul_can_stop_the_work_and_the_document_is_named():
+def test_nul_stop_names_the_document():
     with pytest.raises(UserError, match=r"a\.jsonl:2: the text contains a NUL"):
         cleaned("text", "a\0b", nul="stop")
 
 
-def test_each_part_can_be_left_out():
+def test_each_option_can_be_disabled():
     text = "e\u0301\r\n\x01"
     assert cleaned(text, unicode_form=None, line_ends=False, controls=False)[0] == [text]
     assert cleaned("ﬁ", unicode_form="NFKC")[0] == ["fi"]
 
 
-def test_the_step_travels_between_processes():
+def test_step_can_be_pickled():
     step = pickle.loads(pickle.dumps(Clean()))
     assert [document.text for document in step.run([Document("a\r\n", "1")])] == ["a\n"]

@@ -3,7 +3,7 @@
 import shutil
 from dataclasses import replace
 
-from data_prep.digest import text_digest, texts_of
+from data_prep.digest import domain_texts, text_digest
 from data_prep.manifest import DomainEntry, Manifest, ShardEntry, TokenizerEntry, load_manifest, save_manifest
 
 
@@ -21,10 +21,10 @@ def manifest(*shards: ShardEntry, dtype="uint16", domain="C4") -> Manifest:
 
 
 def digest_of(one: Manifest, split="train", domains=None) -> str:
-    return text_digest(texts_of(one, split, domains))
+    return text_digest(domain_texts(one, split, domains))
 
 
-def test_the_same_text_in_another_folder(tmp_path):
+def test_equal_text_in_another_folder(tmp_path):
     one = manifest(shard(1))
     for number, entry in enumerate(one.domains):  # shards with distinct files
         entry.shards[:] = [shard(1, file=f"{number}.tar", index=f"{number}.index.npy")]
@@ -33,7 +33,7 @@ def test_the_same_text_in_another_folder(tmp_path):
     assert digest_of(load_manifest(tmp_path / "elsewhere")) == digest_of(one)
 
 
-def test_everything_that_makes_the_stream_counts():
+def test_digest_depends_on_the_token_stream():
     base = digest_of(manifest(shard(1), shard(2)))
     others = [
         manifest(shard(2), shard(1)),
@@ -49,7 +49,7 @@ def test_everything_that_makes_the_stream_counts():
     assert digest_of(manifest(shard(1), shard(2)), domains=["redpajamac4"]) != base
 
 
-def test_domains_are_selected_as_everywhere():
+def test_digest_of_selected_domains():
     one = manifest(shard(1))
-    assert [text.domain for text in texts_of(one, "train", ["book", "c4"])] == ["C4", "Book"]
-    assert texts_of(one, "validation") == []
+    assert [text.domain for text in domain_texts(one, "train", ["book", "c4"])] == ["C4", "Book"]
+    assert domain_texts(one, "validation") == []

@@ -19,7 +19,7 @@ def read(path: Path, on_error: str = "stop"):
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst"])
-def test_every_form_gives_the_same_documents(tmp_path, suffix):
+def test_all_formats_give_the_same_documents(tmp_path, suffix):
     content = lines(["C4", "ArXiv"], 30)
     data = "\n".join(content).encode()  # no newline after the last record
     packed = {".jsonl": bytes, ".jsonl.gz": gzip.compress, ".jsonl.zst": zstandard.compress}[suffix](data)
@@ -41,7 +41,7 @@ def test_several_frames_are_one_stream_and_progress_counts_raw_bytes(tmp_path, s
     assert sum(seen) == path.stat().st_size
 
 
-def test_folders_give_the_split_and_what_lies_outside_is_not_read(tmp_path):
+def test_split_folders(tmp_path):
     for folder in ("train", "validation", "test"):
         write_jsonl(tmp_path / folder / "chunk1" / "x.jsonl.zst", [record("C4", text(folder))])
     write_jsonl(tmp_path / "benchmark" / "x.jsonl", ['{"question": 1}'])
@@ -93,7 +93,7 @@ def test_malformed_record_stops_with_its_line_or_is_counted(tmp_path, line, reas
 
 @pytest.mark.parametrize("suffix", [".jsonl.gz", ".jsonl.zst"])
 @pytest.mark.parametrize("damage", ["truncated", "flipped"])
-def test_broken_stream_names_the_file_and_keeps_what_was_whole(tmp_path, suffix, damage):
+def test_broken_stream_keeps_the_complete_records(tmp_path, suffix, damage):
     data = "\n".join(lines(["C4"], 3000)).encode()
     packed = bytearray(gzip.compress(data) if suffix == ".jsonl.gz" else zstandard.compress(data))
     if damage == "truncated":
@@ -126,7 +126,7 @@ def test_nothing_to_read(tmp_path, make):
         open_files(make(tmp_path))
 
 
-def test_a_record_may_name_its_domain_at_the_top(tmp_path):
+def test_top_level_domain_key(tmp_path):
     path = write_jsonl(tmp_path / "x.jsonl", ['{"text": "x", "domain": "Law"}'])
     corpus = open_files(path)
     assert [item.domain for item in corpus.documents(Problems())] == ["Law"]

@@ -46,7 +46,7 @@ def everything(root: Path) -> dict[str, bytes]:
     ],
     ids=["one pass", "all stages"],
 )
-def test_a_kill_before_a_change_is_gone_on_from(tmp_path, filtering):
+def test_resume_after_a_kill(tmp_path, filtering):
     for name in ("a", "b"):
         write_jsonl(tmp_path / f"raw/{name}.jsonl", lines(["C4", "CommonCrawl", "ArXiv"], 6, name))
     given = {"vocab_size": 260, "tasks": 2, "filtering": filtering}
@@ -61,10 +61,10 @@ def test_a_kill_before_a_change_is_gone_on_from(tmp_path, filtering):
     assert (ended, number > 40) == (DONE, True)
     whole = everything(root / "out")
     step = 1 if EVERY else number / KILLS
-    for place in sorted({int(step * count) for count in range(int(number / step))} | {number - 1}):
-        root = tmp_path / str(place)
+    for kill_point in sorted({int(step * count) for count in range(int(number / step))} | {number - 1}):
+        root = tmp_path / str(kill_point)
         root.mkdir()
-        assert changes(root, place, lambda root=root: call(root)) == (KILLED, place)
+        assert changes(root, kill_point, lambda root=root: call(root)) == (KILLED, kill_point)
         ended, _ = changes(root, None, lambda root=root: call(root))
-        assert ended == DONE, f"killed before change {place}"
-        assert everything(root) == {f"out/{name}": content for name, content in whole.items()}, place
+        assert ended == DONE, f"killed before change {kill_point}"
+        assert everything(root) == {f"out/{name}": content for name, content in whole.items()}, kill_point

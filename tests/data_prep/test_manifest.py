@@ -44,7 +44,7 @@ def test_round_trip(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
 
 
-def test_select_keeps_the_manifest_order_and_knows_both_forms():
+def test_select_in_the_manifest_order_by_any_name():
     assert [entry.domain for entry in manifest().select("train", ["redpajamabook", "c4"])] == ["C4", "Book"]
     assert len(manifest().select()) == 4
     assert manifest().domain_names("test") == ["C4", "Book"]
@@ -110,7 +110,7 @@ def test_verify_shard_names_the_file(tmp_path, which):
 
 @pytest.mark.parametrize("size", [0, 1, 99, 100, 101, 1000, 1001])
 def test_sha256_of_files_shorter_and_longer_than_a_block(tmp_path, monkeypatch, size):
-    monkeypatch.setattr("data_prep.storage.HASHED", 100)
+    monkeypatch.setattr("data_prep.storage.HASH_BLOCK_BYTES", 100)
     content = np.random.default_rng(size).bytes(size)
     (tmp_path / "file").write_bytes(content)
     assert sha256_of(tmp_path / "file") == hashlib.sha256(content).hexdigest()

@@ -22,9 +22,9 @@ def good() -> dict[str, Any]:
     return asdict(Manifest(1, TokenizerEntry("tokenizer.json", "e" * 64, 300, "</s>", 2), "uint16", domains))
 
 
-def changed(place: str, value: object) -> bytes:
+def changed(location: str, value: object) -> bytes:
     tree = node = copy.deepcopy(good())
-    *parents, last = place.split(".")
+    *parents, last = location.split(".")
     for part in parents:
         node = node[int(part) if part.isdecimal() else part]
     node[last] = value
@@ -35,35 +35,37 @@ SHARD = "domains.0.shards.0"
 NAMES = ("tokenizer.file", f"{SHARD}.file", f"{SHARD}.index", "domains.1.shards.0.index")
 
 
-def refusal(text: bytes) -> str:
+def error_message(text: bytes) -> str:
     with pytest.raises(UserError) as caught:
         parse_manifest(text, "m.json")
     assert str(caught.value).isprintable()
     return str(caught.value)
 
 
-def test_a_good_one():
+def test_valid_manifest():
     parsed = parse_manifest(json.dumps(good()).encode(), "m.json")
     assert asdict(parsed) == good()
 
 
-@pytest.mark.parametrize("place", NAMES)
+@pytest.mark.parametrize("location", NAMES)
 @pytest.mark.parametrize(
     "name",
     ["../../home/.ssh/authorized_keys", "/etc/cron.d/x", "a/../../b", "", "a\nb", "\x1b]0;x\x07", "C:\\x", "x" * 300],
 )
-def test_names_that_lead_out(place, name):
-    assert refusal(changed(place, name)).startswith(f"m.json ({place}): names ")
+def test_paths_that_leave_the_folder(location, name):
+    assert error_message(changed(location, name)).startswith(f"m.json ({location}): names ")
 
 
-@pytest.mark.parametrize("place", NAMES)
+@pytest.mark.parametrize("location", NAMES)
 @pytest.mark.parametrize("name", ["manifest.json", "./manifest.json", ".locks/x", ".lock"])
-def test_names_of_the_folder_s_own_files(place, name):
-    assert f"({place}): names {name.removeprefix('./')}, which is a reserved name" in refusal(changed(place, name))
+def test_reserved_names(location, name):
+    assert f"({location}): names {name.removeprefix('./')}, which is a reserved name" in error_message(
+        changed(location, name)
+    )
 
 
 @pytest.mark.parametrize(
-    ("place", "value", "problem"),
+    ("location", "value", "problem"),
     [
         ("domains.0.tokens", -5, "domains.0.tokens: Input should be greater than or equal to 0"),
         (f"{SHARD}.tokens", -5, f"{SHARD}.tokens: Input should be greater"),
@@ -96,8 +98,8 @@ def test_names_of_the_folder_s_own_files(place, name):
         ("skipped", [{"file": "x", "reason": "y", "records": -1}], "skipped.0.records: Input should be greater"),
     ],
 )
-def test_counts_and_types(place, value, problem):
-    assert refusal(changed(place, value)).startswith(f"m.json: is damaged ({problem}")
+def test_counts_and_types(location, value, problem):
+    assert error_message(changed(location, value)).startswith(f"m.json: is damaged ({problem}")
 
 
 @pytest.mark.parametrize(
@@ -114,7 +116,7 @@ def test_counts_and_types(place, value, problem):
     ],
     ids=["arrays", "objects", "digits", "no_utf8", "empty", "array", "null", "long_version"],
 )
-def test_bombs_are_one_short_line(text):
-    begun = time.monotonic()
-    assert len(refusal(text)) < 400
-    assert time.monotonic() - begun < 1
+def test_large_manifests_give_short_messages(text):
+    start = time.monotonic()
+    assert len(error_message(text)) < 400
+    assert time.monotonic() - start < 1

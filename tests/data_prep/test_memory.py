@@ -84,27 +84,27 @@ def _train_keys(number: int, generator: np.random.Generator) -> np.ndarray:
 
 
 def peak(folder: Path, code: str = READ) -> tuple[int, str]:
-    cost, said = measure_command([sys.executable, "-c", code, str(folder)], {})
-    return cost.peak_bytes, said
+    cost, output = measure_command([sys.executable, "-c", code, str(folder)], {})
+    return cost.peak_bytes, output
 
 
 @pytest.mark.parametrize(
     ("write", "small", "growth"),
     [(write_records, 200, 16 * MEBIBYTE), (write_table, 800, 120 * MEBIBYTE), (write_tar, 200, 16 * MEBIBYTE)],
 )
-def test_reading_ten_times_as_much_takes_no_more_memory(tmp_path, write, small, growth):
+def test_memory_of_reading_is_constant(tmp_path, write, small, growth):
     """4 and 40 MB, or tables of 16 and 160 MB, because Arrow's pool only fills after about 10 batches of 8 MB."""
     found = {}
     for number in (small, 10 * small):
         folder = tmp_path / str(number)
         folder.mkdir()
         write(folder, number)
-        found[number], said = peak(folder)
-        assert said.split()[0] == str(number * 20_000)
+        found[number], output = peak(folder)
+        assert output.split()[0] == str(number * 20_000)
     assert found[10 * small] < found[small] + growth, found
 
 
-def test_a_whole_preparation_of_ten_times_as_much_takes_no_more_memory(tmp_path, tokenizer_file):
+def test_memory_of_a_preparation_is_constant(tmp_path, tokenizer_file):
     found = {}
     for number in (30, 300):  # 0.6 and 6 MB: one batch and twelve
         folder = tmp_path / str(number)
@@ -117,33 +117,33 @@ def test_a_whole_preparation_of_ten_times_as_much_takes_no_more_memory(tmp_path,
     assert found[300] < found[30] + 160 * MEBIBYTE, found
 
 
-def test_choosing_among_ten_times_as_many_duplicates_takes_no_more_memory(tmp_path):
+def test_memory_of_choosing_survivors_is_constant(tmp_path):
     """40,000 and 400,000 documents, with 10,000 rows at a time. 130 bytes per document would add 45 MiB."""
     found = {}
     for number in (40_000, 400_000):
         folder = tmp_path / str(number)
         folder.mkdir()
         write_chain(folder, number)
-        found[number], said = peak(folder, CHOOSE)
-        assert int(said) == number - 1
+        found[number], output = peak(folder, CHOOSE)
+        assert int(output) == number - 1
     assert found[400_000] < found[40_000] + 12 * MEBIBYTE, found
 
 
-def test_a_line_of_200_megabytes_is_one_problem_and_never_in_memory(tmp_path):
+def test_line_of_200_megabytes_is_not_kept_in_memory(tmp_path):
     with (tmp_path / "x.jsonl").open("w") as file:
         file.write('{"text": "before"}\n{"text": "')
         for _ in range(200):
             file.write("a b " * (MEBIBYTE // 4))
         file.write('"}\n{"text": "after"}\n')
-    large, said = peak(tmp_path / "x.jsonl")
-    assert said.startswith("11 {")  # "before" and "after" are read
-    assert "'too long'): 1" in said
+    large, output = peak(tmp_path / "x.jsonl")
+    assert output.startswith("11 {")  # "before" and "after" are read
+    assert "'too long'): 1" in output
     assert large < 600 * MEBIBYTE  # half of it is used by imports
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.zst", ".tar", ".txt", ".parquet"])
-def test_too_long_a_text_stops_or_is_counted(tmp_path, monkeypatch, suffix):
-    monkeypatch.setattr("data_prep.documents.LONGEST_TEXT", 1000)
+def test_text_too_long(tmp_path, monkeypatch, suffix):
+    monkeypatch.setattr("data_prep.documents.MAX_TEXT_LENGTH", 1000)
     path, good, bad = tmp_path / f"x{suffix}", "x" * 1000, "y" * 1001
     lines = "".join(json.dumps({"text": text}) + "\n" for text in (good, bad)).encode()
     if suffix == ".tar":
@@ -166,9 +166,9 @@ def test_too_long_a_text_stops_or_is_counted(tmp_path, monkeypatch, suffix):
         list(open_files(tmp_path, FIELDS).documents(Problems("stop")))
 
 
-def test_too_long_a_line_is_counted_and_the_next_ones_are_read(tmp_path, monkeypatch):
-    monkeypatch.setattr("data_prep.reading.records.LONGEST_RECORD", 100)
-    monkeypatch.setattr("data_prep.reading.lines.LONGEST_RECORD", 100)
+def test_line_too_long(tmp_path, monkeypatch):
+    monkeypatch.setattr("data_prep.reading.records.MAX_RECORD_BYTES", 100)
+    monkeypatch.setattr("data_prep.reading.lines.MAX_RECORD_BYTES", 100)
     monkeypatch.setattr("data_prep.reading.lines.BLOCK_BYTES", 7)
     rows = ["x" * 10, "y" * 89, "z" * 88, "", "w" * 5000, "v"]  # each line has 12 more characters
     (tmp_path / "x.jsonl").write_text("\n".join(json.dumps({"text": row}) for row in rows[:3] + rows[4:]))

@@ -12,12 +12,12 @@ from tokenizers import Tokenizer
 
 from data_prep import prepare as module
 from data_prep.contamination.overlap import OverlapOptions
-from data_prep.domains import chosen_domains
+from data_prep.domains import resolve_domains
 from data_prep.manifest import Manifest
 from data_prep.prepare import PrepareOptions, prepare
 from data_prep.stages import Filtering
 from data_prep.steps import ReadCorpus
-from data_prep.summary import summary
+from data_prep.summary import format_summary
 from megatron_ext.utils.errors import UserError
 
 generator = random.Random(11)
@@ -77,7 +77,7 @@ def near(action: str = "report", threshold: float = 0.0) -> Filtering:
 CLEANED = "one\ntwo three \u00e9"
 
 
-def test_every_filter_does_its_part_and_is_counted(raw, tmp_path, tokenizer_file):
+def test_filters_and_their_counts(raw, tmp_path, tokenizer_file):
     manifest = prepared(raw, tmp_path / "out", tokenizer_file, near(), tasks=2)
     assert texts(tmp_path / "out", tokenizer_file, "train") == sorted([WITH_LEAK, *PLAIN, CLEANED])
     assert texts(tmp_path / "out", tokenizer_file, "test") == sorted(TEST)
@@ -95,7 +95,7 @@ def test_every_filter_does_its_part_and_is_counted(raw, tmp_path, tokenizer_file
     (entry,) = report["domains"]
     found = {name: entry[name] for name in ("documents", "short", "contaminated", "ngrams_in_train")}
     assert found == {"documents": 4, "short": 1, "contaminated": 1, "ngrams_in_train": 20 - 13 + 1}
-    printed = summary(manifest, str(tmp_path / "out")).splitlines()
+    printed = format_summary(manifest, str(tmp_path / "out")).splitlines()
     assert {
         "contamination: test ArXiv: 4 documents tested, 1 contaminated, 1 too short to judge",
         "cleaned: 2 in train: NUL characters removed",
@@ -105,12 +105,12 @@ def test_every_filter_does_its_part_and_is_counted(raw, tmp_path, tokenizer_file
     assert "| test | ArXiv | 4 | 1 | 1 |" in (tmp_path / "out/contamination.md").read_text()
 
 
-def test_what_is_contaminated_goes_from_the_side_that_was_chosen(raw, tmp_path, tokenizer_file):
+def test_contaminated_documents_are_dropped_from_the_chosen_split(raw, tmp_path, tokenizer_file):
     manifest = prepared(raw, tmp_path / "test", tokenizer_file, near("drop_test"))
     assert texts(tmp_path / "test", tokenizer_file, "test") == sorted([COPIED, NEAR, SHORT])
     assert WITH_LEAK in texts(tmp_path / "test", tokenizer_file, "train")
     assert left_out(manifest)["test", "contaminated"] == 1
-    assert "4 documents tested, 1 contaminated, 1 dropped, 1 too" in summary(manifest, str(tmp_path / "test"))
+    assert "4 documents tested, 1 contaminated, 1 dropped, 1 too" in format_summary(manifest, str(tmp_path / "test"))
 
     manifest = prepared(raw, tmp_path / "train", tokenizer_file, near("drop_train"))
     assert texts(tmp_path / "train", tokenizer_file, "test") == sorted(TEST)
@@ -121,7 +121,7 @@ def test_what_is_contaminated_goes_from_the_side_that_was_chosen(raw, tmp_path, 
     assert ("train", "contaminated") not in left_out(manifest)  # 8 of 48 n-grams
 
 
-def test_nothing_asked_is_one_pass_and_changes_nothing(raw, tmp_path, tokenizer_file, monkeypatch):
+def test_no_filters_take_one_pass(raw, tmp_path, tokenizer_file, monkeypatch):
     names = []
     run = module.run_stages
     monkeypatch.setattr(
@@ -149,9 +149,7 @@ def test_nothing_asked_is_one_pass_and_changes_nothing(raw, tmp_path, tokenizer_
     assert [report["domains"][0]["contaminated"] for report in reports] == [2, 3]  # COPIED too, if its copy is kept
 
 
-def test_neither_interruptions_nor_workers_change_a_byte_nor_tasks_a_document(
-    raw, tmp_path, tokenizer_file, monkeypatch
-):
+def test_output_is_independent_of_interruptions_and_workers(raw, tmp_path, tokenizer_file, monkeypatch):
     filtering = near("drop_train")
     prepared(raw, tmp_path / "whole", tokenizer_file, filtering, tasks=3, workers=2)
     read = ReadCorpus.run
@@ -191,7 +189,7 @@ def test_a_tokenizer_is_trained_on_cleaned_text(tmp_path):
     assert clean.tokenizer.sha256 == given.tokenizer.sha256
 
 
-def test_the_usual_domains(tmp_path, tokenizer_file):
+def test_default_domains(tmp_path, tokenizer_file):
     domains = ("C4", "Github", "Book", "Law")
     for folder in ("train", "test"):
         content = [record(domain, prose(f"{folder} {domain} {i}")) for domain in domains for i in range(5)]
@@ -204,7 +202,7 @@ def test_the_usual_domains(tmp_path, tokenizer_file):
         *(("train", "C4"), ("test", "Book"), ("test", "C4"), ("test", "Github"))
     ]
     assert all(entry.documents == 5 for entry in manifest.domains)
-    assert "no documents in: CommonCrawl, ArXiv, StackExchange, Wikipedia" in summary(manifest, "")
+    assert "no documents in: CommonCrawl, ArXiv, StackExchange, Wikipedia" in format_summary(manifest, "")
 
 
 @pytest.mark.parametrize(
@@ -216,11 +214,11 @@ def test_the_usual_domains(tmp_path, tokenizer_file):
         ({"test_domains": []}, ["CommonCrawl", "C4"], []),
     ],
 )
-def test_usual_domains_are_not_those_named_for_the_other_side(named, train, test):
-    assert chosen_domains(named.get("train_domains"), named.get("test_domains")) == (train, test)
+def test_defaults_exclude_the_requested_domains(named, train, test):
+    assert resolve_domains(named.get("train_domains"), named.get("test_domains")) == (train, test)
 
 
-def test_an_input_without_the_usual_domains_is_refused(tmp_path, tokenizer_file):
+def test_input_without_default_domains(tmp_path, tokenizer_file):
     write_jsonl(tmp_path / "raw/x.jsonl", [record("Law", prose("a")), record("Book", prose("b"))])
     with pytest.raises(UserError) as caught:
         prepare(options(tmp_path / "raw", tmp_path / "out", tokenizer_file, train_domains=None))

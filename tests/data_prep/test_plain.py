@@ -33,7 +33,7 @@ def plain(key="text", **more):
         (".hidden.jsonl", "hidden"),
     ],
 )
-def test_the_input_is_one_domain(tmp_path, tokenizer_file, source, name):
+def test_input_without_domains_is_one_domain(tmp_path, tokenizer_file, source, name):
     path = write_jsonl(tmp_path / source, plain())
     given = path.parent if "/" in source else path
     manifest = prepare(options(given, tmp_path / "out", tokenizer_file, **USUAL))
@@ -75,7 +75,7 @@ def test_a_name_and_test_domains_may_be_given(tmp_path, tokenizer_file):
         prepare(options(tmp_path / "raw", tmp_path / "out2", tokenizer_file, **{**USUAL, "domain": "../x"}))
 
 
-def test_records_that_name_domains_are_asked_for_as_before(tmp_path, tokenizer_file):
+def test_default_domains_if_records_name_them(tmp_path, tokenizer_file):
     write_jsonl(tmp_path / "raw/a.jsonl", [record("Law", "x"), *plain()])
     with pytest.raises(
         UserError, match=r"^--train-domains: is not given, and the input has none of the default domains"
@@ -101,7 +101,7 @@ PACKED = zstandard.compress("\n".join(plain()).encode())
 
 @pytest.mark.parametrize("named", [{}, {"train_domains": ["C4"]}])
 @pytest.mark.parametrize(
-    ("name", "content", "said", "counted"),
+    ("name", "content", "message", "counted"),
     [
         ("a.jsonl", b'{"text": ', "a.jsonl:1: not JSON (Expecting value: line 1", "1 not JSON"),
         ("a.jsonl.zst", PACKED[:-9], "a.jsonl.zst:1: compressed stream broken (the file ends", "1 compressed stream"),
@@ -120,14 +120,14 @@ PACKED = zstandard.compress("\n".join(plain()).encode())
         ("a.parquet", b"PAR1", "a.parquet:1: Parquet file broken (", "1 Parquet file broken"),
     ],
 )
-def test_each_cause_has_its_own_line(tmp_path, tokenizer_file, name, content, said, counted, named):
+def test_messages_about_malformed_inputs(tmp_path, tokenizer_file, name, content, message, counted, named):
     (tmp_path / name).write_bytes(content)
     given = {**USUAL, **named}
-    where = "" if said.startswith("--") else f"{tmp_path}/"
+    where = "" if message.startswith("--") else f"{tmp_path}/"
     with pytest.raises(UserError) as caught:
         prepare(options(tmp_path / name, tmp_path / "out", tokenizer_file, **given))
-    assert str(caught.value).startswith(where + said)
+    assert str(caught.value).startswith(where + message)
     with pytest.raises(UserError) as caught:
         prepare(options(tmp_path / name, tmp_path / "out", tokenizer_file, on_error="skip", **given))
-    assert counted in str(caught.value) or str(caught.value).startswith(where + said)
+    assert counted in str(caught.value) or str(caught.value).startswith(where + message)
     assert [path.name for path in tmp_path.iterdir()] == [name]

@@ -38,7 +38,7 @@ def everything(root: Path) -> dict[str, bytes]:
     return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
 
 
-def test_shards_hold_the_documents(records, tmp_path, tokenizer_file):
+def test_shards_contain_the_documents(records, tmp_path, tokenizer_file):
     out = tmp_path / "out"
     manifest = prepare(options(records, out, tokenizer_file))
     assert load_manifest(out) == manifest
@@ -94,7 +94,7 @@ def tokens_by_id(root: Path, split: str, domain: str) -> dict[str, list[int]]:
     return {item["json"]["id"]: item["tokens.npy"].tolist() for item in samples(root, split, domain)}
 
 
-def test_same_bytes_again_and_tokens_do_not_depend_on_workers_tasks_or_shard_size(records, tmp_path, tokenizer_file):
+def test_reproducible_bytes_and_tokens(records, tmp_path, tokenizer_file):
     write_jsonl(records / "c.jsonl", lines(["C4", "ArXiv"], 10, "more "))  # copies of documents in b.jsonl
     changes = {"a": {}, "b": {"workers": 2}, "c": {"shard_tokens": 10**9}, "d": {"tasks": 1}}
     usual = {"tasks": 3, "shard_tokens": 300, "filtering": Filtering(overlap=None)}
@@ -109,7 +109,7 @@ def test_same_bytes_again_and_tokens_do_not_depend_on_workers_tasks_or_shard_siz
     assert shards_of["c"] <= 3 < shards_of["a"]
 
 
-def test_folders_decide_the_split(tmp_path, tokenizer_file):
+def test_folders_determine_the_split(tmp_path, tokenizer_file):
     for folder in ("train", "validation", "test"):
         write_jsonl(tmp_path / "raw" / folder / "x.jsonl.zst", lines(["C4", "ArXiv"], 6, folder))
     manifest = prepare(options(tmp_path / "raw", tmp_path / "out", tokenizer_file, train_domains=["c4"]))
@@ -128,7 +128,7 @@ def test_folders_decide_the_split(tmp_path, tokenizer_file):
     assert all(entry.documents == 6 for entry in manifest.domains)
 
 
-def test_equal_texts_are_kept_once_so_that_splits_and_domains_share_none(tmp_path, tokenizer_file):
+def test_equal_texts_are_kept_once(tmp_path, tokenizer_file):
     content = lines(["C4"], 30) * 2 + lines(["ArXiv"], 5) + [record("ArXiv", text("C43", 8))]
     source = write_jsonl(tmp_path / "x.jsonl", content)
     manifest = prepare(options(source, tmp_path / "out", tokenizer_file, train_domains=["C4"]))
@@ -138,7 +138,7 @@ def test_equal_texts_are_kept_once_so_that_splits_and_domains_share_none(tmp_pat
     assert counts["test"] == 6  # the copy of a training document stays a test document
 
 
-def test_held_out_share(tmp_path, tokenizer_file):
+def test_validation_fraction(tmp_path, tokenizer_file):
     source = write_jsonl(tmp_path / "x.jsonl", [record("C4", f"{i}") for i in range(3000)])
     chosen = {
         "train_domains": ["C4"],
@@ -152,7 +152,7 @@ def test_held_out_share(tmp_path, tokenizer_file):
     assert abs(held_out - 300) < 5 * (3000 * 0.1 * 0.9) ** 0.5
 
 
-def test_large_vocabulary_is_kept_in_four_bytes(records, tmp_path, tokenizer_file):
+def test_large_vocabulary_is_stored_as_uint32(records, tmp_path, tokenizer_file):
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
     tokenizer.add_tokens([f"never-{i}-seen" for i in range(65536 - tokenizer.get_vocab_size())])
     tokenizer.save(str(tmp_path / "large.json"))
@@ -280,7 +280,7 @@ def test_stopped_work_is_not_gone_on_with_otherwise(records, tmp_path, tokenizer
     mine = tmp_path / "tokenizer.json"
     mine.write_bytes(tokenizer_file.read_bytes())
     with monkeypatch.context() as patch:
-        patch.setattr(writing, "kept_tokenizer", stop)
+        patch.setattr(writing, "load_saved_tokenizer", stop)
         with pytest.raises(KeyboardInterrupt):
             prepare(options(records, tmp_path / "out", mine))
     if change == "input":

@@ -45,7 +45,7 @@ def test_a_tokenizer_must_be_chosen(records, tmp_path):
         cli.run(arguments)
 
 
-def test_interrupted_it_says_how_to_go_on(records, tmp_path, tokenizer_file, capsys, monkeypatch):
+def test_message_after_an_interruption(records, tmp_path, tokenizer_file, capsys, monkeypatch):
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
@@ -79,7 +79,7 @@ sys.exit(main(sys.argv[2:]))
 """
 
 
-def test_sigterm_stops_it_with_the_code_of_work_that_goes_on(records, tmp_path, tokenizer_file):
+def test_exit_code_after_sigterm(records, tmp_path, tokenizer_file):
     out, reached = tmp_path / "out", tmp_path / "reached"
     given = ["--input", str(records), "--output", str(out), "--tokenizer", str(tokenizer_file), "--train-domains", "C4"]
     given += ["--workers", "1"]
@@ -91,11 +91,11 @@ def test_sigterm_stops_it_with_the_code_of_work_that_goes_on(records, tmp_path, 
             while not reached.exists() and process.poll() is None and time.monotonic() < deadline:
                 time.sleep(0.02)
             process.terminate()
-            _, said = process.communicate(timeout=30)
+            _, output = process.communicate(timeout=30)
         finally:
             process.kill()
     assert process.returncode == 75
-    assert said.splitlines()[-1] == f"selectron: stopped; rerun the same command to resume from {out}.partial"
+    assert output.splitlines()[-1] == f"selectron: stopped; rerun the same command to resume from {out}.partial"
     assert cli.run(parse(*given)) == 0
     assert load_manifest(out).domain_names("train") == ["C4"]
 
@@ -106,7 +106,7 @@ def test_defaults_of_the_embedded_corpus():
     assert (options.tokenizer, options.vocab_size, options.validation_fraction) == ("train", 4096, 0.05)
 
 
-def test_filters_are_what_the_arguments_say():
+def test_filters_from_arguments():
     options = cli._options(parse("--input", "x", "--output", "y", "--tokenizer", "z"))
     assert (options.train_domains, options.test_domains, options.filtering) == (None, None, Filtering())
     near = ["--duplicates", "near", "--near-ngram-words", "3", "--near-buckets", "20", "--near-hashes-per-bucket", "5"]
@@ -135,7 +135,7 @@ def test_filters_are_what_the_arguments_say():
         (["--contamination-threshold", "1"], "--contamination-threshold: 1.0 is not in [0, 1); "),
     ],
 )
-def test_filters_that_cannot_be(arguments, message):
+def test_invalid_filters(arguments, message):
     with pytest.raises(UserError) as caught:
         cli._options(parse("--input", "x", "--output", "y", "--tokenizer", "z", *arguments))
     assert str(caught.value).startswith(message)
@@ -153,7 +153,7 @@ def test_exports_with_the_preparation_or_afterwards(records, tmp_path, tokenizer
     assert {"x_train_C4_text_document.bin", "x_test_ArXiv_text_document.idx"} < set(first)
 
 
-def test_what_can_be_exported(tmp_path):
+def test_export_arguments(tmp_path):
     with pytest.raises(UserError, match=r"^--input: is not given; give the documents, or export "):
         cli.run(parse("--output", str(tmp_path)))
     with pytest.raises(UserError, match=r"manifest.json: cannot be read "):

@@ -98,7 +98,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def manifest(root: Path) -> Manifest:
     tokenizer = next(iter(sorted(CORPUS.glob("tokenizers/*/tokenizer.json"))), TRAIN_TOKENIZER)
-    made = prepare(
+    prepared_manifest = prepare(
         PrepareOptions(
             input=str(CORPUS),
             output=str(root),
@@ -108,12 +108,12 @@ def manifest(root: Path) -> Manifest:
             progress=False,
         )
     )
-    assert made is not None
-    return made
+    assert prepared_manifest is not None
+    return prepared_manifest
 
 
 @pytest.fixture(scope="module")
-def kept(given: list[Given]) -> list[Given]:
+def remaining(given: list[Given]) -> list[Given]:
     """Records that should remain: one of each set of equal texts, preferably from test, then validation, then train."""
     order = ["test", "validation", "train"]
     first: dict[str, Given] = {}
@@ -123,7 +123,7 @@ def kept(given: list[Given]) -> list[Given]:
     return list(first.values())
 
 
-def test_every_record_is_accounted_for(given: list[Given], kept: list[Given], manifest: Manifest) -> None:
+def test_all_records_are_counted(given: list[Given], remaining: list[Given], manifest: Manifest) -> None:
     assert len(given) > 1000
     used = Counter(one.split for one in given if one.split)
     written: Counter[str] = Counter()
@@ -134,25 +134,25 @@ def test_every_record_is_accounted_for(given: list[Given], kept: list[Given], ma
         left_out[entry.split] += entry.documents
     assert not manifest.skipped
     assert {split: written[split] + left_out[split] for split in used} == dict(used)
-    assert written == Counter(one.split for one in kept)
+    assert written == Counter(one.split for one in remaining)
     unused = Counter(one.domain for one in given if not one.split)
-    told: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for entry in manifest.unused:
-        told[entry.domain] += entry.documents
-    assert told == unused
-    assert written.total() + left_out.total() + told.total() == len(given)
+        counts[entry.domain] += entry.documents
+    assert counts == unused
+    assert written.total() + left_out.total() + counts.total() == len(given)
 
 
-def test_domains_stand_where_they_should(given: list[Given], kept: list[Given], manifest: Manifest) -> None:
+def test_splits_of_the_domains(given: list[Given], remaining: list[Given], manifest: Manifest) -> None:
     """A hash decides which of several equal texts in a split remains, so any of their domains may keep it."""
     read = Counter((one.split, one.domain) for one in given if one.split)
-    left = read.total() - len(kept)
+    left = read.total() - len(remaining)
     found = {(entry.split, entry.domain): entry.documents for entry in manifest.domains}
     assert found.keys() == read.keys()
     assert all(read[key] - left <= found[key] <= read[key] for key in read)
     assert {entry.split for entry in manifest.domains if entry.domain in TEST_DOMAINS} == {"test"}
-    assert sum(entry.bytes for entry in manifest.domains) == sum(len(one.text.encode()) for one in kept)
-    assert sum(entry.characters for entry in manifest.domains) == sum(len(one.text) for one in kept)
+    assert sum(entry.bytes for entry in manifest.domains) == sum(len(one.text.encode()) for one in remaining)
+    assert sum(entry.characters for entry in manifest.domains) == sum(len(one.text) for one in remaining)
 
 
 def test_tokens_of_each_domain_are_its_text(given: list[Given], root: Path, manifest: Manifest) -> None:
@@ -170,21 +170,19 @@ def test_tokens_of_each_domain_are_its_text(given: list[Given], root: Path, mani
         assert tokenizer.decode(tokens, skip_special_tokens=False) == one.text
 
 
-def test_the_report_says_what_a_search_for_every_run_of_words_says(
-    kept: list[Given], root: Path, manifest: Manifest
-) -> None:
-    own = {one.id: list(one.grams) for one in kept if one.split == "test"}
-    wanted = {gram for grams in own.values() for gram in grams}
+def test_report_equals_an_exhaustive_search(remaining: list[Given], root: Path, manifest: Manifest) -> None:
+    own = {one.id: list(one.grams) for one in remaining if one.split == "test"}
+    test_grams = {gram for grams in own.values() for gram in grams}
     found: set[tuple[str, ...]] = set()
     train: Counter[str] = Counter()
-    for one in kept:
+    for one in remaining:
         if one.split == "train":
-            hits = wanted.intersection(one.grams)
+            hits = test_grams.intersection(one.grams)
             train.update(documents=1, overlapping=bool(hits))
             found |= hits
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     in_train = {name: sum(gram in found for gram in grams) for name, grams in own.items()}
-    for one in kept:
+    for one in remaining:
         if one.split == "test":
             grams, hits = len(own[one.id]), in_train[one.id]
             counts[one.domain].update(documents=1, short=not grams, with_overlap=hits > 0, contaminated=hits > 0)
@@ -204,7 +202,7 @@ def test_the_report_says_what_a_search_for_every_run_of_words_says(
 
 
 @pytest.mark.parametrize("task", PUBLISHED_SETS)
-def test_published_test_sets_beside_it_are_read(task: str) -> None:
+def test_published_test_sets(task: str) -> None:
     folder = CORPUS / "eval"
     if not (folder / PUBLISHED_SETS[task].folder).is_dir():
         pytest.skip(f"the corpus has no {task} in its folder eval")

@@ -6,11 +6,11 @@ import pytest
 from kills import DONE, KILLED, changes
 
 from data_prep.manifest import MANIFEST_NAME
-from data_prep.storage import BEGUN_NAME, LOCK_NAME, publish, unfinished_folder, was_published
+from data_prep.storage import LOCK_NAME, SETTINGS_NAME, publish, unfinished_folder, was_published
 from megatron_ext.utils.atomic_files import write_atomically
 from megatron_ext.utils.errors import UserError
 
-BEGUN = {"--x": 1, "--names": ["a", "b"]}
+SETTINGS = {"--x": 1, "--names": ["a", "b"]}
 OTHER = {"--x": 2, "--names": ["a", "b"]}
 
 
@@ -18,11 +18,11 @@ def content(root: Path) -> dict[str, bytes | None]:
     return {str(p.relative_to(root)): p.read_bytes() if p.is_file() else None for p in sorted(root.rglob("*"))}
 
 
-def fill(output: Path, begun: dict = BEGUN, *, mistake: bool = False) -> None:
+def fill(output: Path, settings: dict = SETTINGS, *, mistake: bool = False) -> None:
     """Write a folder as `prepare` does: content first, manifest last. Continue from an earlier call's files."""
-    if was_published(output, begun):
+    if was_published(output, settings):
         return
-    with unfinished_folder(output, begun) as partial:
+    with unfinished_folder(output, settings) as partial:
         if not (partial / MANIFEST_NAME).exists():
             (partial / ".work" / "notes").mkdir(exist_ok=True)
             (partial / ".work" / "notes" / "00000").touch()
@@ -48,7 +48,7 @@ def all_changes(tmp_path: Path, **given: object) -> range:
     return range(number if number >= 0 else 40)
 
 
-def test_a_kill_before_any_change_is_gone_on_from(tmp_path, whole):
+def test_resume_after_a_kill_before_each_change(tmp_path, whole):
     numbers = all_changes(tmp_path)
     assert len(numbers) > 15
     for number in numbers:
@@ -67,7 +67,7 @@ def test_a_kill_before_any_change_is_gone_on_from(tmp_path, whole):
             fill(output)
 
 
-def test_a_second_kill_while_it_is_gone_on_from(tmp_path, whole):
+def test_resume_after_a_second_kill(tmp_path, whole):
     """Steps of five and seven. All pairs of positions would be a thousand."""
     for first in list(all_changes(tmp_path))[::5]:
         second, ended = 0, KILLED
@@ -82,14 +82,14 @@ def test_a_second_kill_while_it_is_gone_on_from(tmp_path, whole):
             second += 7
 
 
-def test_a_kill_while_a_mistaken_call_is_cleared_away(tmp_path, whole):
+def test_kill_during_the_removal_of_a_failed_run(tmp_path, whole):
     """The record of the call's options is removed first, so no call can resume from a half-removed folder."""
     number, ended = 0, KILLED
     while ended == KILLED:
         root = tmp_path / str(number)
         root.mkdir()
         ended, _ = changes(root, number, lambda root=root: fill(root / "out", mistake=True))
-        cleared = not (root / "out.partial" / BEGUN_NAME).exists()
+        cleared = not (root / "out.partial" / SETTINGS_NAME).exists()
         if cleared:
             fill(root / "out", OTHER)
         else:
@@ -104,19 +104,21 @@ def test_a_kill_while_a_mistaken_call_is_cleared_away(tmp_path, whole):
 
 
 @pytest.mark.parametrize("left", [[LOCK_NAME], []])
-def test_a_finished_folder_of_earlier_versions_is_never_cleared_away(tmp_path, whole, left):
+def test_finished_folder_of_earlier_versions_is_kept(tmp_path, whole, left):
     """Earlier versions removed the record of options, then the lock, and renamed the folder last."""
     fill(tmp_path / "out")
     (tmp_path / "out").rename(tmp_path / "out.partial")
     for name in left:
         (tmp_path / "out.partial" / name).touch()
-    said = r"out\.partial: (is complete, .*; rename it to out, or|exists, but was not created by .*; move it elsewhere)"
-    with pytest.raises(UserError, match=said):
+    message = (
+        r"out\.partial: (is complete, .*; rename it to out, or|exists, but was not created by .*; move it elsewhere)"
+    )
+    with pytest.raises(UserError, match=message):
         fill(tmp_path / "out")
     assert content(tmp_path / "out.partial").items() >= whole.items()
 
 
-def test_what_someone_else_left_is_in_the_way(tmp_path):
+def test_partial_folder_of_another_program(tmp_path):
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial" / "precious").touch()
     (tmp_path / "file.partial").touch()

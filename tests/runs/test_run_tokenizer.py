@@ -11,7 +11,7 @@ import tiktoken
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from data_prep.manifest import TokenizerEntry
-from data_prep.tokenization.vocabularies import TextTokenizer, keep_tokenizer, open_tokenizer
+from data_prep.tokenization.vocabularies import TextTokenizer, open_tokenizer, save_tokenizer
 from megatron_ext.runs.tokenizer import ENTRY, store_tokenizer, stored_tokenizer
 from megatron_ext.utils.errors import UserError
 
@@ -53,7 +53,7 @@ def test_a_run_keeps_every_kind(make, end: int, tmp_path: Path) -> None:  # type
     data.mkdir()
     run.mkdir()
     tokenizer, expected = make(tmp_path)
-    entry = keep_tokenizer(data, tokenizer, ("<|endoftext|>", end))
+    entry = save_tokenizer(data, tokenizer, ("<|endoftext|>", end))
     store_tokenizer(data / entry.file, entry, run)
     coder = stored_tokenizer(run)
     assert coder is not None
@@ -68,7 +68,7 @@ def test_ids_that_are_no_token_are_no_text(make, tmp_path: Path) -> None:  # typ
     """The model has rows for these ids: gaps in the vocabulary, and the padding."""
     tokenizer, tokens = make(tmp_path)
     end = ("<|endoftext|>", 0 if make is _rwkv else 270 if make is _tiktoken else 256)
-    entry = keep_tokenizer(tmp_path, tokenizer, end)
+    entry = save_tokenizer(tmp_path, tokenizer, end)
     store_tokenizer(tmp_path / entry.file, entry, tmp_path)
     coder = stored_tokenizer(tmp_path)
     assert coder is not None
@@ -81,7 +81,7 @@ def test_text_that_has_no_token_is_named(tmp_path: Path) -> None:
     library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     library.save(str(tmp_path / "letters.json"))
     tokenizer = open_tokenizer(str(tmp_path / "letters.json"))
-    store_tokenizer(tmp_path / "letters.json", keep_tokenizer(tmp_path, tokenizer, ("<|endoftext|>", 2)), tmp_path)
+    store_tokenizer(tmp_path / "letters.json", save_tokenizer(tmp_path, tokenizer, ("<|endoftext|>", 2)), tmp_path)
     coder = stored_tokenizer(tmp_path)
     assert coder is not None
     assert coder.encode("ab ba") == [0, 1, 1, 0]

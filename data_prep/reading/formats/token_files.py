@@ -14,4 +14,4 @@ def _reader(tokenizer: TextTokenizer | None) -> Reader:
 
 
 # Megatron opens no other spelling than .idx.
-add(Format(suffixes=(".idx",), open_reader=_reader, holds_tokens=True, companion=".bin", case_sensitive=True))
+add(Format(suffixes=(".idx",), open_reader=_reader, has_tokens=True, companion=".bin", case_sensitive=True))

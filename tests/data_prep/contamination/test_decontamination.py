@@ -9,7 +9,7 @@ from datatrove.data import Document
 from pipelines import FailsOnce, Given, document, read, run, run_here
 
 from data_prep.contamination import findings, runs
-from data_prep.contamination.decontamination import Decontamination, Source, decontamination
+from data_prep.contamination.decontamination import Decontamination, DocumentSource, build_decontamination
 from data_prep.contamination.overlap import OverlapOptions
 from data_prep.contamination.overlap_filter import DropContaminated
 from megatron_ext.utils.errors import UserError
@@ -22,22 +22,24 @@ def words(number: int, seed: object) -> list[str]:
     return random.Random(str(seed)).choices(VOCABULARY, k=number)
 
 
-def looked_for(documents: list[Document], folder: Path, tasks: tuple[int, int] = (1, 1), **options: Any) -> Any:
+def run_search(documents: list[Document], folder: Path, tasks: tuple[int, int] = (1, 1), **options: Any) -> Any:
     """Run all stages over documents, and return the decontamination and its report."""
-    test, train = (Source([Given(documents)], number) for number in tasks)
-    made = decontamination(test, train, str(folder), OverlapOptions(**options))
-    run_here(made.stages)
-    return made, json.loads((folder / "report.json").read_text())
+    test, train = (DocumentSource([Given(documents)], number) for number in tasks)
+    built = build_decontamination(test, train, str(folder), OverlapOptions(**options))
+    run_here(built.stages)
+    return built, json.loads((folder / "report.json").read_text())
 
 
-def left(made: Decontamination, documents: list[Document], tasks: int = 1) -> tuple[set[str], dict[str, float]]:
-    kept = {kept.id for kept in read([Given(documents), made.drop], tasks)}
-    return kept, {name: metric.total for name, metric in made.drop.stats.stats.items() if name.startswith("dropped")}
+def left(built: Decontamination, documents: list[Document], tasks: int = 1) -> tuple[set[str], dict[str, float]]:
+    remaining = {document.id for document in read([Given(documents), built.drop], tasks)}
+    return remaining, {
+        name: metric.total for name, metric in built.drop.stats.stats.items() if name.startswith("dropped")
+    }
 
 
 def report_on(test: str, *train: str, folder: Path) -> dict[str, Any]:
     documents = [document(test, "t:1", "test", "ArXiv"), *(document(x, f"c:{i}") for i, x in enumerate(train))]
-    return looked_for(documents, folder)[1]["domains"][0]
+    return run_search(documents, folder)[1]["domains"][0]
 
 
 TEXT = words(40, "text")
@@ -126,9 +128,9 @@ def expected() -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("tasks", [(1, 1), (2, 3)])
-def test_the_report_says_what_brute_force_says(tmp_path, expected, tasks):
+def test_report_equals_brute_force(tmp_path, expected, tasks):
     documents = corpus()
-    _, report = looked_for(documents, tmp_path, tasks, worst=1000)
+    _, report = run_search(documents, tmp_path, tasks, worst=1000)
     for domain in ("ArXiv", "Book"):
         ours = [entry for entry in expected.values() if entry["domain"] == domain]
         ngrams, hits = (sum(entry[name] for entry in ours) for name in ("ngrams", "ngrams_in_train"))
@@ -154,8 +156,8 @@ def test_the_report_says_what_brute_force_says(tmp_path, expected, tasks):
     assert report["train"] == {"documents": 60, "overlapping": len(holders)}
 
 
-def test_the_worst_documents_come_first_and_no_more_than_asked_for(tmp_path, expected):
-    _, report = looked_for(corpus(), tmp_path, worst=2)
+def test_worst_documents_are_limited_and_sorted(tmp_path, expected):
+    _, report = run_search(corpus(), tmp_path, worst=2)
     for domain in ("ArXiv", "Book"):
         shares = sorted(
             (x["ngrams_in_train"] / x["ngrams"] for x in expected.values() if x["domain"] == domain and x["ngrams"]),
@@ -166,7 +168,7 @@ def test_the_worst_documents_come_first_and_no_more_than_asked_for(tmp_path, exp
 
 def test_several_splits_can_be_tested(tmp_path):
     documents = corpus()
-    _, report = looked_for(documents, tmp_path, splits=("validation", "test"))
+    _, report = run_search(documents, tmp_path, splits=("validation", "test"))
     expected = brute_force(documents, ("validation", "test"))
     hits = sum(entry["ngrams_in_train"] for entry in expected.values() if entry["split"] == "validation")
     assert hits > 0
@@ -175,10 +177,10 @@ def test_several_splits_can_be_tested(tmp_path):
 
 @pytest.mark.parametrize("threshold", [0.0, 0.3])
 @pytest.mark.parametrize("action", ["report", "drop_test", "drop_train"])
-def test_what_is_dropped_is_what_the_action_says_and_is_counted(tmp_path, expected, action, threshold):
+def test_action_determines_the_dropped_documents(tmp_path, expected, action, threshold):
     documents = corpus()
-    made, report = looked_for(documents, tmp_path, action=action, threshold=threshold)
-    kept, counts = left(made, documents)
+    built, report = run_search(documents, tmp_path, action=action, threshold=threshold)
+    remaining, counts = left(built, documents)
     bad = {name for name, entry in expected.items() if entry["ngrams_in_train"] > threshold * entry["ngrams"]}
     assert sum(entry["contaminated"] for entry in report["domains"]) == len(bad) > 0
     dropped = {
@@ -186,7 +188,7 @@ def test_what_is_dropped_is_what_the_action_says_and_is_counted(tmp_path, expect
         "drop_test": bad,
         "drop_train": set().union(*(expected[name]["holders"] for name in bad)),
     }[action]
-    assert {given.id for given in documents} - kept == dropped
+    assert {given.id for given in documents} - remaining == dropped
     assert counts.get("dropped", 0) == len(dropped)
     assert sum(entry["dropped"] for entry in report["domains"]) == (len(bad) if action == "drop_test" else 0)
     if action == "drop_train":
@@ -194,25 +196,25 @@ def test_what_is_dropped_is_what_the_action_says_and_is_counted(tmp_path, expect
 
 
 @pytest.mark.parametrize("splits", [("test",), ("test", "validation")])
-def test_as_many_tasks_drop_as_have_judged(tmp_path, splits):
+def test_drop_requires_the_number_of_judging_tasks(tmp_path, splits):
     documents = corpus()
-    made, _ = looked_for(documents, tmp_path / "one", action="drop_test", splits=splits)
-    kept, counts = left(made, documents)
+    built, _ = run_search(documents, tmp_path / "one", action="drop_test", splits=splits)
+    remaining, counts = left(built, documents)
     bad = {name for name, entry in brute_force(documents, splits).items() if entry["ngrams_in_train"]}
-    assert kept == {given.id for given in documents} - bad
-    made, _ = looked_for(documents, tmp_path / "three", (3, 2), action="drop_test", splits=splits)
-    assert left(made, documents, 3)[0] == kept
+    assert remaining == {given.id for given in documents} - bad
+    built, _ = run_search(documents, tmp_path / "three", (3, 2), action="drop_test", splits=splits)
+    assert left(built, documents, 3)[0] == remaining
     assert counts["dropped"] == len(bad)
 
 
-def test_other_documents_than_those_that_were_judged_are_refused(tmp_path):
+def test_drop_rejects_other_documents(tmp_path):
     documents = corpus()
     test = [given for given in documents if given.metadata["split"] == "test"]
-    made, _ = looked_for(documents, tmp_path / "two", (2, 2), action="drop_test")
-    made.drop.judged.rm("00001.jsonl")
+    built, _ = run_search(documents, tmp_path / "two", (2, 2), action="drop_test")
+    built.drop.judged.rm("00001.jsonl")
     with pytest.raises(UserError, match=r"judged/00001\.jsonl: is missing; judge"):
-        left(made, documents, 2)
-    made, _ = looked_for(documents, tmp_path / "one", action="drop_test")
+        left(built, documents, 2)
+    built, _ = run_search(documents, tmp_path / "one", action="drop_test")
     others = {
         test[-1].id: test[::-1],
         "the end": [given for given in documents if given is not test[-1]],
@@ -221,49 +223,49 @@ def test_other_documents_than_those_that_were_judged_are_refused(tmp_path):
     }
     for first, given in others.items():
         with pytest.raises(UserError, match=f"differ from those that were judged, starting at {first}; remove"):
-            left(made, given)
+            left(built, given)
     train = [given for given in documents if given.metadata["split"] == "train"]
-    assert left(made, [*test, *train])[0] == left(made, [*train[::-1], *test])[0]
+    assert left(built, [*test, *train])[0] == left(built, [*train[::-1], *test])[0]
 
 
-def test_a_share_of_just_the_threshold_is_not_above_it(tmp_path):
+def test_share_equal_to_the_threshold(tmp_path):
     text = [*TEXT[:14], *words(12, "own")]  # 14 n-grams, 2 of them in train
     documents = [document(" ".join(text), "t:1", "test"), document(" ".join(TEXT), "c:1")]
     for threshold, contaminated in ((2 / 14, 0), (2 / 14 - 1e-9, 1)):
-        _, report = looked_for(documents, tmp_path / str(threshold), threshold=threshold)
+        _, report = run_search(documents, tmp_path / str(threshold), threshold=threshold)
         assert report["domains"][0]["ngrams"] == 14
         assert report["domains"][0]["contaminated"] == contaminated
 
 
-def test_a_broken_run_goes_on_to_the_same_report(tmp_path):
+def test_interrupted_search_gives_the_same_report(tmp_path):
     documents = corpus()
-    _, expected = looked_for(documents, tmp_path / "whole")
-    test = Source([Given(documents)], 2)
-    train = Source([Given(documents), FailsOnce(tmp_path / "mark")], 3)
-    made = decontamination(test, train, str(tmp_path / "found"))
+    _, expected = run_search(documents, tmp_path / "whole")
+    test = DocumentSource([Given(documents)], 2)
+    train = DocumentSource([Given(documents), FailsOnce(tmp_path / "mark")], 3)
+    built = build_decontamination(test, train, str(tmp_path / "found"))
     with pytest.raises(RuntimeError, match="power cut"):
-        run(made.stages, tmp_path / "logs")
-    run(made.stages, tmp_path / "logs")
+        run(built.stages, tmp_path / "logs")
+    run(built.stages, tmp_path / "logs")
     assert json.loads((tmp_path / "found" / "report.json").read_text()) == expected
 
 
-def test_the_size_of_what_is_kept_in_memory_changes_nothing(tmp_path, monkeypatch):
+def test_buffer_sizes_do_not_change_the_report(tmp_path, monkeypatch):
     documents = corpus()
-    made, expected = looked_for(documents, tmp_path / "whole", (1, 1), action="drop_train")
-    kept = left(made, documents)
+    built, expected = run_search(documents, tmp_path / "whole", (1, 1), action="drop_train")
+    remaining = left(built, documents)
     monkeypatch.setattr(runs, "RUN_HASHES", 29)
-    for name in ("FOUND_AT_A_TIME", "GRAMS_AT_A_TIME", "GRAMS_REMEMBERED"):
+    for name in ("MAX_PENDING_GRAMS", "MERGE_BLOCK_GRAMS", "SEEN_CACHE_SIZE"):
         monkeypatch.setattr(findings, name, 29)
-    made, report = looked_for(documents, tmp_path / "pieces", (2, 3), action="drop_train")
+    built, report = run_search(documents, tmp_path / "pieces", (2, 3), action="drop_train")
     assert report == expected
-    assert left(made, documents) == kept
+    assert left(built, documents) == remaining
     for folder in ("grams", "found", "judged"):
         assert len(list((tmp_path / "pieces" / folder / "runs").iterdir())) > 5
 
 
-def test_the_table_reads_like_the_numbers(tmp_path):
+def test_table_contains_the_numbers(tmp_path):
     documents = [document(" ".join(TEXT[:20]), "a|b:1", "test", "ArXiv"), document(" ".join(TEXT), "c:9")]
-    looked_for(documents, tmp_path, action="drop_test")
+    run_search(documents, tmp_path, action="drop_test")
     text = (tmp_path / "report.md").read_text()
     assert "| test | ArXiv | 1 | 0 | 1 | 8 | 8 (100.00%) | 1 | 1 |" in text
     assert rf"| test | ArXiv | a\|b:1 | 100.00% of 8 | 20 words | {' '.join(TEXT[:13])} | c:9 |" in text
@@ -271,12 +273,12 @@ def test_the_table_reads_like_the_numbers(tmp_path):
     assert "Contaminated documents are dropped." in text
 
 
-def test_without_a_report_or_with_other_options_nothing_is_passed_on(tmp_path):
+def test_drop_requires_a_report_with_the_same_options(tmp_path):
     documents = corpus()
     step = DropContaminated(str(tmp_path), str(tmp_path / "judged"), OverlapOptions())
     with pytest.raises(UserError, match=r"report\.json: is missing"):
         read([Given(documents), step], 1)
-    looked_for(documents, tmp_path)
+    run_search(documents, tmp_path)
     assert len(read([Given(documents), step], 1)) == len(documents)
     other = DropContaminated(str(tmp_path), str(tmp_path / "judged"), OverlapOptions(threshold=0.5))
     with pytest.raises(UserError, match=r"was made with threshold 0\.0, not 0\.5"):
@@ -293,6 +295,6 @@ def test_without_a_report_or_with_other_options_nothing_is_passed_on(tmp_path):
         ({"action": "drop"}, "action: drop is unknown"),
     ],
 )
-def test_options_that_cannot_be_are_refused(options, message):
+def test_invalid_options(options, message):
     with pytest.raises(UserError, match=message):
         OverlapOptions(**options)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from data_prep.contamination.ngrams import window_hashes, words_of
+from data_prep.contamination.ngrams import split_words, window_hashes
 
 
 def words_char_by_char(text: str) -> list[str]:
@@ -33,19 +33,19 @@ def words_char_by_char(text: str) -> list[str]:
     ],
 )
 def test_words(text, words):
-    assert words_of(text) == words == words_char_by_char(text)
+    assert split_words(text) == words == words_char_by_char(text)
 
 
-def test_words_of_any_characters_are_those_of_the_rule():
+def test_words_equal_the_definition():
     generator = random.Random(1)
     characters = [chr(c) for c in range(0x3100) if not 0xD800 <= c < 0xE000]
     for pool in (characters, characters[:128]):
         for _ in range(300):
             text = "".join(generator.choices(pool, k=60)) + " a" * 3
-            assert words_of(text) == words_char_by_char(text)
+            assert split_words(text) == words_char_by_char(text)
 
 
-def test_hashes_are_equal_where_runs_of_words_are_and_only_there():
+def test_equal_hashes_mean_equal_ngrams():
     words = random.Random(2).choices(["a", "b", "c"], k=3000)
     for n in (1, 2, 13):
         runs = [tuple(words[i : i + n]) for i in range(len(words) - n + 1)]

@@ -7,7 +7,7 @@ import pytest
 from datatrove.io import get_datafolder
 
 from data_prep.contamination import runs
-from data_prep.contamination.arrays import appended_array, load, load_json, save, save_json
+from data_prep.contamination.arrays import load_array, load_json, open_array_writer, save_array, save_json
 
 generator = np.random.default_rng(5)
 
@@ -21,34 +21,34 @@ def test_rows_that_are_appended_are_a_plain_numpy_file(folder):
     pair = np.dtype([("hash", "<u8"), ("task", "<u4")])
     for dtype, name in ((np.uint64, "plain.npy"), (pair, "deep/pairs.npy")):
         rows = generator.integers(0, 256, 999 * np.dtype(dtype).itemsize, np.uint8).view(dtype)
-        with appended_array(folder, name, dtype) as append:
+        with open_array_writer(folder, name, dtype) as append:
             for start, end in ((0, 1), (1, 1), (1, 700), (700, 999)):
                 append(rows[start:end])
         with folder.open(name, "rb") as file:
             there = np.load(file)
         assert there.dtype == np.dtype(dtype)
-        assert there.tobytes() == rows.tobytes() == load(folder, name).tobytes()
+        assert there.tobytes() == rows.tobytes() == load_array(folder, name).tobytes()
 
 
 def test_an_array_without_rows(folder):
-    save(folder, "none.npy", np.empty(0, np.uint64))
-    assert load(folder, "none.npy").shape == (0,)
+    save_array(folder, "none.npy", np.empty(0, np.uint64))
+    assert load_array(folder, "none.npy").shape == (0,)
 
 
-def test_json_comes_back(folder):
+def test_json_round_trip(folder):
     save_json(folder, "facts.json", {"é": [1, None]})
     assert load_json(folder, "facts.json") == {"é": [1, None]}
 
 
 def append_what_is_no_number(path):
-    with appended_array(get_datafolder(str(path)), "a.npy", np.int64) as append:
+    with open_array_writer(get_datafolder(str(path)), "a.npy", np.int64) as append:
         append(np.arange(1000))
         append(np.array(["no number"]))
 
 
-def test_a_stop_leaves_what_was_there_before(tmp_path):
+def test_interrupted_write_keeps_the_previous_file(tmp_path):
     before = np.arange(3)
-    save(get_datafolder(str(tmp_path)), "a.npy", before)
+    save_array(get_datafolder(str(tmp_path)), "a.npy", before)
     with pytest.raises(ValueError, match="invalid literal"):
         append_what_is_no_number(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["a.npy"]
@@ -56,14 +56,14 @@ def test_a_stop_leaves_what_was_there_before(tmp_path):
 
 
 def killed_while_it_writes(path):
-    with appended_array(get_datafolder(path), "runs/00000-00001.npy", np.uint64) as append:
+    with open_array_writer(get_datafolder(path), "runs/00000-00001.npy", np.uint64) as append:
         append(np.arange(100_000, dtype=np.uint64))
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_what_a_killed_task_left_is_no_run(tmp_path):
+def test_partial_files_are_not_runs(tmp_path):
     folder = get_datafolder(str(tmp_path))
-    save(folder, "runs/00000-00000.npy", np.array([7], np.uint64))
+    save_array(folder, "runs/00000-00000.npy", np.array([7], np.uint64))
     task = multiprocessing.get_context("fork").Process(target=killed_while_it_writes, args=(str(tmp_path),))
     task.start()
     task.join()
@@ -85,10 +85,10 @@ def test_merged_runs_are_the_set_of_all_hashes(folder, monkeypatch, run_hashes):
             writer.add(hashes)
         writer.close()
     assert runs.merge_runs(folder, "runs", 3, folder, "all.npy") == len(everything)
-    assert load(folder, "all.npy").tolist() == sorted(everything)
+    assert load_array(folder, "all.npy").tolist() == sorted(everything)
 
 
-def test_a_task_that_wrote_nothing_is_missed(tmp_path):
+def test_task_without_a_run_is_an_error(tmp_path):
     folder = get_datafolder(str(tmp_path))
     runs.RunWriter(folder, "runs", 0).close()
     with pytest.raises(FileNotFoundError, match="no runs of task 1"):

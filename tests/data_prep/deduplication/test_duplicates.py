@@ -39,11 +39,11 @@ def jaccard(a: list[str], b: list[str], n: int) -> float:
 def near_ids(documents: list[Document], folder: Path, tasks: int = 1, **options: int) -> set[str]:
     found = near_duplicates([Given(documents)], str(folder), tasks, NearOptions(**options))
     run_here(found.stages)
-    return {kept.id for kept in read(found.documents, tasks)}
+    return {document.id for document in read(found.documents, tasks)}
 
 
 @pytest.mark.parametrize(("ngram_words", "buckets", "hashes"), [(5, 14, 8), (3, 20, 5)])
-def test_pairs_are_found_as_often_as_their_exact_similarity_says(tmp_path, ngram_words, buckets, hashes):
+def test_detection_rate_follows_the_similarity(tmp_path, ngram_words, buckets, hashes):
     documents, chances, similarities = [], [], {}
     options = NearOptions(ngram_words=ngram_words, buckets=buckets, hashes_per_bucket=hashes)
     for share in (0.0, 0.01, 0.03, 0.05, 0.08, 0.2):
@@ -53,28 +53,28 @@ def test_pairs_are_found_as_often_as_their_exact_similarity_says(tmp_path, ngram
             similarity = jaccard(original, copy, ngram_words)
             similarities[f"{share}-{i}"] = similarity
             chances.append(1 - (1 - similarity**hashes) ** buckets)
-            assert options.chance(similarity) == pytest.approx(chances[-1])
+            assert options.detection_probability(similarity) == pytest.approx(chances[-1])
             documents.append(document(" ".join(original), f"{share}-{i}:a", "test"))
             documents.append(document(" ".join(copy), f"{share}-{i}:b", "train"))
-    kept = near_ids(documents, tmp_path, 2, ngram_words=ngram_words, buckets=buckets, hashes_per_bucket=hashes)
-    found = {pair for pair in similarities if f"{pair}:b" not in kept}
-    assert {f"{pair}:a" for pair in similarities} <= kept
+    remaining = near_ids(documents, tmp_path, 2, ngram_words=ngram_words, buckets=buckets, hashes_per_bucket=hashes)
+    found = {pair for pair in similarities if f"{pair}:b" not in remaining}
+    assert {f"{pair}:a" for pair in similarities} <= remaining
     assert {pair for pair, similarity in similarities.items() if similarity > 0.9} <= found
     assert not {pair for pair, similarity in similarities.items() if similarity < 0.2} & found
     spread = sum(chance * (1 - chance) for chance in chances) ** 0.5
     assert abs(len(found) - sum(chances)) < 3 * spread + 1
 
 
-def test_case_punctuation_and_spaces_make_no_difference_to_near_duplicates_but_to_exact_ones(tmp_path):
+def test_case_punctuation_and_spaces(tmp_path):
     plain = " ".join(words(60, "plain"))
     fancy = "\n".join(f"{word.capitalize()}," for word in plain.split())
     documents = [document(plain, "a:1"), document(fancy, "a:2"), document(plain, "b:1"), document("short", "b:2")]
     assert len(near_ids(documents, tmp_path / "near")) == 2
     exact = exact_duplicates([Given(documents)], str(tmp_path / "exact"), 2)
     run_here(exact.stages)
-    kept = {kept.id for kept in read(exact.documents, 2)}
-    assert {"a:2", "b:2"} < kept
-    assert len(kept) == 3
+    remaining = {document.id for document in read(exact.documents, 2)}
+    assert {"a:2", "b:2"} < remaining
+    assert len(remaining) == 3
 
 
 def corpus() -> tuple[list[Document], set[str]]:
@@ -97,32 +97,32 @@ def both(documents: list[Document], folder: Path, tasks: int) -> tuple[set[str],
     exact = exact_duplicates([Given(documents)], str(folder / "exact"), tasks)
     near = near_duplicates(exact.documents, str(folder / "near"), tasks)
     counts = run_here([*exact.stages, *near.stages])
-    return {kept.id for kept in read(near.documents, tasks)}, counts
+    return {document.id for document in read(near.documents, tasks)}, counts
 
 
-def test_the_same_documents_stay_whatever_the_order_tasks_and_workers(tmp_path):
+def test_survivors_do_not_depend_on_order_and_tasks(tmp_path):
     documents, stay = corpus()
-    kept, counts = both(documents, tmp_path / "one", 1)
-    assert stay <= kept
-    assert len(kept) == 24 + 10
+    remaining, counts = both(documents, tmp_path / "one", 1)
+    assert stay <= remaining
+    assert len(remaining) == 24 + 10
     exact, near = counts["exact_survivors"], counts["near_survivors"]
     assert (exact["removed"], near["removed"]) == (12 * 3, 12 * 3)
     assert sum(near[f"removed_{split}"] for split in ("train", "validation", "test")) == 36
     assert (exact["duplicates"], near["duplicates"]) == (48, 48)
     shuffled = random.Random(1).sample(documents, len(documents))
-    assert both(shuffled, tmp_path / "three", 3)[0] == kept
+    assert both(shuffled, tmp_path / "three", 3)[0] == remaining
 
 
-def test_tasks_without_a_document_do_no_harm(tmp_path):
+def test_tasks_without_documents(tmp_path):
     documents = [document(" ".join(words(50, "equal")), name, split) for name, split in (("a", "test"), ("b", "train"))]
     for find in (exact_duplicates, near_duplicates):
         folder = tmp_path / find.__name__
         found = find([Given(documents)], str(folder), 4)
         run_here(found.stages)
-        assert [kept.id for kept in read(found.documents, 4)] == ["a"]
+        assert [document.id for document in read(found.documents, 4)] == ["a"]
 
 
-def test_test_documents_that_only_a_training_document_links_both_stay(tmp_path):
+def test_test_documents_linked_by_training_text_are_kept(tmp_path):
     left, right, other = words(200, "left"), words(200, "right"), words(200, "other")
     documents = [
         document(" ".join([*left, *right]), "a:bridge", "train"),
@@ -133,15 +133,15 @@ def test_test_documents_that_only_a_training_document_links_both_stay(tmp_path):
     ]
     near_left, bridge, near_right = (documents[i].text.split() for i in (1, 0, 2))
     options = NearOptions(buckets=100, hashes_per_bucket=10)
-    assert min(options.chance(jaccard(bridge, end, 5)) for end in (near_left, near_right)) > 0.99
-    assert options.chance(jaccard(near_left, near_right, 5)) < 0.1
-    kept = near_ids(documents, tmp_path, buckets=100, hashes_per_bucket=10)
-    assert kept == {"a:near left", "a:near right", "b:1"}
+    assert min(options.detection_probability(jaccard(bridge, end, 5)) for end in (near_left, near_right)) > 0.99
+    assert options.detection_probability(jaccard(near_left, near_right, 5)) < 0.1
+    remaining = near_ids(documents, tmp_path, buckets=100, hashes_per_bucket=10)
+    assert remaining == {"a:near left", "a:near right", "b:1"}
 
 
-def test_a_broken_run_in_two_processes_goes_on_to_the_result_of_one(tmp_path):
+def test_interrupted_deduplication_gives_the_same_result(tmp_path):
     documents, _ = corpus()
-    kept, _ = both(documents, tmp_path / "whole", 3)
+    remaining, _ = both(documents, tmp_path / "whole", 3)
     source: list[PipelineStep] = [Given(documents), FailsOnce(tmp_path / "mark")]
     exact = exact_duplicates(source, str(tmp_path / "exact"), 3)
     near = near_duplicates(exact.documents, str(tmp_path / "near"), 3)
@@ -150,10 +150,10 @@ def test_a_broken_run_in_two_processes_goes_on_to_the_result_of_one(tmp_path):
     run(exact.stages, tmp_path / "logs")
     run(near.stages[:1], tmp_path / "logs", workers=2)
     run(near.stages[1:], tmp_path / "logs")
-    assert {document.id for document in read(near.documents, 3)} == kept
+    assert {document.id for document in read(near.documents, 3)} == remaining
 
 
-def test_documents_that_were_not_compared_are_refused(tmp_path):
+def test_other_documents_are_rejected(tmp_path):
     documents, _ = corpus()
     found = exact_duplicates([Given(documents)], str(tmp_path), 2)
     with pytest.raises(UserError, match=r"000000\.remove: is missing"):
@@ -165,7 +165,7 @@ def test_documents_that_were_not_compared_are_refused(tmp_path):
             read([Given(other), keep], tasks)
 
 
-def test_the_work_of_another_number_of_tasks_is_refused(tmp_path):
+def test_other_number_of_tasks_is_rejected(tmp_path):
     documents, _ = corpus()
     run_here(exact_duplicates([Given(documents)], str(tmp_path), 3).stages)
     with pytest.raises(UserError, match="does not contain exactly the files of 2 tasks"):
@@ -173,7 +173,7 @@ def test_the_work_of_another_number_of_tasks_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("block", [7, 512])
-def test_signatures_are_those_of_datatrove(tmp_path, monkeypatch, block):
+def test_signatures_equal_datatrove(tmp_path, monkeypatch, block):
     monkeypatch.setattr(signatures, "BLOCK_SHINGLES", block)
     step = NearSignature(str(tmp_path), MinhashConfig())
     shingles = step.get_shingles(" ".join(words(700, "blocks")))
@@ -189,7 +189,7 @@ def test_accents_make_no_difference_to_near_duplicates(tmp_path):
     assert plain.tolist() == accented.tolist()
 
 
-def test_exact_signatures_fit_what_datatrove_reads(tmp_path):
+def test_exact_signatures_are_in_range(tmp_path):
     """datatrove silently ignores signatures whose first number is 2**61 - 1 or more."""
     step = ExactSignature(str(tmp_path), MinhashConfig(num_buckets=1, hashes_per_bucket=2))
     numbers = [step.get_signature(step.get_shingles(str(i)))[0] for i in range(1000)]
@@ -199,6 +199,6 @@ def test_exact_signatures_fit_what_datatrove_reads(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["ngram_words", "buckets", "hashes_per_bucket"])
-def test_numbers_that_are_not_positive_are_refused(name):
+def test_options_must_be_positive(name):
     with pytest.raises(UserError, match=f"^--near-{name.replace('_', '-')}: 0 is not positive"):
         NearOptions(**{name: 0})

@@ -2,10 +2,10 @@ import numpy as np
 import pytest
 from datatrove.io import get_datafolder
 
-from data_prep.deduplication.partitions import Partitions, scratch_beside
+from data_prep.deduplication.partitions import Partitions, scratch_folder_beside
 
 
-def test_rows_come_back_by_range_in_blocks_and_once(tmp_path):
+def test_rows_are_drained_by_range_in_blocks(tmp_path):
     generator = np.random.default_rng(2)
     parts = Partitions(tmp_path / "parts", 3, 4)
     rows = generator.integers(0, 2**64, (100, 3), np.uint64)
@@ -22,19 +22,19 @@ def test_rows_come_back_by_range_in_blocks_and_once(tmp_path):
 
 
 def fail_within(folder):
-    with scratch_beside(folder) as scratch:
+    with scratch_folder_beside(folder) as scratch:
         (scratch / "file").touch()
         raise RuntimeError("power cut")
 
 
 @pytest.mark.parametrize("url", [False, True])
-def test_the_folder_beside_is_empty_at_first_and_gone_at_last(tmp_path, url):
+def test_scratch_folder_is_created_and_removed(tmp_path, url):
     folder = get_datafolder("memory://results" if url else str(tmp_path / "results"))
     with pytest.raises(RuntimeError, match="power cut"):
         fail_within(folder)
     (tmp_path / "results.scratch").mkdir()
     (tmp_path / "results.scratch" / "left").touch()
-    with scratch_beside(folder) as scratch:
+    with scratch_folder_beside(folder) as scratch:
         assert not [path for path in scratch.iterdir() if path.name != ".held"]  # a file of the folder itself
         assert (scratch.parent == tmp_path) != url
     assert not scratch.exists()

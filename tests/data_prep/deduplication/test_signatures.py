@@ -32,20 +32,20 @@ def _files(folder: Path) -> dict[str, bytes]:
         (ExactSignature, MinhashConfig(num_buckets=1, hashes_per_bucket=2)),
     ],
 )
-def test_blocks_are_merged_to_what_sorting_all_at_once_gives(
+def test_merged_blocks_equal_one_sort(
     kind: type[BoundedSignature], config: MinhashConfig, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     documents = _documents(number)
     MinhashDedupSignature.run(kind(str(tmp_path / "whole"), config), documents, rank=3)
     monkeypatch.setattr(signatures, "BLOCK_DOCUMENTS", 7)
-    monkeypatch.setattr(signatures, "RECORDS_AT_A_TIME", 3)
+    monkeypatch.setattr(signatures, "RECORDS_PER_READ", 3)
     step = kind(str(tmp_path / "blocks"), config)
     step.run(iter(documents), rank=3)
     assert _files(tmp_path / "blocks") == _files(tmp_path / "whole")
     assert step.stats["total"].total == number
 
 
-def test_a_task_that_was_killed_while_it_merged_is_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_task_killed_during_the_merge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signatures, "BLOCK_DOCUMENTS", 7)
     config = MinhashConfig(n_grams=3, num_buckets=4, hashes_per_bucket=2)
     NearSignature(str(tmp_path / "never"), config).run(_documents(30))

@@ -9,8 +9,8 @@ import pytest
 from datatrove.io import get_datafolder
 from pipelines import document
 
-from data_prep.deduplication.keys import key_of
-from data_prep.deduplication.survivors import ROWS_AT_A_TIME, ChooseSurvivors
+from data_prep.deduplication.keys import document_key
+from data_prep.deduplication.survivors import MAX_BLOCK_ROWS, ChooseSurvivors
 from megatron_ext.utils.errors import UserError
 
 LEVELS = ("test", "validation", "train")
@@ -19,11 +19,11 @@ Buckets = list[list[list[Node]]]
 
 
 def test_the_key_orders_splits_first():
-    keys = {split: [key_of(document("", f"f:{i}", split)) for i in range(500)] for split in LEVELS}
+    keys = {split: [document_key(document("", f"f:{i}", split)) for i in range(500)] for split in LEVELS}
     assert max(keys["test"]) < min(keys["validation"])
     assert max(keys["validation"]) < min(keys["train"])
     assert all(len(set(found)) == 500 and max(found) < 2**64 for found in keys.values())
-    assert key_of(document("a", "f:1")) == key_of(document("b", "f:1"))
+    assert document_key(document("a", "f:1")) == document_key(document("b", "f:1"))
 
 
 def brute_force(keys: dict[Node, int], buckets: Buckets) -> list[Node]:
@@ -31,7 +31,7 @@ def brute_force(keys: dict[Node, int], buckets: Buckets) -> list[Node]:
 
     For each split, connected components are computed in memory, over documents of equally or more protected splits.
     """
-    gone = []
+    removed = []
     for level in range(3):
         parent = {node: node for node in keys}
 
@@ -44,8 +44,8 @@ def brute_force(keys: dict[Node, int], buckets: Buckets) -> list[Node]:
             for a, b in pairwise(node for node in group if keys[node] >> 62 <= level):
                 low, high = sorted((root(a), root(b)), key=lambda node: (keys[node], node))
                 parent[high] = low
-        gone += [node for node in keys if keys[node] >> 62 == level and root(node) != node]
-    return sorted(gone)
+        removed += [node for node in keys if keys[node] >> 62 == level and root(node) != node]
+    return sorted(removed)
 
 
 def write(folder: Path, keys: dict[Node, int], buckets: Buckets, tasks: int) -> None:
@@ -60,7 +60,7 @@ def write(folder: Path, keys: dict[Node, int], buckets: Buckets, tasks: int) -> 
         (folder / "keys" / f"{task:05d}.keys").write_bytes(of_task.tobytes())
 
 
-def choose(folder: Path, tasks: int, block: int = ROWS_AT_A_TIME) -> tuple[list[Node], dict[str, float]]:
+def choose(folder: Path, tasks: int, block: int = MAX_BLOCK_ROWS) -> tuple[list[Node], dict[str, float]]:
     """Run `ChooseSurvivors`, and return the documents it removed and its counts."""
     step = ChooseSurvivors(*(str(folder / name) for name in ("pairs", "keys", "removed")), tasks, block)
     step.run()
@@ -85,21 +85,21 @@ def some_groups(nodes: list[Node], generator: random.Random) -> Buckets:
     return buckets
 
 
-@pytest.mark.parametrize("block", [1, 2, 7, 40, ROWS_AT_A_TIME])
+@pytest.mark.parametrize("block", [1, 2, 7, 40, MAX_BLOCK_ROWS])
 @pytest.mark.parametrize("seed", range(6))
-def test_who_goes_is_what_components_in_memory_say(tmp_path: Path, seed: int, block: int):
+def test_removed_documents_equal_brute_force(tmp_path: Path, seed: int, block: int):
     generator = random.Random(seed)
     tasks = generator.choice([1, 3, 4])
     keys = some_keys([generator.choice([0, 20, 50]) if task else 30 for task in range(tasks)], generator)
     buckets = some_groups(list(keys), generator)
     write(tmp_path, keys, buckets, tasks)
     found, counted = choose(tmp_path, tasks, block)
-    gone = brute_force(keys, buckets)
-    assert found == gone
+    removed = brute_force(keys, buckets)
+    assert found == removed
     assert counted["duplicates"] == len({node for groups in buckets for group in groups for node in group})
-    assert counted["removed"] == len(gone)
+    assert counted["removed"] == len(removed)
     for level, split in enumerate(LEVELS):
-        assert counted[f"removed_{split}"] == sum(keys[node] >> 62 == level for node in gone)
+        assert counted[f"removed_{split}"] == sum(keys[node] >> 62 == level for node in removed)
     assert {path.name for path in tmp_path.iterdir()} == {"pairs", "keys", "removed"}
 
 
@@ -135,8 +135,8 @@ def loose_groups(nodes: list[Node], generator: random.Random) -> Buckets:
 
 
 @pytest.mark.parametrize("shape", [chain, ordered_chain, loop, star, clique, tight_groups, loose_groups])
-@pytest.mark.parametrize("block", [150, ROWS_AT_A_TIME])
-def test_whatever_hangs_together_how(tmp_path: Path, shape: Callable[[list[Node], random.Random], Buckets], block: int):
+@pytest.mark.parametrize("block", [150, MAX_BLOCK_ROWS])
+def test_large_graphs_of_any_shape(tmp_path: Path, shape: Callable[[list[Node], random.Random], Buckets], block: int):
     """3,000 documents, with 150 of them in memory at a time or with all."""
     generator = random.Random(shape.__name__)
     keys = some_keys([1000, 0, 2000], generator)
@@ -148,7 +148,7 @@ def test_whatever_hangs_together_how(tmp_path: Path, shape: Callable[[list[Node]
 
 
 @pytest.mark.parametrize("level", range(3))
-def test_a_long_chain_of_one_split_leaves_one(tmp_path: Path, level: int):
+def test_long_chain(tmp_path: Path, level: int):
     generator = random.Random(level)
     keys = {node: level << 62 | key & (2**62 - 1) for node, key in some_keys([5000], generator).items()}
     write(tmp_path, keys, chain(generator.sample(list(keys), 5000), generator), 1)
@@ -157,7 +157,7 @@ def test_a_long_chain_of_one_split_leaves_one(tmp_path: Path, level: int):
 
 
 @pytest.mark.parametrize("block", [3, 1000])
-def test_of_equal_keys_the_earlier_document_stays(tmp_path: Path, block: int):
+def test_equal_keys_keep_the_earlier_document(tmp_path: Path, block: int):
     keys = {(task, i): i % 2 << 62 | 5 for task in range(2) for i in range(10)}
     buckets = [[[(1, 2), (0, 2), (0, 4)], [(1, 3), (0, 9)], [(1, 4), (1, 5)]]]
     write(tmp_path, keys, buckets, 2)
@@ -165,7 +165,7 @@ def test_of_equal_keys_the_earlier_document_stays(tmp_path: Path, block: int):
     assert found == brute_force(keys, buckets) == [(0, 4), (1, 2), (1, 3), (1, 5)]
 
 
-def test_other_numbers_of_tasks_choose_the_same(tmp_path: Path):
+def test_survivors_do_not_depend_on_the_number_of_tasks(tmp_path: Path):
     """Document i is document i // n of task i % n for n tasks."""
     generator = random.Random(4)
     keys = some_keys([120], generator)
@@ -180,7 +180,7 @@ def test_other_numbers_of_tasks_choose_the_same(tmp_path: Path):
     assert chosen[0] == chosen[1]
 
 
-def test_what_a_killed_call_left_changes_nothing(tmp_path: Path):
+def test_scratch_files_of_a_killed_run_are_ignored(tmp_path: Path):
     generator = random.Random(9)
     keys = some_keys([60], generator)
     buckets = some_groups(list(keys), generator)
@@ -192,7 +192,7 @@ def test_what_a_killed_call_left_changes_nothing(tmp_path: Path):
     assert not (tmp_path / "removed.scratch").exists()
 
 
-def test_folders_behind_an_address_take_the_same(tmp_path: Path):
+def test_remote_folders(tmp_path: Path):
     generator = random.Random(3)
     keys = some_keys([30, 30], generator)
     buckets = some_groups(list(keys), generator)
@@ -219,7 +219,7 @@ def test_an_error_leaves_no_files_behind(tmp_path: Path):
 
 
 @pytest.mark.parametrize("buckets", [[], [[]]])
-def test_without_duplicates_nothing_goes(tmp_path: Path, buckets: Buckets):
+def test_no_duplicates(tmp_path: Path, buckets: Buckets):
     write(tmp_path, some_keys([3, 0], random.Random(1)), buckets, 2)
     found, counted = choose(tmp_path, 2)
     assert found == []

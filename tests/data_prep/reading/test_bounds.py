@@ -11,7 +11,7 @@ from prep_fakes import options, record, text, write_jsonl
 
 from data_prep import ledger
 from data_prep.documents import Document, Problems
-from data_prep.domains import MOST_SHOWN, find_domains
+from data_prep.domains import MAX_LISTED, find_domains
 from data_prep.prepare import prepare
 from data_prep.reading.corpus import open_files
 from data_prep.reading.fields import Fields
@@ -29,7 +29,7 @@ def peak_of(path):
     return peak, number
 
 
-def test_a_zstd_file_that_grows_ten_thousandfold(tmp_path):
+def test_zstd_file_with_extreme_compression(tmp_path):
     content = zstandard.compress((b'{"text": "' + b"a" * MIB + b'"}\n') * 100)
     assert len(content) < 32 << 10
     (tmp_path / "a.jsonl.zst").write_bytes(content)
@@ -37,7 +37,7 @@ def test_a_zstd_file_that_grows_ten_thousandfold(tmp_path):
     assert (number, peak < 90 * MIB) == (100, True), peak
 
 
-def test_members_of_a_tar_that_make_no_document(tmp_path):
+def test_tar_members_without_a_document(tmp_path):
     with (tmp_path / "a.tar").open("wb") as file:
         for number in range(8):
             info = tarfile.TarInfo(f"a.m{number}")
@@ -95,7 +95,7 @@ class ManyDomains:
         return (Document(f"{number}", "x", f"site{number}", "a.jsonl") for number in range(20_000))
 
 
-def test_many_domains_are_looked_through_once_and_not_all_listed(monkeypatch):
+def test_many_domains_are_read_once_and_listed_in_part(monkeypatch):
     calls = []
     key = find_domains.__globals__["domain_key"]
     monkeypatch.setitem(find_domains.__globals__, "domain_key", lambda name: calls.append(name) or key(name))
@@ -103,15 +103,15 @@ def test_many_domains_are_looked_through_once_and_not_all_listed(monkeypatch):
         UserError, match=r"^--train-domains: unknown domain C4; choose from .*site\d+, \.\.\.$"
     ) as caught:
         find_domains(ManyDomains(), ["C4"], "--train-domains")
-    assert caught.value.hint.count("site") == MOST_SHOWN
+    assert caught.value.hint.count("site") == MAX_LISTED
     assert len(calls) < 20_010
 
 
 def test_domains_beyond_some_are_counted_together(tmp_path, monkeypatch, tokenizer_file):
-    monkeypatch.setattr(ledger, "MOST_UNUSED", 5)
+    monkeypatch.setattr(ledger, "MAX_UNUSED_DOMAINS", 5)
     rows = [record(f"D{number}", text(number)) for number in range(20)] + [record("C4", text("c"))]
     write_jsonl(tmp_path / "raw/a.jsonl", rows)
     given = {"train_domains": ["C4"], "test_domains": [], "validation_fraction": 0.0}
     manifest = prepare(options(tmp_path / "raw", tmp_path / "out", tokenizer_file, **given))
     counted = {one.domain: one.documents for one in manifest.unused}
-    assert counted == {**{f"D{number}": 1 for number in range(5)}, ledger.FURTHER: 15}
+    assert counted == {**{f"D{number}": 1 for number in range(5)}, ledger.OTHER_DOMAINS: 15}

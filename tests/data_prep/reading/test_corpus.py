@@ -21,11 +21,11 @@ def test_urls(protocol, tmp_path):
     for folder in ("train", "test"):
         with fsspec.open(f"{base}/{folder}/chunk1/x.jsonl.zst", "wb", auto_mkdir=True) as file:
             file.write(zstandard.compress("\n".join(content).encode()))
-    documents, _, (told, total) = read(base)
+    documents, _, (bytes_reported, total) = read(base)
     assert len(documents) == 20
     assert documents[0].id == "test/chunk1/x.jsonl.zst:1"
     assert {item.folder for item in documents} == {"train", "test"}
-    assert told == total > 0
+    assert bytes_reported == total > 0
     before = open_files(base).identity()
     with fsspec.open(f"{base}/train/chunk1/y.jsonl", "wb") as file:
         file.write(content[0].encode())
@@ -74,7 +74,7 @@ def test_two_links_to_one_folder_are_two_domains(tmp_path):
 
 
 @pytest.mark.parametrize("target", ["gone.jsonl", "a.jsonl"])
-def test_a_link_that_leads_nowhere_is_refused_where_it_would_be_read(tmp_path, target):
+def test_broken_link_is_rejected(tmp_path, target):
     write_jsonl(tmp_path / "raw/train/x.jsonl", [record("C4", "x")])
     (tmp_path / "raw/.#notes").symlink_to("someone@somewhere")
     assert names_of(tmp_path / "raw") == ["train/x.jsonl:1"]
@@ -83,7 +83,7 @@ def test_a_link_that_leads_nowhere_is_refused_where_it_would_be_read(tmp_path, t
         open_files(tmp_path / "raw")
 
 
-def test_a_folder_that_cannot_be_listed_is_not_passed_over(tmp_path, monkeypatch):
+def test_unreadable_folder_is_an_error(tmp_path, monkeypatch):
     write_jsonl(tmp_path / "x.jsonl", [record("C4", "x")])
     (tmp_path / "closed").mkdir()
     scan = os.scandir
@@ -108,7 +108,7 @@ def test_urls_of_this_machine_are_its_paths(tmp_path, tokens, tokenizer_file):
     assert open_files((tmp_path / "raw").as_uri(), **given).files == open_files(tmp_path / "raw", **given).files
 
 
-def test_urls_at_fault():
+def test_invalid_input_urls():
     with pytest.raises(UserError, match=r"^--input: memory://absent does not exist; "):
         open_files("memory://absent")
     with pytest.raises(UserError, match=r"^--input: nosuch://x cannot be opened \(Protocol not known: nosuch"):
@@ -116,8 +116,8 @@ def test_urls_at_fault():
 
 
 @pytest.mark.parametrize("place", ["disk", "memory"])
-def test_more_files_than_a_worker_can_hold_the_list_of(place, tmp_path, monkeypatch):
-    monkeypatch.setattr("data_prep.reading.inputs.MOST_FILES", 3)
+def test_too_many_files(place, tmp_path, monkeypatch):
+    monkeypatch.setattr("data_prep.reading.inputs.MAX_FILES", 3)
     source = str(tmp_path / "texts") if place == "disk" else f"memory://{tmp_path.name}"
     for number in range(3):
         with fsspec.open(f"{source}/a/{number}.txt", "w", auto_mkdir=True) as file:

@@ -45,7 +45,7 @@ class Full:
 '''
 
 
-def test_docstrings_go_and_code_stays():
+def test_strip_docstrings():
     assert strip_docstrings(SOURCE) == STRIPPED
 
 
@@ -84,8 +84,8 @@ def small_library(tmp_path, monkeypatch) -> Path:
     return root
 
 
-def test_what_is_taken_from_a_library(small_library):
-    documents = EmbeddedCorpus().collected
+def test_documents_of_a_package(small_library):
+    documents = EmbeddedCorpus().all_documents
     docs = {item.id: item.text for item in documents if item.source == "docstrings of the standard library"}
     code = {item.id: item.text for item in documents if item.domain == CODE}
     assert sorted(docs) == ["one", "pkg", "pkg.two"]
@@ -96,7 +96,7 @@ def test_what_is_taken_from_a_library(small_library):
 
 
 @pytest.mark.slow
-def test_the_real_corpus():
+def test_embedded_corpus():
     corpus = EmbeddedCorpus()
     documents = list(corpus.documents(Problems()))
     size = {name: sum(len(item.text) for item in documents if item.domain == name) for name in (DOCS, CODE)}

@@ -24,7 +24,7 @@ def subtitles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("subtitles")
-def test_the_pages_format_is_read_and_its_faults_are_counted(tmp_path: Path) -> None:
+def test_documented_example_format(tmp_path: Path) -> None:
     (tmp_path / "train").mkdir()
     (tmp_path / "train" / "a.SRT").write_text(SUBTITLES)
     (tmp_path / "train" / "b.srt").write_text("1\n00:00:01,000 --> 00:00:02,500\n")

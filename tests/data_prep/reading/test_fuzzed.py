@@ -42,8 +42,8 @@ def read(path: Path, **more: object) -> tuple[list[str], int]:
     """Return the texts and the number of counted problems, after checking that all output can be written as JSON."""
     problems = Problems("skip")
     documents = list(open_files(path, Fields(default="Web"), **more).documents(problems))
-    said = [*problems.counts, *((document.id, document.text, document.domain) for document in documents)]
-    json.dumps(said, ensure_ascii=False).encode()
+    reported = [*problems.counts, *((document.id, document.text, document.domain) for document in documents)]
+    json.dumps(reported, ensure_ascii=False).encode()
     return [document.text for document in documents], problems.counts.total()
 
 

@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer, processors
 from data_prep.documents import Problems
 from data_prep.prepare import prepare
 from data_prep.reading.corpus import open_files
-from data_prep.summary import summary
+from data_prep.summary import format_summary
 from data_prep.tokenization.vocabularies import open_tokenizer
 
 END, BEGIN, PAD, ROLE = "<|endoftext|>", "<s>", "<pad>", "<|user|>"
@@ -54,7 +54,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("document", "texts", "changes"), CASES)
-def test_special_ids_are_no_text(tmp_path, source, document, texts, changes):
+def test_special_ids_are_removed(tmp_path, source, document, texts, changes):
     path, library = source
     write(tmp_path / "raw", library, [["before", END], document, ["after", END]])
     found = list(open_files(tmp_path / "raw", tokenizer=open_tokenizer(str(path))).documents(Problems()))
@@ -63,7 +63,7 @@ def test_special_ids_are_no_text(tmp_path, source, document, texts, changes):
     assert len({one.id for one in found}) == len(found)
 
 
-def test_nothing_but_special_tokens_is_no_text(tmp_path, source):
+def test_document_of_special_tokens_only(tmp_path, source):
     path, library = source
     write(tmp_path / "raw", library, [[BEGIN, END], ["one", END]])
     problems = Problems("skip")
@@ -71,7 +71,7 @@ def test_nothing_but_special_tokens_is_no_text(tmp_path, source):
     assert ([one.text for one in found], sum(problems.counts.values())) == (["one"], 1)
 
 
-def test_the_spelling_of_a_special_token_in_text_stays(tmp_path, source):
+def test_text_of_a_special_token_is_kept(tmp_path, source):
     path, library = source
     spelled = library.encode("a <pad> b", add_special_tokens=False)
     library = Tokenizer.from_file(str(path))
@@ -82,7 +82,7 @@ def test_the_spelling_of_a_special_token_in_text_stays(tmp_path, source):
     assert (found.text, found.changes) == ("a <pad> b", ())
 
 
-def test_what_was_taken_out_is_said(tmp_path, source, tokenizer_file):
+def test_removed_special_tokens_are_counted(tmp_path, source, tokenizer_file):
     path, library = source
     documents = [[BEGIN, text(number), END, text(-1 - number), END] for number in range(10)]
     write(tmp_path / "raw", library, [*documents, [text(99), END]])
@@ -96,6 +96,6 @@ def test_what_was_taken_out_is_said(tmp_path, source, tokenizer_file):
     (entry,) = manifest.domains
     texts = [text(number) for number in (*range(10), *(-1 - n for n in range(10)), 99)]
     assert (entry.documents, entry.characters) == (21, sum(map(len, texts)))
-    said = summary(manifest, str(out))
-    assert "cleaned: 20 in train: special tokens of --source-tokenizer removed" in said
-    assert "cleaned: 20 in train: split at end-of-document tokens" in said
+    output = format_summary(manifest, str(out))
+    assert "cleaned: 20 in train: special tokens of --source-tokenizer removed" in output
+    assert "cleaned: 20 in train: split at end-of-document tokens" in output

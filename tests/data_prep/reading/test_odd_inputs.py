@@ -75,14 +75,14 @@ def odd_tar(path, *odd, suffix="txt"):
         ([(tarfile.REGTYPE, "__meta__/x", b"y"), (tarfile.REGTYPE, "20.jpg", b"y")], {"no text": 1}),
     ],
 )
-def test_an_odd_member_costs_its_own_sample_alone(tmp_path, odd, count):
+def test_odd_member_affects_only_its_sample(tmp_path, odd, count):
     odd_tar(tmp_path / "a.tar", *odd)
     texts, counts = read(tmp_path)
     assert counts == count
     assert texts == [text(number) for number in range(40) if number != 20 or not count]
 
 
-def test_names_of_members_are_no_paths_and_may_be_no_text(tmp_path):
+def test_odd_member_names(tmp_path):
     names = ["../../up.txt", "/etc/passwd.txt", "new\nline.txt", "\udcff.txt", "long/" * 60 + "x.txt"]
     with tarfile.open(tmp_path / "a.tar", "w", format=tarfile.GNU_FORMAT) as tar:
         for name in names:
@@ -99,7 +99,7 @@ def test_names_of_members_are_no_paths_and_may_be_no_text(tmp_path):
     ]
 
 
-def test_a_sparse_file_is_read_with_its_holes(tmp_path):
+def test_sparse_file(tmp_path):
     """GNU's old format: a map of two parts in the header, with zeros between them."""
     info = tarfile.TarInfo("a.txt")
     info.type, info.size = tarfile.GNUTYPE_SPARSE, 1024
@@ -113,15 +113,15 @@ def test_a_sparse_file_is_read_with_its_holes(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK])
-def test_a_header_that_says_it_goes_on_for_gigabytes_is_not_believed(tmp_path, kind):
+def test_header_with_a_huge_size(tmp_path, kind):
     info = tarfile.TarInfo("x")
     info.type, info.size = kind, 4 << 30
     (tmp_path / "a.tar").write_bytes(info.tobuf(tarfile.GNU_FORMAT) + bytes(4096))
     assert read(tmp_path) == ([], {"tar broken": 1})
 
 
-def test_attributes_of_all_members_are_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr(tars, "MOST_GLOBALS", 5)
+def test_global_attributes_are_limited(tmp_path, monkeypatch):
+    monkeypatch.setattr(tars, "MAX_GLOBAL_ATTRIBUTES", 5)
     for count, expected in ((5, (["abc"], {})), (6, ([], {"tar broken": 1}))):
         given = {f"key{number}": "x" for number in range(count)}
         with tarfile.open(tmp_path / "a.tar", "w", format=tarfile.PAX_FORMAT, pax_headers=given) as tar:
@@ -175,7 +175,7 @@ def test_lines(tmp_path, content, texts, count):
         (b"{}", "an empty object", "give the key of the text with --text-key"),
     ],
 )
-def test_each_cause_of_no_text_has_its_words(tmp_path, content, detail, hint):
+def test_messages_about_missing_text(tmp_path, content, detail, hint):
     (tmp_path / "a.jsonl").write_bytes(content)
     with pytest.raises(UserError, match=rf"a\.jsonl:1: no text \({re.escape(detail)}\); {hint}"):
         list(open_files(tmp_path, WEB).documents(Problems()))
@@ -189,10 +189,10 @@ def test_each_cause_of_no_text_has_its_words(tmp_path, content, detail, hint):
         (b'{"text": "a", "domain": " "}', "it is empty"),
     ],
 )
-def test_each_cause_of_no_domain_has_its_words(tmp_path, content, detail):
+def test_messages_about_missing_domains(tmp_path, content, detail):
     (tmp_path / "a.jsonl").write_bytes(content)
-    said = rf"a\.jsonl:1: no domain \({detail}\); give such records a domain with --domain or pass --on-error skip$"
-    with pytest.raises(UserError, match=said):
+    message = rf"a\.jsonl:1: no domain \({detail}\); give such records a domain with --domain or pass --on-error skip$"
+    with pytest.raises(UserError, match=message):
         list(open_files(tmp_path).documents(Problems()))
 
 
@@ -294,7 +294,7 @@ def make_socket(path):
 
 
 @pytest.mark.parametrize(("make", "kind"), [(make_pipe, "a pipe"), (make_socket, "a socket")])
-def test_a_pipe_is_refused_and_not_waited_for(tmp_path, monkeypatch, make, kind):
+def test_pipe_is_rejected_without_blocking(tmp_path, monkeypatch, make, kind):
     monkeypatch.chdir(tmp_path)  # paths of sockets have a short maximum length
     make(tmp_path / "b.jsonl")
     (tmp_path / "a.jsonl").write_bytes(LINES)
@@ -311,13 +311,13 @@ def test_a_device_is_refused():
         open_files("/dev/zero")
 
 
-def test_a_folder_may_be_called_as_a_file(tmp_path):
+def test_folder_with_a_file_suffix(tmp_path):
     (tmp_path / "x.jsonl").mkdir()
     (tmp_path / "x.jsonl" / "a.jsonl").write_bytes(LINES)
     assert read(tmp_path) == (["a", "b"], {})
 
 
-def test_names_that_are_no_text_reach_the_manifest_as_escapes(tmp_path, tokenizer_file):
+def test_undecodable_names_are_escaped_in_the_manifest(tmp_path, tokenizer_file):
     """Undecodable bytes and control characters in names of read files and of ignored files are escaped."""
     raw = tmp_path / "raw"
     raw.mkdir()

@@ -24,12 +24,12 @@ def test_parquet_rows_in_batches(tmp_path):
         for i, name in enumerate(["C4", "ArXiv"] * 700)
     ]
     table(tmp_path / "x.parquet", rows, row_group_size=300)
-    documents, _, (told, total) = read(tmp_path)
+    documents, _, (bytes_reported, total) = read(tmp_path)
     assert [(item.text, item.domain) for item in documents] == [
         (text(i), name) for i, name in enumerate(["C4", "ArXiv"] * 700)
     ]
     assert documents[2].id == "x.parquet:3"
-    assert told == total
+    assert bytes_reported == total
 
 
 @pytest.mark.parametrize("compression", ["none", "snappy", "gzip", "zstd"])
@@ -49,7 +49,7 @@ def test_parquet_damaged_within_its_data(tmp_path, compression):
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "input/output error"), PermissionError("not yours")])
-def test_what_the_disk_says_is_not_the_files_fault(tmp_path, monkeypatch, error):
+def test_file_system_error_is_not_a_malformed_file(tmp_path, monkeypatch, error):
     """Disk errors are raised even if bad records are skipped."""
     path = tmp_path / "a.parquet"
     table(path, [{"text": text(i, 400)} for i in range(30)])
@@ -63,7 +63,7 @@ def test_what_the_disk_says_is_not_the_files_fault(tmp_path, monkeypatch, error)
         read(tmp_path, "skip", domain="Web")
 
 
-def test_parquet_at_fault(tmp_path):
+def test_malformed_parquet(tmp_path):
     binary = pyarrow.array([b"good", b"\xff", b" ", b"also good"], pyarrow.binary()).view(pyarrow.string())
     pyarrow.parquet.write_table(pyarrow.table({"text": binary}), tmp_path / "a.parquet")
     table(tmp_path / "b.parquet", [{"content": "x"}])

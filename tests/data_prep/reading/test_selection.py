@@ -13,7 +13,7 @@ from data_prep.prepare import prepare
 from data_prep.reading import selection
 from data_prep.reading.corpus import open_files
 from data_prep.reading.inputs import InputFile
-from data_prep.summary import summary
+from data_prep.summary import format_summary
 from megatron_ext.utils.errors import UserError
 
 
@@ -30,24 +30,24 @@ def not_read(source):
     }
 
 
-def test_files_of_other_forms_are_counted(tmp_path):
+def test_unread_files_are_counted(tmp_path):
     files(tmp_path, "a.jsonl", "b.jsonl.xz", "sub/c.tar.gz", "d.json", "e.json", "sub/f.JSON", "g.json", "README")
     files(tmp_path, "notes.txt", "sub/code.py", "model.bin", "Law.bin", "Law.idx.bak", "X.IDX")
     assert [file.source for file in open_files(tmp_path).files] == ["a.jsonl"]
     assert not_read(tmp_path) == {
-        (".json", selection.UNKNOWN): (4, ["d.json", "e.json", "g.json"]),
-        (".jsonl.xz", selection.UNKNOWN): (1, ["b.jsonl.xz"]),
-        (".tar.gz", selection.UNKNOWN): (1, ["sub/c.tar.gz"]),
-        ("", selection.UNKNOWN): (1, ["README"]),
-        (".bak", selection.UNKNOWN): (1, ["Law.idx.bak"]),
-        (".idx", selection.UNKNOWN): (1, ["X.IDX"]),
+        (".json", selection.UNKNOWN_REASON): (4, ["d.json", "e.json", "g.json"]),
+        (".jsonl.xz", selection.UNKNOWN_REASON): (1, ["b.jsonl.xz"]),
+        (".tar.gz", selection.UNKNOWN_REASON): (1, ["sub/c.tar.gz"]),
+        ("", selection.UNKNOWN_REASON): (1, ["README"]),
+        (".bak", selection.UNKNOWN_REASON): (1, ["Law.idx.bak"]),
+        (".idx", selection.UNKNOWN_REASON): (1, ["X.IDX"]),
         (".bin", "without an .idx beside it"): (2, ["Law.bin", "model.bin"]),
-        (".txt", selection.BESIDE): (1, ["notes.txt"]),
-        (".py", selection.BESIDE): (1, ["sub/code.py"]),
+        (".txt", selection.BESIDE_REASON): (1, ["notes.txt"]),
+        (".py", selection.BESIDE_REASON): (1, ["sub/code.py"]),
     }
 
 
-def test_a_suffix_in_capitals_is_the_same(tmp_path):
+def test_suffix_in_capitals(tmp_path):
     write_jsonl(tmp_path / "A.JSONL", [record("C4", "x")])
     (tmp_path / "B.Jsonl.ZST").write_bytes(zstandard.compress(record("C4", "y").encode()))
     corpus = open_files(tmp_path)
@@ -60,15 +60,15 @@ def test_a_suffix_in_capitals_is_the_same(tmp_path):
 def test_outside_the_folders_of_splits(tmp_path):
     files(tmp_path, "train/a.jsonl", "test/deep/b.jsonl", "eval/c.jsonl", "d.parquet", "train/notes.md")
     assert not_read(tmp_path) == {
-        (".jsonl", selection.OUTSIDE): (1, ["eval/c.jsonl"]),
-        (".parquet", selection.OUTSIDE): (1, ["d.parquet"]),
-        (".md", selection.BESIDE): (1, ["train/notes.md"]),
+        (".jsonl", selection.OUTSIDE_REASON): (1, ["eval/c.jsonl"]),
+        (".parquet", selection.OUTSIDE_REASON): (1, ["d.parquet"]),
+        (".md", selection.BESIDE_REASON): (1, ["train/notes.md"]),
     }
     with fsspec.open(f"memory://{tmp_path.name}/x.jsonl", "w") as file:
         file.write(record("C4", "x"))
     with fsspec.open(f"memory://{tmp_path.name}/y.json", "w") as file:
         file.write("{}")
-    assert not_read(f"memory://{tmp_path.name}") == {(".json", selection.UNKNOWN): (1, ["y.json"])}
+    assert not_read(f"memory://{tmp_path.name}") == {(".json", selection.UNKNOWN_REASON): (1, ["y.json"])}
 
 
 def test_token_files_are_read_in_pairs(tmp_path):
@@ -78,36 +78,36 @@ def test_token_files_are_read_in_pairs(tmp_path):
     assert [(kind["suffix"], kind["examples"]) for kind in chosen.not_read] == [(".bin", ["Book.bin", "sub/Law.bin"])]
 
 
-def test_of_many_kinds_the_rest_is_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(selection, "MOST_KINDS", 3)
+def test_further_kinds_are_counted_together(tmp_path, monkeypatch):
+    monkeypatch.setattr(selection, "MAX_KINDS", 3)
     files(tmp_path, "a.jsonl", "x.json", "y.json", *(f"part.{number}" for number in range(6)))
     assert not_read(tmp_path) == {
-        (".json", selection.UNKNOWN): (2, ["x.json", "y.json"]),
-        (".0", selection.UNKNOWN): (1, ["part.0"]),
+        (".json", selection.UNKNOWN_REASON): (2, ["x.json", "y.json"]),
+        (".0", selection.UNKNOWN_REASON): (1, ["part.0"]),
         ("other", "of further kinds"): (5, ["part.1", "part.2", "part.3"]),
     }
 
 
-def test_the_manifest_and_the_summary_say_so(records, tmp_path, tokenizer_file):
+def test_unread_files_in_manifest_and_summary(records, tmp_path, tokenizer_file):
     files(records, "d.json", "e.json", "f.json", "g.json", "h.jsonl.xz", "LICENSE", "notes.txt")
     manifest = prepare(options(records, tmp_path / "out", tokenizer_file))
     assert load_manifest(tmp_path / "out") == manifest
     assert manifest.provenance["not_read"][0] == {
         "suffix": ".json",
-        "reason": "of no form that is read",
+        "reason": "unsupported format",
         "files": 4,
         "examples": ["d.json", "e.json", "f.json"],
     }
-    assert [line for line in summary(manifest, "").splitlines() if line.startswith("not read")] == [
-        "not read: 4 .json files (of no form that is read): for example d.json, e.json, f.json",
-        "not read: 1 file without suffix (of no form that is read): LICENSE",
-        "not read: 1 .jsonl.xz file (of no form that is read): h.jsonl.xz",
+    assert [line for line in format_summary(manifest, "").splitlines() if line.startswith("not read")] == [
+        "not read: 4 .json files (unsupported format): for example d.json, e.json, f.json",
         "not read: 1 .txt file (text beside files of records): notes.txt",
+        "not read: 1 file without suffix (unsupported format): LICENSE",
+        "not read: 1 .jsonl.xz file (unsupported format): h.jsonl.xz",
     ]
 
 
 @pytest.mark.parametrize("content", ["", " \n\t"])
-def test_a_text_file_without_text_is_malformed_as_a_record_is(tmp_path, content):
+def test_text_file_without_text(tmp_path, content):
     files(tmp_path, "law/a.txt", "law/b.txt")
     files(tmp_path, "law/empty.txt", content=content)
     corpus = open_files(tmp_path)
@@ -118,7 +118,7 @@ def test_a_text_file_without_text_is_malformed_as_a_record_is(tmp_path, content)
     assert problems.counts == {(str(tmp_path / "law/empty.txt"), "no text"): 1}
 
 
-def test_folders_of_splits_below_the_top_are_refused(tmp_path, tokenizer_file):
+def test_split_folders_below_the_top_are_rejected(tmp_path, tokenizer_file):
     for split in ("train", "test"):
         write_jsonl(tmp_path / "raw/Slim" / split / "x.jsonl", lines(["C4", "ArXiv"], 20, split))
     root = tmp_path / "raw"
@@ -131,14 +131,14 @@ def test_folders_of_splits_below_the_top_are_refused(tmp_path, tokenizer_file):
     assert open_files(root / "Slim").folders == {"train", "test"}
     assert open_files(root / "Slim/test").folders == frozenset()
     write_jsonl(root / "b/c/validation/x.jsonl", [])
-    said = f"--input: {root} has train, validation, test below {root}/Slim, {root}/b/c, but split folders must be"
+    message = f"--input: {root} has train, validation, test below {root}/Slim, {root}/b/c, but split folders must be"
     with pytest.raises(
-        UserError, match=rf"^{re.escape(said)} .*; give one of .* or put the folders train, .* at the top level$"
+        UserError, match=rf"^{re.escape(message)} .*; give one of .* or put the folders train, .* at the top level$"
     ):
         open_files(root)
 
 
-def test_folders_called_so_are_no_splits_elsewhere(tmp_path):
+def test_split_names_of_other_folders(tmp_path):
     """Split names do not apply to text files, whose folders are domains, nor within the folder of a split."""
     files(tmp_path / "texts", "code/test/x.py", "code/train/y.py", content=text("x"))
     assert open_files(tmp_path / "texts").units == 2

@@ -32,7 +32,7 @@ def test_tars_of_text(tmp_path):
     ]
 
 
-def test_tar_at_fault(tmp_path):
+def test_malformed_tar(tmp_path):
     good = [(f"{i}.txt", text(i, 400).encode()) for i in range(9)]
     tar_of(tmp_path / "a.tar", [("x.txt", b"\xff"), ("y.json", b"{"), ("z.jpg", b"x"), *good])
     content = (tmp_path / "a.tar").read_bytes()
@@ -52,7 +52,7 @@ def damaged(number):
 
 
 @pytest.mark.parametrize(
-    ("change", "whole", "said"),
+    ("change", "whole", "message"),
     [
         (lambda tar: tar, 9, ""),
         (lambda tar: tar[: 9 * 1024 + 512], 9, ""),  # one block of zeros instead of the usual two
@@ -66,7 +66,7 @@ def damaged(number):
         ),
     ],
 )
-def test_what_a_reader_of_tars_takes_for_the_end(tmp_path, change, whole, said):
+def test_data_after_the_end_of_a_tar(tmp_path, change, whole, message):
     """Nine samples, each with a header block and a content block.
 
     A sample counts as complete only if a valid block follows it.
@@ -77,11 +77,11 @@ def test_what_a_reader_of_tars_takes_for_the_end(tmp_path, change, whole, said):
     (tmp_path / "a.tar").write_bytes(change(content))
     documents, problems, _ = read(tmp_path, "skip", domain="Web")
     assert [item.text for item in documents] == [text(i, 10) for i in range(whole)]
-    assert problems.counts == ({(str(tmp_path / "a.tar"), "tar broken"): 1} if said else {})
-    if said:
+    assert problems.counts == ({(str(tmp_path / "a.tar"), "tar broken"): 1} if message else {})
+    if message:
         with pytest.raises(UserError) as caught:
             read(tmp_path, domain="Web")
-        assert str(caught.value) == f"{tmp_path}/a.tar: tar broken ({said}); repair it or pass --on-error skip"
+        assert str(caught.value) == f"{tmp_path}/a.tar: tar broken ({message}); repair it or pass --on-error skip"
 
 
 def test_members_that_belong_to_no_sample(tmp_path):

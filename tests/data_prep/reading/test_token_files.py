@@ -23,13 +23,13 @@ from data_prep.tokenization.vocabularies import open_tokenizer
 from megatron_ext.utils.errors import UserError
 
 
-def test_token_files_become_text_again(tokens, tokenizer_file):
-    documents, _, (told, total) = read(tokens, tokenizer=open_tokenizer(str(tokenizer_file)))
+def test_token_files_are_decoded(tokens, tokenizer_file):
+    documents, _, (bytes_reported, total) = read(tokens, tokenizer=open_tokenizer(str(tokenizer_file)))
     assert [(item.text, item.domain) for item in documents] == [
         ("first half, second half 東京", "Law"),
         ("another", "Law"),
     ]
-    assert told == total
+    assert bytes_reported == total
     with pytest.raises(UserError, match=r"^--source-tokenizer: is not given, but .* contains tokens; "):
         read(tokens)
 
@@ -42,12 +42,12 @@ def test_token_files_at_a_url(tokens, tokenizer_file, tmp_path, monkeypatch):
     for name in ("Law_text_document.bin", "Law_text_document.idx"):
         fsspec.filesystem("memory").put_file(str(tokens / name), f"/{tmp_path.name}/{name}")
     source = f"memory://{tmp_path.name}"
-    documents, _, (told, total) = read(source, **given)
+    documents, _, (bytes_reported, total) = read(source, **given)
     assert [(item.text, item.domain) for item in documents] == [
         ("first half, second half 東京", "Law"),
         ("another", "Law"),
     ]
-    assert (told, list((tmp_path / "copies").iterdir())) == (total, [])
+    assert (bytes_reported, list((tmp_path / "copies").iterdir())) == (total, [])
     fsspec.filesystem("memory").rm_file(f"/{tmp_path.name}/Law_text_document.bin")
     with pytest.raises(UserError, match=r"^memory://.*/Law_text_document\.idx: has no \.bin beside it; "):
         read(source, **given)
@@ -83,7 +83,7 @@ for document in open_files("memory://in", tokenizer=open_tokenizer(tokenizer)).d
 
 
 @pytest.mark.parametrize("stops_at", ["copying", "reading"])
-def test_a_pair_at_a_url_leaves_nothing_when_its_reader_is_ended(tokens, tokenizer_file, tmp_path, stops_at):
+def test_copy_of_a_remote_pair_is_removed(tokens, tokenizer_file, tmp_path, stops_at):
     for suffix in ("bin", "idx"):
         (tmp_path / f"Law_text_document.{suffix}").rename(tmp_path / f"Law.{suffix}")
     (tmp_path / "copies").mkdir()
@@ -104,19 +104,19 @@ def test_a_pair_at_a_url_leaves_nothing_when_its_reader_is_ended(tokens, tokeniz
     assert second != first  # the leftovers of the killed process were removed
 
 
-def test_more_tokens_than_the_index_tells_of(tokens, tokenizer_file):
+def test_bin_longer_than_the_index(tokens, tokenizer_file):
     index, given = str(tokens / "Law_text_document.idx"), {"tokenizer": open_tokenizer(str(tokenizer_file))}
     with (tokens / "Law_text_document.bin").open("ab") as binary:
         size = binary.tell()
         binary.write(b"\1\0")
-    said = rf"the last document ends at byte {size}, but the \.bin has {size + 2}"
-    with pytest.raises(UserError, match=rf":3: does not fit its .bin \({said}\); repair it or "):
+    message = rf"the last document ends at byte {size}, but the \.bin has {size + 2}"
+    with pytest.raises(UserError, match=rf":3: does not fit its .bin \({message}\); repair it or "):
         read(tokens, **given)
     documents, problems, _ = read(tokens, "skip", **given)
     assert (len(documents), problems.counts) == (2, {(index, "does not fit its .bin"): 1})
 
 
-def test_token_files_at_fault(tokens, tokenizer_file, tmp_path):
+def test_malformed_token_files(tokens, tokenizer_file, tmp_path):
     tokenizer = open_tokenizer(str(tokenizer_file))
     tokenizer.vocab_size = 5
     _, problems, _ = read(tokens, "skip", tokenizer=tokenizer)
@@ -133,7 +133,7 @@ LENGTHS, STARTS, BOUNDS = 34, 34 + 12, 34 + 12 + 24
 
 
 @pytest.mark.parametrize(
-    ("at", "number", "said"),
+    ("at", "number", "message"),
     [
         (LENGTHS + 4, -1, r"sequence 1 has -1 tokens starting at byte \d+, but the previous one ends at \d+"),
         (LENGTHS + 8, 3000, r"a document has the bytes \d+ to \d+, but the \.bin has \d+"),
@@ -148,7 +148,7 @@ LENGTHS, STARTS, BOUNDS = 34, 34 + 12, 34 + 12 + 24
         (BOUNDS + 8, 4, "a document has the sequences 0 to 4, but there are 3"),
     ],
 )
-def test_an_index_that_does_not_fit(tokens, tokenizer_file, at, number, said):
+def test_inconsistent_index(tokens, tokenizer_file, at, number, message):
     """Documents before the contradiction are kept. Megatron's own reader returns bytes of other documents, or fails."""
     index = tokens / "Law_text_document.idx"
     content = bytearray(index.read_bytes())
@@ -156,7 +156,7 @@ def test_an_index_that_does_not_fit(tokens, tokenizer_file, at, number, said):
     index.write_bytes(content)
     given = {"tokenizer": open_tokenizer(str(tokenizer_file))}
     with pytest.raises(
-        UserError, match=rf"^{re.escape(str(index))}:\d: does not fit its .bin \({said}\); repair it or "
+        UserError, match=rf"^{re.escape(str(index))}:\d: does not fit its .bin \({message}\); repair it or "
     ):
         read(tokens, **given)
     documents, problems, _ = read(tokens, "skip", **given)
@@ -183,13 +183,13 @@ def test_token_files_cut_off(tokens, tokenizer_file):
 
 
 def test_a_document_of_too_many_tokens(tokens, tokenizer_file, monkeypatch):
-    monkeypatch.setattr("data_prep.documents.LONGEST_TEXT", 8)
+    monkeypatch.setattr("data_prep.documents.MAX_TEXT_LENGTH", 8)
     documents, problems, _ = read(tokens, "skip", tokenizer=open_tokenizer(str(tokenizer_file)))
     assert [item.text for item in documents] == ["another"]
     assert {reason for _, reason in problems.counts} == {"too long"}
 
 
-def test_what_is_exported_is_what_megatron_reads(records, tmp_path, tokenizer_file):
+def test_megatron_reads_the_export(records, tmp_path, tokenizer_file):
     manifest = prepare(options(records, tmp_path / "out", tokenizer_file, tasks=2))
     prefixes = export(tmp_path / "out", manifest, tmp_path / "megatron/mine")
     assert [path.name for path in prefixes] == [

@@ -10,21 +10,21 @@ from prep_fakes import options
 from data_prep.prepare import prepare
 from data_prep.running import execution
 from data_prep.running.execution import Stage, progress_text
-from data_prep.running.progress import Board, Pace
+from data_prep.running.progress import Progress, ProgressBoard
 
 NOW = 1_000_000.0
 
 
-def board_of(path: Path, rows: list[tuple[int, int, float]]) -> Board:
+def board_of(path: Path, rows: list[tuple[int, int, float]]) -> ProgressBoard:
     """Write a board with bytes, tokens and start time of each task. A start of 0 means that the task is pending."""
-    board = Board(path, len(rows))
+    board = ProgressBoard(path, len(rows))
     counts = [number for read, tokens, _ in rows for number in (read, tokens)]
-    begun = [round(1000 * start) for _, _, start in rows]
-    np.array([*counts, *begun], np.int64).tofile(path)
+    start_times = [round(1000 * start) for _, _, start in rows]
+    np.array([*counts, *start_times], np.int64).tofile(path)
     return board
 
 
-def test_the_arithmetic_by_hand(tmp_path: Path) -> None:
+def test_progress_by_hand(tmp_path: Path) -> None:
     rows = [
         (1000, 300, NOW - 500),  # finished
         (400, 100, NOW - 40),
@@ -33,40 +33,40 @@ def test_the_arithmetic_by_hand(tmp_path: Path) -> None:
     ]
     board = board_of(tmp_path / "board", rows)
     assert board.sums() == (2000, 640)
-    pace = board.pace({0}, NOW)
-    assert pace == Pace(read=2000, tokens=640, at_work=2, read_speed=10 + 30, token_speed=2.5 + 12)
-    assert pace.described(8000) == "25 % of 8.00kB read, 40.0B/s, 14.5 tokens/s, 02:30 left in this stage"
-    assert board.pace({0, 1, 2}, NOW).described(8000) == "25 % of 8.00kB read, no running task"
+    progress = board.progress({0}, NOW)
+    assert progress == Progress(read=2000, tokens=640, num_running=2, read_speed=10 + 30, token_speed=2.5 + 12)
+    assert progress.describe(8000) == "25 % of 8.00kB read, 40.0B/s, 14.5 tokens/s, 02:30 left in this stage"
+    assert board.progress({0, 1, 2}, NOW).describe(8000) == "25 % of 8.00kB read, no running task"
 
 
-def test_what_is_not_known_is_not_said(tmp_path: Path) -> None:
+def test_progress_without_speed(tmp_path: Path) -> None:
     nothing_yet = board_of(tmp_path / "board", [(0, 0, NOW + 3)])  # a start in the future, by another machine's clock
-    assert nothing_yet.pace((), NOW) == Pace(0, 0, 1, 0.0, 0.0)
-    assert nothing_yet.pace((), NOW).described(100) == "0 % of 100B read, 0.00B/s"
-    assert Pace(50, 0, 1, 0.5, 0.0).described(7300) == "1 % of 7.30kB read, 0.50B/s, 4:01:40 left in this stage"
-    assert Pace(0, 0, 0, 0.0, 0.0).described(0) == "0 % of 0.00B read, no running task"
+    assert nothing_yet.progress((), NOW) == Progress(0, 0, 1, 0.0, 0.0)
+    assert nothing_yet.progress((), NOW).describe(100) == "0 % of 100B read, 0.00B/s"
+    assert Progress(50, 0, 1, 0.5, 0.0).describe(7300) == "1 % of 7.30kB read, 0.50B/s, 4:01:40 left in this stage"
+    assert Progress(0, 0, 0, 0.0, 0.0).describe(0) == "0 % of 0.00B read, no running task"
 
 
-def test_a_task_that_begins_again_begins_at_zero(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restarted_task_begins_at_zero(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     board = board_of(tmp_path / "board", [(7, 3, 5.0), (70, 30, 5.0)])
     monkeypatch.setattr("data_prep.running.progress.time.time", lambda: NOW)
-    read, tokens = board.bytes_of(1), board.tokens_of(1)
+    read, tokens = board.byte_counter(1), board.token_counter(1)
     assert board.sums() == (7, 3)
     read[0] += 20
     tokens[0] += 8
     assert board.sums() == (27, 11)
-    assert board.pace({0}, NOW + 4) == Pace(27, 11, 1, 5.0, 2.0)
+    assert board.progress({0}, NOW + 4) == Progress(27, 11, 1, 5.0, 2.0)
 
 
-def test_a_board_without_times_is_gone_on_with(tmp_path: Path) -> None:
-    board = Board(tmp_path / "board", 2)
+def test_board_without_start_times_is_extended(tmp_path: Path) -> None:
+    board = ProgressBoard(tmp_path / "board", 2)
     np.array([7, 3, 70, 30], np.int64).tofile(board.path)
-    board.clear_missing()
+    board.create()
     assert board.sums() == (77, 33)
-    assert board.pace({0}, NOW).at_work == 0
+    assert board.progress({0}, NOW).num_running == 0
     content = board.path.read_bytes()
     assert len(content) == 48
-    board.clear_missing()
+    board.create()
     assert board.path.read_bytes() == content
 
 
@@ -79,14 +79,14 @@ def test_only_stages_that_read_the_input_are_numbered(tmp_path: Path, monkeypatc
         Stage("second", [], 2, board_of(tmp_path / "second", [(300, 60, NOW - 30), (0, 0, 0)])),
         Stage("sweeping", [], 1),
     ]
-    said = [progress_text(stages, tmp_path, 500)]
+    messages = [progress_text(stages, tmp_path, 500)]
     for stage in stages:
-        finished = Path(stage.notes(tmp_path)) / "completions"
+        finished = Path(stage.log_folder(tmp_path)) / "completions"
         finished.mkdir(parents=True)
         for task in range(stage.tasks):
             (finished / f"{task:05d}").touch()
-        said.append(progress_text(stages, tmp_path, 500))
-    assert said == [
+        messages.append(progress_text(stages, tmp_path, 500))
+    assert messages == [
         "at stage 1/2 first: 100 % of 500B read, 5.56B/s, 00:00 left in this stage",
         "at sorting, before 2/2 second",
         "at stage 2/2 second: 60 % of 500B read, 10.0B/s, 2.00 tokens/s, 00:20 left in this stage",
@@ -95,7 +95,7 @@ def test_only_stages_that_read_the_input_are_numbered(tmp_path: Path, monkeypatc
     ]
 
 
-def test_what_a_preparation_shows(
+def test_progress_output_of_a_preparation(
     records: Path, tmp_path: Path, tokenizer_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     manifest = prepare(options(records, tmp_path / "out", tokenizer_file, tasks=2, progress=True))

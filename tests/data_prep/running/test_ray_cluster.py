@@ -29,9 +29,7 @@ def call(source: Path, output: Path, tokenizer: Path) -> subprocess.CompletedPro
     return subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment, check=False)
 
 
-def test_a_failed_task_is_the_calls_error_and_the_next_call_ends_in_the_bytes_of_one_machine(
-    records, tmp_path, tokenizer_file
-):
+def test_failed_task_on_ray_and_resumption(records, tmp_path, tokenizer_file):
     whole = (records / "b.jsonl").read_text()
     (records / "b.jsonl").write_text(whole + "{broken\n")
     failed = call(records, tmp_path / "ray", tokenizer_file)
@@ -45,8 +43,8 @@ def test_a_failed_task_is_the_calls_error_and_the_next_call_ends_in_the_bytes_of
     assert done.returncode == 0, done.stderr
     one_pass = Filtering(cleaning=None, duplicates="keep", overlap=None)
     prepare(options(records, tmp_path / "local", tokenizer_file, tasks=2, filtering=one_pass))
-    here, there = (
+    local, on_ray = (
         {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
         for folder in (tmp_path / "local", tmp_path / "ray")
     )
-    assert here == there
+    assert local == on_ray

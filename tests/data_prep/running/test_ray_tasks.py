@@ -23,7 +23,7 @@ NODE = {"Alive": True, "Resources": {"CPU": 1.0, "memory": 2.0 * 2**30}}
 
 
 @pytest.fixture
-def begun(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def started_tasks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """List of the started tasks, in order."""
     ranks: list[int] = []
 
@@ -45,28 +45,28 @@ def _executor(folder: Path, *steps: object) -> RayExecutor:
     return RayExecutor(list(steps), tasks=3, workers=1, logging_dir=str(folder))
 
 
-def test_the_same_bytes_as_on_this_machine(records, tmp_path, tokenizer_file, begun) -> None:  # type: ignore[no-untyped-def]
+def test_ray_gives_the_local_result(records, tmp_path, tokenizer_file, started_tasks) -> None:  # type: ignore[no-untyped-def]
     for name, execution in (("here", Execution()), ("ray", ON_RAY)):
         prepare(options(records, tmp_path / name, tokenizer_file, tasks=2, execution=execution))
-    here, there = (
+    local, on_ray = (
         {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
         for folder in (tmp_path / "here", tmp_path / "ray")
     )
-    assert here == there
-    assert begun
+    assert local == on_ray
+    assert started_tasks
 
 
-def test_the_error_of_a_task_is_the_calls_and_no_other_stage_begins(  # type: ignore[no-untyped-def]
-    records, tmp_path, tokenizer_file, begun
+def test_task_error_is_raised_and_stops_the_stages(  # type: ignore[no-untyped-def]
+    records, tmp_path, tokenizer_file, started_tasks
 ) -> None:
     with (records / "b.jsonl").open("a") as file:
         file.write("{broken\n")
     with pytest.raises(UserError, match=r"b\.jsonl:\d+: not JSON .*; repair it or pass --on-error skip"):
         prepare(options(records, tmp_path / "out", tokenizer_file, tasks=2, execution=ON_RAY))
-    assert begun == [0, 1]
+    assert started_tasks == [0, 1]
 
 
-def test_no_task_begins_after_a_failure_and_the_next_call_does_all(tmp_path: Path, begun: list[int]) -> None:
+def test_no_task_starts_after_a_failure(tmp_path: Path, started_tasks: list[int]) -> None:
     done: list[int] = []
 
     def work(data: object, rank: int, world_size: int) -> None:
@@ -82,7 +82,7 @@ def test_no_task_begins_after_a_failure_and_the_next_call_does_all(tmp_path: Pat
     assert done == [0, 1, 2]
 
 
-def test_a_defect_keeps_its_traceback(tmp_path: Path, begun: list[int]) -> None:
+def test_traceback_of_an_unexpected_error(tmp_path: Path, started_tasks: list[int]) -> None:
     def divide(data: object, rank: int, world_size: int) -> None:
         _ = 1 / 0
 
@@ -90,7 +90,9 @@ def test_a_defect_keeps_its_traceback(tmp_path: Path, begun: list[int]) -> None:
         _executor(tmp_path / "notes", divide).run()
 
 
-def test_tasks_that_end_without_a_word(tmp_path: Path, begun: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tasks_that_end_without_an_error(
+    tmp_path: Path, started_tasks: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(RayPipelineExecutor, "run", lambda _: None)
     with pytest.raises(UserError, match=r"^--executor: 3 of 3 tasks ended on Ray without an error message"):
         _executor(tmp_path / "notes").run()
@@ -106,13 +108,13 @@ def test_tasks_that_end_without_a_word(tmp_path: Path, begun: list[int], monkeyp
     ],
     ids=["fits", "memory", "no CPU", "gone"],
 )
-def test_a_cluster_without_room_is_told_of(  # type: ignore[no-untyped-def]
-    node: dict[str, object], waits: bool, tmp_path: Path, begun, monkeypatch, capsys
+def test_warning_if_no_node_fits_a_task(  # type: ignore[no-untyped-def]
+    node: dict[str, object], waits: bool, tmp_path: Path, started_tasks, monkeypatch, capsys
 ) -> None:
     monkeypatch.setattr(sys.modules["ray"], "nodes", lambda: [node])
     _executor(tmp_path / "notes").run()
-    said = "no node of the Ray cluster offers the 1 CPU and 2 GiB of memory that a task requires; waiting for one "
-    said += "that does"
-    assert capsys.readouterr().err == (f"selectron: warning: {said}\n" if waits else "")
+    message = "no node of the Ray cluster offers the 1 CPU and 2 GiB of memory that a task requires; waiting for one "
+    message += "that does"
+    assert capsys.readouterr().err == (f"selectron: warning: {message}\n" if waits else "")
     _executor(tmp_path / "notes").run()
     assert capsys.readouterr().err == "", "a stage with nothing left to run waits for nothing"

@@ -55,7 +55,7 @@ def run_job(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_ARRAY_TASK_ID")
 
 
-def test_a_chain_of_jobs_makes_what_one_machine_makes(records, tmp_path, tokenizer_file, slurm, monkeypatch):
+def test_chain_of_jobs_gives_the_local_result(records, tmp_path, tokenizer_file, slurm, monkeypatch):
     assert prepare(options(records, tmp_path / "out", tokenizer_file, tasks=2, execution=ON_SLURM)) is None
     jobs = [json.loads(path.read_text()) for path in sorted(slurm.iterdir())]
     assert [re.search(r"--job-name=prepare-(\S+)", script)[1] for _, script in jobs] == [
@@ -80,7 +80,7 @@ def test_a_chain_of_jobs_makes_what_one_machine_makes(records, tmp_path, tokeniz
 
 
 @pytest.mark.parametrize("executor", ["slurm", "local"])
-def test_while_jobs_write_no_other_call_does(records, tmp_path, tokenizer_file, slurm, executor):
+def test_no_second_run_while_jobs_are_active(records, tmp_path, tokenizer_file, slurm, executor):
     def call(chosen: Execution) -> None:
         prepare(options(records, tmp_path / "out", tokenizer_file, tasks=2, execution=chosen))
 
@@ -106,7 +106,7 @@ def test_while_jobs_write_no_other_call_does(records, tmp_path, tokenizer_file, 
     assert len(list(slurm.iterdir())) == len(numbers) * (2 if executor == "slurm" else 1)
 
 
-def test_the_call_that_is_refused_says_where_the_jobs_are(records, tmp_path, tokenizer_file, slurm, monkeypatch):
+def test_refused_run_reports_the_progress_of_the_jobs(records, tmp_path, tokenizer_file, slurm, monkeypatch):
     """Repeat the call after each job, and once while a task that has finished reading is still running."""
 
     def refusal() -> str:
@@ -137,7 +137,7 @@ def test_the_call_that_is_refused_says_where_the_jobs_are(records, tmp_path, tok
     )
 
 
-def test_when_slurm_refuses_a_job_those_before_it_are_taken_back(records, tmp_path, tokenizer_file, slurm):
+def test_earlier_jobs_are_cancelled_if_one_is_refused(records, tmp_path, tokenizer_file, slurm):
     (slurm.parent / "scancel").write_text('#!/bin/sh\necho "$@" > "$(dirname "$0")/taken_back"\n')
     (slurm.parent / "scancel").chmod(0o755)
     refusing = SBATCH.replace("print(", 'number < 102 or sys.exit("no more jobs")\nprint(')
@@ -147,7 +147,7 @@ def test_when_slurm_refuses_a_job_those_before_it_are_taken_back(records, tmp_pa
     assert (slurm.parent / "taken_back").read_text().split() == ["100", "101"]
 
 
-def test_more_tasks_than_an_array_has_are_shared_by_its_jobs(records, tmp_path, tokenizer_file, slurm, monkeypatch):
+def test_more_tasks_than_array_jobs(records, tmp_path, tokenizer_file, slurm, monkeypatch):
     monkeypatch.setattr("data_prep.running.slurm.MAX_ARRAY", 2)
     prepare(options(records, tmp_path / "out", tokenizer_file, tasks=3, execution=ON_SLURM))
     jobs = [json.loads(path.read_text()) for path in sorted(slurm.iterdir())]
@@ -165,7 +165,7 @@ def test_more_tasks_than_an_array_has_are_shared_by_its_jobs(records, tmp_path, 
         (Execution(executor="slurm", slurm_partition="cpu"), "--executor: sbatch was not found for slurm; "),
     ],
 )
-def test_an_executor_that_is_not_there(records, tmp_path, tokenizer_file, monkeypatch, chosen, message):
+def test_missing_executor(records, tmp_path, tokenizer_file, monkeypatch, chosen, message):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(execution.importlib.util, "find_spec", lambda _name: None)
     with pytest.raises(UserError) as caught:
@@ -182,7 +182,7 @@ def test_slurm_needs_a_partition_and_may_refuse(records, tmp_path, tokenizer_fil
         prepare(options(records, tmp_path / "out", tokenizer_file, execution=ON_SLURM))
 
 
-def test_names_that_a_shell_would_take_for_more(tmp_path, monkeypatch):
+def test_names_with_shell_characters(tmp_path, monkeypatch):
     """The script runs with a hostile path. datatrove's program must receive the pipeline file's name unchanged."""
     name = '-x it\'s "y" $(touch canary) `touch canary` ;touch canary; >canary #c 50%j ~ \u00e9 $HOME *'
     programs, work = tmp_path / name / "bin", tmp_path / "work"

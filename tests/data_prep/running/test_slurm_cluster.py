@@ -32,9 +32,9 @@ def submit(cluster: SlurmCluster, source: Path, output: Path, tokenizer: Path, *
     return cluster.run(sys.executable, "-m", "megatron_ext.cli", "prepare", *data, *domains, *sizes, *execution, *more)
 
 
-def jobs(cluster: SlurmCluster, wanted: str) -> list[list[str]]:
+def jobs(cluster: SlurmCluster, state: str) -> list[list[str]]:
     """Return id, name and node of the jobs in a state. Pending jobs have no node."""
-    listed = cluster.run("squeue", "--noheader", "--array", f"--states={wanted}", "--format=%i|%j|%N")
+    listed = cluster.run("squeue", "--noheader", "--array", f"--states={state}", "--format=%i|%j|%N")
     return [line.split("|") for line in listed.splitlines()]
 
 
@@ -53,7 +53,7 @@ def contents(folder: Path) -> dict[Path, bytes]:
     return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_failing_task_ends_the_chain_and_says_why(cluster, records, tmp_path, tokenizer_file):
+def test_failing_task_ends_the_chain(cluster, records, tmp_path, tokenizer_file):
     with (records / "b.jsonl").open("a") as file:
         file.write("{broken\n")
     output = tmp_path / "out"
@@ -67,7 +67,7 @@ def test_a_failing_task_ends_the_chain_and_says_why(cluster, records, tmp_path, 
         assert not list((tmp_path / "out.slurm" / later).iterdir())
 
 
-def test_with_a_node_that_dies_the_bytes_are_those_of_one_machine(cluster, records, tmp_path, tokenizer_file):
+def test_result_after_a_node_failure(cluster, records, tmp_path, tokenizer_file):
     """Use a single stage, because no node fails in the others and each of their jobs starts Python again."""
     one_pass = Filtering(cleaning=None, duplicates="keep", overlap=None)
     prepare(options(records, tmp_path / "local", tokenizer_file, tasks=2, filtering=one_pass))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.running.workers import OWN_FILES, allow_open_files
+from data_prep.running.workers import RESERVED_FILES, allow_open_files
 from megatron_ext.utils.errors import UserError
 
 PAIRS_OF_MANY_TASKS = """
@@ -39,27 +39,27 @@ def limits() -> Iterator[tuple[int, int]]:
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_a_process_is_allowed_as_many_files_as_there_are_tasks(limits: tuple[int, int]) -> None:
+def test_open_file_limit_is_raised(limits: tuple[int, int]) -> None:
     _, most = limits
     resource.setrlimit(resource.RLIMIT_NOFILE, (512, most))
-    allow_open_files(512 - OWN_FILES)
+    allow_open_files(512 - RESERVED_FILES)
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == (512, most)
     allow_open_files(513)
-    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (513 + OWN_FILES, most)
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (513 + RESERVED_FILES, most)
 
 
-def test_more_than_the_system_allows_is_refused(limits: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_open_file_limit_too_low(limits: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
-    said = (
+    message = (
         r"^--tasks: the files of all 5,000 tasks are open at once, but the limit here is 4,096 \(ulimit -Hn\); "
         r"give at most 3,996, or raise the limit$"
     )
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         allow_open_files(5000)
 
 
 @pytest.mark.parametrize(("most", "fails"), [(400, False), (200, True)])
-def test_duplicates_of_more_tasks_than_files_may_be_open(tmp_path: Path, most: int, fails: bool) -> None:
+def test_duplicates_of_many_tasks(tmp_path: Path, most: int, fails: bool) -> None:
     """datatrove opens the signature files of all tasks."""
     command = [sys.executable, "-c", PAIRS_OF_MANY_TASKS, str(tmp_path), str(most)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

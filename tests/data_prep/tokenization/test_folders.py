@@ -37,7 +37,7 @@ def test_vocabulary_and_merges(slow):
     assert [path.name for path in tokenizer_files(str(slow))] == ["vocab.json", "merges.txt"]
 
 
-def test_tokens_beside_the_vocabulary_keep_their_ids(slow):
+def test_added_tokens_keep_their_ids(slow):
     size = len(json.loads((slow / "vocab.json").read_bytes()))
     (slow / "added_tokens.json").write_text(json.dumps({"<pad>": size + 1, "<|im_end|>": size}))
     config = {"tokenizer_class": "GPT2Tokenizer", "eos_token": {"content": "<|im_end|>", "special": True}}
@@ -65,7 +65,7 @@ def test_a_folder_with_a_tokenizer_json(tmp_path, tokenizer_file):
 
 
 @pytest.mark.parametrize(
-    ("files", "said"),
+    ("files", "message"),
     [
         ({}, r"has neither tokenizer.json nor vocab.json and merges.txt; save a tokenizer.json with the library"),
         ({"tokenizer.model": b""}, r"has neither .*, but a SentencePiece model; save a tokenizer.json with"),
@@ -85,10 +85,10 @@ def test_a_folder_with_a_tokenizer_json(tmp_path, tokenizer_file):
         ),
     ],
 )
-def test_folders_that_cannot_be_read(tmp_path, files, said):
+def test_folders_that_cannot_be_read(tmp_path, files, message):
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         open_tokenizer(str(tmp_path))
 
 

@@ -9,7 +9,7 @@ from data_prep.documents import Problems
 from data_prep.manifest import TokenizerEntry
 from data_prep.output.writing import DocumentEncoder
 from data_prep.tokenization import pieces
-from data_prep.tokenization.pieces import UnbrokenError, encode_in_pieces
+from data_prep.tokenization.pieces import NoCutError, encode_by_parts
 from data_prep.tokenization.tokenizer import JsonTokenizer, load_tokenizer
 from megatron_ext.utils.errors import UserError
 
@@ -18,10 +18,10 @@ from megatron_ext.utils.errors import UserError
 def small(monkeypatch):
     monkeypatch.setattr(pieces, "PIECE_CHARACTERS", 300)
     monkeypatch.setattr("data_prep.output.writing.PIECE_CHARACTERS", 300)
-    monkeypatch.setattr(pieces, "WHOLE_BYTES", 1000)
+    monkeypatch.setattr(pieces, "MAX_PIECE_BYTES", 1000)
 
 
-def test_tokens_are_those_of_the_whole_text(small, tokenizer_file):
+def test_parts_give_the_tokens_of_the_whole_text(small, tokenizer_file):
     library = Tokenizer.from_file(str(tokenizer_file))
     encode = JsonTokenizer(load_tokenizer(tokenizer_file)).encode_batch
     for seed in range(5):
@@ -29,20 +29,20 @@ def test_tokens_are_those_of_the_whole_text(small, tokenizer_file):
         parts = list(pieces.pieces(encode, content))
         assert len(parts) > 20
         assert "".join(parts) == content
-        assert encode_in_pieces(encode, content) == library.encode(content, add_special_tokens=False).ids
+        assert encode_by_parts(encode, content) == library.encode(content, add_special_tokens=False).ids
 
 
-def test_a_tokenizer_that_adds_to_a_beginning_encodes_whole_texts_alone(small):
+def test_tokenizer_with_a_prefix_encodes_whole_texts(small):
     library = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate("▁ab c\n")}, merges=[]))
     library.normalizer = normalizers.Prepend("▁")
     encode = JsonTokenizer(library).encode_batch
     content = "a b c\n" * 100
-    assert encode_in_pieces(encode, content) == library.encode(content).ids
-    with pytest.raises(UnbrokenError, match="1,200 characters"):
-        encode_in_pieces(encode, content * 2)
+    assert encode_by_parts(encode, content) == library.encode(content).ids
+    with pytest.raises(NoCutError, match="1,200 characters"):
+        encode_by_parts(encode, content * 2)
 
 
-def test_a_text_without_a_place_to_cut_stops_or_is_counted(small, tokenizer_file):
+def test_text_without_a_position_to_cut(small, tokenizer_file):
     tokenizer = JsonTokenizer(load_tokenizer(tokenizer_file))
     entry = TokenizerEntry("x", "x", tokenizer.vocab_size, "x", 0)
     problems = Problems("skip")

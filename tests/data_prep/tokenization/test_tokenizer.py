@@ -11,9 +11,9 @@ from data_prep.tokenization import tokenizer as tokenizer_module
 from data_prep.tokenization.tokenizer import JsonTokenizer, load_tokenizer, train_tokenizer
 from data_prep.tokenization.vocabularies import (
     end_of_document,
-    keep_tokenizer,
-    kept_tokenizer,
+    load_saved_tokenizer,
     open_tokenizer,
+    save_tokenizer,
     token_dtype,
 )
 from megatron_ext.utils.errors import UserError
@@ -35,7 +35,7 @@ def words(*vocabulary: str) -> Tokenizer:
     return tokenizer
 
 
-def tokens_of(tokenizer: Tokenizer, texts: list[str], eos_id: int, on_error: str = "stop") -> list[np.ndarray]:
+def prepared_tokens(tokenizer: Tokenizer, texts: list[str], eos_id: int, on_error: str = "stop") -> list[np.ndarray]:
     wrapped = JsonTokenizer(tokenizer)
     entry = TokenizerEntry("x", "x", wrapped.vocab_size, "x", eos_id)
     encode = DocumentEncoder(wrapped, entry, Problems(on_error))
@@ -44,8 +44,8 @@ def tokens_of(tokenizer: Tokenizer, texts: list[str], eos_id: int, on_error: str
 
 
 @pytest.mark.parametrize("content", ["plain", " leading", "tab\tline\r\n\n", "日本語 🦆 \0 é", "<|endoftext|> inside"])
-def test_any_text_comes_back_to_the_letter(trained, content):
-    (tokens,) = tokens_of(trained, [content], 0)
+def test_text_round_trip(trained, content):
+    (tokens,) = prepared_tokens(trained, [content], 0)
     assert tokens.dtype == np.dtype("<u2")
     assert tokens[-1] == 0
     assert 0 not in tokens[:-1]  # text cannot contain the end-of-document token
@@ -87,7 +87,7 @@ def test_a_word_of_text_cannot_end_documents(trained, word):
 
 
 @pytest.mark.parametrize("flags", [{}, {"lstrip": True, "rstrip": True}, {"normalized": True, "single_word": True}])
-def test_an_end_that_is_not_flagged_special_is_no_end_within_text(trained, tmp_path, flags):
+def test_end_token_without_special_flag(trained, tmp_path, flags):
     """An added token without the special flag, as in handwritten files. The kept file is not modified."""
     library = Tokenizer.from_str(trained.to_str())
     library.add_tokens([AddedToken("</s>", special=False, **flags)])
@@ -96,9 +96,9 @@ def test_an_end_that_is_not_flagged_special_is_no_end_within_text(trained, tmp_p
     end = library.token_to_id("</s>")
     assert end in library.encode("x </s> y").ids
     tokenizer = open_tokenizer(str(path))
-    entry = keep_tokenizer(tmp_path, tokenizer, end_of_document(tokenizer, "</s>"))
+    entry = save_tokenizer(tmp_path, tokenizer, end_of_document(tokenizer, "</s>"))
     assert tokenizer.content() == (tmp_path / "tokenizer.json").read_bytes()
-    for one in (tokenizer, kept_tokenizer(tmp_path, entry)):
+    for one in (tokenizer, load_saved_tokenizer(tmp_path, entry)):
         encode = DocumentEncoder(one, entry, Problems())
         content = ["x </s> y", "</s>", "a</s></s>b", "\n</s>\n"]
         found = [tokens.tolist() for _, tokens in encode([Document(one, "id", metadata={}) for one in content])]
@@ -106,27 +106,27 @@ def test_an_end_that_is_not_flagged_special_is_no_end_within_text(trained, tmp_p
         assert [library.decode(tokens[:-1]) for tokens in found] == content
 
 
-def test_a_document_in_which_the_model_itself_makes_the_end_is_refused_or_counted():
+def test_document_encoded_as_the_end_token():
     """A Unigram piece equal to the end token, which no flag can disable."""
     library = Tokenizer(models.Unigram([("<unk>", 0.0), ("</s>", -1.0), ("a", -2.0), ("b", -2.0), ("▁", -2.5)], 0))
     library.pre_tokenizer = pre_tokenizers.Metaspace()
     library.add_special_tokens(["</s>"])
     tokenizer = JsonTokenizer(library)
     assert end_of_document(tokenizer) == ("</s>", 1)
-    assert [item.tolist() for item in tokens_of(library, ["a b", "a </s> b", "b"], 1, "skip")] == [
+    assert [item.tolist() for item in prepared_tokens(library, ["a b", "a </s> b", "b"], 1, "skip")] == [
         [4, 2, 4, 3, 1],
         [4, 3, 1],
     ]
     with pytest.raises(UserError, match="file:id: some of its text is encoded as the end-of-document token; repair it"):
-        tokens_of(library, ["a </s> b"], 1)
+        prepared_tokens(library, ["a </s> b"], 1)
 
 
-def test_truncation_padding_and_templates_of_the_file_do_not_apply():
+def test_truncation_padding_and_templates_are_disabled():
     tokenizer = words("a", "b", "</s>")
     tokenizer.enable_truncation(2)
     tokenizer.enable_padding(length=8)
     tokenizer.model.unk_token = "</s>"
-    short, long = tokens_of(tokenizer, ["b", "a b a b a"], 2)
+    short, long = prepared_tokens(tokenizer, ["b", "a b a b a"], 2)
     assert short.tolist() == [1, 2]
     assert long.tolist() == [0, 1, 0, 1, 0, 2]
 
@@ -153,21 +153,21 @@ LOSING = {
 
 
 @pytest.mark.parametrize("name", LOSING)
-def test_a_text_without_a_token_is_refused_or_counted_never_shortened(name):
+def test_text_without_a_token_is_never_shortened(name):
     tokenizer = Tokenizer(LOSING[name])
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     with pytest.raises(UserError) as caught:
-        tokens_of(tokenizer, ["a", "a é b"], 2)
+        prepared_tokens(tokenizer, ["a", "a é b"], 2)
     assert str(caught.value) == (
         "file:id: the tokenizer has no token for its text (for example 'é'); "
         "give a byte-level tokenizer, which encodes any text, or pass --on-error skip"
     )
-    assert [item.tolist() for item in tokens_of(tokenizer, ["a", "a é b", "b"], 2, "skip")] == [[0, 2], [1, 2]]
+    assert [item.tolist() for item in prepared_tokens(tokenizer, ["a", "a é b", "b"], 2, "skip")] == [[0, 2], [1, 2]]
 
 
-def test_bytes_take_the_place_of_letters_without_a_token():
+def test_byte_fallback():
     tokenizer = Tokenizer(models.BPE(vocab=ALL_BYTES, merges=[], byte_fallback=True))
-    (tokens,) = tokens_of(tokenizer, ["aéb"], 2)
+    (tokens,) = prepared_tokens(tokenizer, ["aéb"], 2)
     assert tokens.tolist() == [0, 3 + 0xC3, 3 + 0xA9, 1, 2]
 
 
@@ -175,16 +175,16 @@ def test_a_byte_level_vocabulary_without_a_byte():
     letters = sorted(set(pre_tokenizers.ByteLevel.alphabet()) - {"©"})  # the character that represents byte 0xA9
     tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    assert [len(item) for item in tokens_of(tokenizer, ["aéb", "東京"], 0, "skip")] == [7]
+    assert [len(item) for item in prepared_tokens(tokenizer, ["aéb", "東京"], 0, "skip")] == [7]
 
 
-def test_what_the_tokenizers_own_normalizer_changes_is_no_loss():
+def test_normalizer_changes_are_accepted():
     tokenizer = Tokenizer(models.BPE(vocab=LETTERS, merges=[]))
     tokenizer.normalizer = normalizers.Sequence(
         [normalizers.NFD(), normalizers.StripAccents(), normalizers.Lowercase()]
     )
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    assert [item.tolist() for item in tokens_of(tokenizer, [" Á b"], 2)] == [[0, 1, 2]]
+    assert [item.tolist() for item in prepared_tokens(tokenizer, [" Á b"], 2)] == [[0, 1, 2]]
 
 
 def test_vocabulary_size_covers_gaps_in_the_ids():
@@ -194,7 +194,7 @@ def test_vocabulary_size_covers_gaps_in_the_ids():
 
 
 @pytest.mark.parametrize("content", [None, "{}", "no json\nat all"])
-def test_no_tokenizer_there(tmp_path, content):
+def test_missing_tokenizer_file(tmp_path, content):
     path = tmp_path / "tokenizer.json"
     if content is not None:
         path.write_text(content)
@@ -204,9 +204,9 @@ def test_no_tokenizer_there(tmp_path, content):
     assert "\n" not in str(caught.value)
 
 
-def test_a_word_without_an_end_is_cut_for_training(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_words_are_cut_for_training(monkeypatch: pytest.MonkeyPatch) -> None:
     """Training time is quadratic in word length: a document of ten megabytes without a space took hours."""
-    monkeypatch.setattr(tokenizer_module, "LONGEST_WORD", 4000)
+    monkeypatch.setattr(tokenizer_module, "MAX_WORD_LENGTH", 4000)
     word, spaces = "ab" * 4500 + "c" * 3000, " " * 10_001
     seen = list(tokenizer_module._first_characters([f"one {word}{spaces}two", "no"], 1 << 20))
     assert "".join(seen) == f"one {word}{spaces}twono"

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models
 
 from data_prep.manifest import load_manifest
 from data_prep.prepare import prepare
-from data_prep.tokenization.vocabularies import end_of_document, kept_tokenizer, open_tokenizer
+from data_prep.tokenization.vocabularies import end_of_document, load_saved_tokenizer, open_tokenizer
 from megatron_ext.utils.errors import UserError
 
 TEXTS = ["plain text", "", "naïve 東京 🦆\0", "aaaaaaaaab", "  spaces\n\n", "<|endoftext|> inside", text(1, 300)]
@@ -139,7 +139,7 @@ def test_tiktoken_file_without_a_byte(ranks):
         open_tokenizer(str(path), PATTERN)
 
 
-def test_documents_without_tokens_are_named_or_in_the_manifest(records, tmp_path):
+def test_unencodable_documents_stop_or_are_skipped(records, tmp_path):
     path, out = tmp_path / "tokenizer.json", tmp_path / "out"
     letters = sorted({*"".join(map(text, range(50))), *(chr(code) for code in range(32, 127))} - {"東"})
     Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate([*letters, "</s>"])}, merges=[])).save(str(path))
@@ -167,7 +167,7 @@ def test_documents_without_tokens_are_named_or_in_the_manifest(records, tmp_path
 
 
 @pytest.mark.parametrize("kind", ["rwkv", "tiktoken", "huggingface"])
-def test_prepared_with_any_kind_and_read_back_from_the_manifest(kind, request, records, tmp_path, tokenizer_file):
+def test_prepare_and_reload_any_tokenizer(kind, request, records, tmp_path, tokenizer_file):
     path = (
         tokenizer_file if kind == "huggingface" else request.getfixturevalue({"tiktoken": "ranks"}.get(kind, kind))[0]
     )
@@ -175,10 +175,10 @@ def test_prepared_with_any_kind_and_read_back_from_the_manifest(kind, request, r
     entry = load_manifest(tmp_path / "out").tokenizer
     assert (entry, entry.kind) == (manifest.tokenizer, kind)
     assert (tmp_path / "out" / entry.file).read_bytes() == path.read_bytes()
-    kept = kept_tokenizer(tmp_path / "out", entry)
-    assert kept.encode_batch(TEXTS) == open_tokenizer(str(path), PATTERN).encode_batch(TEXTS)
+    saved = load_saved_tokenizer(tmp_path / "out", entry)
+    assert saved.encode_batch(TEXTS) == open_tokenizer(str(path), PATTERN).encode_batch(TEXTS)
     if kind == "huggingface":
         library = Tokenizer.from_file(str(path))
         library.encode_special_tokens = True
-        assert kept.encode_batch(TEXTS) == [library.encode(content, add_special_tokens=False).ids for content in TEXTS]
+        assert saved.encode_batch(TEXTS) == [library.encode(content, add_special_tokens=False).ids for content in TEXTS]
     assert re.fullmatch(r"[0-9a-f]{64}", entry.sha256)
