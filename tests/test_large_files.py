@@ -19,7 +19,7 @@ from megatron_ext.analysis.suites import _read_picture
 from megatron_ext.checkpoint.contents import FileDigest
 from megatron_ext.checkpoint.folder import LATEST, CheckpointFolder
 from megatron_ext.config.deepspeed import _read as read_deepspeed
-from megatron_ext.conversion.core.output_folder import README, _is_ours
+from megatron_ext.conversion.core.output_folder import README, _is_conversion_file
 from megatron_ext.conversion.core.source import SourceOptions
 from megatron_ext.conversion.deepspeed import universal
 from megatron_ext.conversion.huggingface.safetensors_files import INDEX, SafetensorsTensors
@@ -95,7 +95,7 @@ def test_a_newest_that_cannot_be_read_is_replaced(tmp_path: Path) -> None:
 def test_of_a_readme_the_beginning_is_read(tmp_path: Path) -> None:
     with (tmp_path / README).open("wb") as file:
         os.truncate(file.fileno(), 2 << 40)
-    assert not _is_ours(tmp_path / README)
+    assert not _is_conversion_file(tmp_path / README)
 
 
 OWN = {

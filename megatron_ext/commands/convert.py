@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_ext.conversion.core.output_folder import beside, check_destination, check_space
-from megatron_ext.conversion.core.source_arguments import add_source_options, open_asked
+from megatron_ext.conversion.core.output_folder import atomic_folder, check_destination, check_space
+from megatron_ext.conversion.core.source_arguments import add_source_options, open_source_on_cpu
 from megatron_ext.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     """
     _check_options(args)
     check_destination(args.source, args.destination, overwrite=args.overwrite)
-    source = open_asked(args.source, args)
+    source = open_source_on_cpu(args.source, args)
     from megatron_ext.conversion.core.destination import DESTINATIONS, WriteOptions
 
     destination = DESTINATIONS[args.to]
@@ -106,12 +106,12 @@ def _convert(source: Source, destination: Destination, options: WriteOptions, ar
     from megatron_ext.conversion.core.source import SourceOptions
     from megatron_ext.conversion.core.verify import verify
 
-    with beside(args.destination) as partial:
+    with atomic_folder(args.destination) as partial:
         destination.write(source, options, partial)
         if args.verify:
-            written, training = open_source(partial, SourceOptions()), destination.carries_training(source, options)
-            print(verify(source, written, options.dtype, with_training=training), file=sys.stderr)
-    if (remark := destination.remark(source, options)) is not None:
-        print(remark, file=sys.stderr)
+            written, training = open_source(partial, SourceOptions()), destination.includes_training(source, options)
+            print(verify(source, written, options.dtype, compare_optimizer=training), file=sys.stderr)
+    if (note := destination.note(source, options)) is not None:
+        print(note, file=sys.stderr)
     if source.tokenizer is None:
         print("the source has no tokenizer to copy; add one with --tokenizer FILE", file=sys.stderr)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ext.conversion.core.source_arguments import (
     add_source_options,
-    asked_options,
-    on_the_cpu,
-    open_asked,
+    hide_gpus,
+    open_source_on_cpu,
+    parse_source_options,
 )
 from megatron_ext.utils.errors import EXIT_USER_ERROR, UserError
 
@@ -49,13 +49,15 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UserError: the folder is no checkpoint or is damaged. With `--json` the problem is printed instead.
     """
-    from megatron_ext.conversion.core.inspection import look
+    from megatron_ext.conversion.core.inspection import inspect_folder
 
-    on_the_cpu()
+    hide_gpus()
     try:
-        source = None if args.shapes else look(args.path, asked_options(args))
+        source = None if args.shapes else inspect_folder(args.path, parse_source_options(args))
         with_shapes = source is None
-        facts = describe(source or open_asked(args.path, args), with_tensors=args.tensors, with_shapes=with_shapes)
+        facts = describe(
+            source or open_source_on_cpu(args.path, args), with_tensors=args.tensors, with_shapes=with_shapes
+        )
     except UserError as error:
         if not args.json:
             raise

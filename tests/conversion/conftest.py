@@ -17,10 +17,10 @@ sys.path.append(str(Path(__file__).parents[1] / "mixers"))
 
 @pytest.fixture(scope="session")
 def saved_run(pool: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Function that returns the folder of a run trained briefly under a layout. Each run is made once."""
+    """Function that returns the folder of a run trained briefly under a layout. Each run is trained once."""
     import saved_runs
 
-    known: dict[str, Path] = {}
+    folders: dict[str, Path] = {}
 
     def make(
         pattern: str,
@@ -30,11 +30,11 @@ def saved_run(pool: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[.
         precision: str = "fp32",
     ) -> Path:
         case = (pattern, parallel or {}, model or {}, mixers or {}, precision)
-        if repr(case) not in known:
-            known[repr(case)] = tmp_path_factory.mktemp("saved") / "run"
+        if repr(case) not in folders:
+            folders[repr(case)] = tmp_path_factory.mktemp("saved") / "run"
             world_size = case[1].get("tensor", 1) * case[1].get("pipeline", 1)
-            pool.run(saved_runs.save, world_size, known[repr(case)], *case)
-        return known[repr(case)]
+            pool.run(saved_runs.save, world_size, folders[repr(case)], *case)
+        return folders[repr(case)]
 
     return make
 

@@ -95,10 +95,10 @@ def save(
     if world_size > 1:
         return None
     with torch.no_grad():
-        hidden_tt = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)[None, None]
+        mask_tt = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)[None, None]
         positions_bt = torch.arange(LENGTH).expand(2, -1)
-        answer: Tensor = model(tokens(), positions_bt, attention_mask=hidden_tt)
-    return answer[..., :VOCABULARY]
+        logits_btv: Tensor = model(tokens(), positions_bt, attention_mask=mask_tt)
+    return logits_btv[..., :VOCABULARY]
 
 
 def tokens() -> Tensor:
@@ -106,5 +106,5 @@ def tokens() -> Tensor:
 
 
 def arguments(**changed: Any) -> dict[str, Any]:
-    """Arguments as Megatron-LM saves them in a checkpoint."""
+    """Return the arguments as Megatron-LM saves them in a checkpoint."""
     return {"args": Namespace(**{**ARGUMENTS, **changed}), "iteration": 7}

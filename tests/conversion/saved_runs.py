@@ -1,4 +1,4 @@
-"""Functions run by each rank to make a run folder for the conversion tests: a small, briefly trained model."""
+"""Functions run by each rank to write a run folder for the conversion tests: a small, briefly trained model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SETTINGS: dict[str, dict[str, Any]] = {"top1_chunk": {"chunk_size": 8}, "mamba2"
 
 
 def run_config(pattern: str, parallel: dict[str, Any], model: dict[str, Any], mixers: dict[str, Any]) -> Any:
-    """Complete configuration of a run. Its initial weights are large, so that logits differ between tokens."""
+    """Return a complete configuration. Initial weights are large, so that logits differ between tokens."""
     names = set(pattern.split("*")[0].split(","))
     used = {name: fields for name, fields in SETTINGS.items() if name in names} | mixers
     config = parity.run_config(pattern, used, {"init_std": 0.1, **model}, parallel)
@@ -66,7 +66,7 @@ def train_and_save(folder: Path, config: Any) -> Any:
 
 
 def trainer_and_store(folder: Path, config: Any) -> tuple[Any, CheckpointStore]:
-    """Trainer and store as a run makes them."""
+    """Return a trainer and a store as a run builds them."""
     platform, groups = select_platform("cpu"), make_process_groups(config.parallel, 1)
     parity.count_anew()
     trainer = build_trainer(config, model_shape(config, platform, VOCABULARY), groups, platform)
@@ -74,7 +74,7 @@ def trainer_and_store(folder: Path, config: Any) -> tuple[Any, CheckpointStore]:
 
 
 def identity_of(config: Any) -> dict[str, Any]:
-    """Identity of a run as its checkpoint records it."""
+    """Return the identity of a run as its checkpoint records it."""
     manifest = SimpleNamespace(tokenizer=SimpleNamespace(sha256="0" * 64))
     data: Any = SimpleNamespace(train_domains=["a"], weights=None, manifest=manifest, vocab_size=VOCABULARY, record={})
     return identity(config, data)
@@ -88,16 +88,16 @@ def loaded(
     platform = select_platform("cpu")
     config = run_config(pattern, {}, {**model, "vocab_size_multiple": multiple}, mixers)
     with groups_of_one_process("gloo") as groups:
-        (built,) = build_model(model_shape(config, platform, VOCABULARY), platform, groups, seed=99)
+        (chunk,) = build_model(model_shape(config, platform, VOCABULARY), platform, groups, seed=99)
         store = CheckpointStore(folder / "checkpoints", {}, groups, platform)
         step = store.folder.latest()
         assert step is not None
-        store.load_model([built], store.check(step))
-        yield built.eval()
+        store.load_model([chunk], store.check(step))
+        yield chunk.eval()
 
 
 def parameters(model: Any) -> dict[str, Tensor]:
-    """Parameters by name, without the vocabulary padding."""
+    """Return the parameters by name, without the vocabulary padding."""
     named = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     return {name: p[:VOCABULARY] if name in PADDED else p for name, p in named.items()}
 
@@ -105,8 +105,8 @@ def parameters(model: Any) -> dict[str, Tensor]:
 @torch.no_grad()
 def logits(model: Any, tokens_bt: Tensor) -> Tensor:
     positions_bt = torch.arange(tokens_bt.shape[1]).expand_as(tokens_bt)
-    answer: Tensor = model(tokens_bt, positions_bt, attention_mask=None)[..., :VOCABULARY]
-    return answer
+    logits_btv: Tensor = model(tokens_bt, positions_bt, attention_mask=None)[..., :VOCABULARY]
+    return logits_btv
 
 
 def tokens(length: int) -> Tensor:

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
     [
         (["--to", "onnx"], "argument --to: invalid choice: 'onnx'"),
         ([], "the following arguments are required: --to"),
-        (["--to", "deepspeed-universal", "--dtype", "bf16"], "--dtype: bfloat16 is for the numbers of a model, and "),
+        (["--to", "deepspeed-universal", "--dtype", "bf16"], "--dtype: bfloat16 has no effect, because universal "),
         (
             ["--to", "megatron", "--dtype", "fp16"],
             "--dtype: float16 is not a precision of a run; give one of bf16, fp32",
@@ -53,7 +53,7 @@ def test_options(
     assert not list(tmp_path.iterdir())
 
 
-def test_what_is_there_is_kept(
+def test_existing_files_are_not_replaced(
     run_copy: Path, hf: Path, convert: Convert, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     capsys.readouterr()
@@ -64,7 +64,7 @@ def test_what_is_there_is_kept(
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "one.png").write_bytes(b"")
     assert convert(run_copy, tmp_path / "photos", "--to", "hf", "--overwrite") == 2
-    assert "photos holds one.png, which no conversion writes, and overwriting would remove it; " in error(capsys)
+    assert "photos contains one.png, which no conversion writes and overwriting would remove; " in error(capsys)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "vocab.txt").write_text("a")
     assert convert(run_copy, tmp_path / "other", "--to", "hf", "--overwrite") == 2
@@ -82,7 +82,7 @@ def test_what_is_there_is_kept(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "hf", "other", "photos"]
 
 
-def test_a_destination_by_a_link_and_by_a_dot(
+def test_a_destination_given_by_a_link_or_a_dot(
     run_copy: Path, hf: Path, convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "link").symlink_to(hf)
@@ -97,7 +97,7 @@ def test_a_destination_by_a_link_and_by_a_dot(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT], ids=str)
-def test_a_conversion_that_is_ended_leaves_nothing(
+def test_an_interrupted_conversion_leaves_no_files(
     run_copy: Path, convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
     from megatron_ext.conversion.huggingface import folder as hugging_face
@@ -117,7 +117,7 @@ def test_a_conversion_that_is_ended_leaves_nothing(
     assert signal.getsignal(number) is before
 
 
-def test_what_was_there_comes_back_where_the_new_cannot_be_put(
+def test_the_old_model_is_restored_if_the_new_one_cannot_be_renamed(
     run_copy: Path, hf: Path, convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rename = Path.rename
@@ -134,22 +134,22 @@ def test_what_was_there_comes_back_where_the_new_cannot_be_put(
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
-def test_what_is_said_of_a_model_that_says_it_itself(
+def test_a_redundant_model_config_is_refused(
     hf: Path, convert: Convert, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = refused(convert, capsys, hf, tmp_path, "--model-config", "model.yaml")
-    assert said == f"--model-config: {hf}/config.json already describes the model; leave it out"
+    message = refused(convert, capsys, hf, tmp_path, "--model-config", "model.yaml")
+    assert message == f"--model-config: {hf}/config.json already describes the model; remove it"
 
 
-def test_a_dry_run_says_sizes_and_writes_nothing(
+def test_a_dry_run_prints_sizes_and_writes_nothing(
     run_copy: Path, convert: Convert, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert convert(run_copy, tmp_path / "out", "--to", "hf", "--dry-run", "--shard-size", "0.0003") == 0
     assert not list(tmp_path.iterdir())
-    said = capsys.readouterr().out
+    message = capsys.readouterr().out
     assert convert(run_copy, tmp_path / "out", "--to", "hf", "--shard-size", "0.0003", "--no-verify") == 0
     for path in (tmp_path / "out").glob("*.safetensors"):
-        assert f"{path}  {path.stat().st_size / 1e6:,.1f} MB" in said
+        assert f"{path}  {path.stat().st_size / 1e6:,.1f} MB" in message
 
 
 def test_wrong_bits_are_found(
@@ -161,22 +161,26 @@ def test_wrong_bits_are_found(
 ) -> None:
     from megatron_ext.conversion.huggingface.families import tensors
 
-    apart, together = tensors.apart, tensors.together
+    split, interleave = tensors.split_rows, tensors.interleave_rows
     # Corrupt the first matrix of the feed-forward, which has one head group.
     monkeypatch.setattr(
         tensors,
-        "together",
-        lambda parts, head_groups: parts[0].repeat(2, 1) if head_groups == 1 else together(parts, head_groups),
+        "interleave_rows",
+        lambda parts, head_groups: parts[0].repeat(2, 1) if head_groups == 1 else interleave(parts, head_groups),
     )
     assert convert(run_copy, tmp_path / "hf", "--to", "hf") == 2
     assert "mlp.linear_fc1.weight differs from the converted tensor" in error(capsys)
     # A fault that a round trip hides shows in the logits.
     order = {1: -1}
     monkeypatch.setattr(
-        tensors, "apart", lambda x, head_groups, widths: apart(x, head_groups, widths)[:: order.get(head_groups, 1)]
+        tensors,
+        "split_rows",
+        lambda x, head_groups, widths: split(x, head_groups, widths)[:: order.get(head_groups, 1)],
     )
     monkeypatch.setattr(
-        tensors, "together", lambda parts, head_groups: together(parts[:: order.get(head_groups, 1)], head_groups)
+        tensors,
+        "interleave_rows",
+        lambda parts, head_groups: interleave(parts[:: order.get(head_groups, 1)], head_groups),
     )
     assert convert(run_copy, tmp_path / "hf", "--to", "hf") == 2
     assert f"{tmp_path}/hf: logits differ from those of" in error(capsys)  # not the temporary folder of the check

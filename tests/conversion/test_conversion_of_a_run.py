@@ -34,7 +34,7 @@ def text(capsys: pytest.CaptureFixture[str], run: Path) -> str:
     return capsys.readouterr().out
 
 
-def test_a_run_there_and_back(
+def test_a_round_trip_of_a_run(
     run: Path, convert: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -54,7 +54,7 @@ def test_a_run_there_and_back(
     assert text(capsys, back) == ours
 
 
-def test_a_converted_run_says_what_it_lacks(
+def test_a_converted_run_cannot_be_resumed(
     run: Path, convert: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert convert(run, tmp_path / "hf", "--to", "hf", "--no-verify") == 0
@@ -67,11 +67,11 @@ def test_a_converted_run_says_what_it_lacks(
     assert "already contains a run" in capsys.readouterr().err
 
 
-def test_the_record_tells_the_model_whole(run: Path) -> None:
+def test_the_record_contains_the_complete_model(run: Path) -> None:
     """The record contains every field, because another version may change defaults."""
     from megatron_ext.conversion.core.saved_model import identity_of, saved_model
 
     identity = json.loads((run / "checkpoints" / "step_4" / "checkpoint.json").read_text())["identity"]
-    again = identity_of(saved_model(identity, "record"), "fp32")
-    assert again == {key: identity[key] for key in again}
-    assert {key for key in identity if key.startswith(("model.", "mixers."))} <= again.keys()
+    found = identity_of(saved_model(identity, "record"), "fp32")
+    assert found == {key: identity[key] for key in found}
+    assert {key for key in identity if key.startswith(("model.", "mixers."))} <= found.keys()

@@ -21,7 +21,7 @@ data: {path: none, seq_length: 32}
 """
 
 
-class Runs:
+class Harmful:
     """Class whose pickle executes a command when loaded."""
 
     def __init__(self, marker: Path) -> None:
@@ -43,7 +43,7 @@ def save(pool: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., t
     return run
 
 
-def answer(folder: Path) -> torch.Tensor:
+def logits(folder: Path) -> torch.Tensor:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -55,11 +55,11 @@ def answer(folder: Path) -> torch.Tensor:
 def test_a_gptmodel_becomes_llama(save: Any, convert: Callable[..., int], tmp_path: Path, stacked: bool) -> None:
     folder, expected = save(stacked=stacked)
     assert convert(folder, tmp_path / "hf", "--to", "hf") == 0
-    assert float((answer(tmp_path / "hf") - expected).abs().max()) <= 1e-5 * float(expected.abs().max())
+    assert float((logits(tmp_path / "hf") - expected).abs().max()) <= 1e-5 * float(expected.abs().max())
 
 
 @pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2)], ids=["tp2", "pp2"])
-def test_from_several_processes(
+def test_a_parallel_model_converts(
     save: Any, convert: Callable[..., int], tmp_path: Path, tensor: int, pipeline: int
 ) -> None:
     """Compare the converted model with the logits of megatron-core's own model."""
@@ -68,14 +68,16 @@ def test_from_several_processes(
     assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == "step_7\n"
 
 
-def test_the_newest_of_megatron_lms_folder(save: Any, convert: Callable[..., int], tmp_path: Path) -> None:
+def test_the_newest_checkpoint_of_megatron_lms_folder_converts(
+    save: Any, convert: Callable[..., int], tmp_path: Path
+) -> None:
     folder, _ = save()
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
     folder.rename(tmp_path / "iter_0000007")
     assert convert(tmp_path, tmp_path.parent / f"{tmp_path.name}_hf", "--to", "hf", "--dry-run") == 0
 
 
-def test_sizes_that_nobody_knows(
+def test_missing_sizes_are_given_in_a_file(
     save: Any, convert: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, expected = save(extra={})
@@ -86,7 +88,7 @@ def test_sizes_that_nobody_knows(
     (tmp_path / "model.yaml").write_text(MODEL)
     assert convert(folder, tmp_path / "hf", "--to", "hf", "--model-config", tmp_path / "model.yaml") == 0
     # Without the arguments the padding rows are unknown.
-    found = answer(tmp_path / "hf")[..., : plain_runs.VOCABULARY]
+    found = logits(tmp_path / "hf")[..., : plain_runs.VOCABULARY]
     assert float((found - expected).abs().max()) <= 1e-5 * float(expected.abs().max())
 
 
@@ -102,7 +104,7 @@ def test_sizes_that_nobody_knows(
             {"position_embedding_type": "yarn"},
             'args.position_embedding_type: "yarn" is not supported; only "rope" or ',
         ),
-        ({"ffn_hidden_size": 128}, "decoder.layers.0.mlp.linear_fc1.weight is [192, 64], its configuration makes it"),
+        ({"ffn_hidden_size": 128}, "decoder.layers.0.mlp.linear_fc1.weight has shape [192, 64] instead of [256, 64]"),
         ({"num_layers": "4"}, 'args.num_layers: "4" is not a whole number above 0; '),
         ({"num_layers": 10**9}, "args.num_layers: 1000000000 is more than 10000 layers; "),
         ({"num_query_groups": 3}, "args.num_attention_heads: 4 is not divisible by num_query_groups 3; "),
@@ -110,7 +112,7 @@ def test_sizes_that_nobody_knows(
         ({"num_layers": 3}, "has besides decoder.layers.3.input_layernorm.weight"),
     ],
 )
-def test_what_is_no_transformer(
+def test_unsupported_models_are_refused(
     save: Any,
     convert: Callable[..., int],
     tmp_path: Path,
@@ -129,12 +131,12 @@ def test_code_in_a_checkpoint_is_not_run(
     save: Any, convert: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, _ = save()
-    torch.save({"args": Namespace(evil=Runs(tmp_path / "ran"))}, folder / "common.pt")
+    torch.save({"args": Namespace(evil=Harmful(tmp_path / "ran"))}, folder / "common.pt")
     assert convert(folder, tmp_path / "hf", "--to", "hf") == 2
     assert "common.pt: cannot be read" in capsys.readouterr().err
     import pickle
 
-    (folder / ".metadata").write_bytes(pickle.dumps(Runs(tmp_path / "ran")))
+    (folder / ".metadata").write_bytes(pickle.dumps(Harmful(tmp_path / "ran")))
     assert convert(folder, tmp_path / "hf", "--to", "hf") == 2
     assert "mkdir, which is not allowed in a checkpoint" in capsys.readouterr().err
     assert not (tmp_path / "ran").exists()

@@ -30,18 +30,18 @@ def models_of_all_mixers() -> list[str]:
 
 
 @torch.no_grad()
-def near(found: torch.Tensor, expected: torch.Tensor) -> bool:
+def is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
     assert float(expected.std()) > 0.1
     return float((found - expected).abs().max()) <= 1e-5 * max(1.0, float(expected.abs().max()))
 
 
-def there_and_back(
+def convert_there_and_back(
     run: Path, convert: Fixture, folder: Path, pattern: str, model: dict[str, Any], mixers: dict[str, Any], length: int
 ) -> str:
     """Convert, compare with the model that transformers loads, convert back, compare bits. Return the architecture."""
     import transformers
 
-    hf, back, again = folder / "hf", folder / "back", folder / "again"
+    hf, back, second_hf = folder / "hf", folder / "back", folder / "second_hf"
     assert convert(run, hf, "--to", "hf", "--no-verify") == 0
     tokens = saved_runs.tokens(length)
     (architecture,) = json.loads((hf / "config.json").read_text())["architectures"]
@@ -49,21 +49,21 @@ def there_and_back(
     library = getattr(transformers, architecture, transformers.AutoModelForCausalLM)
     theirs = library.from_pretrained(hf, dtype=torch.float32, trust_remote_code=True).eval()
     with torch.no_grad():
-        answer = theirs(input_ids=tokens, use_cache=False).logits
+        logits = theirs(input_ids=tokens, use_cache=False).logits
     with saved_runs.loaded(run, pattern, model, mixers) as ours:
         expected, before = saved_runs.logits(ours, tokens), saved_runs.parameters(ours)
-    assert near(answer, expected)
+    assert is_close(logits, expected)
     assert convert(hf, back, "--to", "megatron", "--verify") == 0
     with saved_runs.loaded(back, pattern, model, mixers, multiple=4) as ours:
         after = saved_runs.parameters(ours)
     assert before.keys() == after.keys()
     assert [name for name in before if not torch.equal(before[name], after[name])] == []
-    assert convert(back, again, "--to", "hf", "--no-verify") == 0
-    assert (again / "model.safetensors").read_bytes() == (hf / "model.safetensors").read_bytes()
+    assert convert(back, second_hf, "--to", "hf", "--no-verify") == 0
+    assert (second_hf / "model.safetensors").read_bytes() == (hf / "model.safetensors").read_bytes()
     return str(architecture)
 
 
-# Checkpoints of all layouts hold the same tensors, cut differently. One model under each layout covers the cuts.
+# Checkpoints of all layouts contain the same tensors, sharded differently. One model per layout covers the shardings.
 @pytest.mark.parametrize(
     ("pattern", "layout"),
     [(pattern, "tp2_pp2") for pattern in models_of_all_mixers()]
@@ -71,11 +71,11 @@ def there_and_back(
 )
 def test_every_mixer(pattern: str, layout: str, saved_run: Fixture, convert: Fixture, tmp_path: Path) -> None:
     run = saved_run(pattern, LAYOUTS[layout])
-    assert there_and_back(run, convert, tmp_path, pattern, {}, {}, 32) == "SelectronForCausalLM"
+    assert convert_there_and_back(run, convert, tmp_path, pattern, {}, {}, 32) == "SelectronForCausalLM"
 
 
 GROUPED = {"num_query_groups": 2, "head_dim": 24}
-TIED = {"tie_embeddings": True, "rotary_base": 5e5, "norm_epsilon": 1e-3}  # one weight, held by two stages
+TIED = {"tie_embeddings": True, "rotary_base": 5e5, "norm_epsilon": 1e-3}  # one weight on two stages
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_transformer_and_llama(
     model: dict[str, Any], layout: str, saved_run: Fixture, convert: Fixture, tmp_path: Path
 ) -> None:
     run = saved_run("attention*2", LAYOUTS[layout], model)
-    assert there_and_back(run, convert, tmp_path, "attention*2", model, {}, 32) == "LlamaForCausalLM"
+    assert convert_there_and_back(run, convert, tmp_path, "attention*2", model, {}, 32) == "LlamaForCausalLM"
 
 
 @pytest.mark.parametrize("mixer", ["mamba", "mamba2"])
@@ -95,12 +95,12 @@ def test_mamba_and_transformers_models(mixer: str, saved_run: Fixture, convert: 
     model, pattern = {"block": "mixer"}, f"{mixer}*2"
     architecture = {"mamba": "MambaForCausalLM", "mamba2": "Mamba2ForCausalLM"}[mixer]
     run = saved_run(pattern, TP2_PP2, model)
-    assert there_and_back(run, convert, tmp_path, pattern, model, {}, 32) == architecture
+    assert convert_there_and_back(run, convert, tmp_path, pattern, model, {}, 32) == architecture
 
 
 # Sizes, settings and architecture of each model of flash-linear-attention. Its NSA shares a key among 16 heads.
 SHARED = {"num_attention_heads": 32, "num_query_groups": 2, "head_dim": 4}
-OF_FLA: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+FLA_MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "gla": ({}, {}, "GLAForCausalLM"),
     "deltanet": ({}, {}, "DeltaNetForCausalLM"),
     "gated_deltanet": ({}, {}, "GatedDeltaNetForCausalLM"),
@@ -109,14 +109,14 @@ OF_FLA: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("mixer", OF_FLA)
+@pytest.mark.parametrize("mixer", FLA_MODELS)
 def test_models_of_flash_linear_attention(
     mixer: str, peer: Fixture, saved_run: Fixture, convert: Fixture, tmp_path: Path
 ) -> None:
     """The converted folder gives equal logits in fla's own model. Conversion back is bit-identical."""
     from safetensors.torch import load_file
 
-    (model, settings, architecture), pattern = OF_FLA[mixer], f"{mixer}*2"
+    (model, settings, architecture), pattern = FLA_MODELS[mixer], f"{mixer}*2"
     run, mixers = saved_run(pattern, TP2_PP2, model, {mixer: settings}), {mixer: settings}
     assert convert(run, tmp_path / "hf", "--to", "hf") == 0
     assert convert(tmp_path / "hf", tmp_path / "back", "--to", "megatron") == 0
@@ -126,18 +126,18 @@ def test_models_of_flash_linear_attention(
     theirs.load_state_dict(load_file(tmp_path / "hf" / "model.safetensors"))
     with saved_runs.loaded(run, pattern, model, mixers) as ours:
         before, expected = saved_runs.parameters(ours), saved_runs.logits(ours, tokens)
-    assert near(theirs(tokens, use_cache=False).logits, expected)
+    assert is_close(theirs(tokens, use_cache=False).logits, expected)
     with saved_runs.loaded(tmp_path / "back", pattern, model, mixers, multiple=4) as ours:
         after = saved_runs.parameters(ours)
     assert [name for name in before if not torch.equal(before[name], after[name])] == []
 
 
-@pytest.mark.parametrize("mixer", OF_FLA)
-def test_what_flash_linear_attention_itself_has_saved(
+@pytest.mark.parametrize("mixer", FLA_MODELS)
+def test_models_saved_by_flash_linear_attention(
     mixer: str, peer: Fixture, saved_run: Fixture, convert: Fixture, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Model that fla itself saved. RWKV-7 has a value residual unless it is turned off."""
-    (model, settings, _), pattern = OF_FLA[mixer], f"{mixer}*2"
+    (model, settings, _), pattern = FLA_MODELS[mixer], f"{mixer}*2"
     run = saved_run(pattern, TP2_PP2, model, {mixer: settings})
     assert convert(run, tmp_path / "hf", "--to", "hf", "--no-verify") == 0
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
@@ -165,19 +165,19 @@ def test_what_flash_linear_attention_itself_has_saved(
     assert convert(tmp_path / "theirs", tmp_path / "run", "--to", "megatron") == 0
     with saved_runs.loaded(tmp_path / "run", pattern, model, {mixer: settings}, multiple=4) as ours:
         found = saved_runs.logits(ours, tokens)
-    assert near(found, theirs(tokens, use_cache=False).logits)
+    assert is_close(found, theirs(tokens, use_cache=False).logits)
 
 
-def test_types(saved_run: Fixture, convert: Fixture, tmp_path: Path) -> None:
+def test_dtypes(saved_run: Fixture, convert: Fixture, tmp_path: Path) -> None:
     """bf16 stays unchanged, and fp32 is rounded once."""
     from safetensors.torch import load_file
 
     bf16, fp32 = (saved_run("attention*2", {"tensor": 2}, precision=name) for name in ("bf16", "fp32"))
     assert convert(bf16, tmp_path / "same", "--to", "hf") == 0
     assert convert(fp32, tmp_path / "rounded", "--to", "hf", "--dtype", "bf16") == 0
-    assert convert(fp32, tmp_path / "whole", "--to", "hf") == 0
+    assert convert(fp32, tmp_path / "fp32", "--to", "hf") == 0
     assert {tensor.dtype for tensor in load_file(tmp_path / "same" / "model.safetensors").values()} == {torch.bfloat16}
-    whole = load_file(tmp_path / "whole" / "model.safetensors")
+    unrounded = load_file(tmp_path / "fp32" / "model.safetensors")
     rounded = load_file(tmp_path / "rounded" / "model.safetensors")
-    assert all(torch.equal(rounded[name], whole[name].bfloat16()) for name in whole)
+    assert all(torch.equal(rounded[name], unrounded[name].bfloat16()) for name in unrounded)
     assert convert(fp32, tmp_path / "half", "--to", "megatron", "--dtype", "fp16") == 2

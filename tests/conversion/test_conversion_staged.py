@@ -1,4 +1,4 @@
-"""Models whose weights are read at use, compared with models that hold their weights."""
+"""Models whose weights are read on use, compared with models in memory."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Model(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_answers_are_those_of_a_model_in_memory(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staged, "PIECE", 24)  # three rows of eight
+def test_outputs_equal_those_of_a_model_in_memory(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staged, "CHUNK_ELEMENTS", 24)  # three rows of eight
     torch.manual_seed(2)
     model, tokens = Model().to(dtype), torch.arange(12).view(2, 6)
     weights = {name: p.detach().clone() for name, p in model.named_parameters(remove_duplicate=False)}
@@ -46,7 +46,7 @@ def test_answers_are_those_of_a_model_in_memory(dtype: torch.dtype, monkeypatch:
         assert all(parameter.is_meta for parameter in before.values())
         assert empty.output.weight is empty.embedding.weight
         read: list[str] = []
-        with staged.staged(empty, lambda name: read.append(name) or weights[name]):
+        with staged.read_on_use(empty, lambda name: read.append(name) or weights[name]):
             assert not read
             found = empty(tokens)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
@@ -54,13 +54,13 @@ def test_answers_are_those_of_a_model_in_memory(dtype: torch.dtype, monkeypatch:
     assert {name: id(p) for name, p in empty.named_parameters()} == {name: id(p) for name, p in before.items()}
 
 
-def test_a_matrix_is_made_fp32_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staged, "PIECE", 24)
+def test_a_matrix_is_converted_to_fp32_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staged, "CHUNK_ELEMENTS", 24)
     rows: list[int] = []
     linear = F.linear
-    monkeypatch.setattr(staged.F, "linear", lambda x, piece: rows.append(len(piece)) or linear(x, piece))
+    monkeypatch.setattr(staged.F, "linear", lambda x, chunk: rows.append(len(chunk)) or linear(x, chunk))
     stored = torch.randn(10, 8).bfloat16()
-    weight = staged.Unread.of(torch.empty(10, 8, device="meta"), lambda: stored)
+    weight = staged.DiskWeight.from_read(torch.empty(10, 8, device="meta"), lambda: stored)
     x = torch.randn(2, 8)
     torch.testing.assert_close(x @ weight.t(), x @ stored.float().t(), rtol=1e-6, atol=1e-6)
     assert rows == [3, 3, 3, 1]

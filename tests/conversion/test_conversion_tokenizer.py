@@ -17,7 +17,7 @@ from megatron_ext.conversion.core.output_folder import README_MARK
 from megatron_ext.conversion.huggingface import model_card
 from megatron_ext.conversion.huggingface.families import FAMILIES
 from megatron_ext.conversion.huggingface.families.selectron import AUTO_MAP
-from megatron_ext.conversion.huggingface.model_card import card
+from megatron_ext.conversion.huggingface.model_card import format_card
 from megatron_ext.runs.tokenizer_files import COMPANIONS, copy_tokenizer, find_tokenizer
 from megatron_ext.utils.errors import UserError
 
@@ -40,16 +40,16 @@ def content_of(path: Path) -> Any:
     return json.loads(path.read_text()) if path.suffix == ".json" else path.read_bytes()
 
 
-def test_what_lies_beside_it_is_copied(tmp_path: Path) -> None:
+def test_companion_files_are_copied(tmp_path: Path) -> None:
     source, copy = tokenizer_in(tmp_path / "source"), tmp_path / "copy"
     copy.mkdir()
     for name, content in FILES.items():
         (source / name).write_text(content)
     (source / "config.json").write_text("{}")  # a file of the model
-    kept = find_tokenizer(source)
-    assert kept is not None
-    assert (kept.begin_id, kept.end, kept.end_id, kept.size) == (0, "</s>", 1, 3)
-    copy_tokenizer(kept, copy)
+    tokenizer = find_tokenizer(source)
+    assert tokenizer is not None
+    assert (tokenizer.begin_id, tokenizer.end, tokenizer.end_id, tokenizer.size) == (0, "</s>", 1, 3)
+    copy_tokenizer(tokenizer, copy)
     assert set(FILES) <= set(COMPANIONS)
     assert {path.name for path in copy.iterdir()} == {"tokenizer.json", *FILES}
     for name in ["tokenizer.json", *FILES]:
@@ -64,10 +64,10 @@ def test_a_link_out_of_its_folder_is_not_copied(tmp_path: Path, name: str) -> No
     (tmp_path / "key").write_text("{}")
     (source / name).unlink(missing_ok=True)
     (source / name).symlink_to(tmp_path / "key")
-    kept = find_tokenizer(source)
-    assert kept is not None
+    tokenizer = find_tokenizer(source)
+    assert tokenizer is not None
     with pytest.raises(UserError, match=f"{name}: is a link out of its folder, to .*key"):
-        copy_tokenizer(kept, copy)
+        copy_tokenizer(tokenizer, copy)
     assert not (copy / name).exists() or content_of(copy / name) != {}
 
 
@@ -77,25 +77,25 @@ def test_a_cache_of_links_is_copied(tmp_path: Path) -> None:
     source, copy = tokenizer_in(tmp_path / "model" / "snapshots" / "0123"), tmp_path / "copy"
     (tmp_path / "model" / "blobs" / "cafe").write_text("a\n")
     (source / "vocab.txt").symlink_to("../../blobs/cafe")
-    kept = find_tokenizer(source)
-    assert kept is not None
-    copy_tokenizer(kept, copy)
+    tokenizer = find_tokenizer(source)
+    assert tokenizer is not None
+    copy_tokenizer(tokenizer, copy)
     assert (copy / "vocab.txt").read_text() == "a\n"
 
 
-def test_alone_it_gets_what_transformers_must_know(tmp_path: Path) -> None:
-    kept = find_tokenizer(tokenizer_in(tmp_path / "source"))
-    assert kept is not None
-    assert (kept.begin_id, kept.end, kept.end_id) == (None, None, None)
+def test_a_lone_tokenizer_gets_a_configuration_for_transformers(tmp_path: Path) -> None:
+    tokenizer = find_tokenizer(tokenizer_in(tmp_path / "source"))
+    assert tokenizer is not None
+    assert (tokenizer.begin_id, tokenizer.end, tokenizer.end_id) == (None, None, None)
     (tmp_path / "copy").mkdir()
-    copy_tokenizer(kept, tmp_path / "copy")
+    copy_tokenizer(tokenizer, tmp_path / "copy")
     config = json.loads((tmp_path / "copy" / "tokenizer_config.json").read_text())
     assert config["tokenizer_class"] == "PreTrainedTokenizerFast"
     assert "eos_token" not in config
 
 
 @pytest.mark.slow
-def test_a_foreign_models_tokens_come_back(
+def test_a_round_trip_keeps_the_special_tokens(
     saved_run: Any, convert: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hf, run, back = tmp_path / "hf", tmp_path / "run", tmp_path / "back"
@@ -126,7 +126,7 @@ POST_PROCESSORS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", POST_PROCESSORS)
-def test_a_trained_models_tokenizer_encodes_as_training_did(tmp_path: Path, kind: str) -> None:
+def test_an_exported_tokenizer_encodes_as_in_training(tmp_path: Path, kind: str) -> None:
     """transformers encodes equally, regardless of who wrote the tokenizer's configuration."""
     source, copy = tmp_path / "source", tmp_path / "copy"
     source.mkdir(), copy.mkdir()
@@ -140,9 +140,9 @@ def test_a_trained_models_tokenizer_encodes_as_training_did(tmp_path: Path, kind
     tokenizer.save(str(source / "tokenizer.json"))
     flags = {"add_bos_token": True, "add_eos_token": True, "bos_token": "<s>", "tokenizer_class": "LlamaTokenizerFast"}
     (source / "tokenizer_config.json").write_text(json.dumps(flags))
-    kept = find_tokenizer(source)
-    assert kept is not None
-    copy_tokenizer(kept, copy, plain=True)
+    found = find_tokenizer(source)
+    assert found is not None
+    copy_tokenizer(found, copy, plain=True)
     (copy / "config.json").write_text(json.dumps({"model_type": "llama"}))
     (trained,) = JsonTokenizer(tokenizer, source / "tokenizer.json").encode_batch(["ab ba ab"])
     assert trained == [2, 3, 4, 3, 2, 4, 2, 3]
@@ -166,9 +166,9 @@ def test_no_code_is_named(tmp_path: Path) -> None:
     }
     (source / "tokenizer_config.json").write_text(json.dumps(content))
     (source / "special_tokens_map.json").write_text(json.dumps({"eos_token": "</s>", "auto_map": {}}))
-    kept = find_tokenizer(source)
-    assert kept is not None
-    copy_tokenizer(kept, copy)
+    tokenizer = find_tokenizer(source)
+    assert tokenizer is not None
+    copy_tokenizer(tokenizer, copy)
     expected = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "add_bos_token": True}
     assert json.loads((copy / "tokenizer_config.json").read_text()) == expected
     assert json.loads((copy / "special_tokens_map.json").read_text()) == {"eos_token": "</s>"}
@@ -178,13 +178,13 @@ def test_no_code_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_what_loading_takes_is_said(architecture: str) -> None:
     family = FAMILIES[architecture]
-    text, needs = card(family, with_tokenizer=True, plain=True), model_card.needs(family)
+    text, loading_note = format_card(family, has_tokenizer=True, is_plain=True), model_card.loading_note(family)
     assert text.startswith(README_MARK)
     is_fla = not hasattr(transformers, architecture) and architecture != "SelectronForCausalLM"
-    assert ("import fla" in text) == is_fla == ("import fla" in (needs or ""))
+    assert ("import fla" in text) == is_fla == ("import fla" in (loading_note or ""))
     assert ("trust_remote_code=True" in text) == (architecture == "SelectronForCausalLM")
     assert 'AutoTokenizer.from_pretrained(".", trust_remote_code=False)' in text
-    assert "AutoTokenizer" not in card(family, with_tokenizer=False, plain=True)
+    assert "AutoTokenizer" not in format_card(family, has_tokenizer=False, is_plain=True)
 
 
 def test_a_tokenizer_beside_our_code_asks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

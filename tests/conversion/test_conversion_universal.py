@@ -39,14 +39,14 @@ RUNS: dict[str, tuple[int, tuple[Any, ...]]] = {
 
 
 class Converted:
-    """Universal checkpoints of the runs in `RUNS`. Each is made once."""
+    """Universal checkpoints of the runs in `RUNS`. Each is converted once."""
 
     def __init__(self, pool: Any, folder: Path) -> None:
         self._pool, self._folder = pool, folder
         self._known: dict[str, tuple[Path, State]] = {}
 
     def __call__(self, name: str) -> tuple[Path, Path, State]:
-        """Return the run, the universal checkpoint, and the whole state that its ranks held."""
+        """Return the run, the universal checkpoint, and the state of the whole run."""
         import universal_runs
 
         folder = self._folder / name.replace(" ", "_")
@@ -100,16 +100,18 @@ def test_deepspeeds_own_loader(name: str, engine: str, converted: Converted, poo
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_goes_on_from_what_came_back(name: str, converted: Converted, pool: Any, convert: Fixture) -> None:
+def test_a_run_resumes_after_conversion_there_and_back(
+    name: str, converted: Converted, pool: Any, convert: Fixture
+) -> None:
     import universal_runs
 
     run, folder, expected = converted(name)
     back = folder.parent / "back"
     assert convert(folder, back, "--to", "megatron") == 0
     world_size, case = RUNS[name]
-    state, losses = pool.run(universal_runs.go_on, world_size, back, *case)[0]
+    state, losses = pool.run(universal_runs.resume, world_size, back, *case)[0]
     check(state, expected)
-    assert losses == pool.run(universal_runs.go_on, world_size, run, *case)[0][1]
+    assert losses == pool.run(universal_runs.resume, world_size, run, *case)[0][1]
 
 
 @pytest.mark.parametrize(
@@ -121,7 +123,7 @@ def test_a_run_goes_on_from_what_came_back(name: str, converted: Converted, pool
     ],
     ids=["transformer", "rwkv7", "mixer"],
 )
-def test_what_is_said_of_tensor_parallelism(pattern: str, model: dict[str, Any]) -> None:
+def test_tensor_parallel_splits_match_the_parity_tests(pattern: str, model: dict[str, Any]) -> None:
     """Tensor-parallel metadata of every mixer agrees with the table of the parity tests."""
     import parity
 
@@ -138,7 +140,7 @@ def test_what_is_said_of_tensor_parallelism(pattern: str, model: dict[str, Any])
 
 
 @pytest.mark.parametrize(("stage", "world_size"), [(1, 1), (3, 2)], ids=["zero1", "zero3 dp2"])
-def test_what_deepspeed_itself_has_written(
+def test_checkpoints_written_by_deepspeed_convert(
     stage: int,
     world_size: int,
     converted: Converted,
@@ -153,8 +155,8 @@ def test_what_deepspeed_itself_has_written(
     case = RUNS["pp2 zero1"][1]
     pattern, _, model, *_ = case
     theirs, back = tmp_path / "theirs", tmp_path / "back"
-    places = (converted("pp2 zero1")[1], theirs)
-    parameters = pool.run(universal_runs.save_by_deepspeed, world_size, *places, stage, pattern, model)[0]
+    ours = converted("pp2 zero1")[1]
+    parameters = pool.run(universal_runs.save_by_deepspeed, world_size, ours, theirs, stage, pattern, model)[0]
     capsys.readouterr()
     assert convert(theirs, back, "--to", "megatron") == 2
     assert "universal: contains no selectron.json, and DeepSpeed's files do not contain the model's " in error(capsys)
@@ -181,12 +183,12 @@ def inspected(capsys: pytest.CaptureFixture[str], path: Path) -> dict[str, Any]:
 def test_inspect(converted: Converted, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     run, folder, _ = converted("zero3 bf16")
-    facts, of_run = inspected(capsys, folder), inspected(capsys, run)
+    facts, run_facts = inspected(capsys, folder), inspected(capsys, run)
     assert (facts["format"], facts["architecture"]) == ("deepspeed_universal", "Selectron")
     same = ["step", "tokens", "pattern", "vocab_size", "parameters", "dtype", "optimizer_state", "to"]
-    assert {key: facts[key] for key in same} == {key: of_run[key] for key in same}
+    assert {key: facts[key] for key in same} == {key: run_facts[key] for key in same}
     assert facts["to"] == {"hf": None, "megatron": None, "deepspeed-universal": None}
-    assert inspected(capsys, folder / "global_step2")["bytes"] == 2 * of_run["bytes"]  # fp32 instead of bf16
+    assert inspected(capsys, folder / "global_step2")["bytes"] == 2 * run_facts["bytes"]  # fp32 instead of bf16
 
 
 def test_a_model_without_optimizer_state(
@@ -200,8 +202,8 @@ def test_a_model_without_optimizer_state(
     assert convert(run, hf, "--to", "hf", "--no-verify") == 0
     capsys.readouterr()
     assert convert(hf, folder, "--to", "deepspeed-universal") == 0
-    said = capsys.readouterr().err
-    assert "the source has no optimizer state of Selectron: DeepSpeed starts with zero moments at step 0" in said
+    message = capsys.readouterr().err
+    assert "the source has no optimizer state of Selectron: DeepSpeed starts with zero moments at step 0" in message
     moment = folder / "global_step0" / "zero" / "embedding.word_embeddings.weight" / "exp_avg.pt"
     assert moment.stat().st_size < 10_000 < saved_runs.VOCABULARY * 64 * 4
     pattern, _, model, *_ = RUNS["pp2 zero1"][1]
@@ -221,7 +223,7 @@ def test_a_model_without_optimizer_state(
     assert (back / "model.safetensors").read_bytes() == (hf / "model.safetensors").read_bytes()
 
 
-def test_optimizer_state_goes_along_where_types_stay(
+def test_optimizer_state_is_converted_if_the_dtype_is_unchanged(
     converted: Converted, convert: Fixture, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, folder, _ = converted("tp2_pp2 tied")
@@ -229,11 +231,11 @@ def test_optimizer_state_goes_along_where_types_stay(
     assert convert(run, tmp_path / "same", "--to", "megatron") == 0
     assert "verified: every tensor and the optimizer state; logits" in capsys.readouterr().err
     assert convert(folder, tmp_path / "bf16", "--to", "megatron", "--dtype", "bf16", "--no-verify") == 0
-    assert "is of a run of the types it has and is not converted" in capsys.readouterr().err
+    assert "the optimizer state does not fit another --dtype and is not converted" in capsys.readouterr().err
     assert inspected(capsys, tmp_path / "same")["optimizer_state"]
     assert not inspected(capsys, tmp_path / "bf16")["optimizer_state"]
     assert convert(run, tmp_path / "fp32", "--to", "deepspeed-universal", "--dtype", "fp32") == 2
-    assert "--dtype: float32 is for the numbers of a model" in error(capsys)
+    assert "--dtype: float32 has no effect" in error(capsys)
 
 
 def test_wrong_optimizer_state_is_found(
@@ -251,7 +253,7 @@ def test_wrong_optimizer_state_is_found(
     assert convert(folder, tmp_path / "again", "--to", "deepspeed-universal") == 2
     assert "does not contain the tensors of its configuration: lacks exp_avg_sq." in error(capsys)
     monkeypatch.setattr(universal_writing, "MOMENTS", ("exp_avg", "exp_avg_sq"))
-    monkeypatch.setattr(universal_writing, "_alone", lambda tensor: tensor + 1 if tensor.dim() == 1 else tensor)
+    monkeypatch.setattr(universal_writing, "_own_storage", lambda tensor: tensor + 1 if tensor.dim() == 1 else tensor)
     assert convert(folder, tmp_path / "again", "--to", "deepspeed-universal") == 2
     assert "differs from the converted tensor" in error(capsys)
     assert not list(tmp_path.iterdir())
@@ -289,10 +291,10 @@ def test_damage(
 ) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(converted("tp2_pp2 tied")[1], copy)
-    said = damage(copy)
+    message = damage(copy)
     capsys.readouterr()
     assert convert(copy, tmp_path / "hf", "--to", "hf") == 2
-    assert said in error(capsys)
+    assert message in error(capsys)
     assert [path.name for path in tmp_path.iterdir()] == ["copy"]
 
 
@@ -301,7 +303,7 @@ class Harmful:
         return exec, ("raise SystemExit('harm is done')",)
 
 
-def test_files_of_others_run_no_code(tmp_path: Path) -> None:
+def test_checkpoint_files_run_no_code(tmp_path: Path) -> None:
     """Only DeepSpeed's class for sub-parameters is accepted."""
     from deepspeed.checkpoint import SubparamShape
 

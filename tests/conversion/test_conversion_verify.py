@@ -10,9 +10,9 @@ import torch
 
 from megatron_ext.conversion.core import tolerance, verify
 from megatron_ext.conversion.core.opening import open_source
-from megatron_ext.conversion.core.our_model import logits_of
+from megatron_ext.conversion.core.our_model import compute_logits
 from megatron_ext.conversion.core.source import Source, SourceOptions
-from megatron_ext.conversion.core.tensors import Changed, Tensors
+from megatron_ext.conversion.core.tensors import Tensors, TransformedTensors
 from megatron_ext.mixers.core import rotary
 
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -23,7 +23,7 @@ LLAMA |= {"num_key_value_heads": 1}
 
 
 def _theirs(folder: Path, name: str, **fields: Any) -> Source:
-    """Model of transformers with large weights, saved and read."""
+    """Save a model of transformers with large weights, and open it."""
     import transformers
 
     config = getattr(transformers, f"{name}Config")(vocab_size=50, **fields)
@@ -51,29 +51,29 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Source:
 
 def _compare(monkeypatch: pytest.MonkeyPatch, source: Source, length: int, fault: Tensors | None = None) -> str:
     """Compare a model of transformers with ours, built from the same or faulty tensors."""
-    of_source = verify.logits
+    original = verify.logits
 
-    def logits(one: Any, tensors: Tensors, tokens_bt: torch.Tensor) -> torch.Tensor:
-        if one is source:
-            return of_source(source, tensors, tokens_bt)
-        return logits_of(source.saved, fault or source.tensors, tokens_bt)
+    def logits(checkpoint: Any, tensors: Tensors, tokens_bt: torch.Tensor) -> torch.Tensor:
+        if checkpoint is source:
+            return original(source, tensors, tokens_bt)
+        return compute_logits(source.saved, fault or source.tensors, tokens_bt)
 
     monkeypatch.setattr(verify, "logits", logits)
-    return verify._compare_answers(source, _Written(source), source.tensors, length)  # type: ignore[arg-type]
+    return verify._compare_logits(source, _Written(source), source.tensors, length)  # type: ignore[arg-type]
 
 
 class _Written:
-    """Fake of a written model with the attributes that the comparison of logits needs."""
+    """Fake of a written checkpoint with the attributes that the comparison of logits reads."""
 
     def __init__(self, source: Source) -> None:
         self.path, self.tensors = Path("written"), source.tensors
 
 
-def _off(source: Source, name: str) -> Tensors:
-    """Tensors of a source, with the named tensor of the middle layer too large by 1e-4."""
+def _with_fault(source: Source, name: str) -> Tensors:
+    """Return the tensors of a source, with the named tensor of the middle layer multiplied by 1 + 1e-4."""
     keys = [key for key in source.tensors.infos() if key.endswith(name)]
     wrong = keys[len(keys) // 2]
-    return Changed(source.tensors, lambda key, tensor: tensor * (1 + 1e-4) if key == wrong else tensor)
+    return TransformedTensors(source.tensors, lambda key, tensor: tensor * (1 + 1e-4) if key == wrong else tensor)
 
 
 def test_a_deep_model_that_amplifies_rounding_is_not_refused(mamba: Source, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,35 +85,35 @@ def test_a_fault_in_a_deep_model_is_found(name: str, mamba: Source, monkeypatch:
     with pytest.raises(
         verify.UserError, match=r"^written: logits differ from those of .* at 12 tokens, more than 1e-08"
     ):
-        _compare(monkeypatch, mamba, 12, _off(mamba, name))
+        _compare(monkeypatch, mamba, 12, _with_fault(mamba, name))
 
 
-def test_the_longer_text_is_as_long_as_model_and_machine_take() -> None:
-    def asked_of(positions: int | None, heads: int = 8, hidden: int = 512, parameters: int = 10**8) -> list[int]:
+def test_lengths_are_limited_by_the_model_and_by_memory_and_time() -> None:
+    def lengths_of(positions: int | None, heads: int = 8, hidden: int = 512, parameters: int = 10**8) -> list[int]:
         from types import SimpleNamespace
 
         sizes = SimpleNamespace(
             max_position_embeddings=positions, num_attention_heads=heads, hidden_size=hidden, pattern=""
         )
-        return tolerance.lengths(SimpleNamespace(model=sizes), parameters)  # type: ignore[arg-type]
+        return tolerance.comparison_lengths(SimpleNamespace(model=sizes), parameters)  # type: ignore[arg-type]
 
-    assert asked_of(64) == [64]
-    assert asked_of(160) == [160]
-    assert asked_of(None) == [160]
-    assert asked_of(2048) == [160, 2048]
-    assert asked_of(131072, heads=1) == [160, 8192]
-    assert asked_of(131072, heads=32) == [160, 2896]
-    assert asked_of(131072, parameters=7 * 10**9) == [160, 1428]
-    assert asked_of(131072, hidden=8192, parameters=10**12) == [160]
+    assert lengths_of(64) == [64]
+    assert lengths_of(160) == [160]
+    assert lengths_of(None) == [160]
+    assert lengths_of(2048) == [160, 2048]
+    assert lengths_of(131072, heads=1) == [160, 8192]
+    assert lengths_of(131072, heads=32) == [160, 2896]
+    assert lengths_of(131072, parameters=7 * 10**9) == [160, 1428]
+    assert lengths_of(131072, hidden=8192, parameters=10**12) == [160]
 
 
 # Longer texts amplify rounding, but the time grows with the square of the length.
 @pytest.mark.parametrize("length", [512, pytest.param(2048, marks=pytest.mark.slow)])
 def test_a_long_text_of_a_llama(length: int, llama: Source, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as right:
-        assert f"at {length} tokens" in _compare(right, llama, length)
-    with monkeypatch.context() as wrong:
-        # Same number with different rounding.
-        wrong.setattr(rotary, "frequencies", lambda d, base: base ** (-torch.arange(0, d, 2).float() / d))
+    with monkeypatch.context() as patch:
+        assert f"at {length} tokens" in _compare(patch, llama, length)
+    with monkeypatch.context() as patch:
+        # Same value with different rounding.
+        patch.setattr(rotary, "frequencies", lambda d, base: base ** (-torch.arange(0, d, 2).float() / d))
         with pytest.raises(verify.UserError, match="logits differ"):
-            _compare(wrong, llama, length)
+            _compare(patch, llama, length)

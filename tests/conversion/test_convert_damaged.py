@@ -32,7 +32,7 @@ def _no_weights(folder: Path) -> str:
 
 def _another_width(folder: Path) -> str:
     edited(folder, intermediate_size=100)
-    return "mlp.linear_fc1.weight is [384, 64], its configuration makes it [200, 64]"
+    return "mlp.linear_fc1.weight has shape [384, 64] instead of [200, 64]"
 
 
 def _more_layers(folder: Path) -> str:
@@ -113,8 +113,8 @@ DAMAGES = [
 def test_a_damaged_folder(
     hf: Path, convert: Convert, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Any
 ) -> None:
-    said = damage(hf)
-    assert said in refused(convert, capsys, hf, tmp_path)
+    message = damage(hf)
+    assert message in refused(convert, capsys, hf, tmp_path)
 
 
 def test_a_damaged_run(run_copy: Path, convert: Convert, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,7 +129,7 @@ def test_a_damaged_run(run_copy: Path, convert: Convert, tmp_path: Path, capsys:
     assert f"step_2/{shard.name}: is missing, so the checkpoint is damaged" in refused(convert, capsys, copy, tmp_path)
 
 
-def test_a_folder_of_something_else(convert: Convert, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_folders_are_refused(convert: Convert, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").mkdir()
     assert "empty: is no checkpoint: there is no checkpoint.json" in refused(
         convert, capsys, tmp_path / "empty", tmp_path
@@ -139,11 +139,11 @@ def test_a_folder_of_something_else(convert: Convert, tmp_path: Path, capsys: py
     (tmp_path / "empty" / "global_step5").mkdir()
     (tmp_path / "empty" / "global_step5" / "mp_rank_00_model_states.pt").write_bytes(b"")
     for folder in (tmp_path / "empty", tmp_path / "empty" / "global_step5"):
-        said = refused(convert, capsys, folder, tmp_path)
-        assert "is a DeepSpeed checkpoint that only the layout that wrote it can read; convert it" in said
+        message = refused(convert, capsys, folder, tmp_path)
+        assert "is a DeepSpeed checkpoint that only loads under its own parallel layout; convert it" in message
 
 
-def test_an_older_record_says_what_to_give(
+def test_the_error_for_an_older_record_names_the_options(
     run_copy: Path, convert: Convert, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     copy = tmp_path / "copy"

@@ -23,11 +23,11 @@ def inspected(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[st
 def test_inspect(run_copy: Path, hf: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     ours, theirs = inspected(capsys, run_copy), inspected(capsys, hf, "--tensors")
-    alike = {"pattern": "attention*2", "layers": 2, "hidden_size": 64, "vocab_size": 300, "whole": True}
+    expected = {"pattern": "attention*2", "layers": 2, "hidden_size": 64, "vocab_size": 300, "whole": True}
     # Two vocabulary matrices, two norms and four matrices per layer, and the final norm.
-    alike["parameters"] = 2 * 300 * 64 + 2 * (2 * 64 + 3 * 64 * 64 + 64 * 64 + 3 * 64 * 192) + 64
+    expected["parameters"] = 2 * 300 * 64 + 2 * (2 * 64 + 3 * 64 * 64 + 64 * 64 + 3 * 64 * 192) + 64
     for facts in (ours, theirs):
-        assert {key: facts[key] for key in alike} == alike
+        assert {key: facts[key] for key in expected} == expected
         assert facts["to"] == {"hf": None, "megatron": None, "deepspeed-universal": None}
     assert (ours["format"], ours["step"], ours["tokens"], ours["optimizer_state"]) == ("selectron", 2, 512, True)
     assert (theirs["format"], theirs["architecture"]) == ("hugging_face", "LlamaForCausalLM")
@@ -37,15 +37,15 @@ def test_inspect(run_copy: Path, hf: Path, capsys: pytest.CaptureFixture[str], m
     assert "attention*2 (2 layers)" in capsys.readouterr().out
 
 
-def test_inspect_of_what_is_damaged(
+def test_inspect_damaged_checkpoints(
     hf: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    said = no_shard(hf)
+    message = no_shard(hf)
     capsys.readouterr()
     assert main(["inspect", str(hf)]) == 2
-    assert said in error(capsys)
+    assert message in error(capsys)
     assert main(["inspect", str(hf), "--json"]) == 2
     facts = json.loads(capsys.readouterr().out)
     assert facts["whole"] is False
-    assert said.split(":")[0] in facts["problem"]
+    assert message.split(":")[0] in facts["problem"]

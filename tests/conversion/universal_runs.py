@@ -35,12 +35,12 @@ def config_of(pattern: str, parallel: dict[str, Any], model: dict[str, Any], sha
 
 
 def save(rank: int, world_size: int, folder: Path, *case: Any) -> State:
-    """Train briefly, save, and return the whole state that the ranks hold."""
+    """Train briefly, save, and return the state of the whole run."""
     return resharded.full_state(saved_runs.train_and_save(folder, config_of(*case)))
 
 
-def go_on(rank: int, world_size: int, folder: Path, *case: Any) -> tuple[State, list[float]]:
-    """Resume. Return the whole state that was loaded, and the losses of the following steps."""
+def resume(rank: int, world_size: int, folder: Path, *case: Any) -> tuple[State, list[float]]:
+    """Resume. Return the loaded state of the whole run, and the losses of the following steps."""
     config = config_of(*case)
     trainer, store = saved_runs.trainer_and_store(folder, config)
     record, damages = store.check_newest()
@@ -58,7 +58,7 @@ def load_by_deepspeed(
     engine, chunk, groups = _engine(stage, pattern, parallel, model)
     loaded, _ = engine.load_checkpoint(str(folder))
     assert loaded is not None
-    state = _whole(chunk, groups, stage)
+    state = _full_state(chunk, groups, stage)
     steps = {float(state["step"]) for state in engine.optimizer.optimizer.state.values()}
     return state, steps, engine.global_steps
 
@@ -73,9 +73,9 @@ def save_by_deepspeed(
     chunk._register_state_dict_hook(_without_extra_state)
     engine.save_checkpoint(str(theirs), tag="plain")
     if rank == 0:
-        places = {"input_folder": str(theirs / "plain"), "output_folder": str(theirs / "universal")}
+        folders = {"input_folder": str(theirs / "plain"), "output_folder": str(theirs / "universal")}
         workers = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False}
-        ds_to_universal.main(Namespace(**places, **workers, strict=True, inject_missing_state=False))
+        ds_to_universal.main(Namespace(**folders, **workers, strict=True, inject_missing_state=False))
     return {name: safe_get_full_fp32_param(p).clone() for name, p in chunk.named_parameters()}
 
 
@@ -107,14 +107,14 @@ def _engine(stage: int, pattern: str, parallel: dict[str, Any], model: dict[str,
     return engine, chunk, groups
 
 
-def _whole(chunk: Any, groups: Any, stage: int) -> State:
+def _full_state(chunk: Any, groups: Any, stage: int) -> State:
     parameters = list(chunk.parameters())
-    found: State = {}
+    state: State = {}
     for kind in ("param", "exp_avg", "exp_avg_sq"):
         get: Any = safe_get_full_fp32_param if kind == "param" else safe_get_full_optimizer_state
         more = () if kind == "param" else (kind,)
         values = {id(parameter): get(parameter, *more) for parameter in parameters}
-        found[kind] = parity.whole_parameters([chunk], groups.tp.rank(), values)
+        state[kind] = parity.whole_parameters([chunk], groups.tp.rank(), values)
     with GatheredParameters(parameters) if stage == 3 else torch.no_grad():
-        found["parameters"] = parity.whole_parameters([chunk], groups.tp.rank())
-    return found
+        state["parameters"] = parity.whole_parameters([chunk], groups.tp.rank())
+    return state

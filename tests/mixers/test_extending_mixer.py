@@ -20,7 +20,7 @@ from megatron_ext.commands import op_choices
 from megatron_ext.config.load import load_config
 from megatron_ext.config.schema import ModelConfig
 from megatron_ext.conversion.core.family import SavedModel
-from megatron_ext.conversion.huggingface.families import family_for
+from megatron_ext.conversion.huggingface.families import choose_family
 from megatron_ext.evaluation.decoding import with_decode_caches
 from megatron_ext.mixers.core import registry
 from megatron_ext.mixers.core.settings import default_settings
@@ -85,7 +85,7 @@ def test_added_mixer_works_everywhere(one_process: Any, monkeypatch: pytest.Monk
         model=ModelConfig(pattern="ema*2"), layers=("ema", "ema"), mixers={}, vocab_size=100, seq_length=8
     )
     with pytest.raises(UserError, match=r"SelectronForCausalLM: it has no ema layers; .*docs/extending/mixer\.md"):
-        family_for(saved)
+        choose_family(saved)
 
     assert op_choices._choices("ema", CPU, one_process) == []
 

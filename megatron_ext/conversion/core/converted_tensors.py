@@ -20,7 +20,7 @@ class Step:
 
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    make: Callable[[Sequence[Tensor]], list[Tensor]]
+    convert: Callable[[Sequence[Tensor]], list[Tensor]]
 
 
 def to_ours(rules: Iterable[Rule]) -> list[Step]:
@@ -53,15 +53,15 @@ class ConvertedTensors(Tensors):
         self._by_output = {key: step for step in steps for key in step.outputs}
         self._infos: dict[str, TensorInfo] = {}
         for step in steps:
-            self._infos.update(self._infos_of(step, where))
+            self._infos.update(self._output_infos(step, where))
 
-    def _infos_of(self, step: Step, where: str) -> dict[str, TensorInfo]:
+    def _output_infos(self, step: Step, where: str) -> dict[str, TensorInfo]:
         import torch
 
         infos = self._source.infos()
         inputs = [torch.empty(infos[key].shape, dtype=infos[key].dtype, device="meta") for key in step.inputs]
         try:
-            outputs = step.make(inputs)
+            outputs = step.convert(inputs)
         except (RuntimeError, ValueError, IndexError) as error:
             shapes = ", ".join(f"{key} {list(infos[key].shape)}" for key in step.inputs)
             problem = f"has tensors that do not match its configuration: {shapes}"
@@ -77,14 +77,14 @@ class ConvertedTensors(Tensors):
     def read(self, key: str) -> Tensor:
         """Implement `Tensors.read`. The step's other outputs are discarded, so `stream` is faster for many tensors."""
         step = self._by_output[key]
-        return self._make(step)[step.outputs.index(key)]
+        return self._convert(step)[step.outputs.index(key)]
 
     def stream(self) -> Iterator[tuple[str, Tensor]]:
         """Implement `Tensors.stream`."""
         for step in self._steps:
-            made = self._make(step)
+            tensors = self._convert(step)
             for key in step.outputs:
-                yield key, made.pop(0)
+                yield key, tensors.pop(0)
 
-    def _make(self, step: Step) -> list[Tensor]:
-        return step.make([self._source.read(key) for key in step.inputs])
+    def _convert(self, step: Step) -> list[Tensor]:
+        return step.convert([self._source.read(key) for key in step.inputs])

@@ -61,7 +61,7 @@ class Family(Protocol):
     architecture: str
     """Name in the `architectures` field of config.json."""
 
-    def why_not(self, saved: SavedModel) -> str | None:
+    def unsupported_reason(self, saved: SavedModel) -> str | None:
         """Return the reason why the architecture does not support a Selectron model; None if it does."""
 
     def config(self, saved: SavedModel) -> dict[str, Any]:
@@ -79,7 +79,7 @@ class Family(Protocol):
 
 
 @runtime_checkable
-class ShipsCode(Protocol):
+class HasModelCode(Protocol):
     """Family whose model code is exported beside the weights, because no installed library contains it."""
 
     code: Sequence[Path]
@@ -91,5 +91,5 @@ class ShipsCode(Protocol):
         The model is built from this package's files. Files in the checkpoint's folder are not trusted and not executed.
         """
 
-    def rotating(self) -> Sequence[ModuleType]:
+    def rotary_modules(self) -> Sequence[ModuleType]:
         """Return the modules of the model that define `frequencies`, for `in_float64`."""

@@ -1,8 +1,8 @@
-"""Running a model in float64 although its code converts to fp32 in places.
+"""Context manager that runs a model in float64, including operations that its code performs in fp32.
 
-In a deep state-space model each layer amplifies rounding as it amplifies a fault. In fp32, two correct implementations
-can therefore differ as much as a correct and a wrong one. In float64 rounding is 2^29 times smaller, and a fault has
-the same size.
+In a deep state-space model, each layer amplifies rounding errors as well as wrong weights. In fp32, two correct
+implementations can therefore differ as much as a correct and a wrong one. In float64, rounding errors are 2^29 times
+smaller, and the effect of wrong weights is the same.
 """
 
 from __future__ import annotations
@@ -26,42 +26,42 @@ from megatron_ext.mixers.core import rotary
 def in_float64(modules: Iterable[ModuleType] = ()) -> Iterator[None]:
     """Return a context manager in which fp32 tensors and computations are float64, except for rotary frequencies.
 
-    Rotary frequencies keep their fp32 values, because transformers defines them as fp32 numbers.
+    Rotary frequencies keep their fp32 values, because transformers computes them in fp32.
 
     Args:
-        modules: further modules with a function `frequencies` of width and base, in addition to our own.
+        modules: modules besides our own with a function `frequencies(width, base)`.
     """
-    usual = torch.get_default_dtype()
+    default_dtype = torch.get_default_dtype()
     frequencies = cache(rotary.frequencies)
-    rounded = _computed_as_ever(frequencies)
+    fp32_frequencies = _without_float64_mode(frequencies)
     with ExitStack() as stack:
         for module in (rotary, *modules):
-            stack.enter_context(patch.object(module, "frequencies", rounded))
+            stack.enter_context(patch.object(module, "frequencies", fp32_frequencies))
         rotary.rotation.cache_clear()
         stack.callback(rotary.rotation.cache_clear)
         torch.set_default_dtype(torch.float64)
-        stack.callback(torch.set_default_dtype, usual)
-        stack.enter_context(_Wide())
+        stack.callback(torch.set_default_dtype, default_dtype)
+        stack.enter_context(_Float64Mode())
         yield
 
 
-def _computed_as_ever(function: Any) -> Any:
+def _without_float64_mode(function: Any) -> Any:
     """Wrap a function so that it runs outside of the mode and its result is converted to float64."""
 
     def call(*arguments: Any) -> Tensor:
         with torch._C.DisableTorchFunction():
-            found: Tensor = function(*arguments).double()
-        return found
+            result: Tensor = function(*arguments).double()
+        return result
 
     return call
 
 
-class _Wide(TorchFunctionMode):
+class _Float64Mode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         if func is Tensor.float:
             func = Tensor.double
-        return func(*tree_map(_wide, tuple(args)), **tree_map(_wide, kwargs or {}))
+        return func(*tree_map(_widen_dtype, tuple(args)), **tree_map(_widen_dtype, kwargs or {}))
 
 
-def _wide(value: Any) -> Any:
+def _widen_dtype(value: Any) -> Any:
     return torch.float64 if value is torch.float32 else value

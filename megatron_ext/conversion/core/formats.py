@@ -10,9 +10,8 @@ from megatron_ext.checkpoint.metadata_index import FILE_NAME as METADATA
 from megatron_ext.run_folder.layout import CHECKPOINTS
 from megatron_ext.utils.errors import UserError
 
-Form = Literal["universal", "run", "step", "hugging_face", "plain_megatron"]
+FolderFormat = Literal["universal", "run", "step", "hugging_face", "plain_megatron"]
 
-"""Subfolder of a Selectron run with its checkpoints."""
 
 CONFIG = "config.json"
 """Configuration file of a Hugging Face folder."""
@@ -20,14 +19,14 @@ CONFIG = "config.json"
 UNIVERSAL, ZERO = "latest_universal", "zero"
 """File with the name of DeepSpeed's newest universal checkpoint, and the folder with the tensors of one."""
 
-PLAIN = "latest_checkpointed_iteration.txt"
+MEGATRON_LATEST = "latest_checkpointed_iteration.txt"
 """File with the iteration of Megatron-LM's newest checkpoint."""
 
-_OF_DEEPSPEED = "*_model_states.pt"
+_DEEPSPEED_STATES = "*_model_states.pt"
 """Pattern of a file that every DeepSpeed checkpoint contains, universal ones included."""
 
 
-def form_of(path: Path) -> Form:
+def detect_format(path: Path) -> FolderFormat:
     """Return the checkpoint format of a folder.
 
     Raises:
@@ -39,8 +38,8 @@ def form_of(path: Path) -> Form:
     # Checked before runs, because DeepSpeed also writes a file `latest` for its other checkpoints.
     if (path / UNIVERSAL).is_file() or (path / ZERO).is_dir():
         return "universal"
-    if any(path.glob(_OF_DEEPSPEED)) or any(path.glob(f"*/{_OF_DEEPSPEED}")):
-        problem = "is a DeepSpeed checkpoint that only the layout that wrote it can read"
+    if any(path.glob(_DEEPSPEED_STATES)) or any(path.glob(f"*/{_DEEPSPEED_STATES}")):
+        problem = "is a DeepSpeed checkpoint that only loads under its own parallel layout"
         hint = "convert it with `python -m deepspeed.checkpoint.ds_to_universal`, and give the result"
         raise UserError(str(path), problem, hint)
     if (path / CHECKPOINTS).is_dir() or (path / LATEST).is_file():
@@ -49,7 +48,7 @@ def form_of(path: Path) -> Form:
         return "step"
     if (path / CONFIG).is_file():
         return "hugging_face"
-    if (path / PLAIN).is_file() or (path / METADATA).is_file():
+    if (path / MEGATRON_LATEST).is_file() or (path / METADATA).is_file():
         return "plain_megatron"
     problem = (
         f"is no checkpoint: there is no {RECORD} or {CHECKPOINTS}/ (ours), no {CONFIG} (Hugging Face), "

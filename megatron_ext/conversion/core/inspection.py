@@ -12,9 +12,9 @@ from typing import NoReturn
 from megatron_ext.checkpoint.metadata_plain import DTYPES, KINDS, read_plain
 from megatron_ext.conversion.core import selectron_run
 from megatron_ext.conversion.core.family import Family, SavedModel
-from megatron_ext.conversion.core.formats import form_of
+from megatron_ext.conversion.core.formats import detect_format
 from megatron_ext.conversion.core.source import Source, SourceOptions
-from megatron_ext.conversion.core.tensors import VOCABULARY, Listed, TensorInfo, Tensors, check_keys, check_shapes
+from megatron_ext.conversion.core.tensors import VOCABULARY, LazyTensors, TensorInfo, Tensors, check_keys, check_shapes
 from megatron_ext.conversion.huggingface import folder as hugging_face
 from megatron_ext.conversion.huggingface.families.selectron import Selectron, tensor_names
 from megatron_ext.conversion.huggingface.safetensors_files import SafetensorsTensors
@@ -23,8 +23,8 @@ from megatron_ext.runs.tokenizer_files import find_tokenizer
 from megatron_ext.utils.errors import UserError
 
 
-def look(path: Path, options: SourceOptions) -> Source | None:
-    """Inspect the folder of a run, one checkpoint of a run, or a Hugging Face folder.
+def inspect_folder(path: Path, options: SourceOptions) -> Source | None:
+    """Describe the folder of a run, one checkpoint of a run, or a Hugging Face folder without importing torch.
 
     Args:
         path: the folder.
@@ -37,32 +37,32 @@ def look(path: Path, options: SourceOptions) -> Source | None:
     if options.model_config is not None:
         return None
     try:
-        form = form_of(path)
-        if form in ("run", "step"):
-            return _step(selectron_run.newest_step(path) if form == "run" else path, options)
-        return _hugging_face(path, options) if form == "hugging_face" else None
+        folder_format = detect_format(path)
+        if folder_format in ("run", "step"):
+            return _inspect_step(selectron_run.newest_step(path) if folder_format == "run" else path, options)
+        return _inspect_hugging_face(path, options) if folder_format == "hugging_face" else None
     except UserError:
         return None
 
 
-def _unread(key: str) -> NoReturn:
-    raise AssertionError(f"{key}: who only looks at a checkpoint reads no tensor")
+def _refuse_to_read(key: str) -> NoReturn:
+    raise AssertionError(f"{key}: an inspection reads no tensor")
 
 
-def _step(path: Path, options: SourceOptions) -> Source | None:
-    record = selectron_run.checked_record(path)
+def _inspect_step(path: Path, options: SourceOptions) -> Source | None:
+    record = selectron_run.read_checked_record(path)
     index = TorchDistIndex(path, read_plain(path), KINDS.tensor)
-    stored = Listed(index.infos, _unread)
-    source = selectron_run.source_of(path, record, stored, options, has_optimizer=index.has_optimizer)
-    if Selectron().why_not(source.saved) is not None:
-        return None  # a mixer whose parameter names are not known
+    stored = LazyTensors(index.infos, _refuse_to_read)
+    source = selectron_run.build_source(path, record, stored, options, has_optimizer=index.has_optimizer)
+    if Selectron().unsupported_reason(source.saved) is not None:
+        return None  # the parameter names of a mixer are unknown
     infos = source.tensors.infos()
     check_keys(tensor_names(source.saved), infos, str(path))
     _check_vocabulary(source.saved, infos[VOCABULARY[0]], str(path))
     return source
 
 
-def _hugging_face(path: Path, options: SourceOptions) -> Source:
+def _inspect_hugging_face(path: Path, options: SourceOptions) -> Source:
     family, saved = hugging_face.read_model(path)
     stored = SafetensorsTensors(path, DTYPES.__getitem__)
     return Source(
@@ -70,26 +70,27 @@ def _hugging_face(path: Path, options: SourceOptions) -> Source:
         format="hugging_face",
         saved=saved,
         stored=stored,
-        tensors=_counted(family, saved, stored, str(path)),
+        tensors=_summarize_tensors(family, saved, stored, str(path)),
         tokenizer=find_tokenizer(path, options.tokenizer),
         family=family,
     )
 
 
-def _counted(family: Family, saved: SavedModel, stored: Tensors, where: str) -> Tensors:
-    """Return descriptions of our tensors as far as those of the family determine them.
+def _summarize_tensors(family: Family, saved: SavedModel, stored: Tensors, where: str) -> Tensors:
+    """Return one entry per rule with the total number of elements of our tensors.
 
-    The tensors of a rule are one entry with their total number of elements, because their shapes are not known.
+    The shapes of the single tensors are unknown, because the rules need torch.
     """
     infos, rules = stored.infos(), list(family.rules(saved))
     check_keys([key for rule in rules for key in rule.theirs], infos, where)
-    found: dict[str, TensorInfo] = {}
+    summaries: dict[str, TensorInfo] = {}
     for rule in rules:
-        parts = [infos[key] for key in rule.theirs if key not in rule.neutral]
-        found[" + ".join(rule.ours)] = TensorInfo((sum(part.num_elements for part in parts),), parts[0].dtype)
+        sources = [infos[key] for key in rule.theirs if key not in rule.neutral]
+        num_elements = sum(source.num_elements for source in sources)
+        summaries[" + ".join(rule.ours)] = TensorInfo((num_elements,), sources[0].dtype)
         if VOCABULARY[0] in rule.ours:
-            _check_vocabulary(saved, parts[0], where)
-    return Listed(found, _unread)
+            _check_vocabulary(saved, sources[0], where)
+    return LazyTensors(summaries, _refuse_to_read)
 
 
 def _check_vocabulary(saved: SavedModel, info: TensorInfo, where: str) -> None:

@@ -8,7 +8,7 @@ from megatron_ext.config.suggest import unknown_mixer
 from megatron_ext.mixers.core.settings import settings_class
 
 
-def settings_type(name: str, where: str) -> type[Any]:
+def find_settings_class(name: str, where: str) -> type[Any]:
     """Return the settings class of a mixer.
 
     Args:
@@ -18,9 +18,9 @@ def settings_type(name: str, where: str) -> type[Any]:
     Raises:
         UserError: there is no such mixer.
     """
-    kind = settings_class(name)
-    if kind is not None:
-        return kind
+    found = settings_class(name)
+    if found is not None:
+        return found
     from megatron_ext.mixers.core.registry import load_all  # not before: it imports torch
 
     raise unknown_mixer(where, name, load_all())

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from megatron_ext.conversion.core import selectron_run
-from megatron_ext.conversion.core.formats import Form, form_of
+from megatron_ext.conversion.core.formats import FolderFormat, detect_format
 from megatron_ext.conversion.core.our_model import expected_tensors
 from megatron_ext.conversion.core.source import Source, SourceOptions
 from megatron_ext.conversion.core.tensors import check_shapes
@@ -14,7 +14,7 @@ from megatron_ext.conversion.deepspeed import universal
 from megatron_ext.conversion.huggingface import folder as hugging_face
 from megatron_ext.conversion.megatron import gpt
 
-_READERS: Mapping[Form, Callable[[Path, SourceOptions], Source]] = {
+_READERS: Mapping[FolderFormat, Callable[[Path, SourceOptions], Source]] = {
     "universal": universal.open_folder,
     "run": selectron_run.open_run,
     "step": selectron_run.open_step,
@@ -34,6 +34,6 @@ def open_source(path: Path, options: SourceOptions) -> Source:
     Raises:
         UserError: the folder is no supported checkpoint, is damaged, or contains a model that ours cannot express.
     """
-    source = _READERS[form_of(path)](path, options)
+    source = _READERS[detect_format(path)](path, options)
     check_shapes(expected_tensors(source.saved), source.tensors.infos(), str(source.path))
     return source

@@ -14,9 +14,9 @@ from torch import Tensor
 from megatron_ext.conversion.core.family import SavedModel
 from megatron_ext.conversion.core.float64 import in_float64
 from megatron_ext.conversion.core.saved_model import shape_of
-from megatron_ext.conversion.core.staged import of_last_positions, on_meta, staged
+from megatron_ext.conversion.core.staged import last_positions_only, on_meta, read_on_use
 from megatron_ext.conversion.core.tensors import VOCABULARY, TensorInfo, Tensors
-from megatron_ext.conversion.core.tolerance import KEPT
+from megatron_ext.conversion.core.tolerance import MAX_POSITIONS
 from megatron_ext.model import meta_device
 from megatron_ext.model.build import build_model
 from megatron_ext.parallel.groups import groups_of_one_process
@@ -24,27 +24,25 @@ from megatron_ext.platform.device import select_platform
 
 
 @contextmanager
-def _model(saved: SavedModel, *, with_buffers: bool = False) -> Iterator[MegatronModule]:
+def _built_model(saved: SavedModel, *, materialize_buffers: bool = False) -> Iterator[MegatronModule]:
     """Return a context manager with the fp32 model on the meta device and process groups of this process alone.
 
     Args:
         saved: the model.
-        with_buffers: whether buffers have values, so that the model can be run. Each parameter is then allocated
-            briefly, so the sizes in the configuration must be those of tensors that exist.
+        materialize_buffers: create buffers with values, so that the model can be run. Each parameter is then allocated
+            briefly, so the sizes in the configuration must have been compared with existing tensors.
     """
     platform = select_platform("cpu")
     with groups_of_one_process(platform.communication) as groups:
-        with (
-            on_meta() if with_buffers else meta_device.on_meta(),
-            meta_device.reject_impossible_sizes("the model's configuration"),
-        ):
+        parameters_on_meta = on_meta() if materialize_buffers else meta_device.on_meta()
+        with parameters_on_meta, meta_device.reject_impossible_sizes("the model's configuration"):
             (model,) = build_model(shape_of(saved), platform, groups, seed=None)
         yield model
 
 
 def expected_tensors(saved: SavedModel) -> dict[str, TensorInfo]:
-    """Return the tensors of a model by our keys, without vocabulary padding. Their dtypes are meaningless."""
-    with _model(saved) as model:
+    """Return the shapes of a model's tensors by our keys, without vocabulary padding. The dtypes are arbitrary."""
+    with _built_model(saved) as model:
         infos = {}
         for key, parameter in model.named_parameters():  # in a single process these names are our checkpoint keys
             rows = (saved.vocab_size, *parameter.shape[1:]) if key in VOCABULARY else tuple(parameter.shape)
@@ -67,17 +65,17 @@ class Split:
 
 def splits(saved: SavedModel) -> dict[str, Split]:
     """Return the tensor-parallel sharding of each parameter of a model, by our keys."""
-    with _model(saved) as model:
+    with _built_model(saved) as model:
         gated = get_model_config(model).gated_linear_unit
-        found = {}
+        splits_by_key = {}
         for key, parameter in model.named_parameters():
             is_split = getattr(parameter, "tensor_model_parallel", False)
-            halves = 2 if gated and key.endswith("linear_fc1.weight") else 1
-            found[key] = Split(int(parameter.partition_dim), halves) if is_split else Split(None)
-        return found
+            parts = 2 if gated and key.endswith("linear_fc1.weight") else 1
+            splits_by_key[key] = Split(int(parameter.partition_dim), parts) if is_split else Split(None)
+        return splits_by_key
 
 
-def logits_of(saved: SavedModel, tensors: Tensors, tokens_bt: Tensor) -> Tensor:
+def compute_logits(saved: SavedModel, tensors: Tensors, tokens_bt: Tensor) -> Tensor:
     """Compute the logits of our model in float64.
 
     Args:
@@ -86,21 +84,21 @@ def logits_of(saved: SavedModel, tensors: Tensors, tokens_bt: Tensor) -> Tensor:
         tokens_bt: int64 [b, t].
 
     Returns:
-        float64 logits [b, k, v] of the last k tokens, at most `KEPT`, over the v tokens of the tokenizer.
+        float64 logits [b, k, v] of the last k tokens, at most `MAX_POSITIONS`, over the v tokens of the tokenizer.
     """
 
     def read(name: str) -> Tensor:
-        return _padded(tensors.read(name), shapes[name])
+        return _pad_rows(tensors.read(name), shapes[name])
 
-    with _model(saved, with_buffers=True) as model, torch.no_grad():
+    with _built_model(saved, materialize_buffers=True) as model, torch.no_grad():
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         positions_bt = torch.arange(tokens_bt.shape[1]).expand_as(tokens_bt)
-        with staged(model.eval(), read), in_float64(), of_last_positions(model.output_layer, KEPT, 0):
+        with read_on_use(model.eval(), read), in_float64(), last_positions_only(model.output_layer, MAX_POSITIONS, 0):
             logits_btv: Tensor = model(tokens_bt, positions_bt, attention_mask=None)
         return logits_btv[..., : saved.vocab_size]
 
 
-def _padded(tensor: Tensor, shape: torch.Size) -> Tensor:
+def _pad_rows(tensor: Tensor, shape: torch.Size) -> Tensor:
     if tensor.shape == shape:
         return tensor
     padded = tensor.new_zeros(shape)

@@ -14,7 +14,7 @@ from megatron_ext.config.pattern import parse_pattern
 from megatron_ext.config.schema import ModelConfig, ParallelConfig
 from megatron_ext.config.validate import validate
 from megatron_ext.conversion.core.family import SavedModel
-from megatron_ext.conversion.core.mixer_settings import settings_type
+from megatron_ext.conversion.core.mixer_settings import find_settings_class
 from megatron_ext.runs.identity import SEQ_LENGTH, VOCAB_SIZE, identity_section, model_identity
 from megatron_ext.utils.errors import UserError
 
@@ -39,14 +39,14 @@ def saved_model(identity: Mapping[str, Any], where: str) -> SavedModel:
         raise UserError(where, f"does not contain {missing[0]} of the model", hint)
     model = validate(ModelConfig, identity_section(identity, "model"), "model.")
     layers = tuple(parse_pattern(model.pattern))
-    mixers = {name: _mixer(name, identity_section(identity, f"mixers.{name}")) for name in sorted(set(layers))}
+    mixers = {name: _validate_mixer(name, identity_section(identity, f"mixers.{name}")) for name in sorted(set(layers))}
     return SavedModel(
         model=model, layers=layers, mixers=mixers, vocab_size=identity[VOCAB_SIZE], seq_length=identity[SEQ_LENGTH]
     )
 
 
-def _mixer(name: str, fields: dict[str, Any]) -> Any:
-    return validate(settings_type(name, "model.pattern"), fields, f"mixers.{name}.")
+def _validate_mixer(name: str, fields: dict[str, Any]) -> Any:
+    return validate(find_settings_class(name, "model.pattern"), fields, f"mixers.{name}.")
 
 
 def identity_of(saved: SavedModel, precision: str) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def mixer_fields(config: Any) -> dict[str, Any]:
 def configured_model(path: Path, vocab_size: int) -> SavedModel:
     """Return the model that a run's configuration file (YAML) describes.
 
-    Of the file, `model`, `mixers` and `data.seq_length` are used.
+    Only `model`, `mixers` and `data.seq_length` are read.
 
     Args:
         path: the file.
@@ -85,7 +85,7 @@ def configured_model(path: Path, vocab_size: int) -> SavedModel:
     return SavedModel(
         model=config.model,
         layers=layers,
-        mixers={name: _mixer(name, config.mixers[name]) for name in sorted(set(layers))},
+        mixers={name: _validate_mixer(name, config.mixers[name]) for name in sorted(set(layers))},
         vocab_size=vocab_size,
         seq_length=config.data.seq_length,
     )

@@ -55,15 +55,15 @@ def open_step(path: Path, options: SourceOptions) -> Source:
     """
     from megatron_ext.conversion.megatron.torch_dist import TorchDistTensors
 
-    record = checked_record(path)
+    record = read_checked_record(path)
     stored = TorchDistTensors(path)
-    source = source_of(path, record, stored, options, has_optimizer=stored.has_optimizer)
+    source = build_source(path, record, stored, options, has_optimizer=stored.has_optimizer)
     return replace(
         source, training=_training(source, record, stored, has_model_config=options.model_config is not None)
     )
 
 
-def checked_record(path: Path) -> Record:
+def read_checked_record(path: Path) -> Record:
     """Return the record of a checkpoint, after checking that all files match the record.
 
     Raises:
@@ -74,12 +74,12 @@ def checked_record(path: Path) -> Record:
         raise UserError(str(path), "is a checkpoint, but its folder is not named step_N", "restore its name")
     checkpoints = CheckpointFolder(path.resolve().parent, "give the folder of another step")
     record = checkpoints.read_record(step)
-    for name, content in record.files.items():
-        checkpoints.check_file(step, name, content)
+    for name, digest in record.files.items():
+        checkpoints.check_file(step, name, digest)
     return record
 
 
-def source_of(path: Path, record: Record, stored: Tensors, options: SourceOptions, *, has_optimizer: bool) -> Source:
+def build_source(path: Path, record: Record, stored: Tensors, options: SourceOptions, *, has_optimizer: bool) -> Source:
     """Return a checkpoint without the training state.
 
     Args:
@@ -92,8 +92,8 @@ def source_of(path: Path, record: Record, stored: Tensors, options: SourceOption
     Raises:
         UserError: the record lacks fields of the model.
     """
-    tokenizer = find_tokenizer(_run(path), options.tokenizer)
-    saved = _saved(path, record, stored, options, tokenizer.size if tokenizer else None)
+    tokenizer = find_tokenizer(_run_folder(path), options.tokenizer)
+    saved = _saved_model(path, record, stored, options, tokenizer.size if tokenizer else None)
     return Source(
         path=path,
         format="selectron",
@@ -106,7 +106,7 @@ def source_of(path: Path, record: Record, stored: Tensors, options: SourceOption
     )
 
 
-def _run(path: Path) -> Path:
+def _run_folder(path: Path) -> Path:
     """Return the folder of a checkpoint's run."""
     return path.resolve().parents[1]
 
@@ -123,7 +123,7 @@ def _training(source: Source, record: Record, stored: TorchDistTensors, *, has_m
     from megatron_ext.conversion.megatron.torch_dist import read_optimizer
     from megatron_ext.optim.algorithms.adamw import MOMENTS
 
-    saved, run = source.saved, _run(source.path)
+    saved, run = source.saved, _run_folder(source.path)
     optimizer = read_optimizer(stored, source.path)
     if optimizer is None or record.model_only:
         return None
@@ -136,11 +136,13 @@ def _training(source: Source, record: Record, stored: TorchDistTensors, *, has_m
     return Training(tensors=stored, optimizer=optimizer, identity={**record.identity, **identity}, config=config)
 
 
-def _saved(path: Path, record: Record, stored: Tensors, options: SourceOptions, tokens: int | None) -> SavedModel:
+def _saved_model(
+    path: Path, record: Record, stored: Tensors, options: SourceOptions, vocab_size: int | None
+) -> SavedModel:
     if options.model_config is None:
         return saved_model(record.identity, str(path / RECORD))
     rows = stored.infos()[VOCABULARY[0]].shape[0]
-    return configured_model(options.model_config, rows if tokens is None else tokens)
+    return configured_model(options.model_config, rows if vocab_size is None else vocab_size)
 
 
 def write_run(saved: SavedModel, tensors: Tensors, precision: str, progress: Progress, folder: Path, name: str) -> None:
@@ -165,7 +167,7 @@ def write_run(saved: SavedModel, tensors: Tensors, precision: str, progress: Pro
 def write_training(saved: SavedModel, training: Training, progress: Progress, folder: Path, name: str) -> None:
     """Write a run folder with one checkpoint that `selectron train --resume` can resume.
 
-    States of random generators are left out, because they are only valid for one parallel layout.
+    It contains no states of random generators, because they are only valid for one parallel layout.
 
     Args:
         saved: the model, as it was trained.
@@ -177,27 +179,27 @@ def write_training(saved: SavedModel, training: Training, progress: Progress, fo
     Raises:
         OSError: writing fails.
     """
-    parts = {"identity": training.identity, "generators": []}
-    _write_checkpoint(folder, progress, training.tensors, training.optimizer, parts)
+    record_fields = {"identity": training.identity, "generators": []}
+    _write_checkpoint(folder, progress, training.tensors, training.optimizer, record_fields)
     if training.config is None:
         text = _config(saved, training.identity[PRECISION], folder.parent, name)
     else:
-        section = {**(training.config.get("run") or {}), **_place(folder.parent, name)}
+        section = {**(training.config.get("run") or {}), **_run_fields(folder.parent, name)}
         text = tree_to_yaml({**training.config, "run": section})
     (folder / CONFIG).write_text(text)
 
 
 def _write_checkpoint(
-    folder: Path, progress: Progress, tensors: Tensors, optimizer: OptimizerState | None, parts: dict[str, Any]
+    folder: Path, progress: Progress, tensors: Tensors, optimizer: OptimizerState | None, record_fields: dict[str, Any]
 ) -> None:
     from megatron_ext.conversion.megatron.torch_dist import write_torch_dist
 
     checkpoints = CheckpointFolder(folder / CHECKPOINTS)
     written = write_torch_dist(tensors, checkpoints.create_partial(progress.step), optimizer)
-    checkpoints.complete(progress.step, {"progress": progress, **parts}, written, Retention())
+    checkpoints.complete(progress.step, {"progress": progress, **record_fields}, written, Retention())
 
 
-def _place(runs: Path, name: str) -> dict[str, str]:
+def _run_fields(runs: Path, name: str) -> dict[str, str]:
     return {"dir": str(runs), "name": name}
 
 
@@ -208,6 +210,6 @@ def _config(saved: SavedModel, precision: str, runs: Path, name: str) -> str:
         "model": asdict(saved.model),
         "mixers": {mixer: mixer_fields(config) for mixer, config in saved.mixers.items()},
         "training": {"precision": precision},
-        "run": _place(runs, name),
+        "run": _run_fields(runs, name),
     }
     return tree_to_yaml(tree)

@@ -36,11 +36,11 @@ class SourceOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """State that, with the progress, allows a Selectron run to be resumed exactly.
+    """Training state of a Selectron run, from which it can be resumed.
 
     Attributes:
-        tensors: tensors of the model with vocabulary padding. The padding rows are part of every softmax and are
-            trained.
+        tensors: tensors of the model with vocabulary padding. The padding rows are trained, because they are part of
+            every softmax.
         optimizer: optimizer state, for tensors of the same shapes.
         identity: identity in the checkpoint's record, which a resumed run must share.
         config: configuration of the run as plain values; None: not available.
@@ -62,8 +62,8 @@ class Source:
         saved: our model that the checkpoint describes.
         stored: tensors as they are stored.
         tensors: tensors converted to ours, without vocabulary padding.
-        tokenizer: tokenizer beside the model; None: there is none.
-        progress: progress of the training; None: not known.
+        tokenizer: tokenizer beside the model; None: no tokenizer.
+        progress: progress of the training; None: unknown.
         has_optimizer: True if the checkpoint contains optimizer state, in any form.
         training: state to resume a Selectron run from; None: not available, or from another library.
         family: family of the model's architecture; None: the format is not Hugging Face.

@@ -19,22 +19,22 @@ def add_source_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokenizer", type=Path, metavar="FILE", help=tokenizer)
 
 
-def asked_options(args: argparse.Namespace) -> SourceOptions:
-    """Return the options that the user gave, see `add_source_options`."""
+def parse_source_options(args: argparse.Namespace) -> SourceOptions:
+    """Return the values of the options of `add_source_options`."""
     from megatron_ext.conversion.core.source import SourceOptions
 
     return SourceOptions(model_config=args.model_config, tokenizer=args.tokenizer)
 
 
-def on_the_cpu() -> None:
+def hide_gpus() -> None:
     """Hide all GPUs from this process.
 
-    Call it before megatron-core is imported, which allocates tensors on visible GPUs.
+    Call this function before megatron-core is imported, because that allocates tensors on visible GPUs.
     """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
-def open_asked(path: Path, args: argparse.Namespace) -> Source:
+def open_source_on_cpu(path: Path, args: argparse.Namespace) -> Source:
     """Open a checkpoint on the CPU.
 
     Args:
@@ -44,10 +44,10 @@ def open_asked(path: Path, args: argparse.Namespace) -> Source:
     Raises:
         UserError: the folder is no checkpoint, or is damaged.
     """
-    on_the_cpu()
+    hide_gpus()
     from megatron_ext.platform.device import prepare_megatron_import
 
     prepare_megatron_import()
     from megatron_ext.conversion.core.opening import open_source
 
-    return open_source(path, asked_options(args))
+    return open_source(path, parse_source_options(args))

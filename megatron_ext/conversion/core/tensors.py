@@ -1,4 +1,4 @@
-"""Named tensors of a checkpoint. Shapes and dtypes are known without reading; tensors are read one by one."""
+"""Named tensors of a checkpoint. Shapes and dtypes are available without reading. Tensors are read one by one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Keys of the tensors with one row per token of the vocabulary."""
 
-SHOWN = 4
+MAX_SHOWN_NAMES = 4
 """Maximum number of names that an error message lists."""
 
 
@@ -60,7 +60,7 @@ class Tensors(ABC):
         """
 
     def stream(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the key and value of each tensor, in the order of `infos`. No reference to a yielded tensor is kept."""
+        """Yield the key and value of each tensor, in the order of `infos`. Yielded tensors are not kept in memory."""
         for key in self.infos():
             yield key, self.read(key)
 
@@ -75,7 +75,7 @@ class Tensors(ABC):
         return sum(info.num_elements for info in self.infos().values())
 
 
-class Listed(Tensors):
+class LazyTensors(Tensors):
     """Tensors that are read by a function.
 
     Args:
@@ -95,7 +95,7 @@ class Listed(Tensors):
         return self._read(key)
 
 
-class Joined(Tensors):
+class CombinedTensors(Tensors):
     """Union of the tensors of several sources.
 
     Args:
@@ -104,8 +104,8 @@ class Joined(Tensors):
 
     def __init__(self, sources: Mapping[str, Tensors]) -> None:
         self._sources = sources
-        self._infos = {before + key: info for before, source in sources.items() for key, info in source.infos().items()}
-        self._places = {before + key: (source, key) for before, source in sources.items() for key in source.infos()}
+        self._infos = {prefix + key: info for prefix, source in sources.items() for key, info in source.infos().items()}
+        self._locations = {prefix + key: (source, key) for prefix, source in sources.items() for key in source.infos()}
 
     def infos(self) -> Mapping[str, TensorInfo]:
         """Implement `Tensors.infos`."""
@@ -113,32 +113,32 @@ class Joined(Tensors):
 
     def read(self, key: str) -> Tensor:
         """Implement `Tensors.read`."""
-        source, own = self._places[key]
-        return source.read(own)
+        source, source_key = self._locations[key]
+        return source.read(source_key)
 
     def stream(self) -> Iterator[tuple[str, Tensor]]:
         """Implement `Tensors.stream`."""
-        for before, source in self._sources.items():
+        for prefix, source in self._sources.items():
             for key, tensor in source.stream():
-                yield before + key, tensor
+                yield prefix + key, tensor
 
 
-class Changed(Tensors):
+class TransformedTensors(Tensors):
     """Tensors that are transformed when they are read.
 
     Args:
         source: the original tensors.
-        change: function from a key and a tensor to the transformed tensor. It must support tensors on the meta device.
+        transform: function from a key and a tensor to the transformed tensor. It must support the meta device.
     """
 
-    def __init__(self, source: Tensors, change: Callable[[str, Tensor], Tensor]) -> None:
+    def __init__(self, source: Tensors, transform: Callable[[str, Tensor], Tensor]) -> None:
         import torch
 
-        self._source, self._change = source, change
+        self._source, self._transform = source, transform
         self._infos = {}
         for key, info in source.infos().items():
-            changed = change(key, torch.empty(info.shape, dtype=info.dtype, device="meta"))
-            self._infos[key] = TensorInfo(tuple(changed.shape), changed.dtype)
+            converted = transform(key, torch.empty(info.shape, dtype=info.dtype, device="meta"))
+            self._infos[key] = TensorInfo(tuple(converted.shape), converted.dtype)
 
     def infos(self) -> Mapping[str, TensorInfo]:
         """Implement `Tensors.infos`."""
@@ -146,33 +146,33 @@ class Changed(Tensors):
 
     def read(self, key: str) -> Tensor:
         """Implement `Tensors.read`."""
-        return self._change(key, self._source.read(key))
+        return self._transform(key, self._source.read(key))
 
     def stream(self) -> Iterator[tuple[str, Tensor]]:
         """Implement `Tensors.stream`."""
         for key, tensor in self._source.stream():
-            yield key, self._change(key, tensor)
+            yield key, self._transform(key, tensor)
 
 
-IN_FP32 = frozenset({"A_log", "D", "dt_bias", "log_decay", "step_bias", "skip", "decay_bias", "decay_base"})
+FP32_PARAMETERS = frozenset({"A_log", "D", "dt_bias", "log_decay", "step_bias", "skip", "decay_bias", "decay_base"})
 """Last name components of the tensors that stay in fp32 in a 16-bit run: parameters of decays and step sizes."""
 
 
-def in_dtype(source: Tensors, dtype: torch.dtype | None) -> Tensors:
+def convert_dtype(source: Tensors, dtype: torch.dtype | None) -> Tensors:
     """Return the tensors with floating-point values converted to a dtype, or unchanged if `dtype` is None.
 
-    Tensors named in `IN_FP32` are never converted to a narrower dtype.
+    Tensors named in `FP32_PARAMETERS` are never converted to a narrower dtype.
     """
     if dtype is None:
         return source
 
-    def changed(key: str, tensor: Tensor) -> Tensor:
+    def converted(key: str, tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():
             return tensor
-        kept = key.rpartition(".")[-1] in IN_FP32 and tensor.dtype.itemsize > dtype.itemsize
-        return tensor if kept else tensor.to(dtype)
+        is_kept = key.rpartition(".")[-1] in FP32_PARAMETERS and tensor.dtype.itemsize > dtype.itemsize
+        return tensor if is_kept else tensor.to(dtype)
 
-    return Changed(source, changed)
+    return TransformedTensors(source, converted)
 
 
 def check_keys(expected: Iterable[str], found: Iterable[str], where: str) -> None:
@@ -184,13 +184,13 @@ def check_keys(expected: Iterable[str], found: Iterable[str], where: str) -> Non
         where: file or folder to name in the error message.
 
     Raises:
-        UserError: tensors are missing or unexpected. The message lists the first `SHOWN` keys.
+        UserError: tensors are missing or unexpected. The message lists the first `MAX_SHOWN_NAMES` keys.
     """
     expected, found = list(expected), list(found)
     missing, unexpected = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
     if missing or unexpected:
         kinds = {"lacks": missing, "has besides": unexpected}
-        parts = [f"{kind} {_names(names)}" for kind, names in kinds.items() if names]
+        parts = [f"{kind} {_format_names(names)}" for kind, names in kinds.items() if names]
         problem = f"does not contain the tensors of its configuration: {'; '.join(parts)}"
         raise UserError(where, problem, "give a complete checkpoint with the configuration of its training")
 
@@ -207,26 +207,26 @@ def check_shapes(expected: Mapping[str, TensorInfo], found: Mapping[str, TensorI
         UserError: keys or shapes differ. The message contains the first differences.
     """
     check_keys(expected, found, where)
-    wrong = [key for key, info in expected.items() if info.shape != found[key].shape]
-    if wrong:
-        key = wrong[0]
-        more = f", and {len(wrong) - 1} more do not match" if len(wrong) > 1 else ""
-        problem = f"{key} is {list(found[key].shape)}, its configuration makes it {list(expected[key].shape)}{more}"
+    mismatched = [key for key, info in expected.items() if info.shape != found[key].shape]
+    if mismatched:
+        key = mismatched[0]
+        more = f", and {len(mismatched) - 1} more do not match" if len(mismatched) > 1 else ""
+        problem = f"{key} has shape {list(found[key].shape)} instead of {list(expected[key].shape)}{more}"
         raise UserError(where, problem, "give the configuration with which the model was trained")
 
 
-def _names(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:SHOWN])
-    return shown if len(names) <= SHOWN else f"{shown} and {len(names) - SHOWN} more"
+def _format_names(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:MAX_SHOWN_NAMES])
+    return shown if len(names) <= MAX_SHOWN_NAMES else f"{shown} and {len(names) - MAX_SHOWN_NAMES} more"
 
 
 class _Unpadded(Tensors):
-    """Tensors of which some are truncated to their first rows. Shapes and dtypes are computed without torch."""
+    """Tensors with the vocabulary truncated to its first rows. Shapes and dtypes are computed without torch."""
 
-    def __init__(self, source: Tensors, rows: int, keys: frozenset[str]) -> None:
-        self._source, self._rows, self._keys = source, rows, keys
+    def __init__(self, source: Tensors, num_rows: int, keys: frozenset[str]) -> None:
+        self._source, self._num_rows, self._keys = source, num_rows, keys
         self._infos = {
-            key: replace(info, shape=(min(rows, info.shape[0]), *info.shape[1:]))
+            key: replace(info, shape=(min(num_rows, info.shape[0]), *info.shape[1:]))
             if key in keys and info.shape
             else info
             for key, info in source.infos().items()
@@ -238,15 +238,15 @@ class _Unpadded(Tensors):
 
     def read(self, key: str) -> Tensor:
         """Implement `Tensors.read`."""
-        return self._cut(key, self._source.read(key))
+        return self._truncate(key, self._source.read(key))
 
     def stream(self) -> Iterator[tuple[str, Tensor]]:
         """Implement `Tensors.stream`."""
         for key, tensor in self._source.stream():
-            yield key, self._cut(key, tensor)
+            yield key, self._truncate(key, tensor)
 
-    def _cut(self, key: str, tensor: Tensor) -> Tensor:
-        return tensor[: self._rows] if key in self._keys else tensor
+    def _truncate(self, key: str, tensor: Tensor) -> Tensor:
+        return tensor[: self._num_rows] if key in self._keys else tensor
 
 
 def without_padding(source: Tensors, vocab_size: int) -> Tensors:

@@ -13,17 +13,17 @@ Both models are computed in float64 from the stored values. Rounding causes diff
 deep state-space model with large weights. A relative error of 1e-4 in one weight causes 1e-6 or more.
 """
 
-SHORT, LONG = 160, 8192
+SHORT_LENGTH, LONG_LENGTH = 160, 8192
 """Numbers of tokens at which the models are compared.
 
 The short length exceeds a chunk of Top-1 Chunk. The long length reveals wrongly rounded positions. It is used only if
 the model supports longer sequences.
 """
 
-KEPT = 160
+MAX_POSITIONS = 160
 """Maximum number of last positions whose logits are compared."""
 
-_SCORES, _STATES, _WORK = 1 << 28, 1 << 22, 1e13
+_MAX_SCORES, _MAX_STATES, _MAX_MULTIPLICATIONS = 1 << 28, 1 << 22, 1e13
 """Limits of the longer sequence on a CPU.
 
 They bound the attention scores of a layer, the states of a layer in head groups of 32 per hidden feature, and the
@@ -31,7 +31,7 @@ multiplications with weights, which take some minutes.
 """
 
 
-def lengths(saved: SavedModel, parameters: int) -> list[int]:
+def comparison_lengths(saved: SavedModel, parameters: int) -> list[int]:
     """Return the numbers of tokens at which to compare a model: a short one, and a long one if the model supports it.
 
     Args:
@@ -39,7 +39,11 @@ def lengths(saved: SavedModel, parameters: int) -> list[int]:
         parameters: number of its parameters.
     """
     model = saved.model
-    most = model.max_position_embeddings or SHORT
-    short = min(SHORT, most)
-    bounds = (math.isqrt(_SCORES // model.num_attention_heads), _STATES // model.hidden_size, int(_WORK // parameters))
-    return sorted({short, max(min(LONG, most, *bounds), short)})
+    max_length = model.max_position_embeddings or SHORT_LENGTH
+    short = min(SHORT_LENGTH, max_length)
+    limits = (
+        math.isqrt(_MAX_SCORES // model.num_attention_heads),
+        _MAX_STATES // model.hidden_size,
+        int(_MAX_MULTIPLICATIONS // parameters),
+    )
+    return sorted({short, max(min(LONG_LENGTH, max_length, *limits), short)})

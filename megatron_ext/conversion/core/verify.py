@@ -7,10 +7,10 @@ import hashlib
 import torch
 from torch import Tensor
 
-from megatron_ext.conversion.core.our_model import logits_of
+from megatron_ext.conversion.core.our_model import compute_logits
 from megatron_ext.conversion.core.source import Source
-from megatron_ext.conversion.core.tensors import Tensors, check_shapes, in_dtype
-from megatron_ext.conversion.core.tolerance import LIMIT, SHORT, lengths
+from megatron_ext.conversion.core.tensors import Tensors, check_shapes, convert_dtype
+from megatron_ext.conversion.core.tolerance import LIMIT, SHORT_LENGTH, comparison_lengths
 from megatron_ext.conversion.huggingface import folder
 from megatron_ext.conversion.huggingface import model as hf_model
 from megatron_ext.conversion.megatron import gpt_model
@@ -19,23 +19,23 @@ from megatron_ext.utils.errors import UserError
 SEQUENCES = 2
 """Number of sequences at the short length. At the long length there is one."""
 
-MOST_LOGITS = 1 << 25
+MAX_LOGITS = 1 << 25
 """Maximum number of logits per model for which two sequences are compared.
 
 Beyond it, one sequence is compared. The logits of both models are in memory at the same time.
 """
 
-_MEND = "nothing was written; please report it, or skip the check with --no-verify"
+_HINT = "nothing was written; please report it, or skip the check with --no-verify"
 
 
-def verify(source: Source, written: Source, dtype: torch.dtype | None, *, with_training: bool = False) -> str:
+def verify(source: Source, written: Source, dtype: torch.dtype | None, *, compare_optimizer: bool = False) -> str:
     """Compare a written checkpoint with its source.
 
     Args:
         source: checkpoint that was read.
         written: checkpoint that was written, opened again.
         dtype: dtype that the tensors were converted to; None: unchanged.
-        with_training: whether to compare the optimizer state too.
+        compare_optimizer: whether to compare the optimizer state too.
 
     Returns:
         One line that describes what was compared.
@@ -43,24 +43,22 @@ def verify(source: Source, written: Source, dtype: torch.dtype | None, *, with_t
     Raises:
         UserError: the checkpoints differ.
     """
-    expected = in_dtype(source.tensors, dtype)
+    expected = convert_dtype(source.tensors, dtype)
     check_shapes(expected.infos(), written.tensors.infos(), str(written.path))
     _compare_bits(expected, written.tensors, str(written.path))
     compared = "every tensor"
-    if with_training:
+    if compare_optimizer:
         _compare_training(source, written)
         compared += " and the optimizer state"
-    silent = [one for one in (source, written) if one.family is not None and not hf_model.can_answer(one.family)]
-    if silent:
-        (family,) = (one.family for one in silent[:1])
-        assert family is not None
-        return f"verified: {compared}; {family.architecture} runs only on a GPU, so logits were not compared"
+    for family in (source.family, written.family):
+        if family is not None and not hf_model.runs_on_cpu(family):
+            return f"verified: {compared}; {family.architecture} runs only on a GPU, so logits were not compared"
     parameters = sum(info.num_elements for info in expected.infos().values())
-    found = [_compare_answers(source, written, expected, t) for t in lengths(source.saved, parameters)]
-    return f"verified: {compared}; logits differ by {', '.join(found)}; at most {LIMIT:.0e}"
+    differences = [_compare_logits(source, written, expected, t) for t in comparison_lengths(source.saved, parameters)]
+    return f"verified: {compared}; logits differ by {', '.join(differences)}; at most {LIMIT:.0e}"
 
 
-def _compare_answers(source: Source, written: Source, expected: Tensors, length: int) -> str:
+def _compare_logits(source: Source, written: Source, expected: Tensors, length: int) -> str:
     """Compare the logits of both models and return a description of the largest difference.
 
     Raises:
@@ -69,42 +67,42 @@ def _compare_answers(source: Source, written: Source, expected: Tensors, length:
     tokens_bt = fixed_tokens(source, length)
     theirs_btv = logits(written, written.tensors, tokens_bt)
     ours_btv = logits(source, expected, tokens_bt)
-    largest = max(1.0, _largest(ours_btv))
-    difference = _largest(theirs_btv.sub_(ours_btv)) / largest
+    scale = max(1.0, _max_abs(ours_btv))
+    difference = _max_abs(theirs_btv.sub_(ours_btv)) / scale
     if not difference <= LIMIT:
         problem = f"logits differ from those of {source.path} by {difference:.1e} at {length} tokens"
-        raise UserError(str(written.path), f"{problem}, more than {LIMIT:.0e}", _MEND)
+        raise UserError(str(written.path), f"{problem}, more than {LIMIT:.0e}", _HINT)
     return f"{difference:.1e} of the largest at {length} tokens"
 
 
-def _largest(x: Tensor) -> float:
-    """Return the largest absolute value without a temporary copy. NaN if there is one."""
+def _max_abs(x: Tensor) -> float:
+    """Return the largest absolute value without a temporary copy, or NaN if x contains one."""
     low, high = x.aminmax()
     return abs(float(torch.maximum(-low, high)))
 
 
 def _compare_training(source: Source, written: Source) -> None:
     """Compare the training state: tensors with padding, optimizer state, schedule, identity and progress."""
-    before, after, where = source.training, written.training, str(written.path)
-    if before is None or after is None:
-        raise UserError(where, "holds no optimizer state", _MEND)
-    for one, other in ((before.tensors, after.tensors), (before.optimizer.tensors, after.optimizer.tensors)):
-        check_shapes(one.infos(), other.infos(), where)
-        _compare_bits(one, other, where)
-    said = {
-        "the schedule": before.optimizer.schedule == after.optimizer.schedule,
-        "the identity": before.identity == after.identity,
+    expected, found, where = source.training, written.training, str(written.path)
+    if expected is None or found is None:
+        raise UserError(where, "contains no optimizer state", _HINT)
+    for first, second in ((expected.tensors, found.tensors), (expected.optimizer.tensors, found.optimizer.tensors)):
+        check_shapes(first.infos(), second.infos(), where)
+        _compare_bits(first, second, where)
+    comparisons = {
+        "the schedule": expected.optimizer.schedule == found.optimizer.schedule,
+        "the identity": expected.identity == found.identity,
         "the progress": source.progress == written.progress,
     }
-    for name, is_the_same in said.items():
-        if not is_the_same:
-            raise UserError(where, f"{name} differs from the source's", _MEND)
+    for name, is_equal in comparisons.items():
+        if not is_equal:
+            raise UserError(where, f"{name} differs from the source's", _HINT)
 
 
 def _compare_bits(expected: Tensors, written: Tensors, where: str) -> None:
     for key in written.infos():  # digests, so that only one of the two tensors is in memory
         if _digest(written.read(key)) != _digest(expected.read(key)):
-            raise UserError(where, f"{key} differs from the converted tensor", _MEND)
+            raise UserError(where, f"{key} differs from the converted tensor", _HINT)
 
 
 def _digest(tensor: Tensor) -> bytes:
@@ -122,7 +120,7 @@ def fixed_tokens(source: Source, length: int) -> Tensor:
     """
     vocabulary = source.saved.vocab_size
     generator = torch.Generator().manual_seed(1)
-    is_small = length <= SHORT and SEQUENCES * length * vocabulary <= MOST_LOGITS
+    is_small = length <= SHORT_LENGTH and SEQUENCES * length * vocabulary <= MAX_LOGITS
     return torch.randint(vocabulary, (SEQUENCES if is_small else 1, length), generator=generator)
 
 
@@ -135,9 +133,9 @@ def logits(source: Source, tensors: Tensors, tokens_bt: Tensor) -> Tensor:
         tokens_bt: int64 [b, t].
     """
     if source.format in ("selectron", "deepspeed_universal"):
-        return logits_of(source.saved, tensors, tokens_bt)
+        return compute_logits(source.saved, tensors, tokens_bt)
     if source.format == "megatron_core":
         return gpt_model.logits(source.saved, tensors, tokens_bt)
     assert source.family is not None
-    own = folder.theirs(source.family, source.saved, tensors, str(source.path))
-    return hf_model.logits(source.path, source.family, own, tokens_bt)
+    weights = folder.family_tensors(source.family, source.saved, tensors, str(source.path))
+    return hf_model.logits(source.path, source.family, weights, tokens_bt)

@@ -1,8 +1,8 @@
-"""Writing of DeepSpeed's universal checkpoints, one tensor at a time.
+"""Writer of DeepSpeed's universal checkpoints, one tensor at a time.
 
-The files are those that `DeepSpeedEngine.load_checkpoint` reads with `"checkpoint": {"load_universal": true}` at
-ZeRO-1, 2 and 3. See deepspeed.checkpoint.universal_checkpoint, runtime.base_optimizer and runtime.zero.stage3.
-DeepSpeed itself is not imported, which would take longer than the conversion of a small model.
+`DeepSpeedEngine.load_checkpoint` reads the files with `"checkpoint": {"load_universal": true}` at ZeRO-1, 2 and 3. See
+deepspeed.checkpoint.universal_checkpoint, runtime.base_optimizer and runtime.zero.stage3. DeepSpeed itself is not
+imported, because the import takes longer than the conversion of a small model.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from megatron_ext.conversion.core.formats import ZERO
 from megatron_ext.conversion.core.our_model import Split, splits
 from megatron_ext.conversion.core.saved_model import identity_of, shape_of
 from megatron_ext.conversion.core.source import Source
-from megatron_ext.conversion.core.tensors import VOCABULARY, Changed, TensorInfo, Tensors
-from megatron_ext.conversion.deepspeed.universal import DESCRIPTION, NEWEST, PRECISE, Description
+from megatron_ext.conversion.core.tensors import VOCABULARY, TensorInfo, Tensors, TransformedTensors
+from megatron_ext.conversion.deepspeed.universal import DESCRIPTION, FP32, NEWEST, Description
 from megatron_ext.optim.algorithms.adamw import MOMENTS
 from megatron_ext.utils.atomic_files import write_atomically
 
@@ -34,10 +34,10 @@ _FORMAT = 0.2
 """DeepSpeed's version number of this format. From 0.4 on there are further fields for uneven shards."""
 
 _MODEL_STATES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
-"""Two names of the same contents. An engine at ZeRO-3 looks for the second name."""
+"""Names of two files with the same content. An engine at ZeRO-3 reads the second one."""
 
 
-def tag_of(source: Source) -> str:
+def checkpoint_tag(source: Source) -> str:
     """Return the name of the checkpoint's folder, in DeepSpeed's convention."""
     return f"global_step{(source.progress or Progress()).step}"
 
@@ -65,18 +65,18 @@ def write_universal(source: Source, precision: str, folder: Path) -> None:
         OSError: writing fails.
         RuntimeError: writing fails in torch.
     """
-    tag, steps = tag_of(source), _steps(source)
+    tag, num_steps = checkpoint_tag(source), _num_steps(source)
     (folder / tag / ZERO).mkdir(parents=True)
     files, split, tensors = _Files(folder / tag), splits(source.saved), _tensors(source)
     infos = tensors.infos()
     for key in infos:
-        for kind, tensor in _kinds(source, tensors, key):
-            files.save(f"{ZERO}/{key}/{kind}.pt", {"param": tensor, **_how_it_splits(key, split[key])})
-        files.save(f"{ZERO}/{key}/step.pt", torch.tensor(float(steps)))
-    files.save(f"{ZERO}/optimizer_state.pt", _optimizer_state(steps, len(infos)))
+        for kind, tensor in _tensors_by_kind(source, tensors, key):
+            files.save(f"{ZERO}/{key}/{kind}.pt", {"param": tensor, **_split_fields(key, split[key])})
+        files.save(f"{ZERO}/{key}/step.pt", torch.tensor(float(num_steps)))
+    files.save(f"{ZERO}/optimizer_state.pt", _optimizer_state(num_steps, len(infos)))
     for name in _MODEL_STATES:
         files.save(name, _model_states(source, infos, split))
-    text = json.dumps(asdict(_description(source, precision, files.written)), indent=1)
+    text = json.dumps(asdict(_build_description(source, precision, files.written)), indent=1)
     write_atomically(folder / tag / DESCRIPTION, text.encode())
     write_atomically(folder / NEWEST, tag.encode())
 
@@ -98,64 +98,64 @@ def _tensors(source: Source) -> Tensors:
     """Return the tensors of the model with vocabulary padding: the trained padding rows, or zeros."""
     if source.training is not None:
         return source.training.tensors
-    rows = shape_of(source.saved).padded_vocab_size
+    padded_vocab_size = shape_of(source.saved).padded_vocab_size
 
-    def padded(key: str, tensor: Tensor) -> Tensor:
-        return functional.pad(tensor, (0, 0, 0, rows - len(tensor))) if key in VOCABULARY else tensor
+    def pad_rows(key: str, tensor: Tensor) -> Tensor:
+        return functional.pad(tensor, (0, 0, 0, padded_vocab_size - len(tensor))) if key in VOCABULARY else tensor
 
-    return Changed(source.tensors, padded)
+    return TransformedTensors(source.tensors, pad_rows)
 
 
-def _steps(source: Source) -> int:
+def _num_steps(source: Source) -> int:
     return 0 if source.training is None else int(source.training.optimizer.schedule["num_steps"])
 
 
-def _kinds(source: Source, tensors: Tensors, key: str) -> Iterator[tuple[str, Tensor]]:
+def _tensors_by_kind(source: Source, tensors: Tensors, key: str) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a parameter by kind.
 
     Each tensor has its own storage, because torch saves the whole storage of a view.
     """
     if source.training is None:
-        yield PRECISE, _alone(tensors.read(key).float())
+        yield FP32, _own_storage(tensors.read(key).float())
         shape = tensors.infos()[key].shape
         for moment in MOMENTS:  # ZeRO-3 requires the moments. An expanded zero stores a single element.
             yield moment, torch.zeros(()).expand(shape)
         return
     state = source.training.optimizer.tensors
-    is_there = f"param.{key}" in state.infos()
-    precise = state.read(f"param.{key}") if is_there else tensors.read(key).float()
-    yield PRECISE, _alone(precise)
-    for moment in MOMENTS if is_there else ():
-        yield moment, _alone(state.read(f"{moment}.{key}"))
+    has_moments = f"param.{key}" in state.infos()
+    fp32 = state.read(f"param.{key}") if has_moments else tensors.read(key).float()
+    yield FP32, _own_storage(fp32)
+    for moment in MOMENTS if has_moments else ():
+        yield moment, _own_storage(state.read(f"{moment}.{key}"))
 
 
-def _alone(tensor: Tensor) -> Tensor:
-    whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
-    return tensor if whole else tensor.clone(memory_format=torch.contiguous_format)
+def _own_storage(tensor: Tensor) -> Tensor:
+    is_whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+    return tensor if is_whole else tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _how_it_splits(key: str, split: Split) -> dict[str, Any]:
-    """Return the fields from which DeepSpeed's loader takes a tensor-parallel rank's shard of a parameter.
+def _split_fields(key: str, split: Split) -> dict[str, Any]:
+    """Return the fields by which DeepSpeed's loader cuts a parameter into tensor-parallel shards.
 
-    The loader gives a replicated parameter to each rank unchanged, because the shapes are equal.
+    The loader loads a replicated parameter unchanged on each rank, because the shapes are equal.
     """
-    how: dict[str, Any] = {"cat_dim": split.dim or 0}
+    fields: dict[str, Any] = {"cat_dim": split.dim or 0}
     if split.parts > 1:
-        how["param_n_sub_params"] = split.parts
+        fields["param_n_sub_params"] = split.parts
     if key in VOCABULARY:
-        how["vocab_tensor"] = True  # the loader may pad it further
-    return how
+        fields["vocab_tensor"] = True  # the loader may pad it further
+    return fields
 
 
-def _optimizer_state(steps: int, groups: int) -> dict[str, Any]:
+def _optimizer_state(num_steps: int, num_groups: int) -> dict[str, Any]:
     """Return the optimizer state that belongs to no single parameter.
 
-    Learning rates, betas and similar values are left to the engine, because they may have changed. DeepSpeed silently
-    loads only as many parameter groups as both sides have. There is one group per parameter, and no engine has more.
+    Learning rates, betas and similar values are not stored, so that the engine uses its own. DeepSpeed silently loads
+    only as many parameter groups as both sides have. Here each parameter has a group, and no engine has more groups.
     """
-    empty: list[dict[str, Any]] = [{"params": []} for _ in range(groups)]
-    of_zero3 = {"state": {0: {"step": torch.tensor(float(steps))}}, "param_groups": empty[:1]}
-    return {"ds_version": version("deepspeed"), "param_groups": empty, "optimizer_state_dict": of_zero3}
+    empty_groups: list[dict[str, Any]] = [{"params": []} for _ in range(num_groups)]
+    zero3_state = {"state": {0: {"step": torch.tensor(float(num_steps))}}, "param_groups": empty_groups[:1]}
+    return {"ds_version": version("deepspeed"), "param_groups": empty_groups, "optimizer_state_dict": zero3_state}
 
 
 def _model_states(source: Source, infos: Mapping[str, TensorInfo], split: Mapping[str, Split]) -> dict[str, Any]:
@@ -175,7 +175,7 @@ def _model_states(source: Source, infos: Mapping[str, TensorInfo], split: Mappin
 
 
 def _patterns(source: Source, infos: Mapping[str, TensorInfo], split: Mapping[str, Split]) -> dict[str, Any]:
-    """Return the fields of `_how_it_splits` as the patterns that DeepSpeed's converter writes.
+    """Return the fields of `_split_fields` as the patterns that DeepSpeed's converter writes.
 
     They are needed if a checkpoint that DeepSpeed saves later is converted again.
     """
@@ -191,7 +191,7 @@ def _patterns(source: Source, infos: Mapping[str, TensorInfo], split: Mapping[st
     }
 
 
-def _description(source: Source, precision: str, files: dict[str, FileDigest]) -> Description:
+def _build_description(source: Source, precision: str, files: dict[str, FileDigest]) -> Description:
     training = source.training
     dtypes = {key: str(info.dtype).removeprefix("torch.") for key, info in _tensors(source).infos().items()}
     return Description(

@@ -9,11 +9,11 @@ from typing import Any
 
 from megatron_ext.config.validate import show
 from megatron_ext.conversion.core.converted_tensors import ConvertedTensors, to_ours, to_theirs
-from megatron_ext.conversion.core.family import Family, SavedModel, ShipsCode
+from megatron_ext.conversion.core.family import Family, HasModelCode, SavedModel
 from megatron_ext.conversion.core.formats import CONFIG
 from megatron_ext.conversion.core.source import Source, SourceOptions, main_dtype
 from megatron_ext.conversion.core.tensors import Tensors
-from megatron_ext.conversion.huggingface.families import family_of_architecture
+from megatron_ext.conversion.huggingface.families import find_family
 from megatron_ext.conversion.huggingface.safetensors_files import SafetensorsTensors, write_safetensors
 from megatron_ext.runs.tokenizer_files import StoredTokenizer, find_tokenizer, read_json
 from megatron_ext.utils.errors import UserError
@@ -26,7 +26,7 @@ def open_folder(path: Path, options: SourceOptions) -> Source:
         UserError: the architecture is unknown, the configuration is not supported, or the folder is damaged.
     """
     if options.model_config is not None:
-        raise UserError("--model-config", f"{path / CONFIG} already describes the model", "leave it out")
+        raise UserError("--model-config", f"{path / CONFIG} already describes the model", "remove it")
     family, saved = read_model(path)
     stored = SafetensorsTensors(path)
     return Source(
@@ -48,19 +48,19 @@ def read_model(path: Path) -> tuple[Family, SavedModel]:
     """
     where = str(path / CONFIG)
     config = read_json(path / CONFIG)
-    family = family_of_architecture(_architecture(config, where), where)
+    family = find_family(_architecture(config, where), where)
     return family, family.saved_model(config)
 
 
 def _architecture(config: dict[str, Any], where: str) -> str:
     architectures = config.get("architectures")
     if not isinstance(architectures, list) or len(architectures) != 1:
-        problem = f"architectures is {show(architectures)}, which names no model"
+        problem = f"architectures is {show(architectures)}, not a list of one name"
         raise UserError(where, problem, "give a folder written by save_pretrained")
     return str(architectures[0])
 
 
-def theirs(family: Family, saved: SavedModel, tensors: Tensors, where: str) -> Tensors:
+def family_tensors(family: Family, saved: SavedModel, tensors: Tensors, where: str) -> Tensors:
     """Return our tensors converted to those of the family.
 
     Args:
@@ -100,5 +100,5 @@ def write_folder(
     config |= {"bos_token_id": end if begin is None else begin, "eos_token_id": end, "pad_token_id": None}
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     write_safetensors(tensors, folder, shard_bytes)
-    for file in family.code if isinstance(family, ShipsCode) else ():
+    for file in family.code if isinstance(family, HasModelCode) else ():
         shutil.copyfile(file, folder / file.name)

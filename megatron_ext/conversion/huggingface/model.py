@@ -8,21 +8,18 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from megatron_ext.conversion.core.family import Family, ShipsCode
+from megatron_ext.conversion.core.family import Family, HasModelCode
 from megatron_ext.conversion.core.float64 import in_float64
-from megatron_ext.conversion.core.staged import of_last_positions, on_meta, staged
+from megatron_ext.conversion.core.staged import last_positions_only, on_meta, read_on_use
 from megatron_ext.conversion.core.tensors import Tensors, check_keys
-from megatron_ext.conversion.core.tolerance import KEPT
+from megatron_ext.conversion.core.tolerance import MAX_POSITIONS
 from megatron_ext.runs.tokenizer_files import read_json
 from megatron_ext.utils.errors import UserError
 
 
-def can_answer(family: Family) -> bool:
-    """Return whether a family's model runs on the CPU.
-
-    Those of transformers and our own do. Those of flash-linear-attention need a GPU.
-    """
-    return isinstance(family, ShipsCode) or hasattr(_transformers(), family.architecture)
+def runs_on_cpu(family: Family) -> bool:
+    """Return whether a family's model runs on the CPU. Models of flash-linear-attention need a GPU."""
+    return isinstance(family, HasModelCode) or hasattr(_transformers(), family.architecture)
 
 
 def logits(folder: Path, family: Family, tensors: Tensors, tokens_bt: Tensor) -> Tensor:
@@ -30,12 +27,12 @@ def logits(folder: Path, family: Family, tensors: Tensors, tokens_bt: Tensor) ->
 
     Args:
         folder: folder with its config.json.
-        family: family of its architecture, for which `can_answer` is true.
+        family: family of its architecture, for which `runs_on_cpu` is true.
         tensors: its weights, by the family's keys.
         tokens_bt: int64 [b, t].
 
     Returns:
-        float64 logits [b, k, v] of the last k tokens, at most `KEPT`.
+        float64 logits [b, k, v] of the last k tokens, at most `MAX_POSITIONS`.
 
     Raises:
         UserError: transformers is not installed, or the weights do not match the model.
@@ -44,11 +41,12 @@ def logits(folder: Path, family: Family, tensors: Tensors, tokens_bt: Tensor) ->
         model = _model(folder, family).eval()
     names = _keys(model)
     check_keys(set(names.values()), tensors.infos(), str(folder))
-    kept = of_last_positions(model.get_output_embeddings(), KEPT, 1)  # type: ignore[operator]
-    weights = staged(model, lambda name: tensors.read(names[name]))
-    with torch.no_grad(), weights, in_float64(family.rotating() if isinstance(family, ShipsCode) else []), kept:
-        answer: Tensor = model(input_ids=tokens_bt, use_cache=False).logits
-    return answer
+    last_positions = last_positions_only(model.get_output_embeddings(), MAX_POSITIONS, 1)  # type: ignore[operator]
+    weights = read_on_use(model, lambda name: tensors.read(names[name]))
+    rotary_modules = family.rotary_modules() if isinstance(family, HasModelCode) else []
+    with torch.no_grad(), weights, in_float64(rotary_modules), last_positions:
+        logits_btv: Tensor = model(input_ids=tokens_bt, use_cache=False).logits
+    return logits_btv
 
 
 def _transformers() -> ModuleType:
@@ -62,7 +60,7 @@ def _transformers() -> ModuleType:
 
 def _model(folder: Path, family: Family) -> torch.nn.Module:
     library = _transformers()
-    if isinstance(family, ShipsCode):
+    if isinstance(family, HasModelCode):
         return family.model(read_json(folder / "config.json"))
     # By its name: in AutoModelForCausalLM, flash-linear-attention replaces some models by its own.
     architecture = getattr(library, family.architecture)

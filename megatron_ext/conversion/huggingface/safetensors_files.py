@@ -1,7 +1,7 @@
-"""Reading and writing of safetensors files with an index, one tensor at a time.
+"""Reader and writer of safetensors files with an index, one tensor at a time.
 
-A file is the length of the header (8 bytes, little-endian), the header (JSON with dtype, shape and offsets by tensor
-name), and the data.
+A file consists of the length of the header (8 bytes, little-endian), the header (JSON with dtype, shape and offsets by
+tensor name), and the data.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _DTYPES = {
 
 _NAMES = {f"torch.{dtype}": name for name, dtype in _DTYPES.items()}
 _ALIGNMENT = 8
-_MEND = "copy the whole checkpoint again"
+_HINT = "copy the whole checkpoint again"
 
 
 def _dtype_of_torch(name: str) -> torch.dtype:
@@ -58,7 +58,7 @@ class SafetensorsTensors(Tensors):
 
     Args:
         folder: folder with `model.safetensors`, or with an index and the files that it lists.
-        dtype_of: maps the name of a torch dtype to the dtype, or to a stand-in if no tensor will be read.
+        dtype_of: function from the name of a torch dtype to the dtype, or to a replacement if no tensor will be read.
 
     Raises:
         UserError: a file is missing, damaged, or has an unsupported dtype.
@@ -88,11 +88,11 @@ class SafetensorsTensors(Tensors):
 def _files_of(folder: Path) -> list[Path]:
     if (folder / INDEX).is_file():
         try:
-            named = parse_json(read_regular(folder / INDEX, MAX_VOCABULARY_BYTES))["weight_map"].values()
+            names = parse_json(read_regular(folder / INDEX, MAX_VOCABULARY_BYTES))["weight_map"].values()
             # Caches of downloaded models contain symbolic links to the files.
-            paths = sorted({path_within(folder, name, str(folder / INDEX), follow_links=True) for name in named})
+            paths = sorted({path_within(folder, name, str(folder / INDEX), follow_links=True) for name in names})
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(str(folder / INDEX), "cannot be read as an index of safetensors files", _MEND) from error
+            raise UserError(str(folder / INDEX), "cannot be read as an index of safetensors files", _HINT) from error
     elif (folder / SINGLE).is_file():
         paths = [folder / SINGLE]
     else:
@@ -100,7 +100,7 @@ def _files_of(folder: Path) -> list[Path]:
         raise UserError(str(folder), problem, "save the model as safetensors (save_pretrained does)")
     for path in paths:
         if not path.is_file():
-            raise UserError(str(path), f"is missing, but {INDEX} names it", _MEND)
+            raise UserError(str(path), f"is missing, but {INDEX} names it", _HINT)
     return paths
 
 
@@ -111,7 +111,7 @@ def _header(path: Path, dtype_of: Callable[[str], Any]) -> dict[str, TensorInfo]
             names = {key: _DTYPES[part.get_dtype()] for key, part in slices.items()}
             return {key: TensorInfo(tuple(part.get_shape()), dtype_of(names[key])) for key, part in slices.items()}
     except (SafetensorError, OSError) as error:
-        raise UserError(str(path), f"is damaged ({' '.join(str(error).split())})", _MEND) from error
+        raise UserError(str(path), f"is damaged ({' '.join(str(error).split())})", _HINT) from error
     except KeyError as error:
         raise UserError(str(path), f"has unsupported dtype {error}", f"give one of {', '.join(_DTYPES)}") from None
 
@@ -129,7 +129,7 @@ class Shard:
     num_bytes: int = 0
 
 
-def shards_of(infos: Mapping[str, TensorInfo], shard_bytes: int) -> dict[str, Shard]:
+def assign_shards(infos: Mapping[str, TensorInfo], shard_bytes: int) -> dict[str, Shard]:
     """Distribute tensors over files.
 
     Args:
@@ -161,11 +161,11 @@ def write_safetensors(tensors: Tensors, folder: Path, shard_bytes: int) -> None:
     Raises:
         OSError: writing fails.
     """
-    shards, stream = shards_of(tensors.infos(), shard_bytes), tensors.stream()
+    shards, stream = assign_shards(tensors.infos(), shard_bytes), tensors.stream()
     for name, shard in shards.items():
         with (folder / name).open("wb") as file:
             file.write(_header_bytes(shard))
-            _write_numbers(file, shard, stream)
+            _write_data(file, shard, stream)
     if len(shards) > 1:
         weight_map = {key: name for name, shard in shards.items() for key in shard.infos}
         index = {"metadata": {"total_size": tensors.num_bytes}, "weight_map": dict(sorted(weight_map.items()))}
@@ -183,7 +183,7 @@ def _header_bytes(shard: Shard) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _write_numbers(file: IO[bytes], shard: Shard, stream: Iterator[tuple[str, Tensor]]) -> None:
+def _write_data(file: IO[bytes], shard: Shard, stream: Iterator[tuple[str, Tensor]]) -> None:
     import torch
 
     for expected, info in shard.infos.items():

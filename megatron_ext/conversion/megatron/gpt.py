@@ -1,4 +1,4 @@
-"""Reading of megatron-core's `GPTModel` checkpoints (dist_checkpointing), from Megatron-LM or another trainer."""
+"""Reader of megatron-core's `GPTModel` checkpoints (dist_checkpointing), of Megatron-LM or another trainer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_ext.config.schema import ModelConfig
 from megatron_ext.config.validate import validate
 from megatron_ext.conversion.core.converted_tensors import ConvertedTensors, Step
 from megatron_ext.conversion.core.family import SavedModel
-from megatron_ext.conversion.core.formats import PLAIN
+from megatron_ext.conversion.core.formats import MEGATRON_LATEST
 from megatron_ext.conversion.core.saved_model import configured_model
 from megatron_ext.conversion.core.source import Source, SourceOptions
 from megatron_ext.conversion.core.tensors import VOCABULARY, Tensors, without_padding
@@ -31,7 +31,7 @@ from megatron_ext.utils.untrusted_paths import path_within
 MAX_DIGITS = 18
 """Maximum number of digits of an iteration. Python refuses to parse integers of some thousand digits."""
 
-NEWEST = PLAIN
+NEWEST = MEGATRON_LATEST
 
 _RENAMED = {
     "self_attention.linear_qkv.weight": "self_attention.in_proj.weight",  # the row order is identical
@@ -72,7 +72,7 @@ _DEFAULTS: dict[str, Any] = {
 }
 """Defaults for arguments that a checkpoint of Megatron-LM does not contain."""
 
-_OF_MEGATRON = {
+_MEGATRON_CLASSES = {
     "enums": ("ModelType",),
     "transformer.enums": ("AttnBackend", "AttnMaskType", "AttnType", "CudaGraphScope", "LayerType", "ModelType"),
     "optimizer.optimizer_config": ("OptimizerConfig",),
@@ -90,7 +90,11 @@ _NAMES: AllowedNames = {
     },
     **{("numpy", kind): ignored_class() for kind in ("ndarray", "dtype")},
     **{("pathlib", kind): ignored_class() for kind in ("PosixPath", "WindowsPath")},
-    **{(f"megatron.core.{module}", kind): ignored_class() for module, kinds in _OF_MEGATRON.items() for kind in kinds},
+    **{
+        (f"megatron.core.{module}", kind): ignored_class()
+        for module, kinds in _MEGATRON_CLASSES.items()
+        for kind in kinds
+    },
 }
 """Classes that Megatron-LM pickles in `common.pt`. The contents of most of them are not read."""
 
@@ -105,7 +109,7 @@ def open_folder(path: Path, options: SourceOptions) -> Source:
     stored = TorchDistTensors(path)
     if VOCABULARY[0] not in stored.infos():
         problem = f"contains no {VOCABULARY[0]}, so it is not a GPTModel of megatron-core"
-        raise UserError(str(path), problem, "give a checkpoint of one")
+        raise UserError(str(path), problem, "give a checkpoint of a GPTModel")
     tokenizer = find_tokenizer(path, options.tokenizer)
     args = None if options.model_config is not None else _arguments(path)
     saved = _saved_model(path, args, options, stored, tokenizer)
@@ -157,33 +161,33 @@ def _saved_model(
     fields = Fields(vars(args), _DEFAULTS | _FIXED, prefix="args.", hint="give the model's sizes with --model-config")
     if tokenizer is not None:
         return _model_of_arguments(fields, tokenizer.size)
-    return _model_of_arguments(fields, fields.whole_or("vocab_size", rows))
+    return _model_of_arguments(fields, fields.positive_int_or("vocab_size", rows))
 
 
 def _model_of_arguments(fields: Fields, vocab_size: int) -> SavedModel:
     for name, value in _FIXED.items():
         fields.require(name, value)
     fields.require("position_embedding_type", *_POSITIONS)
-    position, layers, length = (
+    position_embedding, layers, length = (
         fields["position_embedding_type"],
         fields.layers("num_layers"),
-        fields.whole("seq_length"),
+        fields.positive_int("seq_length"),
     )
     model = {
         "pattern": f"attention*{layers}",
-        "hidden_size": fields.whole("hidden_size"),
+        "hidden_size": fields.positive_int("hidden_size"),
         **_heads(fields),
-        "ffn_hidden_size": fields.whole("ffn_hidden_size"),
-        "max_position_embeddings": fields.whole_or("max_position_embeddings", length),
+        "ffn_hidden_size": fields.positive_int("ffn_hidden_size"),
+        "max_position_embeddings": fields.positive_int_or("max_position_embeddings", length),
         "tie_embeddings": not fields.flag("untie_embeddings_and_output_weights"),
-        "rotary_base": fields.number("rotary_base"),
-        "norm_epsilon": fields.number("norm_epsilon"),
-        "init_std": fields.number("init_method_std"),
+        "rotary_base": fields.positive_number("rotary_base"),
+        "norm_epsilon": fields.positive_number("norm_epsilon"),
+        "init_std": fields.positive_number("init_method_std"),
     }
     return SavedModel(
         model=validate(ModelConfig, model, "args."),
         layers=("attention",) * layers,
-        mixers={"attention": AttentionConfig(position_encoding=_POSITIONS[position])},  # type: ignore[arg-type]
+        mixers={"attention": AttentionConfig(position_encoding=_POSITIONS[position_embedding])},  # type: ignore[arg-type]
         vocab_size=vocab_size,
         seq_length=length,
     )
@@ -197,13 +201,13 @@ def _heads(fields: Fields) -> dict[str, int]:
 def _steps(stored: Tensors) -> Iterator[Step]:
     for key in stored.infos():
         layer = _LAYER.match(key)
-        own = key if layer is None else layer[1] + _RENAMED.get(layer[2], layer[2])
-        yield Step((key,), (own,), list)
+        our_key = key if layer is None else layer[1] + _RENAMED.get(layer[2], layer[2])
+        yield Step((key,), (our_key,), list)
 
 
 def _progress(args: Namespace) -> Progress:
-    counted = Fields(vars(args), {"consumed_train_samples": None, "iteration": None}, prefix="args.")
+    fields = Fields(vars(args), {"consumed_train_samples": None, "iteration": None}, prefix="args.")
     samples, step = (
-        0 if not counted[name] else counted.whole(name) for name in ("consumed_train_samples", "iteration")
+        0 if not fields[name] else fields.positive_int(name) for name in ("consumed_train_samples", "iteration")
     )
     return Progress(step=step, samples=samples, tokens=samples * args.seq_length)

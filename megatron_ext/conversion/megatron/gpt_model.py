@@ -10,9 +10,9 @@ from torch import Tensor
 from megatron_ext.conversion.core.family import SavedModel
 from megatron_ext.conversion.core.float64 import in_float64
 from megatron_ext.conversion.core.saved_model import shape_of
-from megatron_ext.conversion.core.staged import of_last_positions, on_meta, staged
+from megatron_ext.conversion.core.staged import last_positions_only, on_meta, read_on_use
 from megatron_ext.conversion.core.tensors import Tensors
-from megatron_ext.conversion.core.tolerance import KEPT
+from megatron_ext.conversion.core.tolerance import MAX_POSITIONS
 from megatron_ext.model.build import transformer_config
 from megatron_ext.parallel.groups import groups_of_one_process
 from megatron_ext.platform.device import select_platform
@@ -30,7 +30,7 @@ def logits(saved: SavedModel, tensors: Tensors, tokens_bt: Tensor) -> Tensor:
         tokens_bt: int64 [b, t].
 
     Returns:
-        float64 logits [b, k, v] of the last k tokens, at most `KEPT`.
+        float64 logits [b, k, v] of the last k tokens, at most `MAX_POSITIONS`.
     """
 
     def read(name: str) -> Tensor:
@@ -39,7 +39,7 @@ def logits(saved: SavedModel, tensors: Tensors, tokens_bt: Tensor) -> Tensor:
         return tensors.read(name)
 
     t = tokens_bt.shape[1]
-    hidden_tt = torch.ones(t, t, dtype=torch.bool).triu(1)[None, None]
+    mask_tt = torch.ones(t, t, dtype=torch.bool).triu(1)[None, None]
     platform = select_platform("cpu")
     with groups_of_one_process(platform.communication) as groups, torch.no_grad():
         with on_meta():
@@ -53,7 +53,7 @@ def logits(saved: SavedModel, tensors: Tensors, tokens_bt: Tensor) -> Tensor:
                 rotary_base=saved.model.rotary_base,
                 pg_collection=groups,
             )
-        with staged(model.eval(), read), in_float64(), of_last_positions(model.output_layer, KEPT, 0):
+        with read_on_use(model.eval(), read), in_float64(), last_positions_only(model.output_layer, MAX_POSITIONS, 0):
             positions_bt = torch.arange(t).expand_as(tokens_bt)
-            answer: Tensor = model(tokens_bt, positions_bt, attention_mask=hidden_tt)
-    return answer
+            logits_btv: Tensor = model(tokens_bt, positions_bt, attention_mask=mask_tt)
+    return logits_btv

@@ -1,4 +1,4 @@
-"""Reading and writing of Megatron's torch_dist checkpoints in a single process, one tensor at a time.
+"""Reader and writer of Megatron's torch_dist checkpoints in a single process, one tensor at a time.
 
 The format is that of torch.distributed.checkpoint.
 """
@@ -25,7 +25,7 @@ from torch.futures import Future
 from megatron_ext.checkpoint.contents import CheckedFile, FileDigest, compute_digest
 from megatron_ext.checkpoint.metadata_index import MEND
 from megatron_ext.checkpoint.reading import RestrictedReader, read_common
-from megatron_ext.conversion.core.tensors import Joined, Listed, TensorInfo, Tensors
+from megatron_ext.conversion.core.tensors import CombinedTensors, LazyTensors, TensorInfo, Tensors
 from megatron_ext.conversion.megatron.torch_dist_index import TorchDistIndex
 from megatron_ext.utils.errors import UserError
 
@@ -58,33 +58,33 @@ class TorchDistTensors(Tensors):
 
     def read(self, key: str) -> Tensor:
         """Implement `Tensors.read`."""
-        return self._read(*self._index.places[key])
+        return self._read(*self._index.locations[key])
 
     @property
     def optimizer(self) -> Tensors:
         """Optimizer state in our format (see `optim.state`), by `<kind>.<the parameter's key>`."""
-        begins = _OPTIMIZER_STATE
-        found = {key: entry for key, entry in self._index.entries.items() if key.startswith(begins)}
+        prefix = _OPTIMIZER_STATE
+        found = {key: entry for key, entry in self._index.entries.items() if key.startswith(prefix)}
         infos = {
-            key.removeprefix(begins): TensorInfo(tuple(entry.size), entry.properties.dtype)
+            key.removeprefix(prefix): TensorInfo(tuple(entry.size), entry.properties.dtype)
             for key, entry in found.items()
         }
-        return Listed(infos, lambda key: self._read(begins + key, None))
+        return LazyTensors(infos, lambda key: self._read(prefix + key, None))
 
-    def _read(self, stored: str, layer: int | None) -> Tensor:
-        entry = self._index.entries[stored]
+    def _read(self, key: str, layer: int | None) -> Tensor:
+        entry = self._index.entries[key]
         offsets, sizes = [0] * len(entry.size), list(entry.size)
         if layer is not None:
             offsets[0], sizes[0] = layer, 1
-        wanted = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-        items = create_read_items_for_chunk_list(stored, entry, [wanted])
-        assert sum(item.lengths.numel() for item in items) == math.prod(sizes), f"{stored} is incomplete"
-        into = _Into(torch.Size(sizes), entry.properties.dtype)
-        self._reader.read_data(LoadPlan(items), into)
-        return into.tensor if layer is None else into.tensor[0]
+        chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+        items = create_read_items_for_chunk_list(key, entry, [chunk])
+        assert sum(item.lengths.numel() for item in items) == math.prod(sizes), f"{key} is incomplete"
+        planner = _TensorPlanner(torch.Size(sizes), entry.properties.dtype)
+        self._reader.read_data(LoadPlan(items), planner)
+        return planner.tensor if layer is None else planner.tensor[0]
 
 
-class _Into(DefaultLoadPlanner):
+class _TensorPlanner(DefaultLoadPlanner):
     """Load planner that assembles one tensor. A chunk that is the whole tensor is used directly, without a copy.
 
     Attributes:
@@ -99,32 +99,34 @@ class _Into(DefaultLoadPlanner):
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         assert read_item.type == LoadItemType.TENSOR
         if read_item.lengths == self._shape:
-            return cast(Tensor, _Taken(self))
+            return cast(Tensor, _CopyTarget(self))
         if self.tensor.shape != self._shape:
             self.tensor = torch.empty(self._shape, dtype=self._dtype)
-        place = zip(read_item.dest_offsets, read_item.lengths, strict=True)
-        return self.tensor[tuple(slice(start, start + length) for start, length in place)]
+        ranges = zip(read_item.dest_offsets, read_item.lengths, strict=True)
+        return self.tensor[tuple(slice(start, start + length) for start, length in ranges)]
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         """Do nothing: the data is already in place."""
 
 
-class _Taken:
-    """Stand-in for the target tensor of torch's reader. Its `copy_` keeps the source tensor instead of copying it."""
+class _CopyTarget:
+    """Replacement for the target tensor of torch's reader. `copy_` stores the source tensor instead of copying it."""
 
-    def __init__(self, into: _Into) -> None:
-        self._into = into
+    def __init__(self, planner: _TensorPlanner) -> None:
+        self._planner = planner
 
-    def detach(self) -> _Taken:
+    def detach(self) -> _CopyTarget:
         return self
 
     def size(self) -> torch.Size:
-        return self._into._shape
+        return self._planner._shape
 
     def copy_(self, tensor: Tensor) -> None:
         # A view would keep its whole storage in memory.
-        whole = tensor.untyped_storage().nbytes() == tensor.nbytes
-        self._into.tensor = tensor.to(self._into._dtype) if whole else tensor.to(self._into._dtype, copy=True)
+        is_whole = tensor.untyped_storage().nbytes() == tensor.nbytes
+        self._planner.tensor = (
+            tensor.to(self._planner._dtype) if is_whole else tensor.to(self._planner._dtype, copy=True)
+        )
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,7 @@ def read_optimizer(stored: TorchDistTensors, folder: Path) -> OptimizerState | N
     try:
         return OptimizerState(tensors, dict(common["optimizer"]["schedule"]))
     except (TypeError, KeyError, ValueError):
-        raise UserError(str(folder / COMMON_STATE_FNAME), "holds no schedule of an optimizer", MEND) from None
+        raise UserError(str(folder / COMMON_STATE_FNAME), "contains no schedule of an optimizer", MEND) from None
 
 
 def write_torch_dist(tensors: Tensors, folder: Path, optimizer: OptimizerState | None = None) -> dict[str, FileDigest]:
@@ -172,10 +174,10 @@ def write_torch_dist(tensors: Tensors, folder: Path, optimizer: OptimizerState |
         RuntimeError: writing fails in torch.
     """
     state = {_OPTIMIZER_STATE: optimizer.tensors} if optimizer else {}
-    everything = Joined({"": tensors, **state})
-    infos = everything.infos().items()
+    all_tensors = CombinedTensors({"": tensors, **state})
+    infos = all_tensors.infos().items()
     shapes = {key: torch.empty(info.shape, dtype=info.dtype, device="meta") for key, info in infos}
-    writer, planner = _OneAfterTheOther(folder), _Planner(everything.stream())
+    writer, planner = _SequentialWriter(folder), _Planner(all_tensors.stream())
     # These are the steps of torch.distributed.checkpoint.save, which would wrap an OSError in its own exception.
     writer.set_up_storage_writer(is_coordinator=True)
     planner.set_up_planner(shapes, is_coordinator=True)
@@ -198,14 +200,14 @@ class _Planner(DefaultSavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         key, tensor = next(self._stream)
-        assert key == write_item.index.fqn, f"{key} where {write_item.index.fqn} was to come"
+        assert key == write_item.index.fqn, f"{key} was read instead of {write_item.index.fqn}"
         # A view would be saved with its whole storage.
-        whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
-        return tensor if whole else tensor.clone(memory_format=torch.contiguous_format)
+        is_whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+        return tensor if is_whole else tensor.clone(memory_format=torch.contiguous_format)
 
 
-class _OneAfterTheOther(filesystem.FileSystemWriter):
-    """Storage writer that writes one tensor after the other. torch's own keeps all tensors of a file in memory.
+class _SequentialWriter(filesystem.FileSystemWriter):
+    """Storage writer that writes one tensor at a time. torch's writer keeps all tensors of a file in memory.
 
     Attributes:
         written: size and checksum of each written file, by name.

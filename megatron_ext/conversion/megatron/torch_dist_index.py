@@ -1,4 +1,4 @@
-"""Tensors in the index of a torch_dist checkpoint, read with torch's classes or with stand-ins for them."""
+"""Tensors in the index of a torch_dist checkpoint, read with torch's classes or with those of `metadata_plain`."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from megatron_ext.conversion.core.tensors import TensorInfo
 from megatron_ext.utils.errors import UserError
 from megatron_ext.utils.untrusted_paths import path_within
 
-_OTHER_TENSORS = ("optimizer.", "chained_")
+_OPTIMIZER_PREFIXES = ("optimizer.", "chained_")
 _LAYERS = re.compile(r"^(?P<before>(?:.*\.)?layers\.)(?P<after>[^.\d].*)$")
 
 
 class TorchDistIndex:
     """Index of the tensors of a checkpoint.
 
-    Plain megatron-core stacks a parameter of all layers in one tensor. Such a tensor is listed as one tensor per layer,
-    with the layer's number in the key.
+    megatron-core may stack a parameter of all layers in one tensor. Such a tensor is listed as one tensor per layer,
+    with the layer's index in the key.
 
     Args:
         folder: folder of the checkpoint.
@@ -30,7 +30,7 @@ class TorchDistIndex:
         entries: all tensors by their keys in the index.
         has_optimizer: whether the checkpoint contains tensors of an optimizer.
         infos: shape and dtype of each tensor of the model.
-        places: for each tensor of the model, its key in the index and the layer to cut out; None: the whole tensor.
+        locations: for each tensor of the model, its key in the index and the layer to select; None: the whole tensor.
 
     Raises:
         UserError: a file is missing or too short.
@@ -41,22 +41,22 @@ class TorchDistIndex:
         self.entries: dict[str, Any] = {
             key: entry for key, entry in metadata.state_dict_metadata.items() if isinstance(entry, tensor)
         }
-        self.has_optimizer = any(key.startswith(_OTHER_TENSORS) for key in self.entries)
+        self.has_optimizer = any(key.startswith(_OPTIMIZER_PREFIXES) for key in self.entries)
         self.infos: dict[str, TensorInfo] = {}
-        self.places: dict[str, tuple[str, int | None]] = {}
+        self.locations: dict[str, tuple[str, int | None]] = {}
         for key, entry in self.entries.items():
-            if not key.startswith(_OTHER_TENSORS):
+            if not key.startswith(_OPTIMIZER_PREFIXES):
                 self._add(key, entry)
 
     def _add(self, key: str, entry: Any) -> None:
         shape, dtype = tuple(entry.size), entry.properties.dtype
-        stacked = _LAYERS.match(key)
-        if stacked is None:
-            self.places[key], self.infos[key] = (key, None), TensorInfo(shape, dtype)
+        match = _LAYERS.match(key)
+        if match is None:
+            self.locations[key], self.infos[key] = (key, None), TensorInfo(shape, dtype)
             return
         for layer in range(shape[0]):
-            own = f"{stacked['before']}{layer}.{stacked['after']}"
-            self.places[own], self.infos[own] = (key, layer), TensorInfo(shape[1:], dtype)
+            layer_key = f"{match['before']}{layer}.{match['after']}"
+            self.locations[layer_key], self.infos[layer_key] = (key, layer), TensorInfo(shape[1:], dtype)
 
 
 def _check_files(folder: Path, metadata: Any) -> None:

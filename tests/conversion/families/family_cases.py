@@ -16,7 +16,7 @@ from megatron_ext.platform.device import Platform
 
 VOCABULARY, LENGTH = 101, 32
 NARROW = {"hidden_size": 24, "num_attention_heads": 4}
-AROUND: dict[str, dict[str, Any]] = {
+BLOCKS: dict[str, dict[str, Any]] = {
     "mamba": {"block": "mixer"},
     "mamba2": {"block": "mixer"},
     "rwkv7": {"block": "rwkv7", "normalization": "layer_norm"},
@@ -25,7 +25,7 @@ AROUND: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """Model given by its mixer, sizes that differ from `NARROW`, and the mixer's settings."""
+    """Model of one mixer, with sizes that differ from `NARROW` and with mixer settings."""
 
     mixer: str
     model: dict[str, Any] = field(default_factory=dict)
@@ -35,8 +35,8 @@ class Case:
         return "-".join([self.mixer, *(f"{k}={v}" for k, v in (self.model | self.settings).items())])
 
     def shape(self, cpu: Platform) -> ModelShape:
-        """Shape of the model, in fp32."""
-        sizes = {"pattern": f"{self.mixer}*2", **AROUND.get(self.mixer, {}), **NARROW, **self.model}
+        """Return the shape of the model, in fp32."""
+        sizes = {"pattern": f"{self.mixer}*2", **BLOCKS.get(self.mixer, {}), **NARROW, **self.model}
         model = ModelConfig(**sizes)
         data, training = DataConfig(path="none", seq_length=LENGTH), TrainingConfig(precision="fp32")
         config = derive(RunConfig(data=data, model=model, mixers={self.mixer: self.settings}, training=training))
@@ -44,7 +44,7 @@ class Case:
 
 
 def saved(shape: ModelShape) -> SavedModel:
-    """Model as its checkpoint describes it."""
+    """Return the model as its checkpoint describes it."""
     return SavedModel(
         model=shape.model,
         layers=tuple(parse_pattern(shape.model.pattern)),
@@ -54,13 +54,13 @@ def saved(shape: ModelShape) -> SavedModel:
     )
 
 
-OF_ONE_MIXER = {name: family for name, family in FAMILIES.items() if isinstance(family, OneMixerFamily)}
+ONE_MIXER_FAMILIES = {name: family for name, family in FAMILIES.items() if isinstance(family, OneMixerFamily)}
 
 
 def family_of(mixer: str) -> OneMixerFamily:
-    """Family whose layers correspond to the mixer."""
-    (found,) = [family for family in OF_ONE_MIXER.values() if family.mixer == mixer]
-    return found
+    """Return the family whose layers correspond to the mixer."""
+    (family,) = [family for family in ONE_MIXER_FAMILIES.values() if family.mixer == mixer]
+    return family
 
 
 CASES = [

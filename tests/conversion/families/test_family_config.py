@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from family_cases import OF_ONE_MIXER, Case, family_of, saved
+from family_cases import ONE_MIXER_FAMILIES, Case, family_of, saved
 
 from megatron_ext.config.pattern import MAX_LAYERS
 from megatron_ext.conversion.huggingface.families import FAMILIES
@@ -22,7 +22,7 @@ def test_families_are_known_by_their_architecture() -> None:
     assert {name: family.architecture for name, family in FAMILIES.items()} == {name: name for name in FAMILIES}
 
 
-NOT_THERE = [
+UNSUPPORTED = [
     (Case("mamba", {"block": "transformer"}), "model.block is transformer"),
     (Case("gla", {"block": "rwkv7"}), "model.block is rwkv7"),
     (Case("gla", {"pattern": "gla,attention"}), "model.pattern has attention"),
@@ -36,22 +36,22 @@ NOT_THERE = [
     (Case("nsa", {"num_attention_heads": 24, "num_query_groups": 1, "head_dim": 4}), "24 query heads share a key"),
     (Case("gla", {"normalization": "layer_norm"}), "model.normalization is layer_norm"),
     (Case("rwkv7", {"normalization": "rms_norm"}), "model.normalization is rms_norm"),
-    (Case("rwkv7", {"pattern": "rwkv7"}), "model.pattern is of one layer"),
-    (Case("rwkv7", {"head_dim": 8}), "its heads fill model.hidden_size 24"),
+    (Case("rwkv7", {"pattern": "rwkv7"}), "model.pattern has one layer"),
+    (Case("rwkv7", {"head_dim": 8}), "model.num_attention_heads * head_dim is 32, but"),
     (replace(NSA, settings={"position_encoding": "none"}), "mixers.nsa.position_encoding is none"),
 ]
 
 
-@pytest.mark.parametrize(("case", "reason"), NOT_THERE, ids=[reason for _, reason in NOT_THERE])
-def test_what_an_architecture_cannot_hold_is_named(case: Case, reason: str) -> None:
+@pytest.mark.parametrize(("case", "reason"), UNSUPPORTED, ids=[reason for _, reason in UNSUPPORTED])
+def test_unsupported_models_are_refused_with_the_reason(case: Case, reason: str) -> None:
     family = family_of(case.mixer)
-    found = family.why_not(saved(case.shape(CPU)))
+    found = family.unsupported_reason(saved(case.shape(CPU)))
     assert found is not None
     assert found.startswith(reason)
 
 
 # Mixer, changed fields of its config.json, and the field that the error must name.
-FOREIGN: list[tuple[str, dict[str, Any], str]] = [
+UNSUPPORTED_CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("mamba", {"use_bias": True}, "use_bias"),
     ("mamba", {"use_conv_bias": False}, "use_conv_bias"),
     ("mamba", {"hidden_act": "gelu"}, "hidden_act"),
@@ -104,18 +104,19 @@ FOREIGN: list[tuple[str, dict[str, Any], str]] = [
     ("nsa", {"selectron": {"model": {"heads": 4}}}, "selectron.model.heads"),
     ("nsa", {"selectron": 3}, "selectron"),
 ]
+CONFIG_IDS = [f"{mixer}-{changed}" for mixer, changed, _ in UNSUPPORTED_CONFIGS]
 
 
-@pytest.mark.parametrize(("mixer", "changed", "blamed"), FOREIGN, ids=[f"{m}-{c}" for m, c, _ in FOREIGN])
-def test_what_ours_cannot_be_is_refused_by_its_field(mixer: str, changed: dict[str, Any], blamed: str) -> None:
+@pytest.mark.parametrize(("mixer", "changed", "field"), UNSUPPORTED_CONFIGS, ids=CONFIG_IDS)
+def test_unsupported_configs_are_refused_by_their_field(mixer: str, changed: dict[str, Any], field: str) -> None:
     case, family = NSA if mixer == "nsa" else Case(mixer), family_of(mixer)
     with pytest.raises(UserError) as caught:
         family.saved_model(family.config(saved(case.shape(CPU))) | changed)
-    assert caught.value.where == f"config.json: {blamed}"
+    assert caught.value.where == f"config.json: {field}"
     assert "\n" not in str(caught.value)
 
 
-def test_a_llama_has_no_more_layers_than_a_pattern() -> None:
+def test_the_layers_of_a_llama_are_limited() -> None:
     sizes = {"hidden_size": 8, "num_attention_heads": 1, "intermediate_size": 8, "vocab_size": 8}
     read = FAMILIES["LlamaForCausalLM"].saved_model
     assert len(read({**sizes, "num_hidden_layers": MAX_LAYERS}).layers) == MAX_LAYERS
@@ -123,38 +124,38 @@ def test_a_llama_has_no_more_layers_than_a_pattern() -> None:
         read({**sizes, "num_hidden_layers": 10**9})
 
 
-def test_a_config_json_that_says_little_is_read_as_its_library_reads_it() -> None:
+def test_defaults_of_missing_fields_are_those_of_transformers() -> None:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     for architecture in ("MambaForCausalLM", "Mamba2ForCausalLM"):
-        whole = getattr(transformers, architecture).config_class().to_dict()
+        complete = getattr(transformers, architecture).config_class().to_dict()
         read = FAMILIES[architecture].saved_model
-        assert read({}) == read(whole)
+        assert read({}) == read(complete)
 
 
-def test_flash_linear_attentions_config_json_that_says_little_is_read_as_its_library_reads_it() -> None:
+def test_defaults_of_missing_fields_are_those_of_flash_linear_attention() -> None:
     pytest.importorskip("fla", reason="flash-linear-attention is not installed")
     from beside_fla import fla
 
-    for architecture in OF_ONE_MIXER.keys() - {"MambaForCausalLM", "Mamba2ForCausalLM"}:
-        little = {"norm_first": False}  # a field of RWKV-7 whose default differs from ours
-        whole = fla(f"models.{architecture}").config_class(**little).to_dict()
-        assert FAMILIES[architecture].saved_model(little) == FAMILIES[architecture].saved_model(whole)
+    for architecture in ONE_MIXER_FAMILIES.keys() - {"MambaForCausalLM", "Mamba2ForCausalLM"}:
+        given = {"norm_first": False}  # a field of RWKV-7 whose default differs from ours
+        complete = fla(f"models.{architecture}").config_class(**given).to_dict()
+        assert FAMILIES[architecture].saved_model(given) == FAMILIES[architecture].saved_model(complete)
 
 
-def test_residuals_in_fp32_and_how_a_model_began_are_no_part_of_it() -> None:
+def test_fields_without_effect_on_the_model_are_ignored() -> None:
     family, model = family_of("mamba"), saved(Case("mamba").shape(CPU))
     more = {"residual_in_fp32": True, "time_step_min": 0.1, "use_mambapy": True, "rescale_prenorm_residual": True}
     assert family.saved_model(family.config(model) | more) == model
 
 
 @pytest.mark.parametrize(("hidden", "heads", "head_dim"), [(768, 12, 64), (96, 3, 32), (24, 3, 8)])
-def test_a_foreign_mamba_is_given_heads(hidden: int, heads: int, head_dim: int) -> None:
+def test_heads_of_an_imported_mamba(hidden: int, heads: int, head_dim: int) -> None:
     model = family_of("mamba").saved_model({"hidden_size": hidden}).model
     assert (model.num_attention_heads, model.num_query_groups, model.head_dim) == (heads, heads, head_dim)
 
 
 @pytest.mark.parametrize("name", ["0.weight", "2.weight", "2.bias"])
-def test_a_value_residual_that_mixes_anything_in_is_refused(name: str) -> None:
+def test_a_nonzero_value_residual_is_refused(name: str) -> None:
     model = saved(Case("rwkv7").shape(CPU))
     (rule,) = [rule for rule in family_of("rwkv7").rules(model) if len(rule.theirs) == 4]
     assert rule.theirs[0] == "model.layers.1.attn.v_proj.weight"
@@ -167,7 +168,7 @@ def test_a_value_residual_that_mixes_anything_in_is_refused(name: str) -> None:
     assert caught.value.where == f"model.layers.1.attn.v_lora.lora.{name}"
 
 
-def test_what_config_json_cannot_say_is_written_beside_it() -> None:
+def test_values_without_a_field_are_written_to_the_section() -> None:
     plain = saved(Case("gla").shape(CPU))
     config = family_of("gla").config(plain)
     assert "selectron" not in config

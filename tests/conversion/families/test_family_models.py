@@ -20,25 +20,25 @@ CPU = Platform(torch.device("cpu"), "gloo")
 Tensors = dict[str, Tensor]
 
 
-def _there(rules: Iterable[Rule], ours: Tensors) -> Tensors:
-    """Convert to their tensors. Each of ours must be used once, and each of theirs made once."""
-    left, theirs = dict(ours), {}
+def _to_theirs(rules: Iterable[Rule], ours: Tensors) -> Tensors:
+    """Convert to their tensors. Each of ours must be used once, and each of theirs returned once."""
+    remaining, theirs = dict(ours), {}
     for rule in rules:
-        made = rule.to_theirs([left.pop(name) for name in rule.ours])
+        converted = rule.to_theirs([remaining.pop(name) for name in rule.ours])
         assert theirs.keys().isdisjoint(rule.theirs)
-        theirs.update(zip(rule.theirs, made, strict=True))
-    assert not left
+        theirs.update(zip(rule.theirs, converted, strict=True))
+    assert not remaining
     return theirs
 
 
-def _back(rules: Iterable[Rule], theirs: Tensors) -> Tensors:
-    """Convert back, with the same checks."""
-    left, ours = dict(theirs), {}
+def _to_ours(rules: Iterable[Rule], theirs: Tensors) -> Tensors:
+    """Convert to our tensors, with the same checks."""
+    remaining, ours = dict(theirs), {}
     for rule in rules:
-        made = rule.to_ours([left.pop(name) for name in rule.theirs])
+        converted = rule.to_ours([remaining.pop(name) for name in rule.theirs])
         assert ours.keys().isdisjoint(rule.ours)
-        ours.update(zip(rule.ours, made, strict=True))
-    assert not left
+        ours.update(zip(rule.ours, converted, strict=True))
+    assert not remaining
     return ours
 
 
@@ -58,12 +58,12 @@ def _assert_same_bits(found: Tensors, expected: Tensors) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_logits_are_those_of_their_model_with_our_weights(build: Any, peer: Any, tensors: Any, case: Case) -> None:
+def test_logits_equal_those_of_their_model_with_our_weights(build: Any, peer: Any, tensors: Any, case: Case) -> None:
     shape, family = case.shape(CPU), family_of(case.mixer)
     ours, model = build(shape), saved(shape)
-    assert family.why_not(model) is None
+    assert family.unsupported_reason(model) is None
     theirs = peer(family.config(model))
-    weights = _there(family.rules(model), tensors(shape, ours))
+    weights = _to_theirs(family.rules(model), tensors(shape, ours))
     assert {n: x.shape for n, x in _state(theirs).items()} == {n: x.shape for n, x in weights.items()}
     assert all(x.is_contiguous() for x in weights.values())
     theirs.load_state_dict(weights, strict=False)
@@ -77,20 +77,20 @@ def test_logits_are_those_of_their_model_with_our_weights(build: Any, peer: Any,
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_weights_come_back_to_the_bit(build: Any, tensors: Any, case: Case, dtype: torch.dtype) -> None:
+def test_a_round_trip_of_weights_is_bit_identical(build: Any, tensors: Any, case: Case, dtype: torch.dtype) -> None:
     shape = case.shape(CPU)
     rules = list(family_of(case.mixer).rules(saved(shape)))
     ours = {name: x.to(dtype) for name, x in tensors(shape, build(shape)).items()}
     ours["decoder.final_layernorm.weight"][:2] = torch.tensor([torch.nan, -0.0])
-    there = _there(rules, ours)
-    _assert_same_bits(_back(rules, there), ours)
-    _assert_same_bits(_there(rules, _back(rules, there)), there)
-    shapes = _back(rules, _there(rules, {name: x.to("meta") for name, x in ours.items()}))
+    theirs = _to_theirs(rules, ours)
+    _assert_same_bits(_to_ours(rules, theirs), ours)
+    _assert_same_bits(_to_theirs(rules, _to_ours(rules, theirs)), theirs)
+    shapes = _to_ours(rules, _to_theirs(rules, {name: x.to("meta") for name, x in ours.items()}))
     assert {name: x.shape for name, x in shapes.items()} == {name: x.shape for name, x in ours.items()}
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_model_is_the_same_after_config_json(peer: Any, case: Case) -> None:
+def test_a_round_trip_of_the_config_is_lossless(peer: Any, case: Case) -> None:
     family, model = family_of(case.mixer), saved(case.shape(CPU))
     config = family.config(model)
     assert family.saved_model(config) == model

@@ -29,14 +29,14 @@ SAVED = SavedModel(
 )
 
 
-def test_the_model_comes_back() -> None:
+def test_a_round_trip_of_the_config_is_lossless() -> None:
     config = Selectron().config(SAVED)
     assert Selectron().saved_model(config) == SAVED
     assert config["rope_theta"] == 500000.0
     assert config["mixers"]["attention"]["window"] == 64
 
 
-def test_files_that_are_copied() -> None:
+def test_exported_code_files() -> None:
     names = [file.name for file in Selectron.code]
     assert {"modeling_selectron.py", "configuration_selectron.py"} < set(names)
     assert all(file.is_file() for file in Selectron.code)
@@ -44,8 +44,8 @@ def test_files_that_are_copied() -> None:
     assert "__init__.py" not in names
 
 
-def test_a_mixer_without_files_is_named() -> None:
-    reason = Selectron().why_not(replace(SAVED, layers=("attention", "newest")))
+def test_a_mixer_without_code_is_named() -> None:
+    reason = Selectron().unsupported_reason(replace(SAVED, layers=("attention", "newest")))
     assert reason == "it has no newest layers"
 
 
@@ -63,14 +63,14 @@ def test_a_mixer_without_files_is_named() -> None:
         ({"mixers": {"attention": {"window": -3}, "top1_chunk": {}}}, "config.json: mixers.attention.window: -3"),
     ],
 )
-def test_what_is_wrong_is_named(changed: dict[str, Any], message: str) -> None:
+def test_an_invalid_field_is_named(changed: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError) as raised:
         Selectron().saved_model(Selectron().config(SAVED) | changed)
     assert str(raised.value).startswith(message)
 
 
 @pytest.mark.parametrize("field", ["intermediate_size", "block", "mixers", "vocab_size", "layer_mixers"])
-def test_what_is_missing_is_named(field: str) -> None:
+def test_a_missing_field_is_named(field: str) -> None:
     config = Selectron().config(SAVED)
     del config[field]
     with pytest.raises(UserError, match=f"^config.json: {field}: missing"):

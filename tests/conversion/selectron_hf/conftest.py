@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hf_converted import LENGTH, VOCABULARY, Converted, converted
+from hf_converted import LENGTH, VOCABULARY, Converted, convert_model
 from torch import Tensor
 
 
@@ -23,10 +23,10 @@ def _modules_in_a_folder_of_the_tests(tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture(scope="module")
 def convert(one_process: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Converted]:
-    """Function that calls `converted` with a new folder."""
+    """Function that calls `convert_model` with a new folder."""
 
     def make(pattern: str, mixers: dict[str, Any] | None = None, **sizes: Any) -> Converted:
-        return converted(one_process, tmp_path_factory.mktemp("converted"), pattern, mixers, **sizes)
+        return convert_model(one_process, tmp_path_factory.mktemp("converted"), pattern, mixers, **sizes)
 
     return make
 

@@ -46,12 +46,14 @@ class Converted:
             return self.ours(tokens_bt, positions_bt, attention_mask=None)[..., :VOCABULARY]
 
 
-def converted(groups: Any, root: Path, pattern: str, mixers: dict[str, Any] | None = None, **sizes: Any) -> Converted:
-    """Build a Selectron model with weights drawn from a seed, write it in the format of transformers and load that."""
+def convert_model(
+    groups: Any, root: Path, pattern: str, mixers: dict[str, Any] | None = None, **sizes: Any
+) -> Converted:
+    """Build a Selectron model with random weights, write it in the format of transformers and load it."""
     from transformers import AutoModelForCausalLM
 
-    chosen = {"hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2, **sizes}
-    model = ModelConfig(pattern=pattern, **chosen)
+    fields = {"hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2, **sizes}
+    model = ModelConfig(pattern=pattern, **fields)
     data, training = DataConfig(path="none", seq_length=LENGTH), TrainingConfig(precision="fp32")
     config = derive(RunConfig(data=data, model=model, mixers=mixers or {}, training=training))
     shape = model_shape(config, CPU, VOCABULARY)
@@ -78,18 +80,18 @@ def _draw(model: torch.nn.Module) -> None:
         parameter.copy_(1 + 0.2 * drawn if name.endswith("norm.weight") else 0.25 * drawn)
 
 
-def checkpointed(model: Any) -> dict[str, Tensor]:
-    """Tensors of a one-process model as its checkpoint holds them, without vocabulary padding."""
+def checkpoint_tensors(model: Any) -> dict[str, Tensor]:
+    """Return the tensors of a one-process model as in its checkpoint, without vocabulary padding."""
     tensors = {}
     for part in model.sharded_state_dict().values():
         if isinstance(getattr(part, "data", None), Tensor):
-            by_token = part.key.endswith(("word_embeddings.weight", "output_layer.weight"))
-            tensors[part.key] = part.data.detach().clone()[: VOCABULARY if by_token else None]
+            is_padded = part.key.endswith(("word_embeddings.weight", "output_layer.weight"))
+            tensors[part.key] = part.data.detach().clone()[: VOCABULARY if is_padded else None]
     return tensors
 
 
 def _write_folder(saved: SavedModel, ours: Any, folder: Path) -> Path:
-    family, stored = Selectron(), checkpointed(ours)
+    family, stored = Selectron(), checkpoint_tensors(ours)
     tensors = {}
     for rule in family.rules(saved):
         tensors |= zip(rule.theirs, rule.to_theirs([stored[name] for name in rule.ours]), strict=True)

@@ -16,8 +16,8 @@ from torch import Tensor
 PROGRAM = '''
 import sys
 
-class Hiding:
-    """A finder to which some packages are not installed."""
+class HidingFinder:
+    """Finder that does not find some packages."""
     def __init__(self, finder):
         self.finder = finder
     def find_spec(self, name, path=None, target=None):
@@ -26,7 +26,7 @@ class Hiding:
         return getattr(self.finder, name)
 
 hidden = {"megatron", "megatron_ext", "kernels", "data_prep", "triton", "fla", "deepspeed", "pydantic"}
-sys.meta_path[:] = [Hiding(finder) for finder in sys.meta_path]
+sys.meta_path[:] = [HidingFinder(finder) for finder in sys.meta_path]
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -35,7 +35,7 @@ model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 with torch.inference_mode():
     logits = model(torch.load(tokens)).logits
 generated = model.generate(torch.load(tokens)[:, :9], max_new_tokens=5, do_sample=False, eos_token_id=None)
-model(torch.load(tokens), labels=torch.load(tokens)).loss.backward()  # nothing made in inference mode is in the way
+model(torch.load(tokens), labels=torch.load(tokens)).loss.backward()  # fails for inference tensors
 torch.save({"logits": logits, "generated": generated}, answer)
 assert not hidden & {name.split(".")[0] for name in sys.modules}
 '''
@@ -44,10 +44,10 @@ assert not hidden & {name.split(".")[0] for name in sys.modules}
 def test_torch_and_transformers_are_enough(convert: Callable[..., Converted], tmp_path: Path, tokens: Tensor) -> None:
     model = convert(f"{HYBRID},attention", HYBRID_MIXERS | {"attention": {"random_keys": True}})
     torch.save(tokens, tmp_path / "tokens.pt")
-    kept = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(model.folder), str(tmp_path / "tokens.pt"), str(tmp_path / "answer.pt")],
-        env=kept | {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"},
+        env=environment | {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"},
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -22,13 +22,13 @@ HYBRIDS: list[tuple[str, dict[str, Any]]] = [(HYBRID, HYBRID_MIXERS)]
     ("pattern", "mixers"), [(f"{name}*2", {name: settings}) for name, settings, _ in MIXERS] + HYBRIDS
 )
 @torch.no_grad()
-def test_logits_and_generation_are_those_of_the_cpu(pattern: str, mixers: dict[str, Any]) -> None:
+def test_logits_and_generation_equal_those_on_the_cpu(pattern: str, mixers: dict[str, Any]) -> None:
     layers = parse_pattern(pattern)
-    whole = {name: vars(load_all()[name].config_type(**mixers.get(name, {}))) for name in layers}
-    whole = {name: {key: x for key, x in fields.items() if key[0] != "_"} for name, fields in whole.items()}
+    settings = {name: vars(load_all()[name].config_type(**mixers.get(name, {}))) for name in layers}
+    settings = {name: {key: x for key, x in fields.items() if key[0] != "_"} for name, fields in settings.items()}
     torch.manual_seed(1)
     config = SelectronConfig(
-        num_key_value_heads=2, layer_mixers=layers, mixers=whole, initializer_range=0.2, max_position_embeddings=99
+        num_key_value_heads=2, layer_mixers=layers, mixers=settings, initializer_range=0.2, max_position_embeddings=99
     )
     model = SelectronForCausalLM(config).eval()
     tokens = torch.randint(0, 256, (2, 72))

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 from hf_cases import CASES, MIXERS
-from hf_converted import VOCABULARY, Converted, checkpointed
+from hf_converted import VOCABULARY, Converted, checkpoint_tensors
 from torch import Tensor
 
-from megatron_ext.conversion.core.tensors import IN_FP32
+from megatron_ext.conversion.core.tensors import FP32_PARAMETERS
 from megatron_ext.conversion.huggingface.families.selectron import PARAMETERS, Selectron
 from megatron_ext.mixers.core.settings import AttentionConfig
 
-PIECES = [9, 1, 1, 30, 1, 20, *[1] * 10]
-CHOOSING = ("top1", "moba", "nsa")
-GROWING = (*CHOOSING, "attention")
+CHUNK_LENGTHS = [9, 1, 1, 30, 1, 20, *[1] * 10]
+SELECTING = ("top1", "moba", "nsa")
+GROWING = (*SELECTING, "attention")
 
 
 @pytest.fixture(scope="module", params=list(CASES))
@@ -34,28 +34,28 @@ def test_every_mixer_is_among_the_cases() -> None:
     assert {name for name, *_ in MIXERS} == set(PARAMETERS)
 
 
-def test_logits_are_ours(model: Converted, tokens: Tensor) -> None:
+def test_logits_equal_ours(model: Converted, tokens: Tensor) -> None:
     with torch.no_grad():
         found = model.theirs(tokens).logits
     assert found.shape[-1] == VOCABULARY
     _assert_near(found, model.our_logits(tokens))
 
 
-def test_tensors_are_those_of_the_checkpoint(model: Converted) -> None:
+def test_tensors_equal_those_of_the_checkpoint(model: Converted) -> None:
     family = Selectron()
     rules = list(family.rules(model.saved))
     assert [rule.ours for rule in rules] == [rule.theirs for rule in rules]
     names = [name for rule in rules for name in rule.ours]
-    stored = checkpointed(model.ours)
+    stored = checkpoint_tensors(model.ours)
     assert sorted(names) == sorted(stored)
     theirs = {name: parameter.detach() for name, parameter in model.theirs.named_parameters()}
     assert {name: list(x.shape) for name, x in theirs.items()} == {name: list(x.shape) for name, x in stored.items()}
     assert all(torch.equal(theirs[name], stored[name]) for name in stored)
 
 
-def test_the_configuration_says_the_whole_model(model: Converted) -> None:
+def test_the_configuration_describes_the_complete_model(model: Converted) -> None:
     family = Selectron()
-    assert family.why_not(model.saved) is None
+    assert family.unsupported_reason(model.saved) is None
     config = family.config(model.saved)
     assert family.saved_model(config) == model.saved
     written = model.theirs.config.to_diff_dict()
@@ -64,28 +64,28 @@ def test_the_configuration_says_the_whole_model(model: Converted) -> None:
 
 
 @torch.no_grad()
-def test_pieces_with_a_cache_give_what_all_at_once_gives(model: Converted, tokens: Tensor) -> None:
+def test_chunks_with_a_cache_equal_the_whole_sequence(model: Converted, tokens: Tensor) -> None:
     """Mixers that select agree, too: no two of these scores are so close that rounding could change a choice."""
-    whole, cache, found = model.theirs(tokens, use_cache=False), None, []
-    assert whole.past_key_values is None
-    for piece in tokens.split(PIECES, 1):
-        output = model.theirs(piece, past_key_values=cache, use_cache=True)
+    expected, cache, found = model.theirs(tokens, use_cache=False), None, []
+    assert expected.past_key_values is None
+    for chunk in tokens.split(CHUNK_LENGTHS, 1):
+        output = model.theirs(chunk, past_key_values=cache, use_cache=True)
         cache = output.past_key_values
         found.append(output.logits)
-    _assert_near(torch.cat(found, 1), whole.logits)
+    _assert_near(torch.cat(found, 1), expected.logits)
     assert cache.get_seq_length() == tokens.shape[1]
 
 
 @torch.no_grad()
-def test_what_is_kept_of_states_and_windows_does_not_grow(model: Converted, tokens: Tensor) -> None:
-    def kept(count: int) -> list[int]:
+def test_cached_states_and_windows_do_not_grow(model: Converted, tokens: Tensor) -> None:
+    def cached_bytes(count: int) -> list[int]:
         cache = model.theirs(tokens[:, :count], use_cache=True).past_key_values
         for token in tokens[:, count : count + 5].split(1, 1):
             model.theirs(token, past_key_values=cache)
         (group,) = cache.groups
-        return [sum(x.untyped_storage().nbytes() for x in layer.kept.values()) for layer in group.layers]
+        return [sum(x.untyped_storage().nbytes() for x in layer.tensors.values()) for layer in group.layers]
 
-    few, many = kept(20), kept(40)
+    few, many = cached_bytes(20), cached_bytes(40)
     assert min(few) > 0 or model.saved.mixers.get("attention") == AttentionConfig(window=1, temperature=0.5)
     for name, before, after in zip(model.saved.layers, few, many, strict=True):
         windowed = name == "attention" and model.saved.mixers[name].window is not None
@@ -93,24 +93,24 @@ def test_what_is_kept_of_states_and_windows_does_not_grow(model: Converted, toke
 
 
 @torch.no_grad()
-def test_padding_on_the_left_changes_nothing(model: Converted, tokens: Tensor) -> None:
+def test_left_padding_has_no_effect(model: Converted, tokens: Tensor) -> None:
     rows, ids, mask = [tokens[0, :30], tokens[1, :17], tokens[0, 30:47], tokens[1, :11]], [], []
     for row in rows:
         missing = 30 - len(row)
         ids.append(torch.cat([torch.full((missing,), 3), row]))
         mask.append(torch.cat([torch.zeros(missing, dtype=torch.long), torch.ones_like(row)]))
     ids_bt, mask_bt = torch.stack(ids), torch.stack(mask)
-    together = model.theirs(ids_bt, attention_mask=mask_bt, use_cache=False).logits
+    padded_logits = model.theirs(ids_bt, attention_mask=mask_bt, use_cache=False).logits
     first = model.theirs(ids_bt[:, :22], attention_mask=mask_bt[:, :22], use_cache=True)
     rest = model.theirs(ids_bt[:, 22:], attention_mask=mask_bt, past_key_values=first.past_key_values)
-    pieces = torch.cat([first.logits, rest.logits], 1)
+    chunked = torch.cat([first.logits, rest.logits], 1)
     for i, row in enumerate(rows):
         alone = model.theirs(row[None], use_cache=False).logits[0]
-        _assert_near(together[i, 30 - len(row) :], alone)
-        _assert_near(pieces[i, 30 - len(row) :], alone)
+        _assert_near(padded_logits[i, 30 - len(row) :], alone)
+        _assert_near(chunked[i, 30 - len(row) :], alone)
 
 
-def test_generation_with_a_cache_is_that_without(model: Converted, tokens: Tensor) -> None:
+def test_generation_is_the_same_without_a_cache(model: Converted, tokens: Tensor) -> None:
     options: dict[str, Any] = {
         "max_new_tokens": 6,
         "do_sample": False,
@@ -121,22 +121,24 @@ def test_generation_with_a_cache_is_that_without(model: Converted, tokens: Tenso
     mask[0, :4] = 0
     for more in ({}, {"attention_mask": mask}):
         found = model.theirs.generate(tokens[:, :13], **options, **more)
-        again = model.theirs.generate(tokens[:, :13], **options, **more, use_cache=False)
+        expected = model.theirs.generate(tokens[:, :13], **options, **more, use_cache=False)
         assert found.shape == (2, 19)
-        assert torch.equal(found, again)
+        assert torch.equal(found, expected)
 
 
 @torch.no_grad()
-def test_bf16_is_near(model: Converted, tokens: Tensor) -> None:
+def test_bf16_is_close_to_fp32(model: Converted, tokens: Tensor) -> None:
     """bf16 agrees up to rounding. A mixer that selects may choose differently, which changes the next layers."""
     from transformers import AutoModelForCausalLM
 
     rounded = AutoModelForCausalLM.from_pretrained(model.folder, trust_remote_code=True, dtype=torch.bfloat16)
     for name, parameter in rounded.named_parameters():
-        assert parameter.dtype == (torch.float32 if name.rpartition(".")[-1] in IN_FP32 else torch.bfloat16), name
+        assert parameter.dtype == (torch.float32 if name.rpartition(".")[-1] in FP32_PARAMETERS else torch.bfloat16), (
+            name
+        )
     first = rounded(tokens[:, :40], use_cache=True)
     rest = rounded(tokens[:, 40:], past_key_values=first.past_key_values)
     found, expected = torch.cat([first.logits, rest.logits], 1), model.theirs(tokens).logits
     assert found.dtype == torch.bfloat16
-    chooses = any(name.startswith(CHOOSING) for name in model.saved.layers)
-    assert float((found.float() - expected).norm() / expected.norm()) < (0.5 if chooses else 0.05)
+    selects = any(name.startswith(SELECTING) for name in model.saved.layers)
+    assert float((found.float() - expected).norm() / expected.norm()) < (0.5 if selects else 0.05)

@@ -1,4 +1,4 @@
-"""Blockwise ops over queries, with small blocks, compared with ops that hold all scores."""
+"""Blockwise ops over queries, with small blocks, compared with ops that materialize all scores."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HEADS, GROUPS, KEYS, WIDTH = 6, 2, 45, 8
 @pytest.fixture(params=[0, 17, 44], ids=["all", "rest", "last"])
 def inputs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Queries from an offset on, keys and values, with three queries per block."""
-    monkeypatch.setattr(ops, "MOST_SCORES", 3 * 2 * HEADS * KEYS)
+    monkeypatch.setattr(ops, "MAX_SCORES", 3 * 2 * HEADS * KEYS)
     generator = torch.Generator().manual_seed(4)
     q, k, v = (torch.randn(2, KEYS, heads, WIDTH, generator=generator) for heads in (HEADS, GROUPS, GROUPS))
     return {"q": q[:, request.param :], "k": k, "v": v, "query_offset": request.param}
@@ -62,7 +62,7 @@ def test_top1_chunk(inputs: dict[str, Any], score: Any, size: int, top_k: int, l
     _check(ops.top1_chunk(*inputs.values(), **rule), expected)
 
 
-def test_equal_chunks_are_taken_from_the_lowest_on() -> None:
+def test_the_first_of_equal_chunks_is_selected() -> None:
     q, k = torch.ones(1, 16, 1, 2), torch.ones(1, 16, 1, 2)
     v = torch.arange(16.0).view(1, 16, 1, 1).expand(-1, -1, -1, 2)
     rule: dict[str, Any] = {"chunk_size": 4, "top_k": 1, "score": "exact", "local": False, "scale": 1.0}

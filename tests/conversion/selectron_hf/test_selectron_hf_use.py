@@ -36,7 +36,7 @@ def _generated(model: Converted, prompt_t: Tensor, **options: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("name", ["hybrid", "pattern"])
-def test_greedy_generation_is_our_own(request: pytest.FixtureRequest, tokens: Tensor, name: str) -> None:
+def test_greedy_generation_equals_ours(request: pytest.FixtureRequest, tokens: Tensor, name: str) -> None:
     model: Converted = request.getfixturevalue(name)
     for row in tokens:
         prompt = row[:20]
@@ -47,37 +47,39 @@ def test_greedy_generation_is_our_own(request: pytest.FixtureRequest, tokens: Te
         assert theirs == (ours if len(ours) == 25 else [*ours, END])
 
 
-def test_sampling_and_beams_are_the_same_without_a_cache(hybrid: Converted, tokens: Tensor) -> None:
+def test_sampling_and_beam_search_are_the_same_without_a_cache(hybrid: Converted, tokens: Tensor) -> None:
     mask = torch.ones(2, 12, dtype=torch.long)
     mask[1, :5] = 0
     options: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 10, "pad_token_id": END, "eos_token_id": None}
-    for how in (
+    for generation_options in (
         {"num_beams": 3, "do_sample": False, "num_return_sequences": 2},
         {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "num_return_sequences": 2},
     ):
         found = []
         for use_cache in (True, False):
             torch.manual_seed(5)
-            found.append(hybrid.theirs.generate(tokens[:, :12], **options, **how, use_cache=use_cache))
+            found.append(hybrid.theirs.generate(tokens[:, :12], **options, **generation_options, use_cache=use_cache))
         assert torch.equal(*found)
         assert found[0].shape == (4, 22)
 
 
-def test_a_conversation_goes_on_from_its_cache(hybrid: Converted, tokens: Tensor) -> None:
+def test_generation_continues_from_a_cache(hybrid: Converted, tokens: Tensor) -> None:
     options: dict[str, Any] = {"do_sample": False, "pad_token_id": END, "eos_token_id": None, "max_new_tokens": 6}
 
-    def answered(said: Tensor, **more: Any) -> Any:
+    def continue_conversation(conversation: Tensor, **more: Any) -> Any:
         # Without a mask, transformers would treat each generated pad token as padding.
-        mask = torch.ones_like(said)
-        return hybrid.theirs.generate(said, attention_mask=mask, return_dict_in_generate=True, **options, **more)
+        mask = torch.ones_like(conversation)
+        return hybrid.theirs.generate(
+            conversation, attention_mask=mask, return_dict_in_generate=True, **options, **more
+        )
 
-    first = answered(tokens[:, :10])
-    said = torch.cat([first.sequences, tokens[:, 10:15]], 1)
-    more = answered(said, past_key_values=first.past_key_values)
-    assert torch.equal(more.sequences, answered(said).sequences)
+    first = continue_conversation(tokens[:, :10])
+    conversation = torch.cat([first.sequences, tokens[:, 10:15]], 1)
+    second = continue_conversation(conversation, past_key_values=first.past_key_values)
+    assert torch.equal(second.sequences, continue_conversation(conversation).sequences)
 
 
-def test_embeddings_stand_for_tokens(hybrid: Converted, tokens: Tensor) -> None:
+def test_embeddings_replace_tokens(hybrid: Converted, tokens: Tensor) -> None:
     embeddings = hybrid.theirs.get_input_embeddings()(tokens)
     with torch.no_grad():
         output = hybrid.theirs(inputs_embeds=embeddings, output_hidden_states=True, logits_to_keep=3, return_dict=False)
@@ -89,25 +91,25 @@ def test_embeddings_stand_for_tokens(hybrid: Converted, tokens: Tensor) -> None:
 
 
 @pytest.mark.parametrize("name", ["hybrid", "pattern"])
-def test_saved_again_it_is_the_same(request: pytest.FixtureRequest, tmp_path: Any, tokens: Tensor, name: str) -> None:
+def test_a_saved_model_is_the_same(request: pytest.FixtureRequest, tmp_path: Any, tokens: Tensor, name: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model: Converted = request.getfixturevalue(name)
-    model.theirs.save_pretrained(tmp_path / "again")
+    model.theirs.save_pretrained(tmp_path / "saved")
     for file in Selectron().code:
-        assert (tmp_path / "again" / file.name).read_bytes() == file.read_bytes()
-    before, after = (load_file(folder / "model.safetensors") for folder in (model.folder, tmp_path / "again"))
+        assert (tmp_path / "saved" / file.name).read_bytes() == file.read_bytes()
+    before, after = (load_file(folder / "model.safetensors") for folder in (model.folder, tmp_path / "saved"))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before)
-    config = json.loads((tmp_path / "again" / "config.json").read_text())
+    config = json.loads((tmp_path / "saved" / "config.json").read_text())
     assert Selectron().saved_model(config) == model.saved
     assert config["eos_token_id"] == END
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again", trust_remote_code=True)
-    assert AutoConfig.from_pretrained(tmp_path / "again", trust_remote_code=True).num_hidden_layers == len(
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", trust_remote_code=True)
+    assert AutoConfig.from_pretrained(tmp_path / "saved", trust_remote_code=True).num_hidden_layers == len(
         model.saved.layers
     )
     with torch.no_grad():
-        assert torch.equal(again(tokens).logits, model.theirs(tokens).logits)
+        assert torch.equal(loaded(tokens).logits, model.theirs(tokens).logits)
 
 
 def _gradients(model: Converted, tokens_bt: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -125,7 +127,7 @@ def _gradients(model: Converted, tokens_bt: Tensor) -> tuple[Tensor, dict[str, T
         ("top1_element,based,retnet,deltanet", {"top1_element": {"estimator": "selected"}}),
     ],
 )
-def test_it_learns_as_ours(
+def test_gradients_equal_ours(
     convert: Callable[..., Converted], tokens: Tensor, layers: str, mixers: dict[str, Any]
 ) -> None:
     model = convert(layers, mixers)
@@ -136,10 +138,10 @@ def test_it_learns_as_ours(
     expected.backward()
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-5)
     for name, parameter in model.ours.named_parameters():
-        of_tokens = name.endswith(("word_embeddings.weight", "output_layer.weight"))
-        gradient = parameter.grad[: VOCABULARY if of_tokens else None]
-        near = 1e-4 * float(gradient.abs().max())
-        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=near, msg=name)
+        is_padded = name.endswith(("word_embeddings.weight", "output_layer.weight"))
+        gradient = parameter.grad[: VOCABULARY if is_padded else None]
+        tolerance = 1e-4 * float(gradient.abs().max())
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=tolerance, msg=name)
 
 
 def test_recomputed_gradients_are_the_same(hybrid: Converted, tokens: Tensor) -> None:
@@ -157,7 +159,7 @@ def test_recomputed_gradients_are_the_same(hybrid: Converted, tokens: Tensor) ->
         torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-6, msg=name)
 
 
-def test_half_precision_by_autocast_is_near(convert: Callable[..., Converted], tokens: Tensor) -> None:
+def test_autocast_is_close_to_fp32(convert: Callable[..., Converted], tokens: Tensor) -> None:
     layers = "attention,mamba,mamba2,gla,rwkv6,rwkv7,deltanet,based"
     model = convert(layers, {"attention": {"position_encoding": "alibi"}})
     expected, _ = _gradients(model, tokens)
@@ -169,22 +171,22 @@ def test_half_precision_by_autocast_is_near(convert: Callable[..., Converted], t
 
 
 @torch.no_grad()
-def test_rows_of_a_cache_are_chosen(hybrid: Converted, tokens: Tensor) -> None:
+def test_rows_of_a_cache_are_selected(hybrid: Converted, tokens: Tensor) -> None:
     """Select rows of a cache, one of which has padding."""
     mask = torch.ones_like(tokens)
     mask[0, :3] = 0
     prompt, rest = {"attention_mask": mask[:, :10], "use_cache": True}, tokens[:, 10:20]
     expected = hybrid.theirs(tokens[:, :20], attention_mask=mask[:, :20]).logits[:, 10:]
 
-    def goes_on(rows: list[int], change: Callable[[Any], None]) -> None:
+    def check_rows(rows: list[int], change: Callable[[Any], None]) -> None:
         cache = hybrid.theirs(tokens[:, :10], **prompt).past_key_values
         change(cache)
         found = hybrid.theirs(rest[rows], attention_mask=mask[rows, :20], past_key_values=cache).logits
         torch.testing.assert_close(found, expected[rows], rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
 
-    goes_on([1, 0], lambda cache: cache.reorder_cache(torch.tensor([1, 0])))
-    goes_on([1, 1, 0], lambda cache: cache.batch_select_indices(torch.tensor([1, 1, 0])))
-    goes_on([0, 0, 0, 1, 1, 1], lambda cache: cache.batch_repeat_interleave(3))
+    check_rows([1, 0], lambda cache: cache.reorder_cache(torch.tensor([1, 0])))
+    check_rows([1, 1, 0], lambda cache: cache.batch_select_indices(torch.tensor([1, 1, 0])))
+    check_rows([0, 0, 0, 1, 1, 1], lambda cache: cache.batch_repeat_interleave(3))
     cache = hybrid.theirs(tokens[:, :10], **prompt).past_key_values
     cache.reset()
     assert cache.get_seq_length() == 0
@@ -192,7 +194,7 @@ def test_rows_of_a_cache_are_chosen(hybrid: Converted, tokens: Tensor) -> None:
     torch.testing.assert_close(found[:, 10:], expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
 
 
-def test_a_new_model_begins_with_finite_weights(hybrid: Converted, tokens: Tensor) -> None:
+def test_a_new_model_has_finite_weights(hybrid: Converted, tokens: Tensor) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(hybrid.folder, trust_remote_code=True)
@@ -207,19 +209,19 @@ def test_a_new_model_begins_with_finite_weights(hybrid: Converted, tokens: Tenso
 MASKS = {
     "between": ([1, 0, 1, 1], "padding between the tokens"),
     "none": ([0, 0, 0, 0], "without any token"),
-    "behind": ([1, 1, 1, 0], "padding behind the tokens"),
+    "right": ([1, 1, 1, 0], "padding after the tokens"),
     "short": ([1, 1, 1], r"attention_mask has shape \[1, 3\]: give \[1, 4\]"),
 }
 
 
 @pytest.mark.parametrize("case", list(MASKS))
-def test_masks_that_are_refused(pattern: Converted, tokens: Tensor, case: str) -> None:
+def test_unsupported_masks_are_refused(pattern: Converted, tokens: Tensor, case: str) -> None:
     mask, message = MASKS[case]
     with pytest.raises(ValueError, match=message):
         pattern.theirs(tokens[:1, :4], attention_mask=torch.tensor([mask]), use_cache=True)
 
 
-def test_padding_behind_is_not_seen_without_a_cache(pattern: Converted, tokens: Tensor) -> None:
+def test_right_padding_has_no_effect_without_a_cache(pattern: Converted, tokens: Tensor) -> None:
     mask = torch.ones_like(tokens)
     mask[0, 50:] = 0
     with torch.no_grad():
@@ -230,25 +232,25 @@ def test_padding_behind_is_not_seen_without_a_cache(pattern: Converted, tokens: 
         torch.testing.assert_close(found[1], pattern.theirs(tokens[1:]).logits[0], rtol=1e-5, atol=1e-5)
 
 
-def test_what_would_change_nothing_is_refused(pattern: Converted, hybrid: Converted, tokens: Tensor) -> None:
+def test_unsupported_arguments_are_refused(pattern: Converted, hybrid: Converted, tokens: Tensor) -> None:
     from transformers import DynamicCache
 
-    with pytest.raises(ValueError, match="position_ids is not known"):
+    with pytest.raises(ValueError, match="position_ids is not an argument"):
         pattern.theirs(tokens, position_ids=torch.zeros_like(tokens))
     with pytest.raises(ValueError, match="either input_ids or inputs_embeds"):
         pattern.theirs()
     with pytest.raises(ValueError, match="past_key_values is a DynamicCache"):
         pattern.theirs(tokens, past_key_values=DynamicCache())
     cache = pattern.theirs(tokens[:, :4], use_cache=True).past_key_values
-    with pytest.raises(ValueError, match="is of other rows"):
+    with pytest.raises(ValueError, match="past_key_values does not match"):
         pattern.theirs(tokens[:1, 4:5], past_key_values=cache)
     mask = torch.ones(2, 5, dtype=torch.long)
     mask[0, 0] = 0
-    with pytest.raises(ValueError, match="is of other rows"):
+    with pytest.raises(ValueError, match="past_key_values does not match"):
         pattern.theirs(tokens[:, 4:5], past_key_values=cache, attention_mask=mask)
     with pytest.raises(ValueError, match="cannot be cropped"):
         cache.crop(1)
-    with pytest.raises(ValueError, match="73 tokens, and the learned position table 72"):
+    with pytest.raises(ValueError, match="73 tokens, but the learned position table has 72 rows"):
         hybrid.theirs(torch.cat([tokens, tokens[:, :1]], 1))
     with pytest.raises(ValueError, match="assisted generation is not supported"):
         pattern.theirs.generate(tokens[:1, :4], assistant_model=hybrid.theirs, max_new_tokens=2)
@@ -262,10 +264,10 @@ def test_what_would_change_nothing_is_refused(pattern: Converted, hybrid: Conver
         ("mixers", {}, r"mixers has no settings of \['attention'"),
     ],
 )
-def test_configurations_that_are_refused(pattern: Converted, field: str, value: Any, message: str) -> None:
-    kind = type(pattern.theirs.config)
+def test_invalid_configurations_are_refused(pattern: Converted, field: str, value: Any, message: str) -> None:
+    config_class = type(pattern.theirs.config)
     with pytest.raises(ValueError, match=message):
-        kind(**pattern.theirs.config.to_dict() | {field: value})
+        config_class(**pattern.theirs.config.to_dict() | {field: value})
     fields = pattern.theirs.config.to_dict() | {"layer_mixers": ["other"], "mixers": {"other": {}}}
-    with pytest.raises(ValueError, match="layer_mixers names 'other'"):
-        type(pattern.theirs)(kind(**fields))
+    with pytest.raises(ValueError, match="layer_mixers contains 'other'"):
+        type(pattern.theirs)(config_class(**fields))

@@ -27,7 +27,7 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def family_of_architecture(architecture: str, where: str) -> Family:
+def find_family(architecture: str, where: str) -> Family:
     """Return the family with this name in the `architectures` field of config.json.
 
     Args:
@@ -42,7 +42,7 @@ def family_of_architecture(architecture: str, where: str) -> Family:
     return FAMILIES[architecture]
 
 
-def family_for(saved: SavedModel, architecture: str | None = None) -> Family:
+def choose_family(saved: SavedModel, architecture: str | None = None) -> Family:
     """Return the family that a model is exported as.
 
     Args:
@@ -53,16 +53,16 @@ def family_for(saved: SavedModel, architecture: str | None = None) -> Family:
         UserError: this architecture, or every architecture, does not support the model.
     """
     if architecture is not None:
-        family = family_of_architecture(architecture, "--architecture")
-        reason = family.why_not(saved)
+        family = find_family(architecture, "--architecture")
+        reason = family.unsupported_reason(saved)
         if reason is not None:
-            raise UserError("--architecture", f"{architecture} cannot represent the model: {reason}", "leave it out")
+            raise UserError("--architecture", f"{architecture} cannot represent the model: {reason}", "remove it")
         return family
-    fitting = next((family for family in FAMILIES.values() if family.why_not(saved) is None), None)
-    if fitting is None:
-        # The other families are of one mixer each, so their reasons help no one.
+    supported = next((family for family in FAMILIES.values() if family.unsupported_reason(saved) is None), None)
+    if supported is None:
+        # Each of the other families supports only one mixer, so only this family's reason is useful.
         ours = FAMILIES["SelectronForCausalLM"]
-        problem = f"{saved.model.pattern!r} fits no architecture, not even {ours.architecture}: {ours.why_not(saved)}"
+        reason = f"not even {ours.architecture}: {ours.unsupported_reason(saved)}"
         hint = "give --to megatron, or add the mixer to conversion/huggingface (docs/extending/mixer.md)"
-        raise UserError("model.pattern", problem, hint)
-    return fitting
+        raise UserError("model.pattern", f"{saved.model.pattern!r} fits no architecture, {reason}", hint)
+    return supported

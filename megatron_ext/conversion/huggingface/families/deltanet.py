@@ -14,7 +14,7 @@ from megatron_ext.conversion.huggingface.families.fla_models import (
     expanded_head_fields,
     read_expanded_heads,
 )
-from megatron_ext.conversion.huggingface.families.tensors import renamed, rows, through
+from megatron_ext.conversion.huggingface.families.tensors import rename_rule, split_rows_rule, transform_ours
 from megatron_ext.mixers.core.settings import DeltaNetConfig
 
 
@@ -38,17 +38,17 @@ class DeltaNetFamily(FlaTransformer):
         "qk_activation": "silu",
     }
 
-    scalars: ClassVar[tuple[str, ...]] = ("b_proj.weight",)
+    head_scalars: ClassVar[tuple[str, ...]] = ("b_proj.weight",)
     """Names of projections with one row per head."""
 
-    def why_not_mixer(self, model: ModelConfig, mixer: DeltaNetConfig) -> str | None:
-        """Implement `OneMixerFamily.why_not_mixer`."""
+    def unsupported_mixer_reason(self, model: ModelConfig, mixer: DeltaNetConfig) -> str | None:
+        """Implement `OneMixerFamily.unsupported_mixer_reason`."""
         return None
 
     def mixer_fields(self, model: ModelConfig, mixer: DeltaNetConfig) -> dict[str, Any]:
         """Implement `FlaTransformer.mixer_fields`."""
-        more = {"use_gate": mixer.output_gate, "conv_size": mixer.conv_kernel_size}
-        return self.head_fields(model, mixer.expand_v) | more
+        other_fields = {"use_gate": mixer.output_gate, "conv_size": mixer.conv_kernel_size}
+        return self.head_fields(model, mixer.expand_v) | other_fields
 
     def head_fields(self, model: ModelConfig, expand_v: int) -> dict[str, Any]:
         """Return the fields of config.json for the number and the widths of heads."""
@@ -59,8 +59,8 @@ class DeltaNetFamily(FlaTransformer):
         model, expand_v = self.read_heads(fields)
         fields.require("use_short_conv", True)
         fields.require("allow_neg_eigval", False)
-        more = {"output_gate": fields.flag("use_gate"), "conv_kernel_size": fields.whole("conv_size")}
-        return model, {"expand_v": expand_v, **more}
+        other_fields = {"output_gate": fields.flag("use_gate"), "conv_kernel_size": fields.positive_int("conv_size")}
+        return model, {"expand_v": expand_v, **other_fields}
 
     def read_heads(self, fields: Fields) -> tuple[dict[str, Any], int]:
         """Return the head fields of `ModelConfig`, and our `expand_v`."""
@@ -75,9 +75,9 @@ class DeltaNetFamily(FlaTransformer):
         heads, d, e = model.num_attention_heads, model.head_dim, model.head_dim * mixer.expand_v
         qkv = {"q": d, "k": d, "v": e}
         widths = {f"{name}_proj.weight": width for name, width in (qkv | {"g": e * mixer.output_gate}).items()}
-        yield rows("in_proj.weight", widths | dict.fromkeys(self.scalars, 1), heads)
-        taps = rows("conv_weight", {f"{name}_conv1d.weight": width for name, width in qkv.items()}, heads)
+        yield split_rows_rule("in_proj.weight", widths | dict.fromkeys(self.head_scalars, 1), heads)
+        taps = split_rows_rule("conv_weight", {f"{name}_conv1d.weight": width for name, width in qkv.items()}, heads)
         # Ours is [head groups, width, kernel], theirs [channels, 1, kernel] as in torch's grouped convolution.
-        yield through(taps, lambda x: x.flatten(0, 1)[:, None], lambda x: x[:, 0].unflatten(0, (heads, -1)))
-        yield renamed("norm_weight", "o_norm.weight")
-        yield renamed("out_proj.weight", "o_proj.weight")
+        yield transform_ours(taps, lambda x: x.flatten(0, 1)[:, None], lambda x: x[:, 0].unflatten(0, (heads, -1)))
+        yield rename_rule("norm_weight", "o_norm.weight")
+        yield rename_rule("out_proj.weight", "o_proj.weight")

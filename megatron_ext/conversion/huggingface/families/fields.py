@@ -25,13 +25,13 @@ class Fields:
     """Fields of a config.json or of a similar configuration.
 
     Attributes:
-        given: fields that the configuration contains.
+        values: fields that the configuration contains.
         defaults: defaults of the architecture for missing fields.
         prefix: text before a field's name in error messages.
-        hint: advice in the error message for a missing field.
+        hint: hint in the error message for a missing field.
     """
 
-    given: Mapping[str, Any]
+    values: Mapping[str, Any]
     defaults: Mapping[str, Any]
     prefix: str = where("")
     hint: str = "give it a value; it has no default"
@@ -46,13 +46,13 @@ class Fields:
         Raises:
             UserError: the field is missing and has no default.
         """
-        if name in self.given:
-            return self.given[name]
+        if name in self.values:
+            return self.values[name]
         if name in self.defaults:
             return self.defaults[name]
         raise UserError(self.where(name), "missing", self.hint)
 
-    def whole(self, name: str) -> int:
+    def positive_int(self, name: str) -> int:
         """Return a field that must be an integer above 0.
 
         Raises:
@@ -69,36 +69,39 @@ class Fields:
         Raises:
             UserError: the field is not an integer above 0, or exceeds `MAX_LAYERS`.
         """
-        value = self.whole(name)
+        value = self.positive_int(name)
         if value > MAX_LAYERS:
             raise UserError(
                 self.where(name), f"{show(value)} is more than {MAX_LAYERS} layers", "give at most that many"
             )
         return value
 
-    def whole_or(self, name: str, other: int) -> int:
-        """Return a field that must be an integer above 0, or `other` if the field is null."""
-        return other if self[name] is None else self.whole(name)
+    def positive_int_or(self, name: str, fallback: int) -> int:
+        """Return a field that must be an integer above 0, or `fallback` if the field is null."""
+        return fallback if self[name] is None else self.positive_int(name)
 
     def heads(self, heads: str, groups: str, width: str) -> dict[str, int]:
         """Return the fields of `ModelConfig` for grouped-query attention.
 
         Args:
             heads: name of the field with the number of query heads.
-            groups: name of the field with the number of key heads; if it is null, each query head has its own key head.
-            width: name of the field with the head width; if it is null, the heads together are as wide as the hidden
-                size.
+            groups: name of the field with the number of key heads. Null: each query head has its own key head.
+            width: name of the field with the head dimension. Null: hidden size / number of query heads.
 
         Raises:
-            UserError: a number does not divide as it must.
+            UserError: the query heads are not divisible by the key heads, or the hidden size by the query heads.
         """
-        number, hidden = self.whole(heads), self.whole("hidden_size")
-        shared = self.whole_or(groups, number)
-        self.per(heads, number, groups, shared)
-        each = self.per("hidden_size", hidden, heads, number) if self[width] is None else self.whole(width)
-        return {"num_attention_heads": number, "num_query_groups": shared, "head_dim": each}
+        num_heads, hidden_size = self.positive_int(heads), self.positive_int("hidden_size")
+        num_groups = self.positive_int_or(groups, num_heads)
+        self.divide(heads, num_heads, groups, num_groups)
+        head_dim = (
+            self.divide("hidden_size", hidden_size, heads, num_heads)
+            if self[width] is None
+            else self.positive_int(width)
+        )
+        return {"num_attention_heads": num_heads, "num_query_groups": num_groups, "head_dim": head_dim}
 
-    def number(self, name: str) -> float:
+    def positive_number(self, name: str) -> float:
         """Return a field that must be a finite number above 0.
 
         Raises:
@@ -128,28 +131,28 @@ class Fields:
         """
         value = self[name]
         # Python treats 0 as equal to False and 1 as equal to True. JSON does not.
-        if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed):
-            choices = " or ".join(show(one) for one in allowed)
+        if not any(value == choice and isinstance(value, bool) == isinstance(choice, bool) for choice in allowed):
+            choices = " or ".join(show(choice) for choice in allowed)
             raise UserError(self.where(name), f"{show(value)} is not supported", f"only {choices} is supported")
 
-    def per(self, name: str, whole: float, by: str, of: int) -> int:
-        """Return `whole` / `of`, which must be an integer above 0.
+    def divide(self, name: str, dividend: float, divisor_name: str, divisor: int) -> int:
+        """Return `dividend` / `divisor`, which must be an integer above 0.
 
         Args:
-            name: name of the field that `whole` is derived from.
-            whole: dividend.
-            by: description of the divisor for the error message.
-            of: divisor.
+            name: name of the field that determines the dividend.
+            dividend: dividend. It differs from the field if it is derived from several fields.
+            divisor_name: description of the divisor for the error message.
+            divisor: divisor.
 
         Raises:
             UserError: the quotient is not an integer above 0.
         """
-        times = round(whole / of)
-        made = "" if self[name] == whole else f" makes {whole:g}, which"
-        if times < 1 or not math.isclose(times * of, whole, rel_tol=1e-9):
+        quotient = round(dividend / divisor)
+        derived = "" if self[name] == dividend else f" makes {dividend:g}, which"
+        if quotient < 1 or not math.isclose(quotient * divisor, dividend, rel_tol=1e-9):
             raise UserError(
                 self.where(name),
-                f"{show(self[name])}{made} is not divisible by {by} {of}",
+                f"{show(self[name])}{derived} is not divisible by {divisor_name} {divisor}",
                 "only a multiple is supported",
             )
-        return times
+        return quotient

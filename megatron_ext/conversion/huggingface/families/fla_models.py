@@ -10,7 +10,7 @@ from megatron_ext.config.schema import ModelConfig
 from megatron_ext.conversion.core.family import Rule
 from megatron_ext.conversion.huggingface.families.fields import Fields
 from megatron_ext.conversion.huggingface.families.one_mixer import OneMixerFamily
-from megatron_ext.conversion.huggingface.families.tensors import renamed, rows
+from megatron_ext.conversion.huggingface.families.tensors import rename_rule, split_rows_rule
 
 DEFAULTS: dict[str, Any] = {
     "hidden_size": 2048,
@@ -66,8 +66,8 @@ class FlaTransformer(OneMixerFamily):
         fields.require("hidden_act", "swish")
         model, mixer = self.read_mixer(fields)
         return {
-            "ffn_hidden_size": read_ffn(fields, thirds=2, multiple=256),
-            "norm_epsilon": fields.number("norm_eps"),
+            "ffn_hidden_size": read_ffn_hidden_size(fields, thirds=2, multiple=256),
+            "norm_epsilon": fields.positive_number("norm_eps"),
             **model,
         }, mixer
 
@@ -78,11 +78,11 @@ class FlaTransformer(OneMixerFamily):
         yield from self.norm_rules(model, "pre_mlp_layernorm", "mlp_norm")
         # Megatron-LM stacks SwiGLU's input matrices as [gate; value].
         halves = {f"mlp.{name}_proj.weight": model.ffn_hidden_size for name in ("gate", "up")}
-        yield rows("mlp.linear_fc1.weight", halves, head_groups=1)
-        yield renamed("mlp.linear_fc2.weight", "mlp.down_proj.weight")
+        yield split_rows_rule("mlp.linear_fc1.weight", halves, head_groups=1)
+        yield rename_rule("mlp.linear_fc2.weight", "mlp.down_proj.weight")
 
 
-def read_ffn(fields: Fields, *, thirds: int, multiple: int) -> int:
+def read_ffn_hidden_size(fields: Fields, *, thirds: int, multiple: int) -> int:
     """Return the hidden width of the feed-forward layer, with flash-linear-attention's default if none is given.
 
     Args:
@@ -91,9 +91,9 @@ def read_ffn(fields: Fields, *, thirds: int, multiple: int) -> int:
         multiple: the default is rounded up to a multiple of this.
     """
     if fields["intermediate_size"] is not None:
-        return fields.whole("intermediate_size")
-    ratio = 4.0 if fields["hidden_ratio"] is None else fields.number("hidden_ratio")
-    return -(-int(fields.whole("hidden_size") * ratio * thirds / 3) // multiple) * multiple
+        return fields.positive_int("intermediate_size")
+    ratio = 4.0 if fields["hidden_ratio"] is None else fields.positive_number("hidden_ratio")
+    return -(-int(fields.positive_int("hidden_size") * ratio * thirds / 3) // multiple) * multiple
 
 
 def read_expanded_heads(fields: Fields) -> tuple[dict[str, Any], int]:
@@ -104,12 +104,12 @@ def read_expanded_heads(fields: Fields) -> tuple[dict[str, Any], int]:
     Returns:
         Fields of `ModelConfig`, and our `expand_v`: the width of a value divided by the width of a key.
     """
-    hidden, heads = fields.whole("hidden_size"), fields.whole("num_heads")
-    key_dim, value_dim = (fields.number(name) * hidden for name in ("expand_k", "expand_v"))
-    head_dim = fields.per("expand_k", key_dim, "num_heads", heads)
+    hidden, heads = fields.positive_int("hidden_size"), fields.positive_int("num_heads")
+    key_dim, value_dim = (fields.positive_number(name) * hidden for name in ("expand_k", "expand_v"))
+    head_dim = fields.divide("expand_k", key_dim, "num_heads", heads)
     return (
         {"num_attention_heads": heads, "head_dim": head_dim},
-        fields.per("expand_v", value_dim, "the width of all keys", heads * head_dim),
+        fields.divide("expand_v", value_dim, "the width of all keys", heads * head_dim),
     )
 
 

@@ -10,7 +10,7 @@ from megatron_ext.conversion.core.family import Rule
 from megatron_ext.conversion.huggingface.families.deltanet import DeltaNetFamily
 from megatron_ext.conversion.huggingface.families.fields import Fields
 from megatron_ext.conversion.huggingface.families.fla_models import DEFAULTS
-from megatron_ext.conversion.huggingface.families.tensors import renamed
+from megatron_ext.conversion.huggingface.families.tensors import rename_rule
 from megatron_ext.mixers.core.settings import DeltaNetConfig
 
 
@@ -34,7 +34,7 @@ class GatedDeltaNetFamily(DeltaNetFamily):
         "output_gate_activation": "swish",
     }
 
-    scalars: ClassVar[tuple[str, ...]] = ("b_proj.weight", "a_proj.weight")
+    head_scalars: ClassVar[tuple[str, ...]] = ("b_proj.weight", "a_proj.weight")
 
     def head_fields(self, model: ModelConfig, expand_v: int) -> dict[str, Any]:
         """Implement `DeltaNetFamily.head_fields`."""
@@ -42,14 +42,14 @@ class GatedDeltaNetFamily(DeltaNetFamily):
 
     def read_heads(self, fields: Fields) -> tuple[dict[str, Any], int]:
         """Implement `DeltaNetFamily.read_heads`."""
-        heads, head_dim = fields.whole("num_heads"), fields.whole("head_dim")
+        heads, head_dim = fields.positive_int("num_heads"), fields.positive_int("head_dim")
         fields.require("num_v_heads", None, heads)
         fields.require("output_gate_activation", "swish", "silu")
-        expand_v = fields.per("expand_v", fields.number("expand_v") * head_dim, "head_dim", head_dim)
+        expand_v = fields.divide("expand_v", fields.positive_number("expand_v") * head_dim, "head_dim", head_dim)
         return {"num_attention_heads": heads, "head_dim": head_dim}, expand_v
 
     def mixer_rules(self, model: ModelConfig, mixer: DeltaNetConfig) -> Iterator[Rule]:
         """Implement `OneMixerFamily.mixer_rules`."""
         yield from super().mixer_rules(model, mixer)
-        yield renamed("log_decay", "A_log")
-        yield renamed("step_bias", "dt_bias")
+        yield rename_rule("log_decay", "A_log")
+        yield rename_rule("step_bias", "dt_bias")

@@ -14,7 +14,7 @@ from megatron_ext.conversion.huggingface.families.fla_models import (
     expanded_head_fields,
     read_expanded_heads,
 )
-from megatron_ext.conversion.huggingface.families.tensors import flattened, renamed, rows
+from megatron_ext.conversion.huggingface.families.tensors import flatten_rule, rename_rule, split_rows_rule
 from megatron_ext.mixers.core.settings import GLAConfig
 
 FIXED = GLAConfig(decay_rank=16, decay_temperature=16.0)
@@ -43,8 +43,8 @@ class GLAFamily(FlaTransformer):
         "elementwise_affine": True,
     }
 
-    def why_not_mixer(self, model: ModelConfig, mixer: GLAConfig) -> str | None:
-        """Implement `OneMixerFamily.why_not_mixer`."""
+    def unsupported_mixer_reason(self, model: ModelConfig, mixer: GLAConfig) -> str | None:
+        """Implement `OneMixerFamily.unsupported_mixer_reason`."""
         for name in ("decay_rank", "decay_temperature"):
             if getattr(mixer, name) != getattr(FIXED, name):
                 fixed = getattr(FIXED, name)
@@ -74,9 +74,9 @@ class GLAFamily(FlaTransformer):
         assert model.head_dim is not None
         heads, d, e = model.num_attention_heads, model.head_dim, model.head_dim * mixer.expand_v
         widths = {"q": d, "k": d, "v": e, "g": e if mixer.output_gate else 0}
-        yield rows("in_proj.weight", {f"{name}_proj.weight": width for name, width in widths.items()}, heads)
-        yield renamed("decay_down", "gk_proj.0.weight")
-        yield flattened("decay_up", "gk_proj.1.weight", heads)
-        yield flattened("decay_bias", "gk_proj.1.bias", heads)
-        yield renamed("norm_weight", "g_norm_swish_gate.weight" if mixer.output_gate else "g_norm.weight")
-        yield renamed("out_proj.weight", "o_proj.weight")
+        yield split_rows_rule("in_proj.weight", {f"{name}_proj.weight": width for name, width in widths.items()}, heads)
+        yield rename_rule("decay_down", "gk_proj.0.weight")
+        yield flatten_rule("decay_up", "gk_proj.1.weight", heads)
+        yield flatten_rule("decay_bias", "gk_proj.1.bias", heads)
+        yield rename_rule("norm_weight", "g_norm_swish_gate.weight" if mixer.output_gate else "g_norm.weight")
+        yield rename_rule("out_proj.weight", "o_proj.weight")

@@ -12,7 +12,7 @@ from megatron_ext.config.schema import ModelConfig
 from megatron_ext.config.validate import show, validate
 from megatron_ext.conversion.core.family import Rule, SavedModel
 from megatron_ext.conversion.huggingface.families.fields import Fields, where
-from megatron_ext.conversion.huggingface.families.tensors import renamed, rows, under
+from megatron_ext.conversion.huggingface.families.tensors import add_prefixes, rename_rule, split_rows_rule
 from megatron_ext.mixers.core.settings import AttentionConfig
 from megatron_ext.utils.errors import UserError
 
@@ -46,8 +46,8 @@ class Llama:
 
     architecture = "LlamaForCausalLM"
 
-    def why_not(self, saved: SavedModel) -> str | None:
-        """Implement `Family.why_not`."""
+    def unsupported_reason(self, saved: SavedModel) -> str | None:
+        """Implement `Family.unsupported_reason`."""
         others = sorted(set(saved.layers) - {"attention"})
         if others:
             return f"it has no {', '.join(others)} layers"
@@ -93,34 +93,34 @@ class Llama:
         fields = Fields(config, _DEFAULTS)
         for field, value in _FIXED.items():
             fields.require(field, value)
-        layers, length = fields.layers("num_hidden_layers"), fields.whole("max_position_embeddings")
+        layers, length = fields.layers("num_hidden_layers"), fields.positive_int("max_position_embeddings")
         model = {
             "pattern": f"attention*{layers}",
-            "hidden_size": fields.whole("hidden_size"),
+            "hidden_size": fields.positive_int("hidden_size"),
             **fields.heads("num_attention_heads", "num_key_value_heads", "head_dim"),
-            "ffn_hidden_size": fields.whole("intermediate_size"),
+            "ffn_hidden_size": fields.positive_int("intermediate_size"),
             "max_position_embeddings": length,
             "tie_embeddings": fields.flag("tie_word_embeddings"),
             "rotary_base": _rotary_base(fields),
-            "norm_epsilon": fields.number("rms_norm_eps"),
-            "init_std": fields.number("initializer_range"),
+            "norm_epsilon": fields.positive_number("rms_norm_eps"),
+            "init_std": fields.positive_number("initializer_range"),
         }
         return SavedModel(
             model=validate(ModelConfig, model, where("")),
             layers=("attention",) * layers,
             mixers={"attention": _PLAIN},
-            vocab_size=fields.whole("vocab_size"),
+            vocab_size=fields.positive_int("vocab_size"),
             seq_length=length,
         )
 
     def rules(self, saved: SavedModel) -> Iterator[Rule]:
         """Implement `Family.rules`."""
-        yield renamed("embedding.word_embeddings.weight", "model.embed_tokens.weight")
+        yield rename_rule("embedding.word_embeddings.weight", "model.embed_tokens.weight")
         for layer in range(len(saved.layers)):
-            yield from under(_layer(saved.model), f"decoder.layers.{layer}.", f"model.layers.{layer}.")
-        yield renamed("decoder.final_layernorm.weight", "model.norm.weight")
+            yield from add_prefixes(_layer(saved.model), f"decoder.layers.{layer}.", f"model.layers.{layer}.")
+        yield rename_rule("decoder.final_layernorm.weight", "model.norm.weight")
         if not saved.model.tie_embeddings:
-            yield renamed("output_layer.weight", "lm_head.weight")
+            yield rename_rule("output_layer.weight", "lm_head.weight")
 
 
 def _rotary_base(fields: Fields) -> float:
@@ -128,27 +128,27 @@ def _rotary_base(fields: Fields) -> float:
     fields.require("partial_rotary_factor", 1.0)
     rope = {} if fields["rope_parameters"] is None else fields["rope_parameters"]
     if not isinstance(rope, dict):
-        raise UserError(where("rope_parameters"), f"{show(rope)} is not a mapping of fields", "leave it out")
-    base = 10000.0 if fields["rope_theta"] is None else fields.number("rope_theta")
+        raise UserError(where("rope_parameters"), f"{show(rope)} is not a mapping of fields", "remove it")
+    base = 10000.0 if fields["rope_theta"] is None else fields.positive_number("rope_theta")
     defaults = {"rope_type": "default", "partial_rotary_factor": 1.0, "rope_theta": base}
     parameters = Fields(rope, defaults, prefix=where("rope_parameters."))
     parameters.require("rope_type", "default")
     parameters.require("partial_rotary_factor", 1.0)
-    return parameters.number("rope_theta")
+    return parameters.positive_number("rope_theta")
 
 
 def _layer(model: ModelConfig) -> Iterator[Rule]:
     assert model.num_query_groups is not None
     assert model.head_dim is not None
     assert model.ffn_hidden_size is not None
-    yield renamed("input_layernorm.weight", "input_layernorm.weight")
+    yield rename_rule("input_layernorm.weight", "input_layernorm.weight")
     # Our projection stores the queries, the key and the value of a query group next to each other.
     queries, d = model.num_attention_heads // model.num_query_groups, model.head_dim
     attention = {f"self_attn.{name}_proj.weight": width for name, width in {"q": queries * d, "k": d, "v": d}.items()}
-    yield rows("self_attention.in_proj.weight", attention, model.num_query_groups)
-    yield renamed("self_attention.out_proj.weight", "self_attn.o_proj.weight")
-    yield renamed("pre_mlp_layernorm.weight", "post_attention_layernorm.weight")
+    yield split_rows_rule("self_attention.in_proj.weight", attention, model.num_query_groups)
+    yield rename_rule("self_attention.out_proj.weight", "self_attn.o_proj.weight")
+    yield rename_rule("pre_mlp_layernorm.weight", "post_attention_layernorm.weight")
     # Megatron-LM stacks SwiGLU's input matrices as [gate; value].
     halves = {f"mlp.{name}_proj.weight": model.ffn_hidden_size for name in ("gate", "up")}
-    yield rows("mlp.linear_fc1.weight", halves, head_groups=1)
-    yield renamed("mlp.linear_fc2.weight", "mlp.down_proj.weight")
+    yield split_rows_rule("mlp.linear_fc1.weight", halves, head_groups=1)
+    yield rename_rule("mlp.linear_fc2.weight", "mlp.down_proj.weight")

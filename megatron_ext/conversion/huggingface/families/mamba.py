@@ -11,13 +11,18 @@ from megatron_ext.config.schema import ModelConfig
 from megatron_ext.conversion.core.family import Rule
 from megatron_ext.conversion.huggingface.families.fields import Fields
 from megatron_ext.conversion.huggingface.families.one_mixer import OneMixerFamily
-from megatron_ext.conversion.huggingface.families.tensors import flattened, renamed, reshaped, rows_in_order
+from megatron_ext.conversion.huggingface.families.tensors import (
+    flatten_rule,
+    rename_rule,
+    reorder_rows_rule,
+    reshape_rule,
+)
 from megatron_ext.mixers.core.settings import MambaConfig
 
-HEAD_DIM = 64
+MAX_HEAD_DIM = 64
 """Largest head width of an imported Mamba model.
 
-Our Mamba has heads, the smallest head group that tensor parallelism splits. Theirs has none.
+Our Mamba has heads, which tensor parallelism distributes over ranks. Theirs has none.
 """
 
 
@@ -36,7 +41,7 @@ class MambaModels(OneMixerFamily):
 
     @abstractmethod
     def mixer_fields(self, model: ModelConfig, mixer: Any) -> dict[str, Any]:
-        """Return the fields of config.json that only this one of the two models has."""
+        """Return the fields of config.json that Mamba and Mamba-2 do not share."""
 
     @abstractmethod
     def read_mixer(self, fields: Fields) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -44,15 +49,15 @@ class MambaModels(OneMixerFamily):
 
     @abstractmethod
     def width(self, model: ModelConfig, mixer: Any) -> int:
-        """Return the number of channels of all heads together."""
+        """Return the number of channels of all heads."""
 
-    def why_not_mixer(self, model: ModelConfig, mixer: Any) -> str | None:
-        """Implement `OneMixerFamily.why_not_mixer`."""
+    def unsupported_mixer_reason(self, model: ModelConfig, mixer: Any) -> str | None:
+        """Implement `OneMixerFamily.unsupported_mixer_reason`."""
         width = self.width(model, mixer)
         if width % model.hidden_size:
             return (
                 f"model.num_attention_heads * head_dim * mixers.{self.mixer}.expand is {width}, "
-                f"and it has a multiple of model.hidden_size {model.hidden_size}"
+                f"but the architecture requires a multiple of model.hidden_size {model.hidden_size}"
             )
         return None
 
@@ -76,8 +81,11 @@ class MambaModels(OneMixerFamily):
         fields.require("use_conv_bias", True)
         fields.require("hidden_act", "silu", "swish")
         model, mixer = self.read_mixer(fields)
-        both = {"state_size": fields.whole("state_size"), "conv_kernel_size": fields.whole("conv_kernel")}
-        return {"norm_epsilon": fields.number("layer_norm_epsilon"), **model}, both | mixer
+        sizes = {
+            "state_size": fields.positive_int("state_size"),
+            "conv_kernel_size": fields.positive_int("conv_kernel"),
+        }
+        return {"norm_epsilon": fields.positive_number("layer_norm_epsilon"), **model}, sizes | mixer
 
     def layer_rules(self, model: ModelConfig) -> Iterator[Rule]:
         """Implement `OneMixerFamily.layer_rules`."""
@@ -120,37 +128,37 @@ class MambaFamily(MambaModels):
 
     def read_mixer(self, fields: Fields) -> tuple[dict[str, Any], dict[str, Any]]:
         """Implement `MambaModels.read_mixer`."""
-        hidden = fields.whole("hidden_size")
-        head_dim = math.gcd(hidden, HEAD_DIM)
+        hidden = fields.positive_int("hidden_size")
+        head_dim = math.gcd(hidden, MAX_HEAD_DIM)
         # transformers always writes a number, never "auto".
-        rank = None if fields["time_step_rank"] in ("auto", _rank(hidden)) else fields.whole("time_step_rank")
+        rank = None if fields["time_step_rank"] in ("auto", _rank(hidden)) else fields.positive_int("time_step_rank")
         heads = {"num_attention_heads": hidden // head_dim, "head_dim": head_dim}
-        return heads, {"expand": fields.whole("expand"), "dt_rank": rank}
+        return heads, {"expand": fields.positive_int("expand"), "dt_rank": rank}
 
     def mixer_rules(self, model: ModelConfig, mixer: MambaConfig) -> Iterator[Rule]:
         """Implement `OneMixerFamily.mixer_rules`."""
         assert model.head_dim is not None
         heads, width = model.num_attention_heads, model.head_dim * mixer.expand
-        yield rows_in_order("in_proj.weight", "in_proj.weight", heads, {"x": width, "z": width}, "xz")
+        yield reorder_rows_rule("in_proj.weight", "in_proj.weight", heads, {"x": width, "z": width}, "xz")
         # Ours is [heads, width, kernel], theirs [channels, 1, kernel] as in torch's grouped convolution.
-        yield reshaped(
+        yield reshape_rule(
             "conv_weight",
             "conv1d.weight",
             lambda x: x.flatten(0, 1)[:, None],
             lambda x: x[:, 0].unflatten(0, (heads, -1)),
         )
-        yield flattened("conv_bias", "conv1d.bias", heads)
-        yield reshaped(
+        yield flatten_rule("conv_bias", "conv1d.bias", heads)
+        yield reshape_rule(
             "x_proj",
             "x_proj.weight",
             lambda x: x.transpose(0, 1).flatten(1),
             lambda x: x.unflatten(1, (heads, -1)).transpose(0, 1),
         )
-        yield flattened("dt_proj", "dt_proj.weight", heads)
-        yield flattened("dt_bias", "dt_proj.bias", heads)
-        yield flattened("A_log", "A_log", heads)
-        yield flattened("D", "D", heads)
-        yield renamed("out_proj.weight", "out_proj.weight")
+        yield flatten_rule("dt_proj", "dt_proj.weight", heads)
+        yield flatten_rule("dt_bias", "dt_proj.bias", heads)
+        yield flatten_rule("A_log", "A_log", heads)
+        yield flatten_rule("D", "D", heads)
+        yield rename_rule("out_proj.weight", "out_proj.weight")
 
 
 def _rank(hidden_size: int) -> int:

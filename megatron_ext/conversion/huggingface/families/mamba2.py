@@ -11,7 +11,12 @@ from megatron_ext.config.validate import show
 from megatron_ext.conversion.core.family import Rule
 from megatron_ext.conversion.huggingface.families.fields import Fields
 from megatron_ext.conversion.huggingface.families.mamba import MambaModels
-from megatron_ext.conversion.huggingface.families.tensors import flattened, renamed, rows_in_order, through
+from megatron_ext.conversion.huggingface.families.tensors import (
+    flatten_rule,
+    rename_rule,
+    reorder_rows_rule,
+    transform_ours,
+)
 from megatron_ext.mixers.core.settings import Mamba2Config
 from megatron_ext.utils.errors import UserError
 
@@ -54,13 +59,13 @@ class Mamba2Family(MambaModels):
         assert model.head_dim is not None
         return model.num_attention_heads * model.head_dim * mixer.expand
 
-    def why_not_mixer(self, model: ModelConfig, mixer: Mamba2Config) -> str | None:
-        """Implement `OneMixerFamily.why_not_mixer`."""
+    def unsupported_mixer_reason(self, model: ModelConfig, mixer: Mamba2Config) -> str | None:
+        """Implement `OneMixerFamily.unsupported_mixer_reason`."""
         for name in ("convolution", "decay", "group_norm"):
-            found, plain = getattr(mixer, name), getattr(PLAIN, name)
-            if found != plain:
-                return f"mixers.mamba2.{name} is {show(found)}, but the architecture fixes it at {show(plain)}"
-        return super().why_not_mixer(model, mixer)
+            value, plain = getattr(mixer, name), getattr(PLAIN, name)
+            if value != plain:
+                return f"mixers.mamba2.{name} is {show(value)}, but the architecture fixes it at {show(plain)}"
+        return super().unsupported_mixer_reason(model, mixer)
 
     def mixer_fields(self, model: ModelConfig, mixer: Mamba2Config) -> dict[str, Any]:
         """Implement `MambaModels.mixer_fields`."""
@@ -74,10 +79,10 @@ class Mamba2Family(MambaModels):
     def read_mixer(self, fields: Fields) -> tuple[dict[str, Any], dict[str, Any]]:
         """Implement `MambaModels.read_mixer`. Their `head_dim` is the width of a value: ours times `expand`."""
         fields.require("time_step_limit", NO_LIMIT, tuple(NO_LIMIT), [0.0, {"__float__": "Infinity"}])
-        heads, head_dim, groups = (fields.whole(name) for name in ("num_heads", "head_dim", "n_groups"))
-        fields.per("num_heads", heads, "n_groups", groups)
-        expand = fields.whole("expand")
-        if fields.whole("hidden_size") * expand != heads * head_dim:
+        heads, head_dim, groups = (fields.positive_int(name) for name in ("num_heads", "head_dim", "n_groups"))
+        fields.divide("num_heads", heads, "n_groups", groups)
+        expand = fields.positive_int("expand")
+        if fields.positive_int("hidden_size") * expand != heads * head_dim:
             problem = f"{expand} times hidden_size is not num_heads * head_dim = {heads * head_dim}"
             raise UserError("config.json: expand", problem, "correct the wrong field")
         expand = expand if head_dim % expand == 0 else 1
@@ -93,14 +98,14 @@ class Mamba2Family(MambaModels):
         width = heads * model.head_dim * mixer.expand
         xbc = {"x": width, "B": size, "C": size}
         widths = xbc | {"z": width, "step": heads}
-        yield rows_in_order("in_proj.weight", "in_proj.weight", groups, widths, ("z", "x", "B", "C", "step"))
+        yield reorder_rows_rule("in_proj.weight", "in_proj.weight", groups, widths, ("z", "x", "B", "C", "step"))
         # Theirs stores x of all groups, then B, then C. The weight is [channels, 1, kernel] as in torch's grouped
         # convolution.
-        taps = rows_in_order("conv_weight", "conv1d.weight", groups, xbc, "xBC")
-        yield through(taps, lambda x: x.flatten(0, 1)[:, None], lambda x: x[:, 0].unflatten(0, (groups, -1)))
-        biases = rows_in_order("conv_bias", "conv1d.bias", groups, xbc, "xBC")
-        yield through(biases, lambda x: x.flatten(), lambda x: x.unflatten(0, (groups, -1)))
+        taps = reorder_rows_rule("conv_weight", "conv1d.weight", groups, xbc, "xBC")
+        yield transform_ours(taps, lambda x: x.flatten(0, 1)[:, None], lambda x: x[:, 0].unflatten(0, (groups, -1)))
+        biases = reorder_rows_rule("conv_bias", "conv1d.bias", groups, xbc, "xBC")
+        yield transform_ours(biases, lambda x: x.flatten(), lambda x: x.unflatten(0, (groups, -1)))
         names = {"step_bias": "dt_bias", "log_decay": "A_log", "skip": "D", "group_norm_weight": "norm.weight"}
         for ours, theirs in names.items():
-            yield flattened(ours, theirs, groups)
-        yield renamed("out_proj.weight", "out_proj.weight")
+            yield flatten_rule(ours, theirs, groups)
+        yield rename_rule("out_proj.weight", "out_proj.weight")

@@ -9,10 +9,10 @@ from megatron_ext.config.schema import ModelConfig
 from megatron_ext.conversion.core.family import Rule
 from megatron_ext.conversion.huggingface.families.fields import Fields
 from megatron_ext.conversion.huggingface.families.fla_models import DEFAULTS, FlaTransformer
-from megatron_ext.conversion.huggingface.families.tensors import renamed, rows
+from megatron_ext.conversion.huggingface.families.tensors import rename_rule, split_rows_rule
 from megatron_ext.mixers.core.settings import NUM_BRANCHES, NSAConfig
 
-LEAST_GROUP = 16
+MIN_GROUP_SIZE = 16
 """Minimum number of query heads per key head in flash-linear-attention's kernel, which also requires a power of two."""
 
 
@@ -34,16 +34,18 @@ class NSAFamily(FlaTransformer):
         "rope_theta": 10000.0,
     }
 
-    def why_not_mixer(self, model: ModelConfig, mixer: NSAConfig) -> str | None:
-        """Implement `OneMixerFamily.why_not_mixer`."""
+    def unsupported_mixer_reason(self, model: ModelConfig, mixer: NSAConfig) -> str | None:
+        """Implement `OneMixerFamily.unsupported_mixer_reason`."""
         assert model.num_query_groups is not None
         if mixer.position_encoding != "rope":
-            return f"mixers.nsa.position_encoding is {mixer.position_encoding}, but it always uses rotary embeddings"
-        group = model.num_attention_heads // model.num_query_groups
-        if group < LEAST_GROUP or group & (group - 1):
+            encoding = mixer.position_encoding
+            return f"mixers.nsa.position_encoding is {encoding}, but the architecture uses rotary embeddings"
+        group_size = model.num_attention_heads // model.num_query_groups
+        if group_size < MIN_GROUP_SIZE or group_size & (group_size - 1):
             return (
-                f"{group} query heads share a key (model.num_attention_heads {model.num_attention_heads} / "
-                f"num_query_groups {model.num_query_groups}), and it takes {LEAST_GROUP} or more, a power of two"
+                f"{group_size} query heads share a key (model.num_attention_heads {model.num_attention_heads} / "
+                f"num_query_groups {model.num_query_groups}), but the architecture requires a power of two that is at "
+                f"least {MIN_GROUP_SIZE}"
             )
         return None
 
@@ -65,8 +67,8 @@ class NSAFamily(FlaTransformer):
         names = {"block_size": "block_size", "num_selected": "block_counts", "window": "window_size"}
         return {
             **fields.heads("num_heads", "num_kv_heads", "head_dim"),
-            "rotary_base": fields.number("rope_theta"),
-        }, {ours: fields.whole(theirs) for ours, theirs in names.items()}
+            "rotary_base": fields.positive_number("rope_theta"),
+        }, {ours: fields.positive_int(theirs) for ours, theirs in names.items()}
 
     def mixer_rules(self, model: ModelConfig, mixer: NSAConfig) -> Iterator[Rule]:
         """Implement `OneMixerFamily.mixer_rules`."""
@@ -75,5 +77,7 @@ class NSAFamily(FlaTransformer):
         groups, d = model.num_query_groups, model.head_dim
         queries = model.num_attention_heads // groups
         widths = {"q": queries * d, "k": d, "v": d, "g": NUM_BRANCHES * queries}
-        yield rows("in_proj.weight", {f"{name}_proj.weight": width for name, width in widths.items()}, groups)
-        yield renamed("out_proj.weight", "o_proj.weight")
+        yield split_rows_rule(
+            "in_proj.weight", {f"{name}_proj.weight": width for name, width in widths.items()}, groups
+        )
+        yield rename_rule("out_proj.weight", "o_proj.weight")

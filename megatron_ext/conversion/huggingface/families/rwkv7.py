@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from megatron_ext.config.schema import ModelConfig
 from megatron_ext.conversion.core.family import Rule, SavedModel
 from megatron_ext.conversion.huggingface.families.fields import Fields
-from megatron_ext.conversion.huggingface.families.fla_models import DEFAULTS, read_ffn
+from megatron_ext.conversion.huggingface.families.fla_models import DEFAULTS, read_ffn_hidden_size
 from megatron_ext.conversion.huggingface.families.one_mixer import OneMixerFamily
-from megatron_ext.conversion.huggingface.families.tensors import flattened, renamed
+from megatron_ext.conversion.huggingface.families.tensors import flatten_rule, rename_rule
 from megatron_ext.mixers.core.settings import RWKV7Config
 from megatron_ext.utils.errors import UserError
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 VALUE_RANK = 16
 """Rank of the low-rank projection of the value residual, whose matrices are all zeros."""
 
-NEUTRAL = -256.0
+NEUTRAL_BIAS = -256.0
 """Bias of the value residual's gate, whose sigmoid is then 0 in bf16, fp16 and fp32.
 
 All of these types represent the number exactly.
@@ -61,19 +61,20 @@ class RWKV7Family(OneMixerFamily):
         "norm_eps": 1e-5,
     }
 
-    def why_not(self, saved: SavedModel) -> str | None:
-        """Implement `Family.why_not`."""
+    def unsupported_reason(self, saved: SavedModel) -> str | None:
+        """Implement `Family.unsupported_reason`."""
         if len(saved.layers) == 1:
-            return "model.pattern is of one layer, and it divides by the number of layers less one"
-        return super().why_not(saved)
+            return "model.pattern has one layer, but the architecture requires at least two"
+        return super().unsupported_reason(saved)
 
-    def why_not_mixer(self, model: ModelConfig, mixer: RWKV7Config) -> str | None:
-        """Implement `OneMixerFamily.why_not_mixer`."""
+    def unsupported_mixer_reason(self, model: ModelConfig, mixer: RWKV7Config) -> str | None:
+        """Implement `OneMixerFamily.unsupported_mixer_reason`."""
         assert model.head_dim is not None
         width = model.num_attention_heads * model.head_dim
         if width != model.hidden_size:
             return (
-                f"its heads fill model.hidden_size {model.hidden_size}, and num_attention_heads * head_dim is {width}"
+                f"model.num_attention_heads * head_dim is {width}, but the architecture requires model.hidden_size "
+                f"{model.hidden_size}"
             )
         return None
 
@@ -96,51 +97,52 @@ class RWKV7Family(OneMixerFamily):
 
     def read(self, fields: Fields) -> tuple[dict[str, Any], dict[str, Any]]:
         """Implement `OneMixerFamily.read`."""
-        hidden = fields.whole("hidden_size")
+        hidden = fields.positive_int("hidden_size")
         fields.require("attn", None)
         fields.require("hidden_act", "sqrelu")
         fields.require("norm_first", False)
         fields.require("norm_bias", True)
         fields.require("v_low_rank_dim", VALUE_RANK)
         fields.require("value_dim", None, hidden, [hidden] * fields.layers("num_hidden_layers"))
-        by = "num_heads" if fields["head_dim"] is None else "head_dim"
-        size = fields.whole(by)
-        other = fields.per("hidden_size", hidden, by, size)
-        heads, head_dim = (size, other) if by == "num_heads" else (other, size)
+        divisor_name = "num_heads" if fields["head_dim"] is None else "head_dim"
+        size = fields.positive_int(divisor_name)
+        quotient = fields.divide("hidden_size", hidden, divisor_name, size)
+        heads, head_dim = (size, quotient) if divisor_name == "num_heads" else (quotient, size)
         model = {
             "num_attention_heads": heads,
             "head_dim": head_dim,
-            "ffn_hidden_size": read_ffn(fields, thirds=3, multiple=32),
-            "norm_epsilon": fields.number("norm_eps"),
+            "ffn_hidden_size": read_ffn_hidden_size(fields, thirds=3, multiple=32),
+            "norm_epsilon": fields.positive_number("norm_eps"),
         }
-        ranks = {ours: None if fields[theirs] is None else fields.whole(theirs) for ours, theirs in RANKS.items()}
-        return model, ranks
+        given_ranks = {ours: theirs for ours, theirs in RANKS.items() if fields[theirs] is not None}
+        ranks = {ours: fields.positive_int(theirs) for ours, theirs in given_ranks.items()}
+        return model, dict.fromkeys(RANKS) | ranks
 
     def layer_rules(self, model: ModelConfig) -> Iterator[Rule]:
         """Implement `OneMixerFamily.layer_rules`."""
         yield from self.norm_rules(model, "input_layernorm", "attn_norm")
         yield from self.norm_rules(model, "pre_mlp_layernorm.norm", "ffn_norm")
-        yield renamed("pre_mlp_layernorm.mu", "ffn.x_k")
-        yield renamed("mlp.linear_fc1.weight", "ffn.key.weight")
-        yield renamed("mlp.linear_fc2.weight", "ffn.value.weight")
+        yield rename_rule("pre_mlp_layernorm.mu", "ffn.x_k")
+        yield rename_rule("mlp.linear_fc1.weight", "ffn.key.weight")
+        yield rename_rule("mlp.linear_fc2.weight", "ffn.value.weight")
 
     def mixer_rules(self, model: ModelConfig, mixer: RWKV7Config) -> Iterator[Rule]:
         """Implement `OneMixerFamily.mixer_rules` for the first layer, which has no value residual."""
         heads = model.num_attention_heads
-        yield _mixtures("mu", tuple(f"x_{name}" for name in "rwkvag"))
+        yield _mixing_rule("mu", tuple(f"x_{name}" for name in "rwkvag"))
         for name in "rkv":
-            yield flattened(f"{name}_proj", f"{name}_proj.weight", heads)
+            yield flatten_rule(f"{name}_proj", f"{name}_proj.weight", heads)
         for ours, theirs in {"decay": "w_lora", "rate": "a_lora", "gate": "g_lora"}.items():
-            yield renamed(f"{ours}_down", f"{theirs}.lora.0.weight")
-            yield flattened(f"{ours}_up", f"{theirs}.lora.2.weight", heads)
+            yield rename_rule(f"{ours}_down", f"{theirs}.lora.0.weight")
+            yield flatten_rule(f"{ours}_up", f"{theirs}.lora.2.weight", heads)
             if ours != "gate":
-                yield flattened(f"{ours}_base", f"{theirs}.lora.2.bias", heads)
-        yield flattened("removal_scale", "k_k", heads)
-        yield flattened("key_rate", "k_a", heads)
-        yield renamed("bonus", "r_k")
-        yield flattened("group_norm_weight", "g_norm.weight", heads)
-        yield flattened("group_norm_bias", "g_norm.bias", heads)
-        yield renamed("out_proj.weight", "o_proj.weight")
+                yield flatten_rule(f"{ours}_base", f"{theirs}.lora.2.bias", heads)
+        yield flatten_rule("removal_scale", "k_k", heads)
+        yield flatten_rule("key_rate", "k_a", heads)
+        yield rename_rule("bonus", "r_k")
+        yield flatten_rule("group_norm_weight", "g_norm.weight", heads)
+        yield flatten_rule("group_norm_bias", "g_norm.bias", heads)
+        yield rename_rule("out_proj.weight", "o_proj.weight")
 
     def rules(self, saved: SavedModel) -> Iterator[Rule]:
         """Implement `Family.rules`. After the first layer, the value projection's rule includes the value residual."""
@@ -150,8 +152,8 @@ class RWKV7Family(OneMixerFamily):
             yield _with_neutral_residual(rule) if is_value else rule
 
 
-def _mixtures(ours: str, theirs: tuple[str, ...]) -> Rule:
-    """Return the rule between our mixtures [mixtures, hidden] and their separate tensors [1, 1, hidden]."""
+def _mixing_rule(ours: str, theirs: tuple[str, ...]) -> Rule:
+    """Return the rule between our token-shift weights [len(theirs), hidden] and their tensors [1, 1, hidden]."""
 
     def to_ours(tensors: Sequence[Tensor]) -> list[Tensor]:
         import torch
@@ -178,15 +180,15 @@ def _with_neutral_residual(values: Rule) -> Rule:
         (weight,) = values.to_theirs(tensors)
         width, hidden = weight.shape
         down, up = weight.new_zeros(VALUE_RANK, hidden), weight.new_zeros(width, VALUE_RANK)
-        return [weight, down, up, weight.new_full((width,), NEUTRAL)]
+        return [weight, down, up, weight.new_full((width,), NEUTRAL_BIAS)]
 
     def to_ours(tensors: Sequence[Tensor]) -> list[Tensor]:
         weight, *residual = tensors
-        for name, tensor, neutral in zip(names, residual, (0.0, 0.0, NEUTRAL), strict=True):
+        for name, tensor, neutral in zip(names, residual, (0.0, 0.0, NEUTRAL_BIAS), strict=True):
             # A tensor on the meta device has no values to check.
             if not tensor.is_meta and bool((tensor != neutral).any()):
                 problem = "mixes the first layer's values into this layer's (value residual), which is not supported"
-                hint = f"only models with it disabled are supported: biases {NEUTRAL:g}, weights 0"
+                hint = f"only models with it disabled are supported: biases {NEUTRAL_BIAS:g}, weights 0"
                 raise UserError(name, problem, hint)
         return values.to_ours([weight])
 

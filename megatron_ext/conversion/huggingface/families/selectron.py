@@ -15,7 +15,7 @@ from megatron_ext.config.pattern import parse_pattern
 from megatron_ext.config.schema import ModelConfig
 from megatron_ext.config.validate import show, validate
 from megatron_ext.conversion.core.family import Rule, SavedModel
-from megatron_ext.conversion.core.mixer_settings import settings_type
+from megatron_ext.conversion.core.mixer_settings import find_settings_class
 from megatron_ext.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ AUTO_MAP = {
     "AutoModelForCausalLM": "modeling_selectron.SelectronForCausalLM",
 }
 
-THEIR_NAMES = {
+HF_NAMES = {
     "num_query_groups": "num_key_value_heads",
     "ffn_hidden_size": "intermediate_size",
     "tie_embeddings": "tie_word_embeddings",
@@ -58,7 +58,7 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
     "deltanet": _DELTA,
     "gated_deltanet": (*_DELTA, "log_decay", "step_bias"),
     "mamba": (*_PROJECTIONS, "conv_weight", "conv_bias", "x_proj", "dt_proj", "dt_bias", "A_log", "D"),
-    "mamba2": (*_PROJECTIONS, "skip"),  # further parameters depend on its settings, see `_asked_for`
+    "mamba2": (*_PROJECTIONS, "skip"),  # further parameters depend on its settings, see `_optional_parameters`
     "rwkv6": (*_RWKV, "g_proj", "mu_of_mixing", "mix_down", "mix_up"),
     "rwkv7": (*_RWKV, "rate_down", "rate_up", "rate_base", "gate_down", "gate_up", "removal_scale", "key_rate"),
 }
@@ -69,7 +69,7 @@ SHIFT_TOKENS = ("rwkv6", "rwkv7")
 
 
 class Selectron:
-    """Family of `SelectronForCausalLM`. Implements `Family` and `ShipsCode`.
+    """Family of `SelectronForCausalLM`. Implements `Family` and `HasModelCode`.
 
     Attributes:
         code: Python files of the model.
@@ -78,8 +78,8 @@ class Selectron:
     architecture = "SelectronForCausalLM"
     code: Sequence[Path] = tuple(sorted(path for path in CODE.glob("*.py") if path.stem != "__init__"))
 
-    def why_not(self, saved: SavedModel) -> str | None:
-        """Implement `Family.why_not`."""
+    def unsupported_reason(self, saved: SavedModel) -> str | None:
+        """Implement `Family.unsupported_reason`."""
         unknown = sorted(set(saved.layers) - set(PARAMETERS))
         return f"it has no {', '.join(unknown)} layers" if unknown else None
 
@@ -95,13 +95,13 @@ class Selectron:
             "layer_mixers": list(saved.layers),
             "mixers": {name: dataclasses.asdict(saved.mixers[name]) for name in sorted(set(saved.layers))},
             "seq_length": saved.seq_length,
-            **{THEIR_NAMES.get(name, name): value for name, value in model.items()},
+            **{HF_NAMES.get(name, name): value for name, value in model.items()},
         }
 
     def saved_model(self, config: dict[str, Any]) -> SavedModel:
         """Implement `Family.saved_model`."""
         names = [field.name for field in dataclasses.fields(ModelConfig)]
-        fields = {name: _field(config, THEIR_NAMES.get(name, name)) for name in names}
+        fields = {name: _field(config, HF_NAMES.get(name, name)) for name in names}
         model = validate(ModelConfig, fields, "config.json: ")
         layers = parse_pattern(model.pattern)
         if _field(config, "layer_mixers") != layers:
@@ -111,20 +111,20 @@ class Selectron:
             model=model,
             layers=tuple(layers),
             mixers={name: _mixer(name, _field(config, "mixers")) for name in sorted(set(layers))},
-            vocab_size=_whole(config, "vocab_size"),
-            seq_length=_whole(config, "seq_length"),
+            vocab_size=_positive_int(config, "vocab_size"),
+            seq_length=_positive_int(config, "seq_length"),
         )
 
     def model(self, config: dict[str, Any]) -> Module:
-        """Implement `ShipsCode.model`."""
+        """Implement `HasModelCode.model`."""
         from megatron_ext.conversion.huggingface.selectron_hf.configuration_selectron import SelectronConfig
         from megatron_ext.conversion.huggingface.selectron_hf.modeling_selectron import SelectronForCausalLM
 
         model: Module = SelectronForCausalLM(SelectronConfig(**config))
         return model
 
-    def rotating(self) -> list[ModuleType]:
-        """Implement `ShipsCode.rotating`."""
+    def rotary_modules(self) -> list[ModuleType]:
+        """Implement `HasModelCode.rotary_modules`."""
         from megatron_ext.conversion.huggingface.selectron_hf import mixer_selectron
 
         return [mixer_selectron]
@@ -141,7 +141,7 @@ def _field(config: Mapping[str, Any], name: str) -> Any:
     return config[name]
 
 
-def _whole(config: Mapping[str, Any], name: str) -> int:
+def _positive_int(config: Mapping[str, Any], name: str) -> int:
     value = _field(config, name)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise UserError(f"config.json: {name}", f"{show(value)} is not a whole number above 0", "give one")
@@ -149,10 +149,10 @@ def _whole(config: Mapping[str, Any], name: str) -> int:
 
 
 def _mixer(name: str, mixers: Any) -> Any:
-    kind = settings_type(name, "config.json: layer_mixers")
+    settings_class = find_settings_class(name, "config.json: layer_mixers")
     if not isinstance(mixers, Mapping) or name not in mixers:
         raise UserError(f"config.json: mixers.{name}", "missing", "give the file as it was written")
-    return validate(kind, mixers[name], f"config.json: mixers.{name}.")
+    return validate(settings_class, mixers[name], f"config.json: mixers.{name}.")
 
 
 def tensor_names(saved: SavedModel) -> Iterator[str]:
@@ -161,34 +161,34 @@ def tensor_names(saved: SavedModel) -> Iterator[str]:
     if any(getattr(saved.mixers[name], "position_encoding", None) == "learned" for name in saved.layers):
         yield "embedding.position_embeddings.weight"
     for layer, mixer in enumerate(saved.layers):
-        for name in _names_of_layer(saved.model, mixer, saved.mixers[mixer]):
+        for name in _layer_names(saved.model, mixer, saved.mixers[mixer]):
             yield f"decoder.layers.{layer}.{name}"
-    yield from _names_of_norm(saved.model, "decoder.final_layernorm")
+    yield from _norm_names(saved.model, "decoder.final_layernorm")
     if not saved.model.tie_embeddings:
         yield "output_layer.weight"
 
 
-def _names_of_layer(model: ModelConfig, mixer: str, settings: Any) -> Iterator[str]:
-    shifts = model.block == "rwkv7"
-    yield from _names_of_norm(model, "input_layernorm", shifts and mixer not in SHIFT_TOKENS)
-    names = [*PARAMETERS[mixer], *(_asked_for(settings) if mixer == "mamba2" else ())]
+def _layer_names(model: ModelConfig, mixer: str, settings: Any) -> Iterator[str]:
+    has_token_shift = model.block == "rwkv7"
+    yield from _norm_names(model, "input_layernorm", has_token_shift and mixer not in SHIFT_TOKENS)
+    names = [*PARAMETERS[mixer], *(_optional_parameters(settings) if mixer == "mamba2" else ())]
     yield from (f"self_attention.{name}" for name in names)
     if model.block != "mixer":
-        yield from _names_of_norm(model, "pre_mlp_layernorm", shifts)
+        yield from _norm_names(model, "pre_mlp_layernorm", has_token_shift)
         yield from ("mlp.linear_fc1.weight", "mlp.linear_fc2.weight")
 
 
-def _names_of_norm(model: ModelConfig, name: str, shifted: bool = False) -> Iterator[str]:
-    norm = f"{name}.norm" if shifted else name
+def _norm_names(model: ModelConfig, name: str, has_token_shift: bool = False) -> Iterator[str]:
+    norm = f"{name}.norm" if has_token_shift else name
     yield f"{norm}.weight"
     if model.normalization == "layer_norm":
         yield f"{norm}.bias"
-    if shifted:
+    if has_token_shift:
         yield f"{name}.mu"
 
 
-def _asked_for(settings: Any) -> Iterator[str]:
-    """Yield the parameters that Mamba-2 has depending on its settings."""
+def _optional_parameters(settings: Any) -> Iterator[str]:
+    """Yield the parameters of Mamba-2 that depend on its settings."""
     if settings.convolution:
         yield from ("conv_weight", "conv_bias")
     if settings.decay != "none":

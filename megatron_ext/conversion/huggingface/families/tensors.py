@@ -15,15 +15,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def renamed(ours: str, theirs: str) -> Rule:
-    """Return the rule for a tensor that only has a different key on each side."""
+def rename_rule(ours: str, theirs: str) -> Rule:
+    """Return the rule for a tensor that only has another key in the other library."""
     return Rule((ours,), (theirs,), list, list)
 
 
-def reshaped(
+def reshape_rule(
     ours: str, theirs: str, to_theirs: Callable[[Tensor], Tensor], to_ours: Callable[[Tensor], Tensor]
 ) -> Rule:
-    """Return the rule for one of our tensors that is a transformation of one of their tensors.
+    """Return the rule for a tensor that has another shape in the other library.
 
     Args:
         ours: key of our tensor.
@@ -39,12 +39,12 @@ def reshaped(
     )
 
 
-def flattened(ours: str, theirs: str, head_groups: int) -> Rule:
+def flatten_rule(ours: str, theirs: str, head_groups: int) -> Rule:
     """Return the rule between our tensor [head groups, width, ...] and theirs [head groups * width, ...]."""
-    return reshaped(ours, theirs, lambda x: x.flatten(0, 1), lambda x: x.unflatten(0, (head_groups, -1)))
+    return reshape_rule(ours, theirs, lambda x: x.flatten(0, 1), lambda x: x.unflatten(0, (head_groups, -1)))
 
 
-def apart(x: Tensor, head_groups: int, widths: Sequence[int]) -> list[Tensor]:
+def split_rows(x: Tensor, head_groups: int, widths: Sequence[int]) -> list[Tensor]:
     """Split the rows of all head groups by kind.
 
     Args:
@@ -58,33 +58,33 @@ def apart(x: Tensor, head_groups: int, widths: Sequence[int]) -> list[Tensor]:
     return [part.flatten(0, 1) for part in x.unflatten(0, (head_groups, -1)).split(list(widths), 1)]
 
 
-def together(parts: Sequence[Tensor], head_groups: int) -> Tensor:
-    """Interleave tensors [head groups * width, ...] head group by head group; the inverse of `apart`."""
+def interleave_rows(parts: Sequence[Tensor], head_groups: int) -> Tensor:
+    """Interleave tensors [head groups * width, ...] head group by head group; the inverse of `split_rows`."""
     import torch
 
     return torch.cat([part.unflatten(0, (head_groups, -1)) for part in parts], 1).flatten(0, 1)
 
 
-def rows(ours: str, theirs: dict[str, int], head_groups: int) -> Rule:
-    """Return the rule for an input projection: one tensor with interleaved head groups here, a tensor per kind there.
+def split_rows_rule(ours: str, theirs: dict[str, int], head_groups: int) -> Rule:
+    """Return the rule for an input projection: our tensor has interleaved head groups, theirs are one tensor per kind.
 
     Args:
         ours: key of our tensor, [head groups * sum of widths, ...], with the rows of a head group next to each other.
-        theirs: number of rows per head group, by key of their tensor, in the order of our rows. Tensors of 0 rows are
-            left out.
+        theirs: number of rows per head group, by key of their tensor, in the order of our rows. Tensors with 0 rows do
+            not exist.
         head_groups: number of heads or query groups.
     """
     widths = {name: width for name, width in theirs.items() if width}
     return Rule(
         (ours,),
         tuple(widths),
-        lambda tensors: [part.contiguous() for part in apart(tensors[0], head_groups, list(widths.values()))],
-        lambda tensors: [together(tensors, head_groups)],
+        lambda tensors: [part.contiguous() for part in split_rows(tensors[0], head_groups, list(widths.values()))],
+        lambda tensors: [interleave_rows(tensors, head_groups)],
     )
 
 
-def rows_in_order(ours: str, theirs: str, head_groups: int, widths: dict[str, int], order: Sequence[str]) -> Rule:
-    """Return the rule between our tensor, stored head group by head group, and theirs, stored kind by kind.
+def reorder_rows_rule(ours: str, theirs: str, head_groups: int, widths: dict[str, int], order: Sequence[str]) -> Rule:
+    """Return the rule between our tensor, whose rows are ordered by head group, and theirs, ordered by kind.
 
     Args:
         ours: key of our tensor, [head groups * sum of widths, ...].
@@ -97,23 +97,23 @@ def rows_in_order(ours: str, theirs: str, head_groups: int, widths: dict[str, in
     def to_theirs(x: Tensor) -> Tensor:
         import torch
 
-        numbers = torch.arange(len(x), device=x.device).unflatten(0, (head_groups, -1)).split(list(widths.values()), 1)
-        kinds = dict(zip(widths, numbers, strict=True))
+        indices = torch.arange(len(x), device=x.device).unflatten(0, (head_groups, -1)).split(list(widths.values()), 1)
+        kinds = dict(zip(widths, indices, strict=True))
         return x[torch.cat([kinds[kind].reshape(-1) for kind in order])]  # a single copy
 
     def to_ours(x: Tensor) -> Tensor:
         kinds = dict(zip(order, x.split([head_groups * widths[kind] for kind in order]), strict=True))
-        return together([kinds[kind] for kind in widths], head_groups)
+        return interleave_rows([kinds[kind] for kind in widths], head_groups)
 
-    return reshaped(ours, theirs, to_theirs, to_ours)
+    return reshape_rule(ours, theirs, to_theirs, to_ours)
 
 
-def through(rule: Rule, to_theirs: Callable[[Tensor], Tensor], to_ours: Callable[[Tensor], Tensor]) -> Rule:
-    """Return a rule that transforms each of our tensors before another rule is applied.
+def transform_ours(rule: Rule, to_theirs: Callable[[Tensor], Tensor], to_ours: Callable[[Tensor], Tensor]) -> Rule:
+    """Return a rule extended by a transformation of our tensors.
 
     Args:
         rule: rule for the transformed tensors.
-        to_theirs: function from our tensor to the form that `rule` expects.
+        to_theirs: function from our tensor to the form that `rule` converts.
         to_ours: inverse of `to_theirs`.
     """
     return replace(
@@ -123,7 +123,7 @@ def through(rule: Rule, to_theirs: Callable[[Tensor], Tensor], to_ours: Callable
     )
 
 
-def under(rules: Iterable[Rule], ours: str, theirs: str) -> Iterator[Rule]:
+def add_prefixes(rules: Iterable[Rule], ours: str, theirs: str) -> Iterator[Rule]:
     """Yield the rules with a prefix added to the keys on both sides.
 
     Args:

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from .mixer_selectron import full_precision
 
-MOST_SCORES = 2**26
+MAX_SCORES = 2**26
 """Maximum number of attention scores of one block of queries."""
 
-MOST_QUERIES = 1024
+MAX_QUERIES = 1024
 ALWAYS_SELECTED = 3
 """Number of blocks that Native Sparse Attention selects for every query: the query's block, the block before it and
 block 0."""
@@ -66,16 +66,16 @@ def _blocks(q_bthd: Tensor, k_bsgd: Tensor, v_bsgd: Tensor, window: int | None =
     """Yield consecutive blocks of queries. The last query is at the position of the last key."""
     b, t, h, _ = q_bthd.shape
     offset = k_bsgd.shape[1] - t
-    size = min(max(MOST_SCORES // (b * h * k_bsgd.shape[1]), 1), MOST_QUERIES)
-    places = torch.arange(k_bsgd.shape[1], device=q_bthd.device)
+    size = min(max(MAX_SCORES // (b * h * k_bsgd.shape[1]), 1), MAX_QUERIES)
+    positions = torch.arange(k_bsgd.shape[1], device=q_bthd.device)
     for start in range(0, t, size):
         end = min(start + size, t)
         keys = slice(0 if window is None else max(offset + start - window + 1, 0), offset + end)
-        own = slice(offset + start, offset + end)
-        yield Block(q_bthd[:, start:end], k_bsgd[:, keys], v_bsgd[:, keys], places[own], places[keys])
+        queries = slice(offset + start, offset + end)
+        yield Block(q_bthd[:, start:end], k_bsgd[:, keys], v_bsgd[:, keys], positions[queries], positions[keys])
 
 
-def _in_blocks(attend: Callable[[Block], Tensor], blocks: Iterator[Block]) -> Tensor:
+def _map_blocks(attend: Callable[[Block], Tensor], blocks: Iterator[Block]) -> Tensor:
     return torch.cat([attend(block) for block in blocks], 1)
 
 
@@ -129,7 +129,7 @@ def softmax_attention(
         q, k, v = (x.float() for x in (block.q_bthd, block.k_bsgd, block.v_bsgd))
         return _attend(q, k, v, bias_hts[None], scale).to(v_bsgd.dtype)
 
-    return _in_blocks(attend, _blocks(q_bthd, k_bsgd, v_bsgd, window))
+    return _map_blocks(attend, _blocks(q_bthd, k_bsgd, v_bsgd, window))
 
 
 def alibi_slopes(num_heads: int, device: torch.device) -> Tensor:
@@ -166,15 +166,15 @@ def top1_element(q_bthd: Tensor, k_bsgd: Tensor, v_bsgd: Tensor, *, scale: float
     """
 
     def attend(block: Block) -> Tensor:
-        seen = block.products().masked_fill(~block.visible(), -torch.inf)
-        best_bht1 = seen.argmax(-1, keepdim=True)
+        products = block.products().masked_fill(~block.visible(), -torch.inf)
+        best_bht1 = products.argmax(-1, keepdim=True)
         v_bhsd = block.v_bsgd.transpose(1, 2).repeat_interleave(block.q_bthd.shape[2] // block.v_bsgd.shape[2], 1)
-        if not (torch.is_grad_enabled() and (seen.requires_grad or v_bhsd.requires_grad)):
+        if not (torch.is_grad_enabled() and (products.requires_grad or v_bhsd.requires_grad)):
             return v_bhsd.gather(2, best_bht1.expand(-1, -1, -1, v_bhsd.shape[-1])).transpose(1, 2)
-        weights = _weights_with_gradient(seen * scale, best_bht1, estimator)
+        weights = _weights_with_gradient(products * scale, best_bht1, estimator)
         return (weights @ v_bhsd.float()).to(v_bhsd.dtype).transpose(1, 2)
 
-    return _in_blocks(attend, _blocks(q_bthd, k_bsgd, v_bsgd))
+    return _map_blocks(attend, _blocks(q_bthd, k_bsgd, v_bsgd))
 
 
 def _weights_with_gradient(scores_bhts: Tensor, best_bht1: Tensor, estimator: str) -> Tensor:
@@ -186,10 +186,10 @@ def _weights_with_gradient(scores_bhts: Tensor, best_bht1: Tensor, estimator: st
     return torch.zeros_like(scores_bhts).scatter(-1, best_bht1, (log_p - log_p.detach()).exp())
 
 
-def _means(x_bsgd: Tensor, size: int) -> Tensor:
+def _chunk_means(x_bsgd: Tensor, size: int) -> Tensor:
     """Return the mean row of each complete chunk of `size` rows, fp32 [b, s // size, g, d]."""
-    whole = x_bsgd.shape[1] // size
-    return x_bsgd[:, : whole * size].float().unflatten(1, (whole, size)).mean(2)
+    num_chunks = x_bsgd.shape[1] // size
+    return x_bsgd[:, : num_chunks * size].float().unflatten(1, (num_chunks, size)).mean(2)
 
 
 @full_precision
@@ -221,40 +221,40 @@ def top1_chunk(
     Returns:
         [b, t, h, d] in the dtype of the values.
     """
-    means_bngd = _means(k_bsgd, chunk_size) if score == "approx" else None
+    means_bngd = _chunk_means(k_bsgd, chunk_size) if score == "approx" else None
 
     def attend(block: Block) -> Tensor:
-        own_t = block.queries_t // chunk_size
+        query_chunk_t = block.queries_t // chunk_size
         with torch.no_grad():
             scores_bhtn = _chunk_scores(block, chunk_size, score, scale, means_bngd)
-            taken_bhtn = _best_chunks(scores_bhtn, own_t, top_k)
-        of_key_s = block.keys_s // chunk_size
-        own_ts = block.visible() & (of_key_s == own_t[:, None])
+            selected_bhtn = _best_chunks(scores_bhtn, query_chunk_t, top_k)
+        key_chunk_s = block.keys_s // chunk_size
+        own_chunk_ts = block.visible() & (key_chunk_s == query_chunk_t[:, None])
         if not local:
-            own_ts = own_ts & (own_t == 0)[:, None]
+            own_chunk_ts = own_chunk_ts & (query_chunk_t == 0)[:, None]
         # The mask is padded by one chunk, which the keys of an incomplete last chunk index.
-        mask_bhts = F.pad(taken_bhtn, (0, 1))[..., of_key_s] | own_ts
+        mask_bhts = F.pad(selected_bhtn, (0, 1))[..., key_chunk_s] | own_chunk_ts
         return _attend(block.q_bthd, block.k_bsgd, block.v_bsgd, mask_bhts, scale)
 
-    return _in_blocks(attend, _blocks(q_bthd, k_bsgd, v_bsgd))
+    return _map_blocks(attend, _blocks(q_bthd, k_bsgd, v_bsgd))
 
 
 def _chunk_scores(block: Block, size: int, score: str, scale: float, means_bngd: Tensor | None) -> Tensor:
     """Return the score of each complete chunk for each query, fp32 [b, h, t, n]."""
-    whole = len(block.keys_s) // size
+    num_chunks = len(block.keys_s) // size
     if means_bngd is not None:
-        return block.products(means_bngd[:, :whole])
-    products = block.products(block.k_bsgd[:, : whole * size]).unflatten(-1, (whole, size))
+        return block.products(means_bngd[:, :num_chunks])
+    products = block.products(block.k_bsgd[:, : num_chunks * size]).unflatten(-1, (num_chunks, size))
     return products.amax(-1) if score == "exact" else (products * scale).logsumexp(-1)
 
 
-def _best_chunks(scores_bhtn: Tensor, own_t: Tensor, count: int) -> Tensor:
+def _best_chunks(scores_bhtn: Tensor, query_chunk_t: Tensor, count: int) -> Tensor:
     """Return the mask of the selected chunks among the chunks before the query's own chunk, bool [b, h, t, n]."""
-    earlier_tn = torch.arange(scores_bhtn.shape[-1], device=own_t.device) < own_t[:, None]
+    earlier_tn = torch.arange(scores_bhtn.shape[-1], device=query_chunk_t.device) < query_chunk_t[:, None]
     # A stable sort, because topk guarantees no order among equal scores.
     order = scores_bhtn.masked_fill(~earlier_tn, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
-    taken = torch.zeros_like(scores_bhtn, dtype=torch.bool).scatter(-1, order[..., :count], True)
-    return taken & earlier_tn
+    selected = torch.zeros_like(scores_bhtn, dtype=torch.bool).scatter(-1, order[..., :count], True)
+    return selected & earlier_tn
 
 
 @full_precision
@@ -284,11 +284,11 @@ def native_sparse_attention(
     Returns:
         [b, t, h, d] in the dtype of the values.
     """
-    mean_keys, mean_values = _means(k_bsgd, block_size), _means(v_bsgd, block_size)
+    mean_keys, mean_values = _chunk_means(k_bsgd, block_size), _chunk_means(v_bsgd, block_size)
     count = max(num_selected, ALWAYS_SELECTED)
 
     def attend(block: Block) -> Tensor:
-        p_bhtn = _of_mean_blocks(block, mean_keys, block_size, scale)
+        p_bhtn = _mean_block_probabilities(block, mean_keys, block_size, scale)
         compressed_bhtd = p_bhtn @ mean_values.transpose(1, 2).repeat_interleave(block.q_bthd.shape[2] // num_groups, 1)
         # In fp32, so that the sum of the branches is rounded only once.
         q, k, v = (x.float() for x in (block.q_bthd, block.k_bsgd, block.v_bsgd))
@@ -297,11 +297,11 @@ def native_sparse_attention(
         return torch.stack([compressed_bhtd.transpose(1, 2), selected, recent], -1)
 
     num_groups = k_bsgd.shape[2]
-    branches_bthdx = _in_blocks(attend, _blocks(q_bthd, k_bsgd, v_bsgd))
+    branches_bthdx = _map_blocks(attend, _blocks(q_bthd, k_bsgd, v_bsgd))
     return (branches_bthdx * gates_bthx[..., None, :]).sum(-1).to(v_bsgd.dtype)
 
 
-def _of_mean_blocks(block: Block, mean_keys_bngd: Tensor, size: int, scale: float) -> Tensor:
+def _mean_block_probabilities(block: Block, mean_keys_bngd: Tensor, size: int, scale: float) -> Tensor:
     """Return softmax probabilities over the blocks that end at or before the query, [b, h, t, n].
 
     The probabilities of a query without such a block are 0.
@@ -319,14 +319,16 @@ def _selected_keys(block: Block, p_bhtn: Tensor, size: int, count: int) -> Tenso
     The query's own block, the preceding block and block 0 are selected, and then the blocks with the highest
     probabilities.
     """
-    groups, own_t1 = block.k_bsgd.shape[2], (block.queries_t // size)[:, None]
+    groups, query_block_t1 = block.k_bsgd.shape[2], (block.queries_t // size)[:, None]
     n = torch.arange((len(block.keys_s) - 1) // size + 1, device=p_bhtn.device)
     importance = p_bhtn.unflatten(1, (groups, -1)).sum(2)
     # Only the blocks of these keys are kept. An incomplete last block has no probability and is padded with 0.
     importance = F.pad(importance, (0, max(len(n) - importance.shape[-1], 0)))[..., : len(n)]
-    always_tn = (n == own_t1) | (n == own_t1 - 1) | (n == 0)
-    importance = importance.masked_fill(always_tn, torch.inf).masked_fill(n > own_t1, -torch.inf)
+    always_tn = (n == query_block_t1) | (n == query_block_t1 - 1) | (n == 0)
+    importance = importance.masked_fill(always_tn, torch.inf).masked_fill(n > query_block_t1, -torch.inf)
     order = importance.sort(dim=-1, descending=True, stable=True).indices
-    taken = torch.zeros_like(importance, dtype=torch.bool).scatter(-1, order[..., :count], True) & (n <= own_t1)
-    keys_bgts = taken[..., block.keys_s // size] & block.visible()
+    selected = torch.zeros_like(importance, dtype=torch.bool).scatter(-1, order[..., :count], True) & (
+        n <= query_block_t1
+    )
+    keys_bgts = selected[..., block.keys_s // size] & block.visible()
     return keys_bgts.repeat_interleave(block.q_bthd.shape[2] // groups, 1)

@@ -33,7 +33,7 @@ class EmptyHistory:
         Args:
             name: name of these rows in the layer.
             x_bt: rows of this call, [b, t, ...].
-            window: number of rows that a position uses, including its own row. Older rows may be left out. None: all
+            window: number of rows that a position uses, including its own row. Older rows may be missing. None: all
                 rows.
         """
         return x_bt
@@ -42,7 +42,7 @@ class EmptyHistory:
         """Return the recurrent state before the rows of this call, or None if the state is zero."""
         return None
 
-    def keep_state(self, name: str, state: Tensor) -> None:
+    def store_state(self, name: str, state: Tensor) -> None:
         """Store the recurrent state after the rows of this call."""
 
 
@@ -50,38 +50,38 @@ class LayerCache(EmptyHistory):
     """Decode cache of one layer.
 
     Attributes:
-        kept: cached tensors by name, batch first.
+        tensors: cached tensors by name, batch first.
     """
 
     def __init__(self) -> None:
-        self.kept: dict[str, Tensor] = {}
+        self.tensors: dict[str, Tensor] = {}
 
     def previous_rows(self, name: str, x_bt: Tensor, count: int) -> Tensor:
         """Implement `EmptyHistory.previous_rows`."""
-        before = self.kept.get(name)
-        if before is None:
-            before = super().previous_rows(name, x_bt, count)
-        self._keep_last(name, torch.cat([before, x_bt], 1), count)
-        return before
+        previous = self.tensors.get(name)
+        if previous is None:
+            previous = super().previous_rows(name, x_bt, count)
+        self._store_last(name, torch.cat([previous, x_bt], 1), count)
+        return previous
 
     def prefix_rows(self, name: str, x_bt: Tensor, window: int | None = None) -> Tensor:
         """Implement `EmptyHistory.prefix_rows`."""
-        rows = torch.cat([self.kept[name], x_bt], 1) if name in self.kept else x_bt
-        self._keep_last(name, rows, rows.shape[1] if window is None else window - 1)
+        rows = torch.cat([self.tensors[name], x_bt], 1) if name in self.tensors else x_bt
+        self._store_last(name, rows, rows.shape[1] if window is None else window - 1)
         return rows
 
     def state(self, name: str) -> Tensor | None:
         """Implement `EmptyHistory.state`."""
-        return self.kept.get(name)
+        return self.tensors.get(name)
 
-    def keep_state(self, name: str, state: Tensor) -> None:
-        """Implement `EmptyHistory.keep_state`."""
-        self.kept[name] = state
+    def store_state(self, name: str, state: Tensor) -> None:
+        """Implement `EmptyHistory.store_state`."""
+        self.tensors[name] = state
 
-    def _keep_last(self, name: str, rows: Tensor, count: int) -> None:
-        last = rows[:, max(rows.shape[1] - count, 0) :]
-        # A view would keep the memory of all rows and of the layer's other projected features.
-        self.kept[name] = last.clone() if last.untyped_storage().nbytes() > last.nbytes else last
+    def _store_last(self, name: str, rows: Tensor, count: int) -> None:
+        stored = rows[:, max(rows.shape[1] - count, 0) :]
+        # A view would keep the storage of all rows and of the layer's other projected features in memory.
+        self.tensors[name] = stored.clone() if stored.untyped_storage().nbytes() > stored.nbytes else stored
 
 
 @dataclass
@@ -111,7 +111,7 @@ def group_rows(padding: Sequence[int]) -> list[RowGroup]:
     return list(groups.values())
 
 
-def padding_of(mask_bs: Tensor) -> tuple[list[int], bool]:
+def left_padding(mask_bs: Tensor) -> tuple[list[int], bool]:
     """Return the left padding of each row, and whether any row has padding after its last token.
 
     Args:
@@ -122,14 +122,14 @@ def padding_of(mask_bs: Tensor) -> tuple[list[int], bool]:
     """
     is_token = mask_bs != 0
     padding = (is_token.cumsum(1) == 0).sum(1)
-    behind = (is_token.flip(1).cumsum(1) == 0).sum(1)
-    between = is_token.shape[1] - is_token.sum(1) - padding - behind
-    found: list[list[int]] = torch.stack([padding, behind, between]).tolist()  # one transfer from the device
-    if max(found[0]) == is_token.shape[1]:
-        raise ValueError("attention_mask has a row without any token: leave the row out")
-    if any(found[2]):
+    right_padding = (is_token.flip(1).cumsum(1) == 0).sum(1)
+    between = is_token.shape[1] - is_token.sum(1) - padding - right_padding
+    counts: list[list[int]] = torch.stack([padding, right_padding, between]).tolist()  # one transfer from the device
+    if max(counts[0]) == is_token.shape[1]:
+        raise ValueError("attention_mask has a row without any token: remove the row")
+    if any(counts[2]):
         raise ValueError("attention_mask has padding between the tokens of a row: pad on the left")
-    return found[0], any(found[1])
+    return counts[0], any(counts[1])
 
 
 class SelectronCache(Cache):
@@ -179,14 +179,14 @@ class SelectronCache(Cache):
         Args:
             index: indices of the new batch's rows in the current batch. A row may occur more than once.
         """
-        place = {row: (group, i) for group in self.groups for i, row in enumerate(group.rows)}
+        location = {row: (group, i) for group in self.groups for i, row in enumerate(group.rows)}
         self.padding = [self.padding[row] for row in index]
-        chosen = group_rows(self.padding)
-        for group in chosen:
-            source, _ = place[index[group.rows[0]]]
-            rows = [place[index[row]][1] for row in group.rows]
-            group.layers = [_layer_of_rows(layer, rows) for layer in source.layers if isinstance(layer, LayerCache)]
-        self.groups = chosen
+        selected = group_rows(self.padding)
+        for group in selected:
+            source, _ = location[index[group.rows[0]]]
+            rows = [location[index[row]][1] for row in group.rows]
+            group.layers = [_select_layer_rows(layer, rows) for layer in source.layers if isinstance(layer, LayerCache)]
+        self.groups = selected
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Implement `Cache.reorder_cache`, which beam search calls."""
@@ -202,7 +202,7 @@ class SelectronCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Raise ValueError: tokens cannot be removed from a recurrent state."""
-        raise ValueError("a Selectron cache cannot be cropped: its states cannot give tokens back")
+        raise ValueError("a Selectron cache cannot be cropped: tokens cannot be removed from a recurrent state")
 
     @property
     def batch_size(self) -> int:
@@ -225,8 +225,8 @@ class SelectronCache(Cache):
         return False
 
 
-def _layer_of_rows(layer: LayerCache, rows: Sequence[int]) -> LayerCache:
+def _select_layer_rows(layer: LayerCache, rows: Sequence[int]) -> LayerCache:
     """Return the cache of a layer for some of its rows."""
-    chosen = LayerCache()
-    chosen.kept = {name: x[torch.tensor(rows, device=x.device)] for name, x in layer.kept.items()}
-    return chosen
+    selected = LayerCache()
+    selected.tensors = {name: x[torch.tensor(rows, device=x.device)] for name, x in layer.tensors.items()}
+    return selected

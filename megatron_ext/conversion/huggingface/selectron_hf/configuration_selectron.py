@@ -32,11 +32,10 @@ class SelectronConfig(PreTrainedConfig):
         initializer_range: standard deviation of normally distributed initial weights.
         tie_word_embeddings: whether the output layer shares the weight of the input embedding.
         use_cache: whether generation uses a decode cache.
-        bos_token_id: token that begins a document; None: not known.
-        eos_token_id: token or tokens that end a document; None: not known.
-        pad_token_id: padding token; None: not known.
-        more: arguments of `PreTrainedConfig`. Further fields of the checkpoint's model configuration are kept as
-            attributes.
+        bos_token_id: token that begins a document; None: unknown.
+        eos_token_id: token or tokens that end a document; None: unknown.
+        pad_token_id: padding token; None: unknown.
+        kwargs: arguments of `PreTrainedConfig`. Further fields of the model configuration become attributes.
 
     Raises:
         ValueError: `block` or `normalization` is unknown, or a mixer has no settings.
@@ -66,7 +65,7 @@ class SelectronConfig(PreTrainedConfig):
         bos_token_id: int | None = None,
         eos_token_id: int | list[int] | None = None,
         pad_token_id: int | None = None,
-        **more: Any,
+        **kwargs: Any,
     ) -> None:
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
@@ -87,10 +86,10 @@ class SelectronConfig(PreTrainedConfig):
         self.bos_token_id = bos_token_id
         self.eos_token_id = eos_token_id
         self.pad_token_id = pad_token_id
-        more.pop("num_hidden_layers", None)  # derived from layer_mixers
+        kwargs.pop("num_hidden_layers", None)  # derived from layer_mixers
         self.num_hidden_layers = len(self.layer_mixers)
         self._check()
-        super().__init__(**more)
+        super().__init__(**kwargs)
 
     def _check(self) -> None:
         if self.block not in BLOCKS:
@@ -99,9 +98,9 @@ class SelectronConfig(PreTrainedConfig):
             raise ValueError(f"normalization is {self.normalization!r}: give one of {list(NORMALIZATIONS)}")
         missing = sorted(set(self.layer_mixers) - set(self.mixers))
         if missing:
-            raise ValueError(f"mixers has no settings of {missing}, which layer_mixers names")
+            raise ValueError(f"mixers has no settings of {missing}, which layer_mixers contains")
 
     @property
-    def learns_positions(self) -> bool:
+    def has_position_embeddings(self) -> bool:
         """True if a learned position table is added to the input, because the mixer of some layer requires it."""
         return any(self.mixers[name].get("position_encoding") == "learned" for name in self.layer_mixers)

@@ -27,36 +27,38 @@ class Mamba(Mixer):
         super().__init__(*args)
         width, size = self.head_dim * self.settings.expand, self.settings.state_size
         rank = self.settings.dt_rank or -(-self.hidden_size // 16)
-        self.width, self.parts = width, [rank, size, size]
+        self.width, self.split_sizes = width, [rank, size, size]
         self.in_proj = self.linear(self.hidden_size, self.num_heads * 2 * width)
         self.out_proj = self.linear(self.num_heads * width, self.hidden_size)
         self.conv_weight = self.parameter(self.num_heads, width, self.settings.conv_kernel_size)
         self.conv_bias = self.parameter(self.num_heads, width)
-        self.x_proj = self.parameter(self.num_heads, sum(self.parts), width)
+        self.x_proj = self.parameter(self.num_heads, sum(self.split_sizes), width)
         self.dt_proj = self.parameter(self.num_heads, width, rank)
         self.dt_bias = self.parameter(self.num_heads, width)
         self.A_log = self.parameter(self.num_heads, width, size)
         self.D = self.parameter(self.num_heads, width)
 
-    def forward(self, x_bth: Tensor, past: EmptyHistory, positions: Positions) -> Tensor:
+    def forward(self, x_bth: Tensor, history: EmptyHistory, positions: Positions) -> Tensor:
         """Implement `Mixer.forward`."""
         x, z = split_head_groups(self.in_proj(x_bth), self.num_heads, [self.width] * 2)
-        before = past.previous_rows("convolution", x, self.conv_weight.shape[-1] - 1)
-        x_btc = short_convolution(x, before, self.conv_weight, self.conv_bias).to(x.dtype).flatten(2)
-        dt_btc, B_btn, C_btn = self._choices(x_btc)
+        previous = history.previous_rows("convolution", x, self.conv_weight.shape[-1] - 1)
+        x_btc = short_convolution(x, previous, self.conv_weight, self.conv_bias).to(x.dtype).flatten(2)
+        dt_btc, B_btn, C_btn = self._project_inputs(x_btc)
         A_cn, D_c = -self.A_log.float().exp().flatten(0, 1), self.D.float().flatten()
-        y_btc, state = selective_scan(x_btc, dt_btc, A_cn, B_btn, C_btn, past.state("state"))
-        past.keep_state("state", state)
+        y_btc, state = selective_scan(x_btc, dt_btc, A_cn, B_btn, C_btn, history.state("state"))
+        history.store_state("state", state)
         y_btc = (y_btc + D_c * x_btc.float()).to(x.dtype)
         projected: Tensor = self.out_proj((y_btc.float() * F.silu(z.flatten(2).float())).to(x.dtype))
         return projected
 
-    def _choices(self, x_btc: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _project_inputs(self, x_btc: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the step sizes [b, t, c], B and C [b, t, n] of each token, fp32.
 
         They are projections of the channels of all heads.
         """
-        low_btr, B_btn, C_btn = linear_to_fp32(x_btc, self.x_proj.transpose(0, 1).flatten(1)).split(self.parts, -1)
+        low_btr, B_btn, C_btn = linear_to_fp32(x_btc, self.x_proj.transpose(0, 1).flatten(1)).split(
+            self.split_sizes, -1
+        )
         logits_btc = linear_to_fp32(low_btr.to(x_btc.dtype), self.dt_proj.flatten(0, 1))
         return F.softplus(logits_btc + self.dt_bias.float().flatten()), B_btn, C_btn
 
@@ -76,29 +78,29 @@ class Mamba2(Mixer):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        chosen, heads, head_groups = self.settings, self.num_heads // self.num_groups, self.num_groups
-        self.heads, self.value_dim = heads, self.head_dim * chosen.expand
-        width, size = heads * self.value_dim, chosen.state_size
-        self.parts, self.steps = [width, size, size], heads if chosen.decay == "data_dependent" else 0
-        self.in_proj = self.linear(self.hidden_size, head_groups * (2 * width + 2 * size + self.steps))
+        settings, heads, head_groups = self.settings, self.num_heads // self.num_groups, self.num_groups
+        self.heads, self.value_dim = heads, self.head_dim * settings.expand
+        width, size = heads * self.value_dim, settings.state_size
+        self.split_sizes, self.num_step_rows = [width, size, size], heads if settings.decay == "data_dependent" else 0
+        self.in_proj = self.linear(self.hidden_size, head_groups * (2 * width + 2 * size + self.num_step_rows))
         self.out_proj = self.linear(head_groups * width, self.hidden_size)
-        if chosen.convolution:
-            self.conv_weight = self.parameter(head_groups, sum(self.parts), chosen.conv_kernel_size)
-            self.conv_bias = self.parameter(head_groups, sum(self.parts))
-        if chosen.decay != "none":
+        if settings.convolution:
+            self.conv_weight = self.parameter(head_groups, sum(self.split_sizes), settings.conv_kernel_size)
+            self.conv_bias = self.parameter(head_groups, sum(self.split_sizes))
+        if settings.decay != "none":
             self.log_decay = self.parameter(head_groups, heads)
             self.step_bias = self.parameter(head_groups, heads)
         self.skip = self.parameter(head_groups, heads)
-        if chosen.group_norm:
+        if settings.group_norm:
             self.group_norm_weight = self.parameter(head_groups, width)
 
-    def forward(self, x_bth: Tensor, past: EmptyHistory, positions: Positions) -> Tensor:
+    def forward(self, x_bth: Tensor, history: EmptyHistory, positions: Positions) -> Tensor:
         """Implement `Mixer.forward`."""
-        widths = [sum(self.parts), self.parts[0], self.steps]
+        widths = [sum(self.split_sizes), self.split_sizes[0], self.num_step_rows]
         xbc, gate, step = split_head_groups(self.in_proj(x_bth), self.num_groups, widths)
-        x_btuw, B_btun, C_btun = self._convolved(xbc, past).split(self.parts, -1)
+        x_btuw, B_btun, C_btun = self._convolve(xbc, history).split(self.split_sizes, -1)
         x_btuhe = x_btuw.unflatten(-1, (self.heads, self.value_dim))
-        y = self._read_states(x_btuhe, B_btun, C_btun, step, past).to(x_bth.dtype)
+        y = self._read_states(x_btuhe, B_btun, C_btun, step, history).to(x_bth.dtype)
         y = y.float() + self.skip.float()[..., None] * x_btuhe.float()
         y_btuw = y.flatten(-2) * F.silu(gate.float())
         if self.settings.group_norm:
@@ -106,20 +108,22 @@ class Mamba2(Mixer):
         projected: Tensor = self.out_proj(y_btuw.to(x_bth.dtype).flatten(2))
         return projected
 
-    def _convolved(self, xbc: Tensor, past: EmptyHistory) -> Tensor:
+    def _convolve(self, xbc: Tensor, history: EmptyHistory) -> Tensor:
         if not self.settings.convolution:
             return F.silu(xbc)
-        before = past.previous_rows("convolution", xbc, self.conv_weight.shape[-1] - 1)
-        return short_convolution(xbc, before, self.conv_weight, self.conv_bias).to(xbc.dtype)
+        previous = history.previous_rows("convolution", xbc, self.conv_weight.shape[-1] - 1)
+        return short_convolution(xbc, previous, self.conv_weight, self.conv_bias).to(xbc.dtype)
 
-    def _read_states(self, x_btuhe: Tensor, B_btun: Tensor, C_btun: Tensor, step: Tensor, past: EmptyHistory) -> Tensor:
+    def _read_states(
+        self, x_btuhe: Tensor, B_btun: Tensor, C_btun: Tensor, step: Tensor, history: EmptyHistory
+    ) -> Tensor:
         """Return the output of each head's state, [b, t, u, h, e]: S <- e^g S + B (step x)^T;  y = S^T C."""
         k, q = (y.repeat_interleave(self.heads, 2) for y in (B_btun, C_btun))
-        written, decay = x_btuhe, None
+        values, decay = x_btuhe, None
         if self.settings.decay != "none":
             bias = self.step_bias.float()
-            steps = F.softplus(bias + step.float() if self.steps else bias)
-            written = (steps[..., None] * x_btuhe.float()).to(x_btuhe.dtype)
+            steps = F.softplus(bias + step.float() if self.num_step_rows else bias)
+            values = (steps[..., None] * x_btuhe.float()).to(x_btuhe.dtype)
             log_decay = -self.log_decay.float().exp() * steps
             decay = log_decay.expand(x_btuhe.shape[:4]).flatten(2)[..., None]
-        return scan(past, q, k, written.flatten(2, 3), decay, 1.0).unflatten(2, (-1, self.heads))
+        return scan(history, q, k, values.flatten(2, 3), decay, 1.0).unflatten(2, (-1, self.heads))

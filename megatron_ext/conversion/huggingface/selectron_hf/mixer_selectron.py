@@ -51,8 +51,8 @@ class Positions:
         """
         cos_t1d, sin_t1d = self._rotation(x_btnd.device)
         left, right = x_btnd.float().chunk(2, -1)
-        turned = torch.cat([left * cos_t1d - right * sin_t1d, right * cos_t1d + left * sin_t1d], -1)
-        return turned.to(x_btnd.dtype)
+        rotated = torch.cat([left * cos_t1d - right * sin_t1d, right * cos_t1d + left * sin_t1d], -1)
+        return rotated.to(x_btnd.dtype)
 
     def _rotation(self, device: torch.device) -> tuple[Tensor, Tensor]:
         if device not in self._rotations:
@@ -93,21 +93,21 @@ class Mixer(nn.Module, ABC):
         self.epsilon = config.norm_epsilon
 
     @abstractmethod
-    def forward(self, x_bth: Tensor, past: EmptyHistory, positions: Positions) -> Tensor:
+    def forward(self, x_bth: Tensor, history: EmptyHistory, positions: Positions) -> Tensor:
         """Mix the sequence.
 
         Args:
             x_bth: normalized hidden states [b, t, hidden].
-            past: cache of the layer.
+            history: cache of the layer.
             positions: positions of the hidden states.
 
         Returns:
             [b, t, hidden].
         """
 
-    def linear(self, inputs: int, outputs: int) -> nn.Linear:
+    def linear(self, in_features: int, out_features: int) -> nn.Linear:
         """Return a linear projection without bias."""
-        return nn.Linear(inputs, outputs, bias=False)
+        return nn.Linear(in_features, out_features, bias=False)
 
     def parameter(self, *shape: int) -> nn.Parameter:
         """Return an uninitialized parameter."""
@@ -115,8 +115,9 @@ class Mixer(nn.Module, ABC):
 
 
 def split_head_groups(x_btw: Tensor, head_groups: int, widths: Sequence[int]) -> tuple[Tensor, ...]:
-    """Split features that are stored head group by head group into the parts of a head group, [b, t, head groups,
-    width] each.
+    """Split projected features [b, t, head groups * sum of widths] into tensors [b, t, head groups, width].
+
+    The features of a head group are next to each other.
     """
     return x_btw.unflatten(-1, (head_groups, -1)).split(list(widths), -1)
 
@@ -124,38 +125,41 @@ def split_head_groups(x_btw: Tensor, head_groups: int, widths: Sequence[int]) ->
 def full_precision(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a function so that it runs without autocast.
 
-    Autocast would undo the explicit conversions to fp32. The first argument must be a tensor on the device used.
+    Autocast would undo the explicit conversions to fp32. The function's first argument must be a tensor, whose device
+    determines the autocast context.
     """
 
     @wraps(function)
-    def call(*args: P.args, **more: P.kwargs) -> R:
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
         x = args[0]
-        assert isinstance(x, Tensor), "the first argument says which device it is"
+        assert isinstance(x, Tensor), "the first argument must be a tensor"
         with torch.autocast(x.device.type, enabled=False):
-            return function(*args, **more)
+            return function(*args, **kwargs)
 
     return call
 
 
 @full_precision
-def short_convolution(x_btuw: Tensor, before_bkuw: Tensor, weight_uwk: Tensor, bias_uw: Tensor | None = None) -> Tensor:
+def short_convolution(
+    x_btuw: Tensor, previous_bkuw: Tensor, weight_uwk: Tensor, bias_uw: Tensor | None = None
+) -> Tensor:
     """Return the SiLU of a depthwise causal convolution over positions, fp32 [b, t, u, w].
 
     Args:
         x_btuw: inputs [b, t, u, w].
-        before_bkuw: preceding inputs, [b, taps - 1, u, w].
+        previous_bkuw: preceding inputs, [b, taps - 1, u, w].
         weight_uwk: taps [u, w, k]; the last tap applies to the current position.
         bias_uw: bias [u, w]; None: no bias.
     """
     t, taps = x_btuw.shape[1], weight_uwk.shape[-1]
-    rows, weight = torch.cat([before_bkuw, x_btuw], 1).float(), weight_uwk.float()
+    rows, weight = torch.cat([previous_bkuw, x_btuw], 1).float(), weight_uwk.float()
     y = rows[:, :t] * weight[..., 0]
     for tap in range(1, taps):
         y = y + rows[:, tap : tap + t] * weight[..., tap]
     return F.silu(y if bias_uw is None else y + bias_uw.float())
 
 
-def of_unit_length(x: Tensor) -> Tensor:
+def l2_normalize(x: Tensor) -> Tensor:
     """Return the vectors of the last dimension divided by their length."""
     return x * (x.square().sum(-1, keepdim=True) + LENGTH_EPSILON).rsqrt()
 
@@ -171,13 +175,13 @@ def gated_norm(o_btue: Tensor, gate_btue: Tensor | None, weight_e: Tensor, epsil
     return normed.to(o_btue.dtype)
 
 
-def mixtures(x_bth: Tensor, before_b1h: Tensor, share_ibth: Tensor) -> tuple[Tensor, ...]:
-    """Return interpolations of each token with the previous one, x_t + (x_{t-1} - x_t) * share, [b, t, h] each.
+def mix_with_previous(x_bth: Tensor, previous_b1h: Tensor, weight_ibth: Tensor) -> tuple[Tensor, ...]:
+    """Return interpolations of each token with the previous one, x_t + (x_{t-1} - x_t) * weight, [b, t, h] each.
 
     Args:
         x_bth: hidden states [b, t, h].
-        before_b1h: hidden state before the first of them, [b, 1, h].
-        share_ibth: share of the previous token in each mixture, broadcastable to [i, b, t, h].
+        previous_b1h: hidden state before the first of them, [b, 1, h].
+        weight_ibth: weight of the previous token in each mixture, broadcastable to [i, b, t, h].
     """
-    to_previous = torch.cat([before_b1h, x_bth[:, :-1]], 1) - x_bth
-    return tuple(x_bth + to_previous * share for share in share_ibth.unbind())
+    difference = torch.cat([previous_b1h, x_bth[:, :-1]], 1) - x_bth
+    return tuple(x_bth + difference * weight for weight in weight_ibth.unbind())

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .cache_selectron import EmptyHistory
-from .mixer_selectron import Mixer, Positions, mixtures
+from .mixer_selectron import Mixer, Positions, mix_with_previous
 from .states_selectron import rwkv6, rwkv7
 
-LEAST_LOG_DECAY = -math.exp(-0.5)
+MIN_LOG_DECAY = -math.exp(-0.5)
 
 
 class ShiftedNorm(nn.Module):
@@ -32,10 +32,10 @@ class ShiftedNorm(nn.Module):
         self.norm = norm
         self.mu = nn.Parameter(torch.empty(hidden_size))
 
-    def forward(self, x_bth: Tensor, past: EmptyHistory, name: str) -> Tensor:
+    def forward(self, x_bth: Tensor, history: EmptyHistory, name: str) -> Tensor:
         """Map hidden states [b, t, h] to [b, t, h]. The previous row is cached under `name`."""
         normed = self.norm(x_bth)
-        (shifted,) = mixtures(normed, past.previous_rows(name, normed, 1), self.mu[None, None, None])
+        (shifted,) = mix_with_previous(normed, history.previous_rows(name, normed, 1), self.mu[None, None, None])
         return shifted
 
 
@@ -50,27 +50,27 @@ class RWKVMixer(Mixer):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.r_proj, self.k_proj, self.v_proj = (self.projection() for _ in range(3))
-        self.group_norm_weight, self.group_norm_bias = (self.of_channels() for _ in range(2))
+        self.group_norm_weight, self.group_norm_bias = (self.channel_parameter() for _ in range(2))
         self.add_parameters()
         self.out_proj = self.linear(self.num_heads * self.head_dim, self.hidden_size)
 
     def add_parameters(self) -> None:
-        """Create the parameters that only this mixer has."""
+        """Create the parameters that the RWKV mixers do not share."""
         raise NotImplementedError
 
     def projection(self) -> nn.Parameter:
         """Return a projection from the hidden state to the heads, [u, d, h]."""
         return self.parameter(self.num_heads, self.head_dim, self.hidden_size)
 
-    def of_channels(self) -> nn.Parameter:
-        """Return a parameter with a number for each channel of each head, [u, d]."""
+    def channel_parameter(self) -> nn.Parameter:
+        """Return a parameter with one element per channel of each head, [u, d]."""
         return self.parameter(self.num_heads, self.head_dim)
 
-    def narrow(self, rank: int) -> tuple[nn.Parameter, nn.Parameter]:
+    def low_rank_parameters(self, rank: int) -> tuple[nn.Parameter, nn.Parameter]:
         """Return the two matrices of a low-rank projection: down [r, h] and up [u, d, r]."""
         return self.parameter(rank, self.hidden_size), self.parameter(self.num_heads, self.head_dim, rank)
 
-    def normed_heads(self, o_btud: Tensor) -> Tensor:
+    def group_norm(self, o_btud: Tensor) -> Tensor:
         """Normalize each head's output by its own mean and variance (group norm), fp32."""
         normed = F.layer_norm(o_btud.float(), o_btud.shape[-1:], eps=self.head_dim * self.epsilon)
         return normed * self.group_norm_weight.float() + self.group_norm_bias.float()
@@ -93,27 +93,27 @@ class RWKV6(RWKVMixer):
         self.mu_of_mixing, self.mu = self.parameter(hidden), self.parameter(5, hidden)
         self.mix_down, self.mix_up = self.parameter(5, mix_rank, hidden), self.parameter(5, hidden, mix_rank)
         self.g_proj = self.projection()
-        self.decay_down, self.decay_up = self.narrow(self.settings.decay_rank)
-        self.decay_base, self.bonus = self.of_channels(), self.of_channels()
+        self.decay_down, self.decay_up = self.low_rank_parameters(self.settings.decay_rank)
+        self.decay_base, self.bonus = self.channel_parameter(), self.channel_parameter()
 
-    def forward(self, x_bth: Tensor, past: EmptyHistory, positions: Positions) -> Tensor:
+    def forward(self, x_bth: Tensor, history: EmptyHistory, positions: Positions) -> Tensor:
         """Implement `Mixer.forward`."""
-        w, k, v, r, g = self._inputs(x_bth, past.previous_rows("hidden_states", x_bth, 1))
-        of_decay = to_heads(F.linear(w, self.decay_down).tanh(), self.decay_up)
+        w, k, v, r, g = self._inputs(x_bth, history.previous_rows("hidden_states", x_bth, 1))
+        decay_logits = to_heads(F.linear(w, self.decay_down).tanh(), self.decay_up)
         r, k, v, g = map(to_heads, (r, k, v, g), (self.r_proj, self.k_proj, self.v_proj, self.g_proj))
-        log_decay = -(self.decay_base.float() + of_decay.float()).exp()
-        read, state = rwkv6(r, k, v, log_decay, self.bonus, past.state("state"))
-        past.keep_state("state", state)
-        gated = self.normed_heads(read.to(x_bth.dtype)) * F.silu(g.float())
+        log_decay = -(self.decay_base.float() + decay_logits.float()).exp()
+        out, state = rwkv6(r, k, v, log_decay, self.bonus, history.state("state"))
+        history.store_state("state", state)
+        gated = self.group_norm(out.to(x_bth.dtype)) * F.silu(g.float())
         projected: Tensor = self.out_proj(gated.to(x_bth.dtype).flatten(2))
         return projected
 
-    def _inputs(self, x_bth: Tensor, before_b1h: Tensor) -> tuple[Tensor, ...]:
+    def _inputs(self, x_bth: Tensor, previous_b1h: Tensor) -> tuple[Tensor, ...]:
         """Return the five mixtures, [b, t, h] each."""
-        (mixed,) = mixtures(x_bth, before_b1h, self.mu_of_mixing[None, None, None])
-        chosen = torch.einsum("bth,irh->ibtr", mixed, self.mix_down).tanh()
-        more = torch.einsum("ibtr,ihr->ibth", chosen, self.mix_up)
-        return mixtures(x_bth, before_b1h, self.mu[:, None, None] + more)
+        (mixed,) = mix_with_previous(x_bth, previous_b1h, self.mu_of_mixing[None, None, None])
+        low_rank = torch.einsum("bth,irh->ibtr", mixed, self.mix_down).tanh()
+        offsets = torch.einsum("ibtr,ihr->ibth", low_rank, self.mix_up)
+        return mix_with_previous(x_bth, previous_b1h, self.mu[:, None, None] + offsets)
 
 
 class RWKV7(RWKVMixer):
@@ -125,33 +125,33 @@ class RWKV7(RWKVMixer):
 
     def add_parameters(self) -> None:
         """Implement `RWKVMixer.add_parameters`."""
-        for_head, chosen = 2.5 * self.head_dim / 64, self.settings
+        head_factor, settings = 2.5 * self.head_dim / 64, self.settings
         self.mu = self.parameter(6, self.hidden_size)
-        self.decay_down, self.decay_up = self.narrow(chosen.decay_rank or self._rank(for_head))
-        self.rate_down, self.rate_up = self.narrow(chosen.rate_rank or self._rank(for_head))
-        self.gate_down, self.gate_up = self.narrow(chosen.gate_rank or self._rank(5))
-        self.decay_base, self.rate_base, self.removal_scale = (self.of_channels() for _ in range(3))
-        self.key_rate, self.bonus = self.of_channels(), self.of_channels()
+        self.decay_down, self.decay_up = self.low_rank_parameters(settings.decay_rank or self._rank(head_factor))
+        self.rate_down, self.rate_up = self.low_rank_parameters(settings.rate_rank or self._rank(head_factor))
+        self.gate_down, self.gate_up = self.low_rank_parameters(settings.gate_rank or self._rank(5))
+        self.decay_base, self.rate_base, self.removal_scale = (self.channel_parameter() for _ in range(3))
+        self.key_rate, self.bonus = self.channel_parameter(), self.channel_parameter()
 
     def _rank(self, factor: float) -> int:
         return max(32, round(factor * math.sqrt(self.hidden_size) / 32) * 32)
 
-    def forward(self, x_bth: Tensor, past: EmptyHistory, positions: Positions) -> Tensor:
+    def forward(self, x_bth: Tensor, history: EmptyHistory, positions: Positions) -> Tensor:
         """Implement `Mixer.forward`."""
-        share = self.mu[:, None, None]
-        r, w, k, v, a, g = mixtures(x_bth, past.previous_rows("hidden_states", x_bth, 1), share)
-        of_decay = to_heads(F.linear(w, self.decay_down).tanh(), self.decay_up)
-        of_rate = to_heads(F.linear(a, self.rate_down), self.rate_up)
+        weight = self.mu[:, None, None]
+        r, w, k, v, a, g = mix_with_previous(x_bth, history.previous_rows("hidden_states", x_bth, 1), weight)
+        decay_logits = to_heads(F.linear(w, self.decay_down).tanh(), self.decay_up)
+        rate_logits = to_heads(F.linear(a, self.rate_down), self.rate_up)
         gate = to_heads(F.linear(g, self.gate_down).sigmoid(), self.gate_up)
         r, k, v = map(to_heads, (r, k, v), (self.r_proj, self.k_proj, self.v_proj))
-        log_decay = LEAST_LOG_DECAY * (self.decay_base.float() + of_decay.float()).sigmoid()
-        rate = (self.rate_base.float() + of_rate.float()).sigmoid()
-        removed = F.normalize(k.float() * self.removal_scale.float(), dim=-1)
+        log_decay = MIN_LOG_DECAY * (self.decay_base.float() + decay_logits.float()).sigmoid()
+        rate = (self.rate_base.float() + rate_logits.float()).sigmoid()
+        removal_key = F.normalize(k.float() * self.removal_scale.float(), dim=-1)
         k = k.float() * (1 + (rate - 1) * self.key_rate.float())
-        k, removing, added = (x.to(v.dtype) for x in (k, -removed, removed * rate))
-        read, state = rwkv7(r, k, v, log_decay, removing, added, past.state("state"))
-        past.keep_state("state", state)
+        k, a_key, b_key = (x.to(v.dtype) for x in (k, -removal_key, removal_key * rate))
+        out, state = rwkv7(r, k, v, log_decay, a_key, b_key, history.state("state"))
+        history.store_state("state", state)
         bonus = (r.float() * k.float() * self.bonus.float()).sum(-1, keepdim=True) * v.float()
-        gated = (self.normed_heads(read.to(x_bth.dtype)) + bonus) * gate.float()
+        gated = (self.group_norm(out.to(x_bth.dtype)) + bonus) * gate.float()
         projected: Tensor = self.out_proj(gated.to(x_bth.dtype).flatten(2))
         return projected

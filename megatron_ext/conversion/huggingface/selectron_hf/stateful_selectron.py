@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .cache_selectron import EmptyHistory
-from .mixer_selectron import Mixer, Positions, gated_norm, of_unit_length, short_convolution, split_head_groups
+from .mixer_selectron import Mixer, Positions, gated_norm, l2_normalize, short_convolution, split_head_groups
 from .states_selectron import delta_rule, linear_attention
 
 FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -46,30 +46,32 @@ class StatefulMixer(Mixer):
         """Create the parameters that a mixer has in addition to its projections and its norm."""
 
     @abstractmethod
-    def read_states(self, heads: tuple[Tensor, ...], x_bth: Tensor, past: EmptyHistory, positions: Positions) -> Tensor:
+    def run_states(
+        self, heads: tuple[Tensor, ...], x_bth: Tensor, history: EmptyHistory, positions: Positions
+    ) -> Tensor:
         """Return the output of each head's state for each token, [b, t, u, e].
 
         Args:
             heads: query, key, value, gate and scalars of each head, [b, t, u, width] each.
             x_bth: hidden states.
-            past: cache of the layer.
+            history: cache of the layer.
             positions: positions of the hidden states.
         """
 
-    def forward(self, x_bth: Tensor, past: EmptyHistory, positions: Positions) -> Tensor:
+    def forward(self, x_bth: Tensor, history: EmptyHistory, positions: Positions) -> Tensor:
         """Implement `Mixer.forward`."""
         heads = split_head_groups(self.in_proj(x_bth), self.num_heads, self.widths)
-        read = self.read_states(heads, x_bth, past, positions).to(x_bth.dtype)
+        out = self.run_states(heads, x_bth, history, positions).to(x_bth.dtype)
         gate = heads[3] if self.settings.output_gate else None
-        projected: Tensor = self.out_proj(gated_norm(read, gate, self.norm_weight, self.epsilon).flatten(2))
+        projected: Tensor = self.out_proj(gated_norm(out, gate, self.norm_weight, self.epsilon).flatten(2))
         return projected
 
 
-def scan(past: EmptyHistory, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, scale: float) -> Tensor:
+def scan(history: EmptyHistory, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, scale: float) -> Tensor:
     """Compute linear attention from the cached state, and cache the final state.
 
     Args:
-        past: cache of the layer.
+        history: cache of the layer.
         q: queries [b, t, u, d].
         k: keys [b, t, u, d].
         v: values [b, t, u, e].
@@ -80,30 +82,34 @@ def scan(past: EmptyHistory, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, 
         fp32 [b, t, u, e].
     """
     decay = q.new_zeros(*q.shape[:3], 1) if g is None else g
-    read, state = linear_attention(q, k, v, decay, past.state("state"), scale)
-    past.keep_state("state", state)
-    return read
+    out, state = linear_attention(q, k, v, decay, history.state("state"), scale)
+    history.store_state("state", state)
+    return out
 
 
 class LinearAttention(StatefulMixer):
     """Linear attention without decay."""
 
-    def read_states(self, heads: tuple[Tensor, ...], x_bth: Tensor, past: EmptyHistory, positions: Positions) -> Tensor:
-        """Implement `StatefulMixer.read_states`."""
+    def run_states(
+        self, heads: tuple[Tensor, ...], x_bth: Tensor, history: EmptyHistory, positions: Positions
+    ) -> Tensor:
+        """Implement `StatefulMixer.run_states`."""
         q, k = (FEATURE_MAPS[self.settings.feature_map](x) for x in heads[:2])
-        return scan(past, q, k, heads[2], None, self.head_dim**-0.5)
+        return scan(history, q, k, heads[2], None, self.head_dim**-0.5)
 
 
 class RetNet(StatefulMixer):
     """RetNet: the state of head h decays by the fixed factor 1 - 2^(-5-h) per token (arXiv 2307.08621)."""
 
-    def read_states(self, heads: tuple[Tensor, ...], x_bth: Tensor, past: EmptyHistory, positions: Positions) -> Tensor:
-        """Implement `StatefulMixer.read_states`."""
+    def run_states(
+        self, heads: tuple[Tensor, ...], x_bth: Tensor, history: EmptyHistory, positions: Positions
+    ) -> Tensor:
+        """Implement `StatefulMixer.run_states`."""
         q, k = (positions.rotate(x) for x in heads[:2])
-        numbers_u = torch.arange(self.num_heads, device=q.device, dtype=torch.float32)
+        head_u = torch.arange(self.num_heads, device=q.device, dtype=torch.float32)
         # log1p is accurate for small x, where fp32 would round 1 - x.
-        decay = torch.log1p(-torch.exp2(-5.0 - numbers_u))[:, None].expand(*q.shape[:3], 1)
-        return scan(past, q, k, heads[2], decay, self.head_dim**-0.5)
+        decay = torch.log1p(-torch.exp2(-5.0 - head_u))[:, None].expand(*q.shape[:3], 1)
+        return scan(history, q, k, heads[2], decay, self.head_dim**-0.5)
 
 
 class GLA(StatefulMixer):
@@ -119,13 +125,15 @@ class GLA(StatefulMixer):
         self.decay_up = self.parameter(self.num_heads, self.head_dim, rank)
         self.decay_bias = self.parameter(self.num_heads, self.head_dim)
 
-    def read_states(self, heads: tuple[Tensor, ...], x_bth: Tensor, past: EmptyHistory, positions: Positions) -> Tensor:
-        """Implement `StatefulMixer.read_states`."""
+    def run_states(
+        self, heads: tuple[Tensor, ...], x_bth: Tensor, history: EmptyHistory, positions: Positions
+    ) -> Tensor:
+        """Implement `StatefulMixer.run_states`."""
         logits = F.linear(F.linear(x_bth, self.decay_down), self.decay_up.flatten(0, 1))
         logits = logits.unflatten(-1, self.decay_up.shape[:2]).float() + self.decay_bias.float()
         decay = F.logsigmoid(logits) / self.settings.decay_temperature
         q, k, v = heads[:3]
-        return scan(past, q, k, v, decay, self.head_dim**-0.5)
+        return scan(history, q, k, v, decay, self.head_dim**-0.5)
 
 
 class Based(Mixer):
@@ -141,13 +149,13 @@ class Based(Mixer):
         self.in_proj = self.linear(self.hidden_size, self.num_heads * sum(self.widths))
         self.out_proj = self.linear(self.num_heads * self.head_dim, self.hidden_size)
 
-    def forward(self, x_bth: Tensor, past: EmptyHistory, positions: Positions) -> Tensor:
+    def forward(self, x_bth: Tensor, history: EmptyHistory, positions: Positions) -> Tensor:
         """Implement `Mixer.forward`."""
         q, k, v = split_head_groups(self.in_proj(x_bth), self.num_heads, self.widths)
         # A 1 appended to the values gives the sum of the weights.
-        sums = scan(past, taylor_features(q), taylor_features(k), F.pad(v.float(), (0, 1), value=1.0), None, 1.0)
-        read = (sums[..., :-1] / sums[..., -1:]).to(x_bth.dtype)
-        projected: Tensor = self.out_proj(read.flatten(2))
+        sums = scan(history, taylor_features(q), taylor_features(k), F.pad(v.float(), (0, 1), value=1.0), None, 1.0)
+        out = (sums[..., :-1] / sums[..., -1:]).to(x_bth.dtype)
+        projected: Tensor = self.out_proj(out.flatten(2))
         return projected
 
 
@@ -159,7 +167,7 @@ def taylor_features(x_btuf: Tensor) -> Tensor:
     width = x_btuf.shape[-1]
     x = x_btuf.float() * width**-0.25
     pairs = [x.square() * 0.5**0.5]
-    pairs += [x * x.roll(apart, -1) for apart in range(1, (width + 1) // 2)]
+    pairs += [x * x.roll(shift, -1) for shift in range(1, (width + 1) // 2)]
     if width % 2 == 0:
         left, right = x.chunk(2, -1)
         pairs.append(left * right)
@@ -175,19 +183,21 @@ class DeltaNet(StatefulMixer):
         """Implement `StatefulMixer.add_parameters`."""
         self.conv_weight = self.parameter(self.num_heads, sum(self.widths[:3]), self.settings.conv_kernel_size)
 
-    def read_states(self, heads: tuple[Tensor, ...], x_bth: Tensor, past: EmptyHistory, positions: Positions) -> Tensor:
-        """Implement `StatefulMixer.read_states`."""
-        rows = torch.cat(heads[:3], -1)
-        before = past.previous_rows("convolution", rows, self.conv_weight.shape[-1] - 1)
-        q, k, v = short_convolution(rows, before, self.conv_weight).split(self.widths[:3], -1)
+    def run_states(
+        self, heads: tuple[Tensor, ...], x_bth: Tensor, history: EmptyHistory, positions: Positions
+    ) -> Tensor:
+        """Implement `StatefulMixer.run_states`."""
+        qkv = torch.cat(heads[:3], -1)
+        previous = history.previous_rows("convolution", qkv, self.conv_weight.shape[-1] - 1)
+        q, k, v = short_convolution(qkv, previous, self.conv_weight).split(self.widths[:3], -1)
         # Rounded to the dtype of the hidden states, although computed in fp32.
-        q, k, v = (x.to(x_bth.dtype) for x in (of_unit_length(q), of_unit_length(k), v))
-        strength, decay = heads[4][..., 0].float().sigmoid(), self.log_forgetting(heads[4])
-        read, state = delta_rule(q, k, v, decay, strength, past.state("state"))
-        past.keep_state("state", state)
-        return read
+        q, k, v = (x.to(x_bth.dtype) for x in (l2_normalize(q), l2_normalize(k), v))
+        strength, decay = heads[4][..., 0].float().sigmoid(), self.compute_log_decay(heads[4])
+        out, state = delta_rule(q, k, v, decay, strength, history.state("state"))
+        history.store_state("state", state)
+        return out
 
-    def log_forgetting(self, scalars_btuw: Tensor) -> Tensor:
+    def compute_log_decay(self, scalars_btuw: Tensor) -> Tensor:
         """Return the log decay of the state, fp32 [b, t, u], at most 0."""
         return torch.zeros_like(scalars_btuw[..., 0], dtype=torch.float32)
 
@@ -203,7 +213,7 @@ class GatedDeltaNet(DeltaNet):
         self.log_decay = self.parameter(self.num_heads)
         self.step_bias = self.parameter(self.num_heads)
 
-    def log_forgetting(self, scalars_btuw: Tensor) -> Tensor:
-        """Implement `DeltaNet.log_forgetting` as -A softplus(alpha + bias)."""
+    def compute_log_decay(self, scalars_btuw: Tensor) -> Tensor:
+        """Implement `DeltaNet.compute_log_decay` as -A softplus(alpha + bias)."""
         step = F.softplus(scalars_btuw[..., 1].float() + self.step_bias.float())
         return -self.log_decay.float().exp() * step

@@ -18,14 +18,14 @@ from torch.utils.checkpoint import checkpoint
 from .mixer_selectron import full_precision
 
 CHUNK_SIZE = 64
-CHUNK_SIZE_OF_VECTORS = 16
-"""Chunk size for decays per key feature, which need a number for each pair of positions and each feature."""
+VECTOR_DECAY_CHUNK_SIZE = 16
+"""Chunk size for decays per key feature, which need one value per pair of positions and feature."""
 
 
 def _to_chunks(x_bthd: Tensor, size: int) -> Tensor:
     """Reshape [b, t, h, d] to [b, h, n, size, d], padded with zeros, which neither decay nor write."""
-    missing = -x_bthd.shape[1] % size
-    return pad(x_bthd.float(), (0, 0, 0, 0, 0, missing)).transpose(1, 2).unflatten(2, (-1, size))
+    num_missing = -x_bthd.shape[1] % size
+    return pad(x_bthd.float(), (0, 0, 0, 0, 0, num_missing)).transpose(1, 2).unflatten(2, (-1, size))
 
 
 def _from_chunks(x_bhnce: Tensor, length: int) -> Tensor:
@@ -45,7 +45,7 @@ def _first_state(state: Tensor | None, k_bthd: Tensor, v_bthe: Tensor) -> Tensor
     return state if state is not None else torch.zeros(b, h, d, v_bthe.shape[-1], device=k_bthd.device)
 
 
-def _only_token(*x_b1hd: Tensor) -> Iterator[Tensor]:
+def _squeeze_token(*x_b1hd: Tensor) -> Iterator[Tensor]:
     return (x[:, 0].float() for x in x_b1hd)
 
 
@@ -69,7 +69,7 @@ def linear_attention(
         q_bthd: queries [b, t, h, d], any floating dtype.
         k_bthd: keys [b, t, h, d].
         v_bthe: values [b, t, h, e].
-        g_bthf: log decay, at most 0, one number per token (f = 1) or per key feature (f = d).
+        g_bthf: log decay, at most 0, one value per token (f = 1) or per key feature (f = d).
         state_bhde: state before the first token; None: zeros.
         scale: factor on q.
 
@@ -78,10 +78,10 @@ def linear_attention(
     """
     length, state = q_bthd.shape[1], _first_state(state_bhde, k_bthd, v_bthe)
     if length == 1:
-        q, k, v, g = _only_token(q_bthd, k_bthd, v_bthe, g_bthf)
+        q, k, v, g = _squeeze_token(q_bthd, k_bthd, v_bthe, g_bthf)
         state = g[..., None].exp() * state + _outer(k, v)
         return _read(q * scale, state)[:, None], state
-    size = min(CHUNK_SIZE if g_bthf.shape[-1] == 1 else CHUNK_SIZE_OF_VECTORS, length)
+    size = min(CHUNK_SIZE if g_bthf.shape[-1] == 1 else VECTOR_DECAY_CHUNK_SIZE, length)
     q, k, v, g = (_to_chunks(x, size) for x in (q_bthd, k_bthd, v_bthe, g_bthf))
     q, total = q * scale, g.cumsum(-2)
     if g.shape[-1] == 1:
@@ -89,11 +89,11 @@ def linear_attention(
     else:
         weights = torch.einsum("bhnid,bhnjd,bhndij->bhnij", q, k, _pair_decay(total.mT[..., None]))
     last = total[..., -1:, :]
-    written, kept = ((last - total).exp() * k).mT @ v, last.exp().mT
+    updates, decay = ((last - total).exp() * k).mT @ v, last.exp().mT
     states = []
-    for n in range(written.shape[2]):
+    for n in range(updates.shape[2]):
         states.append(state)
-        state = kept[:, :, n] * state + written[:, :, n]
+        state = decay[:, :, n] * state + updates[:, :, n]
     return _from_chunks((q * total.exp()) @ torch.stack(states, 2) + weights @ v, length), state
 
 
@@ -120,12 +120,12 @@ def rwkv6(
     r, k, v, u = (x.float() for x in (r_bthd, k_bthd, v_bthe, u_hd))
     state = _first_state(state_bhde, k, v)
     first = _read(r[:, 0], state)[:, None]
-    present = (r * u * k).sum(-1, keepdim=True) * v
+    current = (r * u * k).sum(-1, keepdim=True) * v
     if r.shape[1] == 1:
-        return first + present, g_bthd[:, 0, :, :, None].float().exp() * state + _outer(k[:, 0], v[:, 0])
+        return first + current, g_bthd[:, 0, :, :, None].float().exp() * state + _outer(k[:, 0], v[:, 0])
     next_r = torch.cat([r[:, 1:], torch.zeros_like(r[:, :1])], 1)
-    past, last = linear_attention(next_r, k, v, g_bthd, state, 1.0)
-    return torch.cat([first, past[:, :-1]], 1) + present, last
+    shifted, last = linear_attention(next_r, k, v, g_bthd, state, 1.0)
+    return torch.cat([first, shifted[:, :-1]], 1) + current, last
 
 
 @full_precision
@@ -150,21 +150,21 @@ def delta_rule(
     length, scale = q_bthd.shape[1], q_bthd.shape[-1] ** -0.5
     size, state = min(CHUNK_SIZE, length), _first_state(state_bhde, k_bthd, v_bthe)
     if length == 1:
-        q, k, v, g, beta = _only_token(q_bthd, k_bthd, v_bthe, g_bth[..., None], beta_bth[..., None])
+        q, k, v, g, beta = _squeeze_token(q_bthd, k_bthd, v_bthe, g_bth[..., None], beta_bth[..., None])
         state = g[..., None].exp() * state
         state = state + _outer(k, beta * (v - _read(k, state)))
         return _read(q * scale, state)[:, None], state
     q, k, v, g, beta = (_to_chunks(x, size) for x in (q_bthd, k_bthd, v_bthe, g_bth[..., None], beta_bth[..., None]))
     q, total = q * scale, g.cumsum(-2)
-    decay, kept, last = _pair_decay(total), total.exp(), total[..., -1:, :]
-    own, reads = _solved(beta * (k @ k.mT) * decay, beta * v, beta * kept * k)
+    decay, decay_from_start, last = _pair_decay(total), total.exp(), total[..., -1:, :]
+    own, reads = _solve_unit_lower(beta * (k @ k.mT) * decay, beta * v, beta * decay_from_start * k)
     to_end = ((last - total).exp() * k).mT
     states, updates = [], []
     for n in range(own.shape[2]):
         states.append(state)
         updates.append(own[:, :, n] - reads[:, :, n] @ state)
         state = last[:, :, n].exp() * state + to_end[:, :, n] @ updates[-1]
-    out = (q * kept) @ torch.stack(states, 2) + (q @ k.mT * decay) @ torch.stack(updates, 2)
+    out = (q * decay_from_start) @ torch.stack(states, 2) + (q @ k.mT * decay) @ torch.stack(updates, 2)
     return _from_chunks(out, length), state
 
 
@@ -196,40 +196,40 @@ def rwkv7(
     """
     length, state = r_bthd.shape[1], _first_state(state_bhde, k_bthd, v_bthe)
     if length == 1:
-        r, k, v, w, a, b = _only_token(r_bthd, k_bthd, v_bthe, w_bthd, a_bthd, b_bthd)
+        r, k, v, w, a, b = _squeeze_token(r_bthd, k_bthd, v_bthe, w_bthd, a_bthd, b_bthd)
         state = w[..., None].exp() * state + _outer(b, _read(a, state)) + _outer(k, v)
         return _read(r, state)[:, None], state
-    size = min(CHUNK_SIZE_OF_VECTORS, length)
+    size = min(VECTOR_DECAY_CHUNK_SIZE, length)
     r, k, v, w, a, b = (_to_chunks(x, size) for x in (r_bthd, k_bthd, v_bthe, w_bthd, a_bthd, b_bthd))
     total = w.cumsum(-2)
     last, decay = total[..., -1:, :], _pair_decay(total.mT[..., None])
     # a reads the state before its own token's decay. a is shifted up by one row, so that it uses the decay that r
     # uses, and the products are shifted back down.
     next_a = pad(a[..., 1:, :], (0, 0, 0, 1))
-    ab, ak = (_down(torch.einsum("bhnid,bhnjd,bhndij->bhnij", next_a, x, decay)) for x in (b, k))
+    ab, ak = (_shift_down(torch.einsum("bhnid,bhnjd,bhndij->bhnij", next_a, x, decay)) for x in (b, k))
     rb, rk = (torch.einsum("bhnid,bhnjd,bhndij->bhnij", r, x, decay) for x in (b, k))
-    own, reads = _solved(-ab, ak @ v, _down(total).exp() * a)
-    fade = (last - total).exp()
-    written, to_end, kept = (fade * k).mT @ v, (fade * b).mT, last.exp().mT
+    own, reads = _solve_unit_lower(-ab, ak @ v, _shift_down(total).exp() * a)
+    decay_to_end = (last - total).exp()
+    written, to_end, chunk_decay = (decay_to_end * k).mT @ v, (decay_to_end * b).mT, last.exp().mT
     states, updates = [], []
     for n in range(own.shape[2]):
         states.append(state)
         updates.append(own[:, :, n] + reads[:, :, n] @ state)
-        state = kept[:, :, n] * state + to_end[:, :, n] @ updates[-1] + written[:, :, n]
+        state = chunk_decay[:, :, n] * state + to_end[:, :, n] @ updates[-1] + written[:, :, n]
     out = (r * total.exp()) @ torch.stack(states, 2) + rb @ torch.stack(updates, 2) + rk @ v
     return _from_chunks(out, length), state
 
 
-def _down(x_c1: Tensor) -> Tensor:
+def _shift_down(x_c1: Tensor) -> Tensor:
     """Shift the rows of a chunk down by one, [..., c, any]. The first row becomes zero."""
     return pad(x_c1[..., :-1, :], (0, 0, 1, 0))
 
 
-def _solved(system: Tensor, own: Tensor, reads: Tensor) -> tuple[Tensor, Tensor]:
-    """Solve (1 + strictly lower triangle of `system`) x = right for two right-hand sides."""
-    right = torch.cat([own, reads], -1)
-    solved = torch.linalg.solve_triangular(system.tril(-1), right, upper=False, unitriangular=True)
-    own, reads = solved.split([own.shape[-1], reads.shape[-1]], -1)
+def _solve_unit_lower(matrix: Tensor, own: Tensor, reads: Tensor) -> tuple[Tensor, Tensor]:
+    """Solve (1 + strictly lower triangle of `matrix`) x = y for the right-hand sides `own` and `reads`."""
+    right_sides = torch.cat([own, reads], -1)
+    solution = torch.linalg.solve_triangular(matrix.tril(-1), right_sides, upper=False, unitriangular=True)
+    own, reads = solution.split([own.shape[-1], reads.shape[-1]], -1)
     return own, reads
 
 
@@ -253,22 +253,22 @@ def selective_scan(
     x, dt, A, B, C = (y.float() for y in (x_btc, dt_btc, A_cn, B_btn, C_btn))
     state = state_bcn if state_bcn is not None else torch.zeros(x.shape[0], *A.shape, device=x.device)
     outputs = []
-    for parts in zip(*(y.split(CHUNK_SIZE_OF_VECTORS, 1) for y in (x, dt, B, C)), strict=True):
-        # The backward pass recomputes a chunk's states. Stored, they would take n numbers per channel and token.
-        y, state = checkpoint(_scan_chunk, *parts, A, state, use_reentrant=False, preserve_rng_state=False)
+    for chunk in zip(*(y.split(VECTOR_DECAY_CHUNK_SIZE, 1) for y in (x, dt, B, C)), strict=True):
+        # The backward pass recomputes a chunk's states. Stored, they would take n values per channel and token.
+        y, state = checkpoint(_scan_chunk, *chunk, A, state, use_reentrant=False, preserve_rng_state=False)
         outputs.append(y)
     return torch.cat(outputs, 1), state
 
 
 def _scan_chunk(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, A: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    kept = (dt[..., None] * A).exp()
-    written = (dt * x)[..., None] * B[:, :, None]
-    written = torch.cat([written[:, :1] + kept[:, :1] * state[:, None], written[:, 1:]], 1)
+    decay = (dt[..., None] * A).exp()
+    states = (dt * x)[..., None] * B[:, :, None]
+    states = torch.cat([states[:, :1] + decay[:, :1] * state[:, None], states[:, 1:]], 1)
     span = 1
-    while span < kept.shape[1]:  # Hillis, Steele 1986: each position covers `span` positions
-        joined = written[:, span:] + kept[:, span:] * written[:, :-span]
-        written = torch.cat([written[:, :span], joined], 1)
-        kept = torch.cat([kept[:, :span], kept[:, span:] * kept[:, :-span]], 1)
+    while span < decay.shape[1]:  # Hillis, Steele 1986: each position covers `span` positions
+        joined = states[:, span:] + decay[:, span:] * states[:, :-span]
+        states = torch.cat([states[:, :span], joined], 1)
+        decay = torch.cat([decay[:, :span], decay[:, span:] * decay[:, :-span]], 1)
         span *= 2
     # A view of the last state would keep all states of the chunk in memory.
-    return torch.einsum("btcn,btn->btc", written, C), written[:, -1].clone()
+    return torch.einsum("btcn,btn->btc", states, C), states[:, -1].clone()
