@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megatron_ext.checkpoint import metadata_index
-from megatron_ext.checkpoint.metadata_index import Kinds, allowed_names, read_index, types
+from megatron_ext.checkpoint.metadata_index import IndexClasses, allowed_names, plain_types, read_index
 
-KINDS = Kinds(
+CLASSES = IndexClasses(
     dtypes={name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
     layouts={str(one): one for one in vars(torch).values() if isinstance(one, torch.layout)},
     size=torch.Size,
@@ -36,17 +36,17 @@ KINDS = Kinds(
     storage=StorageMeta,
     metadata=Metadata,
 )
-TYPES = types(KINDS)
+TYPES = plain_types(CLASSES)
 """torch's plain types, by their (module, name) in pickles."""
 
-_NAMES = allowed_names(KINDS)
+_NAMES = allowed_names(CLASSES)
 
 
-def size_of(numbers: Any = ()) -> torch.Size:
+def size_of(sizes: Any = ()) -> torch.Size:
     """Build a `torch.Size`, as `metadata_index.size_of` does."""
-    return cast(torch.Size, metadata_index.size_of(torch.Size, numbers))
+    return cast(torch.Size, metadata_index.size_of(torch.Size, sizes))
 
 
 def read_metadata(folder: Path) -> Metadata:
     """Read the index of a checkpoint folder, as `metadata_index.read_index` does."""
-    return cast(Metadata, read_index(folder, KINDS, _NAMES))
+    return cast(Metadata, read_index(folder, CLASSES, _NAMES))

@@ -1,7 +1,8 @@
 """Safe reader of `.metadata`, the index of a torch_dist checkpoint. It executes no code from the file.
 
 torch's own `FileSystemReader.read_metadata` is `pickle.load`. This reader only builds data classes and validates each
-of their fields. They are either torch's own (`metadata_file`) or stand-ins that work without torch (`metadata_plain`).
+of their fields. The classes are torch's own (`metadata_file`) or replacements that work without torch
+(`metadata_plain`).
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ from megatron_ext.utils.errors import UserError
 FILE_NAME = ".metadata"
 """Name of the file in torch."""
 
-MEND = "copy the whole checkpoint again, or give another one"
+DAMAGED_HINT = "copy the whole checkpoint again, or give another one"
+"""Hint in errors for damaged checkpoints."""
+
 MAX_BYTES = 1 << 30
-"""Largest index. That of 30,000 tensors on 1,000 ranks takes a tenth of it."""
+"""Maximum size of the file. The index of 30,000 tensors on 1,000 ranks takes a tenth of it."""
 
 _MAX_DIMENSIONS = 64
 _MAX_SIZE = 1 << 62
-_MAX_PATH = 4096
+_MAX_PATH_LENGTH = 4096
 _IGNORED_FIELDS = ("planner_data", "storage_meta", "version", "mcore_data", "all_local_plans")
 """Ignored fields. The last two are Megatron's."""
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -46,7 +49,7 @@ _IGNORED_CLASSES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kinds:
+class IndexClasses:
     """Classes of the objects in an index.
 
     Attributes:
@@ -56,9 +59,9 @@ class Kinds:
         encoding: enumeration of memory formats.
         properties: properties of a tensor.
         fill_properties: function that sets properties from (dtype, layout, requires_grad, memory format, pin_memory).
-        chunk: offsets and sizes of a part of a tensor.
+        chunk: offsets and sizes of a chunk of a tensor.
         tensor: entry of a tensor.
-        object: entry of an object that is no tensor.
+        object: entry of an object that is not a tensor.
         index: key of a storage location.
         location: storage location: a file, and offset and length in it.
         storage: storage metadata, which is not used.
@@ -80,110 +83,110 @@ class Kinds:
     metadata: type[Any]
 
 
-def size_of(kind: type[Any], numbers: Any = ()) -> Any:
+def size_of(data_class: type[Any], sizes: Any = ()) -> Any:
     """Build a size from a pickle's arguments.
 
     Raises:
         RefusedPickle: the arguments are no valid size.
     """
-    if type(numbers) not in (tuple, list, kind) or len(numbers) > _MAX_DIMENSIONS:
+    if type(sizes) not in (tuple, list, data_class) or len(sizes) > _MAX_DIMENSIONS:
         raise RefusedPickle("has an invalid size")
-    if not all(type(number) is int and 0 <= number < _MAX_SIZE for number in numbers):
+    if not all(type(size) is int and 0 <= size < _MAX_SIZE for size in sizes):
         raise RefusedPickle("has an invalid size")
-    return kind(numbers)
+    return data_class(sizes)
 
 
-def types(kinds: Kinds) -> dict[tuple[str, str], Any]:
+def plain_types(classes: IndexClasses) -> dict[tuple[str, str], Any]:
     """Return torch's plain types, by their (module, name) in pickles."""
 
     def layout(name: Any) -> Any:
-        found = kinds.layouts.get(name) if type(name) is str else None
-        if found is None:
+        value = classes.layouts.get(name) if type(name) is str else None
+        if value is None:
             raise RefusedPickle("has an invalid layout")
-        return found
+        return value
 
     return {
-        **{("torch", name): value for name, value in kinds.dtypes.items()},
-        ("torch", "Size"): AllowedName(lambda numbers=(): size_of(kinds.size, numbers)),
+        **{("torch", name): value for name, value in classes.dtypes.items()},
+        ("torch", "Size"): AllowedName(lambda sizes=(): size_of(classes.size, sizes)),
         ("torch.serialization", "_get_layout"): AllowedName(layout),
     }
 
 
-def _is(*kinds: type) -> Callable[[Any], bool]:
-    return lambda value: type(value) in kinds
+def _is(*classes: type) -> Callable[[Any], bool]:
+    return lambda value: type(value) in classes
 
 
 def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < _MAX_SIZE
 
 
-def _anything(value: Any) -> bool:
+def _is_any(value: Any) -> bool:
     return True
 
 
-def _data_class(kind: type, fields: Mapping[str, Callable[[Any], bool]]) -> AllowedName:
+def _data_class(data_class: type, fields: Mapping[str, Callable[[Any], bool]]) -> AllowedName:
     def fill(instance: Any, state: Any) -> None:
         if type(state) is not dict or not all(type(key) is str and key in fields for key in state):
-            raise RefusedPickle(f"has a {kind.__name__} with other fields than its own")
+            raise RefusedPickle(f"has a {data_class.__name__} with other fields than its own")
         for field, value in state.items():
             if not fields[field](value):
-                raise RefusedPickle(f"has a {kind.__name__} whose {field} is a {type(value).__name__}")
+                raise RefusedPickle(f"has a {data_class.__name__} whose {field} is a {type(value).__name__}")
             object.__setattr__(instance, field, value)
 
-    return AllowedName(None, lambda: object.__new__(kind), kind, fill)
+    return AllowedName(None, lambda: object.__new__(data_class), data_class, fill)
 
 
-def _path(*parts: Any) -> PurePath:
+def _build_path(*parts: Any) -> PurePath:
     # A long shared string would be copied into every path built from it.
-    if not all(type(part) is str for part in parts) or sum(map(len, parts)) > _MAX_PATH:
+    if not all(type(part) is str for part in parts) or sum(map(len, parts)) > _MAX_PATH_LENGTH:
         raise RefusedPickle("has an invalid path")
     return PurePath(*parts)
 
 
-def allowed_names(kinds: Kinds) -> AllowedNames:
+def allowed_names(classes: IndexClasses) -> AllowedNames:
     """Return the classes that an index may name, by their (module, name) in pickles."""
     return {
-        **types(kinds),
+        **plain_types(classes),
         ("collections", "OrderedDict"): ordered_dict(),
         **{
-            (module, name): AllowedName(_path)
+            (module, name): AllowedName(_build_path)
             for module in ("pathlib", "pathlib._local")
             for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
         },
-        **_tensor_classes(kinds),
-        **_index_classes(kinds),
+        **_tensor_classes(classes),
+        **_index_classes(classes),
         **dict.fromkeys(_IGNORED_CLASSES, ignored_class()),
     }
 
 
-def _tensor_classes(kinds: Kinds) -> dict[tuple[str, str], AllowedName]:
+def _tensor_classes(classes: IndexClasses) -> dict[tuple[str, str], AllowedName]:
     """Return the classes of entries of `state_dict_metadata`."""
 
     def encoding(value: Any) -> Any:
         if type(value) is not int:
             raise RefusedPickle("has an invalid memory format")
-        return kinds.encoding(value)
+        return classes.encoding(value)
 
     return {
         (_METADATA, "_MEM_FORMAT_ENCODING"): AllowedName(encoding),
-        (_METADATA, "TensorProperties"): _tensor_properties(kinds),
+        (_METADATA, "TensorProperties"): _tensor_properties(classes),
         (_METADATA, "ChunkStorageMetadata"): _data_class(
-            kinds.chunk, {"offsets": _is(kinds.size), "sizes": _is(kinds.size)}
+            classes.chunk, {"offsets": _is(classes.size), "sizes": _is(classes.size)}
         ),
         (_METADATA, "TensorStorageMetadata"): _data_class(
-            kinds.tensor, {"properties": _is(kinds.properties), "size": _is(kinds.size), "chunks": _is(list)}
+            classes.tensor, {"properties": _is(classes.properties), "size": _is(classes.size), "chunks": _is(list)}
         ),
-        (_METADATA, "BytesStorageMetadata"): _data_class(kinds.object, {}),
+        (_METADATA, "BytesStorageMetadata"): _data_class(classes.object, {}),
     }
 
 
-def _tensor_properties(kinds: Kinds) -> AllowedName:
+def _tensor_properties(classes: IndexClasses) -> AllowedName:
     """Return the entry for `TensorProperties`, whose state is a tuple."""
     types_by_field = (
-        tuple({type(dtype) for dtype in kinds.dtypes.values()}),
-        tuple({type(layout) for layout in kinds.layouts.values()}),
+        tuple({type(dtype) for dtype in classes.dtypes.values()}),
+        tuple({type(layout) for layout in classes.layouts.values()}),
         (bool,),
-        (kinds.encoding,),
+        (classes.encoding,),
         (bool,),
     )
 
@@ -194,27 +197,27 @@ def _tensor_properties(kinds: Kinds) -> AllowedName:
             or not all(type(value) in allowed for value, allowed in zip(state, types_by_field, strict=True))
         ):
             raise RefusedPickle("has TensorProperties with other fields than their own")
-        kinds.fill_properties(instance, state)
+        classes.fill_properties(instance, state)
 
-    return AllowedName(None, lambda: object.__new__(kinds.properties), kinds.properties, fill)
+    return AllowedName(None, lambda: object.__new__(classes.properties), classes.properties, fill)
 
 
-def _index_classes(kinds: Kinds) -> dict[tuple[str, str], AllowedName]:
+def _index_classes(classes: IndexClasses) -> dict[tuple[str, str], AllowedName]:
     """Return the classes of the whole index and of its storage locations."""
     return {
         (_METADATA, "MetadataIndex"): _data_class(
-            kinds.index, {"fqn": _is(str), "offset": _is(kinds.size, type(None)), "index": _is(int, type(None))}
+            classes.index, {"fqn": _is(str), "offset": _is(classes.size, type(None)), "index": _is(int, type(None))}
         ),
         (_METADATA, "Metadata"): _data_class(
-            kinds.metadata,
+            classes.metadata,
             {
                 "state_dict_metadata": _is(dict, OrderedDict),
                 "storage_data": _is(dict, OrderedDict),
-                **dict.fromkeys(_IGNORED_FIELDS, _anything),
+                **dict.fromkeys(_IGNORED_FIELDS, _is_any),
             },
         ),
         (_FILESYSTEM, "_StorageInfo"): _data_class(
-            kinds.location,
+            classes.location,
             {
                 "relative_path": _is(str),
                 "offset": _is_count,
@@ -225,64 +228,64 @@ def _index_classes(kinds: Kinds) -> dict[tuple[str, str], AllowedName]:
     }
 
 
-def read_index(folder: Path, kinds: Kinds, names: AllowedNames) -> Any:
+def read_index(folder: Path, classes: IndexClasses, names: AllowedNames) -> Any:
     """Read the index of a checkpoint folder.
 
     Args:
         folder: folder of the checkpoint.
-        kinds: classes of its objects.
+        classes: classes of its objects.
         names: `allowed_names(kinds)`.
 
     Raises:
-        UserError: the index is missing, damaged, or contains anything else.
+        UserError: the index is missing or damaged, or contains other classes.
     """
     path = folder / FILE_NAME
     try:
-        return _checked(load(read_regular(path, MAX_BYTES), names), kinds)
+        return _validate(load(read_regular(path, MAX_BYTES), names), classes)
     except FileNotFoundError:
-        raise UserError(str(path), "is missing, so the checkpoint is damaged", MEND) from None
+        raise UserError(str(path), "is missing, so the checkpoint is damaged", DAMAGED_HINT) from None
     except OSError as error:
-        raise UserError(str(path), f"cannot be read ({os_error_reason(error)})", MEND) from error
+        raise UserError(str(path), f"cannot be read ({os_error_reason(error)})", DAMAGED_HINT) from error
     except RefusedPickle as error:
-        raise UserError(str(path), f"cannot be read: it {error}", MEND) from error
+        raise UserError(str(path), f"cannot be read: it {error}", DAMAGED_HINT) from error
 
 
-def _checked(found: Any, kinds: Kinds) -> Any:
+def _validate(index: Any, classes: IndexClasses) -> Any:
     """Validate an index and return it without its unused fields.
 
     Raises:
-        RefusedPickle: it is invalid.
+        RefusedPickle: the index is invalid.
     """
-    if type(found) is not kinds.metadata:
+    if type(index) is not classes.metadata:
         raise RefusedPickle("is no checkpoint's metadata")
-    entries, locations = vars(found).get("state_dict_metadata"), vars(found).get("storage_data")
+    entries, locations = vars(index).get("state_dict_metadata"), vars(index).get("storage_data")
     if not entries or not locations:
         raise RefusedPickle("is no checkpoint's metadata")
     stored = sum(
         location.length
         for location in locations.values()
-        if type(location) is kinds.location and "length" in vars(location)
+        if type(location) is classes.location and "length" in vars(location)
     )
     for key, entry in entries.items():
-        if type(key) is not str or type(entry) not in (kinds.tensor, kinds.object):
+        if type(key) is not str or type(entry) not in (classes.tensor, classes.object):
             raise RefusedPickle("describes something that is neither a tensor nor an object")
-        if type(entry) is kinds.tensor:
-            _check_tensor(entry, stored, kinds)
-    for index, location in locations.items():
-        if type(index) is not kinds.index or type(location) is not kinds.location:
+        if type(entry) is classes.tensor:
+            _check_tensor(entry, stored, classes)
+    for key, location in locations.items():
+        if type(key) is not classes.index or type(location) is not classes.location:
             raise RefusedPickle("has an invalid storage location")
         _check_location(location)
-    return kinds.metadata(dict(entries), storage_data=dict(locations), storage_meta=kinds.storage())
+    return classes.metadata(dict(entries), storage_data=dict(locations), storage_meta=classes.storage())
 
 
-def _check_tensor(entry: Any, stored: int, kinds: Kinds) -> None:
+def _check_tensor(entry: Any, stored: int, classes: IndexClasses) -> None:
     if vars(entry).keys() != {"properties", "size", "chunks"} or "dtype" not in vars(entry.properties):
         raise RefusedPickle("describes a tensor without its fields")
-    # Allocating it, or iterating over a dimension, would take too much memory or time.
+    # Allocating such a tensor, or iterating over a dimension, would take too much memory or time.
     if max(entry.size.numel() * entry.properties.dtype.itemsize, *entry.size, 0) > stored:
         raise RefusedPickle("describes a tensor that is larger than the whole checkpoint")
     for chunk in entry.chunks:
-        if type(chunk) is not kinds.chunk or vars(chunk).keys() != {"offsets", "sizes"}:
+        if type(chunk) is not classes.chunk or vars(chunk).keys() != {"offsets", "sizes"}:
             raise RefusedPickle("describes an invalid part")
         if not len(chunk.offsets) == len(chunk.sizes) == len(entry.size):
             raise RefusedPickle("describes a part with a different number of dimensions than its tensor")

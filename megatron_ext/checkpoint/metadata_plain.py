@@ -12,7 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, cast
 
-from megatron_ext.checkpoint.metadata_index import Kinds, allowed_names, read_index
+from megatron_ext.checkpoint.metadata_index import IndexClasses, allowed_names, read_index
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ DTYPES: Mapping[str, Dtype] = {
 }
 """Dtypes of parameters and training state. An index with other dtypes must be read with torch."""
 
-KINDS = Kinds(
+CLASSES = IndexClasses(
     dtypes=DTYPES,
     layouts={"torch.strided": _Layout("torch.strided")},
     size=Size,
@@ -137,9 +137,9 @@ KINDS = Kinds(
     storage=_StorageMeta,
     metadata=Metadata,
 )
-_NAMES = allowed_names(KINDS)
+_NAMES = allowed_names(CLASSES)
 
 
 def read_plain(folder: Path) -> Metadata:
     """Read the index of a checkpoint folder, as `metadata_index.read_index` does."""
-    return cast(Metadata, read_index(folder, KINDS, _NAMES))
+    return cast(Metadata, read_index(folder, CLASSES, _NAMES))

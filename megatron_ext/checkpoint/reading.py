@@ -37,7 +37,7 @@ from torch.futures import Future
 
 from megatron_ext.checkpoint.extent import RefusedPickle
 from megatron_ext.checkpoint.metadata_file import read_metadata
-from megatron_ext.checkpoint.metadata_index import FILE_NAME, MEND
+from megatron_ext.checkpoint.metadata_index import DAMAGED_HINT, FILE_NAME
 from megatron_ext.checkpoint.pickle_names import AllowedNames
 from megatron_ext.checkpoint.torch_file import NAMES, load_file, load_range
 from megatron_ext.parallel.agreement import raise_on_all_ranks
@@ -83,9 +83,9 @@ class RestrictedReader(FileSystemReader):
             try:
                 self._read_file(path, items, planner)
             except OSError as error:
-                raise UserError(str(path), f"cannot be read ({os_error_reason(error)})", MEND) from error
+                raise UserError(str(path), f"cannot be read ({os_error_reason(error)})", DAMAGED_HINT) from error
             except RefusedPickle as error:
-                raise UserError(str(path), f"cannot be read: it {error}", MEND) from error
+                raise UserError(str(path), f"cannot be read: it {error}", DAMAGED_HINT) from error
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -195,9 +195,9 @@ def read_common(folder: Path, names: AllowedNames | None = None) -> Any:
     try:
         return load_file(path, NAMES if names is None else {**NAMES, **names})
     except OSError as error:
-        raise UserError(str(path), f"cannot be read ({os_error_reason(error)})", MEND) from error
+        raise UserError(str(path), f"cannot be read ({os_error_reason(error)})", DAMAGED_HINT) from error
     except RefusedPickle as error:
-        raise UserError(str(path), f"cannot be read: it {error}", MEND) from error
+        raise UserError(str(path), f"cannot be read: it {error}", DAMAGED_HINT) from error
 
 
 def load_state(state: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -217,7 +217,7 @@ def load_state(state: dict[str, Any], folder: Path) -> dict[str, Any]:
         _check_tensors(state, reader.read_metadata(), folder)
         common.append(read_common(folder))
         if not isinstance(common[0], dict):
-            raise UserError(str(folder / COMMON_STATE_FNAME), "contains no dictionary", MEND)
+            raise UserError(str(folder / COMMON_STATE_FNAME), "contains no dictionary", DAMAGED_HINT)
 
     raise_on_all_ranks(read)
     try:
@@ -236,7 +236,7 @@ def _check_tensors(state: dict[str, Any], metadata: Metadata, folder: Path) -> N
             entry = metadata.state_dict_metadata.get(sharded.key)
             expected = torch.Size(sharded.global_shape)
             if not isinstance(entry, TensorStorageMetadata):
-                raise UserError(str(folder / FILE_NAME), f"has no tensor {sharded.key}", MEND)
+                raise UserError(str(folder / FILE_NAME), f"has no tensor {sharded.key}", DAMAGED_HINT)
             if entry.size != expected and not sharded.allow_shape_mismatch:
                 problem = f"has {sharded.key} with the shape {list(entry.size)} instead of {list(expected)}"
-                raise UserError(str(folder / FILE_NAME), problem, MEND)
+                raise UserError(str(folder / FILE_NAME), problem, DAMAGED_HINT)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NoReturn
 
-from megatron_ext.checkpoint.metadata_plain import DTYPES, KINDS, read_plain
+from megatron_ext.checkpoint.metadata_plain import CLASSES, DTYPES, read_plain
 from megatron_ext.conversion.core import selectron_run
 from megatron_ext.conversion.core.family import Family, SavedModel
 from megatron_ext.conversion.core.formats import detect_format
@@ -51,7 +51,7 @@ def _refuse_to_read(key: str) -> NoReturn:
 
 def _inspect_step(path: Path, options: SourceOptions) -> Source | None:
     record = selectron_run.read_checked_record(path)
-    index = TorchDistIndex(path, read_plain(path), KINDS.tensor)
+    index = TorchDistIndex(path, read_plain(path), CLASSES.tensor)
     stored = LazyTensors(index.infos, _refuse_to_read)
     source = selectron_run.build_source(path, record, stored, options, has_optimizer=index.has_optimizer)
     if Selectron().unsupported_reason(source.saved) is not None:

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.futures import Future
 
 from megatron_ext.checkpoint.contents import CheckedFile, FileDigest, compute_digest
-from megatron_ext.checkpoint.metadata_index import MEND
+from megatron_ext.checkpoint.metadata_index import DAMAGED_HINT
 from megatron_ext.checkpoint.reading import RestrictedReader, read_common
 from megatron_ext.conversion.core.tensors import CombinedTensors, LazyTensors, TensorInfo, Tensors
 from megatron_ext.conversion.megatron.torch_dist_index import TorchDistIndex
@@ -155,7 +155,9 @@ def read_optimizer(stored: TorchDistTensors, folder: Path) -> OptimizerState | N
     try:
         return OptimizerState(tensors, dict(common["optimizer"]["schedule"]))
     except (TypeError, KeyError, ValueError):
-        raise UserError(str(folder / COMMON_STATE_FNAME), "contains no schedule of an optimizer", MEND) from None
+        raise UserError(
+            str(folder / COMMON_STATE_FNAME), "contains no schedule of an optimizer", DAMAGED_HINT
+        ) from None
 
 
 def write_torch_dist(tensors: Tensors, folder: Path, optimizer: OptimizerState | None = None) -> dict[str, FileDigest]:

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.checkpoint.metadata_index import FILE_NAME, MEND
+from megatron_ext.checkpoint.metadata_index import DAMAGED_HINT, FILE_NAME
 from megatron_ext.conversion.core.tensors import TensorInfo
 from megatron_ext.utils.errors import UserError
 from megatron_ext.utils.untrusted_paths import path_within
@@ -66,7 +66,7 @@ def _check_files(folder: Path, metadata: Any) -> None:
     for name, size in sizes.items():
         path = path_within(folder, name, str(folder / FILE_NAME), follow_links=True)
         if not path.is_file():
-            raise UserError(str(path), "is missing, so the checkpoint is damaged", MEND)
+            raise UserError(str(path), "is missing, so the checkpoint is damaged", DAMAGED_HINT)
         if path.stat().st_size < size:
             problem = f"has {path.stat().st_size} bytes, fewer than {size}, so the checkpoint is damaged"
-            raise UserError(str(path), problem, MEND)
+            raise UserError(str(path), problem, DAMAGED_HINT)
