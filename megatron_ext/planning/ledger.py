@@ -25,6 +25,9 @@ ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward
 QUERY_GRADIENT_BYTES = 4
 """Additional bytes per query element in attention's backward pass: kernels sum the query gradients in fp32."""
 
+ADD_PRODUCT = torch.ops.aten.addmm.dtype_out
+"""Matrix product added to a tensor of another dtype. torch 2.11 raises a TypeError for it on the meta device."""
+
 POINT_TO_POINT = ("send", "recv_")
 
 
@@ -110,7 +113,8 @@ class LedgerMode(TorchDispatchMode):
         op_kwargs = dict(kwargs or {})
         if _creates_tensor(func, args):
             op_kwargs["device"] = torch.device("meta")
-        result = func(*args, **op_kwargs)
+        skipped = func is ADD_PRODUCT and op_kwargs["out"].is_meta
+        result = op_kwargs["out"] if skipped else func(*args, **op_kwargs)
         for leaf in tree_iter(result):
             if isinstance(leaf, Tensor) and leaf.is_meta:
                 self._record_storage(leaf.untyped_storage())
