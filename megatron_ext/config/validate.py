@@ -39,6 +39,7 @@ _MESSAGES = {
     "too_long": ("{value} has too many entries", "give {max_length} at most"),
     "switch": ("{value} is not true, false or auto", "write one without quotes"),
     "power_of_two": ("{value} is not a power of two", "give 32, 64, 128, 256 or 512"),
+    "unknown_name": ("{value} is not one of the choices", "{hint}"),
     "string_pattern_mismatch": ("{value} has characters that are not allowed here", "it must match {pattern}"),
 }
 

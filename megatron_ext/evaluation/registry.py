@@ -25,12 +25,15 @@ class Suite:
         function: evaluation function, an `evaluation.suite.Test`.
         checker: function that checks the options, an `evaluation.suite.Check`.
         in_training: True if it can run between steps. Loss by domain has its own interval, `training.evaluate_every`.
+        config_checker: function that checks the options of a suite between steps against the configuration of the run,
+            before the run starts; None: there is nothing to check.
     """
 
     options: str
     function: str
     checker: str
     in_training: bool = True
+    config_checker: str | None = None
 
     def parse_options(self, name: str, fields: dict[str, Any]) -> Any:
         """Return the validated options.
@@ -61,6 +64,15 @@ class Suite:
         resolved: Callable[..., None] = resolve_name(self.checker)
         return resolved
 
+    def check_config(self, options: Any, config: RunConfig) -> None:
+        """Check the options against the configuration of a run.
+
+        Raises:
+            UserError: the suite cannot run with these options between the steps of this run.
+        """
+        if self.config_checker is not None:
+            resolve_name(self.config_checker)(options, config)
+
 
 _SUITES_MODULE = "megatron_ext.evaluation.suite"
 
@@ -75,11 +87,13 @@ SUITES: dict[str, Suite] = {
         "megatron_ext.evaluation.retrieval.options:RetrievalOptions",
         f"{_SUITES_MODULE}:retrieval",
         f"{_SUITES_MODULE}:check_retrieval_options",
+        config_checker="megatron_ext.evaluation.retrieval.options:check_config",
     ),
     "fewshot": Suite(
         "megatron_ext.evaluation.fewshot.options:FewshotOptions",
         f"{_SUITES_MODULE}:fewshot",
         f"{_SUITES_MODULE}:check_fewshot_options",
+        config_checker="megatron_ext.evaluation.fewshot.run:check_config",
     ),
 }
 
@@ -123,29 +137,6 @@ def check_suites(config: RunConfig) -> dict[str, Any]:
             problem = "belongs to a suite that is not in training.evaluate_suites"
             raise UserError(f"{name}.{next(iter(fields))}", problem, f"add {name} there, or remove it")
     options = {name: suites[name].parse_options(name, getattr(config, name)) for name in dict.fromkeys(names)}
-    if "retrieval" in options:
-        _check_lengths(options["retrieval"], config.model.max_position_embeddings)
-    if "fewshot" in options:
-        _check_fewshot(options["fewshot"])
+    for name, parsed in options.items():
+        suites[name].check_config(parsed, config)
     return options
-
-
-def _check_lengths(options: Any, longest: int | None) -> None:
-    assert longest is not None, "derived by the configuration"
-    too_long = [length for length in options.lengths if length > longest]
-    if too_long and options.unfit == "refuse":
-        problem = f"{too_long[0]}, but the model supports at most {longest} tokens"
-        hint = "reduce them, increase model.max_position_embeddings, or set retrieval.unfit=skip"
-        raise UserError("retrieval.lengths", problem, hint)
-
-
-def _check_fewshot(options: Any) -> None:
-    from megatron_ext.evaluation.fewshot.run import check_installed
-
-    check_installed()
-    if options.data is not None and not options.data.is_dir():
-        raise UserError(
-            "fewshot.data",
-            f"{options.data} is not a directory",
-            "choose a directory that contains the files of the test sets",
-        )

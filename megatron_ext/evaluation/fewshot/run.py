@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_ext.config.schema import RunConfig
 from megatron_ext.evaluation.fewshot.options import FewshotOptions
 from megatron_ext.evaluation.fewshot.results import FewshotResults, task_results
 from megatron_ext.evaluation.generators import preserve_random_states
@@ -131,3 +132,15 @@ def _evaluate(model: TextModel, options: FewshotOptions, is_first: bool) -> dict
     )
     sources = {name: task.sources for name, task in loaded["tasks"].items() if isinstance(task, LocalTask)}
     return {"tasks": task_results(output, sources), "asked": lm.num_texts, "truncated": lm.truncated}
+
+
+def check_config(options: FewshotOptions, _: RunConfig) -> None:
+    """Check that the suite can run on this machine.
+
+    Raises:
+        UserError: lm-eval is not installed, or `data` is not a directory.
+    """
+    check_installed()
+    if options.data is not None and not options.data.is_dir():
+        hint = "choose a directory that contains the files of the test sets"
+        raise UserError("fewshot.data", f"{options.data} is not a directory", hint)

@@ -14,8 +14,8 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 
+from megatron_ext.evaluation.retrieval.registry import load_all
 from megatron_ext.evaluation.retrieval.results import RetrievalResults, Summary
-from megatron_ext.evaluation.retrieval.tasks import TASKS
 
 DPI = 150
 PAPER, INK, MUTED, UNTESTED = "#ffffff", "#1a1a1a", "#5c5c5c", "#e4e4e4"
@@ -68,8 +68,9 @@ def _panels(results: RetrievalResults, lengths: Sequence[int]) -> list[Panel]:
     """Return title, row labels and scores [rows, lengths] of each panel; NaN: not tested."""
     depths = sorted(results.options.depths)
     summaries = results.by_depth()
-    depth_tasks = [task for task in results.options.tasks if TASKS[task].has_depth]
-    other_tasks = [task for task in results.options.tasks if not TASKS[task].has_depth]
+    tasks = load_all()
+    depth_tasks = [name for name in results.options.tasks if tasks[name].has_depth]
+    other_tasks = [name for name in results.options.tasks if not tasks[name].has_depth]
     labels = [f"{100 * depth:.3g} %" for depth in depths]
     panels: list[Panel] = [
         (task, labels, _grid(summaries, [(task, depth) for depth in depths], lengths)) for task in depth_tasks

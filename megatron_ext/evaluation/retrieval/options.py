@@ -2,42 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
 
-from megatron_ext.config.schema import STRICT
+from megatron_ext.config.schema import STRICT, RunConfig
+from megatron_ext.config.suggest import suggest
+from megatron_ext.evaluation.retrieval.registry import load_all
+from megatron_ext.utils.errors import UserError
 
-TaskName = Literal[
-    "passkey",
-    "niah_single_1",
-    "niah_single_2",
-    "niah_single_3",
-    "niah_multikey_1",
-    "niah_multikey_2",
-    "niah_multikey_3",
-    "niah_multivalue",
-    "niah_multiquery",
-    "vt",
-    "cwe",
-    "fwe",
-    "mqar",
-    "selective_copying",
-    "induction",
-]
-TASK_NAMES: tuple[TaskName, ...] = get_args(TaskName)
 LENGTHS = tuple(1024 * 2**power for power in range(8))
 """Default lengths in tokens, 1k to 128k."""
 
 
-def _check_distinct(values: list[TaskName] | list[int] | list[float]) -> list[TaskName] | list[int] | list[float]:
+def _check_distinct(values: list[str] | list[int] | list[float]) -> list[str] | list[int] | list[float]:
     if len(set(values)) != len(values):
         raise PydanticCustomError("each_once", "the same value twice")
     return values
 
 
+def _check_task(name: str) -> str:
+    tasks = load_all()
+    if name not in tasks:
+        raise PydanticCustomError("unknown_name", "unknown", {"hint": suggest(name, tasks)})
+    return name
+
+
+TaskName = Annotated[str, AfterValidator(_check_task)]
 Depth = Annotated[float, Field(ge=0.0, le=1.0)]
 Unique = AfterValidator(_check_distinct)
 
@@ -60,7 +53,7 @@ class RetrievalOptions:
             `skip` that length of the task and list it in the results.
     """
 
-    tasks: Annotated[list[TaskName], Field(min_length=1), Unique] = Field(default_factory=lambda: list(TASK_NAMES))
+    tasks: Annotated[list[TaskName], Field(min_length=1), Unique] = Field(default_factory=lambda: list(load_all()))
     lengths: Annotated[list[PositiveInt], Field(min_length=1), Unique] = Field(default_factory=lambda: list(LENGTHS))
     depths: Annotated[list[Depth], Field(min_length=1), Unique] = Field(
         default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0]
@@ -69,3 +62,18 @@ class RetrievalOptions:
     seed: NonNegativeInt = 42
     haystack: str | None = None
     unfit: Literal["refuse", "skip"] = "refuse"
+
+
+def check_config(options: RetrievalOptions, config: RunConfig) -> None:
+    """Check that the model of a run supports every length.
+
+    Raises:
+        UserError: a length exceeds `model.max_position_embeddings`, and `unfit` is `refuse`.
+    """
+    max_length = config.model.max_position_embeddings
+    assert max_length is not None, "derived by the configuration"
+    too_long = [length for length in options.lengths if length > max_length]
+    if too_long and options.unfit == "refuse":
+        problem = f"{too_long[0]}, but the model supports at most {max_length} tokens"
+        hint = "reduce them, increase model.max_position_embeddings, or set retrieval.unfit=skip"
+        raise UserError("retrieval.lengths", problem, hint)

@@ -7,7 +7,8 @@ from collections.abc import Hashable, Iterator, Sequence
 from megatron_ext.evaluation.progress import progress
 from megatron_ext.evaluation.retrieval.alphabet import ordinary_tokens
 from megatron_ext.evaluation.retrieval.haystack import read_haystack
-from megatron_ext.evaluation.retrieval.options import RetrievalOptions, TaskName
+from megatron_ext.evaluation.retrieval.options import RetrievalOptions
+from megatron_ext.evaluation.retrieval.registry import TextTask, load_all
 from megatron_ext.evaluation.retrieval.results import Record, RetrievalResults, Skipped
 from megatron_ext.evaluation.retrieval.samples import (
     DoesNotFitError,
@@ -17,9 +18,10 @@ from megatron_ext.evaluation.retrieval.samples import (
     TextSample,
     TokenSample,
 )
-from megatron_ext.evaluation.retrieval.tasks import TASKS, TextTask
 from megatron_ext.evaluation.text_model import TeacherForcedQuery, TextModel
 from megatron_ext.utils.errors import UserError
+
+_TASKS = load_all()
 
 MAX_BATCH_TOKENS = 1 << 22
 """Approximate number of sample tokens in memory at a time; as Python lists they take a few hundred megabytes."""
@@ -80,7 +82,7 @@ def _batches(key_groups: Sequence[Sequence[SampleKey]]) -> Iterator[Sequence[Sam
     """Yield the keys of samples that run in one batch: of one length, and with the same generation settings."""
     groups: dict[Hashable, list[SampleKey]] = {}
     for group in key_groups:
-        task = TASKS[group[0].task]
+        task = _TASKS[group[0].task]
         settings = (task.max_tokens, task.is_over) if isinstance(task, TextTask) else None
         groups.setdefault((settings, group[0].length), []).extend(group)
     for sample_keys in groups.values():
@@ -88,9 +90,9 @@ def _batches(key_groups: Sequence[Sequence[SampleKey]]) -> Iterator[Sequence[Sam
         yield from (sample_keys[first : first + size] for first in range(0, len(sample_keys), size))
 
 
-def _sample_keys(name: TaskName, length: int, options: RetrievalOptions) -> list[SampleKey]:
+def _sample_keys(name: str, length: int, options: RetrievalOptions) -> list[SampleKey]:
     """Return the keys of all samples of a task and length, by depth."""
-    depths: Sequence[float | None] = options.depths if TASKS[name].has_depth else [None]
+    depths: Sequence[float | None] = options.depths if _TASKS[name].has_depth else [None]
     return [SampleKey(name, length, depth, options.seed, i) for depth in depths for i in range(options.samples)]
 
 
@@ -98,7 +100,7 @@ def _misfit_reason(model: TextModel, sample_keys: Sequence[SampleKey], inputs: S
     sample_key = sample_keys[0]
     if sample_key.length > model.max_length:
         return f"the model supports at most {model.max_length} tokens"
-    task = TASKS[sample_key.task]
+    task = _TASKS[sample_key.task]
     try:
         # The length of a token sequence does not depend on the sample. That of a text does, through its words.
         for checked in sample_keys if isinstance(task, TextTask) else [sample_key]:
@@ -109,7 +111,7 @@ def _misfit_reason(model: TextModel, sample_keys: Sequence[SampleKey], inputs: S
 
 
 def _run_batch(model: TextModel, sample_keys: Sequence[SampleKey], inputs: SampleInputs) -> list[Record]:
-    samples = [TASKS[sample_key.task].sample(sample_key, inputs) for sample_key in sample_keys]
+    samples = [_TASKS[sample_key.task].sample(sample_key, inputs) for sample_key in sample_keys]
     text_samples = [sample for sample in samples if isinstance(sample, TextSample)]
     token_samples = [sample for sample in samples if isinstance(sample, TokenSample)]
     return _generate_answers(model, text_samples) + _score_tokens(model, token_samples)
@@ -130,7 +132,7 @@ def _generate_answers(model: TextModel, samples: Sequence[TextSample]) -> list[R
 
 
 def _text_task(sample: TextSample) -> TextTask:
-    task = TASKS[sample.key.task]
+    task = _TASKS[sample.key.task]
     assert isinstance(task, TextTask), "only text tasks build text samples"
     return task
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from megatron_ext.evaluation.retrieval.haystack import Haystack
-from megatron_ext.evaluation.retrieval.options import TaskName
 
 Encode = Callable[[str], list[int]]
 """Function that tokenizes a text without special tokens."""
@@ -35,7 +34,7 @@ class SampleKey:
         index: index of the sample among those of the same task, length and depth.
     """
 
-    task: TaskName
+    task: str
     length: int
     depth: float | None
     seed: int

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from readers import Letters, after_the_last_one_like_it, next_copied, read
 
-from megatron_ext.evaluation.retrieval.options import TASK_NAMES, RetrievalOptions
+from megatron_ext.evaluation.retrieval.options import RetrievalOptions
+from megatron_ext.evaluation.retrieval.registry import load_all
 from megatron_ext.evaluation.retrieval.report import markdown, write_results
 from megatron_ext.evaluation.retrieval.results import RetrievalResults, wilson_interval
 from megatron_ext.evaluation.retrieval.run import evaluate_retrieval
@@ -20,7 +21,7 @@ from megatron_ext.utils.errors import UserError
 
 LENGTHS, DEPTHS = [3500, 14_000], [0.0, 0.5, 1.0]
 TOKEN_TASKS = ("mqar", "selective_copying", "induction")
-TEXT_TASKS = [name for name in TASK_NAMES if name not in TOKEN_TASKS]
+TEXT_TASKS = [name for name in load_all() if name not in TOKEN_TASKS]
 
 
 def run(model: Letters, **given: Any) -> RetrievalResults:
@@ -51,7 +52,7 @@ def test_tokens_are_foretold_from_those_before(task: Any) -> None:
         assert sum(record.score for record in blind.records) / len(blind.records) < 0.2
 
 
-@pytest.mark.parametrize("task", ["passkey", *(name for name in TASK_NAMES if name.startswith("niah"))])
+@pytest.mark.parametrize("task", ["passkey", *(name for name in TEXT_TASKS if name.startswith("niah"))])
 def test_prompts_fill_the_length_and_no_more(task: Any) -> None:
     room = {"passkey": 16}.get(task, 128)
     for record in run(Letters(read, after_the_last_one_like_it), tasks=[task], lengths=LENGTHS).records:

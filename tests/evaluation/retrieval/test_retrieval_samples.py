@@ -15,12 +15,13 @@ from retrieval_fakes import END, Characters, Words, coded, listed, resolve
 
 from megatron_ext.evaluation.retrieval.alphabet import ordinary_tokens
 from megatron_ext.evaluation.retrieval.haystack import NOISE, read_haystack
-from megatron_ext.evaluation.retrieval.options import LENGTHS, TASK_NAMES
+from megatron_ext.evaluation.retrieval.options import LENGTHS
+from megatron_ext.evaluation.retrieval.registry import TextTask, load_all
 from megatron_ext.evaluation.retrieval.samples import DoesNotFitError, SampleInputs, SampleKey, TextSample, TokenSample
-from megatron_ext.evaluation.retrieval.tasks import TASKS, TextTask
 from megatron_ext.evaluation.retrieval.words import words
 
-TEXT_TASKS = [name for name in TASK_NAMES if isinstance(TASKS[name], TextTask)]
+TASKS = load_all()
+TEXT_TASKS = [name for name, task in TASKS.items() if isinstance(task, TextTask)]
 NEEDLES = [name for name in TEXT_TASKS if name.startswith("niah")]
 
 
@@ -42,26 +43,28 @@ def _sample_key(name: Any, length: int, depth: float = 0.5, index: int = 0) -> S
 
 
 def _text(name: str, length: int = 4096, depth: float = 0.5, index: int = 0, hay: Path | None = None) -> TextSample:
-    sample = TASKS[name].sample(_sample_key(name, length, depth, index), _inputs(hay))  # type: ignore[index]
+    sample = TASKS[name].sample(_sample_key(name, length, depth, index), _inputs(hay))
     assert isinstance(sample, TextSample)
     return sample
 
 
 def _tokens(name: str, length: int = 512, depth: float = 0.5, index: int = 0) -> TokenSample:
-    sample = TASKS[name].sample(_sample_key(name, length, depth, index), _inputs())  # type: ignore[index]
+    sample = TASKS[name].sample(_sample_key(name, length, depth, index), _inputs())
     assert isinstance(sample, TokenSample)
     return sample
 
 
-def test_every_task_that_can_be_chosen_is_there() -> None:
-    assert set(TASKS) == set(TASK_NAMES)
+def test_the_built_in_tasks_are_registered() -> None:
+    numbered = {f"niah_{kind}_{number}" for kind in ("single", "multikey") for number in (1, 2, 3)}
+    needles = numbered | {"niah_multivalue", "niah_multiquery"}
+    assert set(TASKS) == needles | {"passkey", "vt", "cwe", "fwe", "mqar", "selective_copying", "induction"}
 
 
-@pytest.mark.parametrize("name", TASK_NAMES)
+@pytest.mark.parametrize("name", TASKS)
 def test_samples_fill_their_length(name: str) -> None:
     inputs = _inputs()
     for length in (*LENGTHS[:5], 3000):
-        task, sample_key = TASKS[name], _sample_key(name, length)  # type: ignore[index]
+        task, sample_key = TASKS[name], _sample_key(name, length)
         sample = task.sample(sample_key, inputs)
         room = length - (sample.max_tokens if isinstance(sample, TextSample) else 0)
         one_more = {"cwe": 3 * 5, "fwe": 40, "niah_multikey_3": 50}.get(name, 35)
@@ -79,7 +82,7 @@ def test_samples_fill_128k_tokens(name: str) -> None:
 @pytest.mark.parametrize("name", TEXT_TASKS)
 def test_no_more_hay_would_fit(name: str) -> None:
     """A linear search over all haystack sizes ends at the same prompt."""
-    task, inputs, sample_key = TASKS[name], _inputs(), _sample_key(name, 1500)  # type: ignore[index]
+    task, inputs, sample_key = TASKS[name], _inputs(), _sample_key(name, 1500)
     assert isinstance(task, TextTask)
     draft, sample = task.draft(sample_key, inputs.haystack), task.sample(sample_key, inputs)
     size = draft.min_size
@@ -89,10 +92,10 @@ def test_no_more_hay_would_fit(name: str) -> None:
     assert sample.text == draft.prompt(size)
 
 
-@pytest.mark.parametrize("name", TASK_NAMES)
+@pytest.mark.parametrize("name", TASKS)
 def test_samples_are_their_places(name: str) -> None:
     """A sample depends only on its key: index, seed and length. Samples generated earlier do not change it."""
-    task, inputs, sample_key = TASKS[name], _inputs(), _sample_key(name, 2048)  # type: ignore[index]
+    task, inputs, sample_key = TASKS[name], _inputs(), _sample_key(name, 2048)
     first = task.sample(sample_key, inputs)
     others = [
         task.sample(SampleKey(sample_key.task, length, sample_key.depth, seed, index), inputs)
@@ -122,7 +125,7 @@ def test_the_pass_key_stands_at_its_depth(depth: float) -> None:
 
 
 @pytest.mark.parametrize("depth", [0.0, 0.25, 0.75, 1.0])
-@pytest.mark.parametrize("name", [name for name in NEEDLES if TASKS[name].has_depth])  # type: ignore[index]
+@pytest.mark.parametrize("name", [name for name in NEEDLES if TASKS[name].has_depth])
 def test_the_needle_stands_at_its_depth(name: str, depth: float, stories: Path) -> None:
     sample = _text(name, 2048, depth, hay=stories)
     (query,) = re.findall(r"text\? The special magic \w+ for (\S+) mentioned", sample.text)

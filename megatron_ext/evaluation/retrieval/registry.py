@@ -1,14 +1,12 @@
-"""Registry of the retrieval tasks."""
+"""Registry of retrieval tasks by name. Each file of `tasks` registers its own; `load_all` imports them all."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
-from megatron_ext.evaluation.retrieval import copying, frequent_words, induction, needles, passkey, recall, variables
+import megatron_ext.evaluation.retrieval.tasks
 from megatron_ext.evaluation.retrieval.haystack import Haystack
-from megatron_ext.evaluation.retrieval.options import TaskName
 from megatron_ext.evaluation.retrieval.samples import (
     Draft,
     SampleInputs,
@@ -18,7 +16,8 @@ from megatron_ext.evaluation.retrieval.samples import (
     encode_shortest,
     fit,
 )
-from megatron_ext.evaluation.retrieval.scoring import first_integer, integer_is_over, string_match_all
+from megatron_ext.evaluation.retrieval.scoring import string_match_all
+from megatron_ext.utils.registration import add_entry, import_modules
 
 
 def _never(_: str) -> bool:
@@ -75,16 +74,20 @@ class TokenTask:
 
 Task = TextTask | TokenTask
 
-TASKS: dict[TaskName, Task] = {
-    "passkey": TextTask(passkey.build_draft, passkey.MAX_TOKENS, True, first_integer, integer_is_over),
-    **{
-        name: TextTask(partial(needles.build_draft, variant), needles.MAX_TOKENS, variant.has_depth)
-        for name, variant in needles.VARIANTS.items()
-    },
-    "vt": TextTask(variables.build_draft, variables.MAX_TOKENS),
-    "cwe": TextTask(frequent_words.common_words, frequent_words.COMMON_TOKENS),
-    "fwe": TextTask(frequent_words.frequent_words, frequent_words.FREQUENT_TOKENS),
-    "mqar": TokenTask(recall.build_sample),
-    "selective_copying": TokenTask(copying.build_sample),
-    "induction": TokenTask(induction.build_sample, has_depth=True),
-}
+TASKS: dict[str, Task] = {}
+"""Registered tasks. Only `load_all` returns all of them."""
+
+
+def register(name: str, task: Task) -> None:
+    """Register a task under its name in `retrieval.tasks`.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+    add_entry(TASKS, name, task, "retrieval tasks")
+
+
+def load_all() -> dict[str, Task]:
+    """Import every module of `tasks`, so that each task registers itself, and return the tasks by name."""
+    import_modules(megatron_ext.evaluation.retrieval.tasks)
+    return TASKS

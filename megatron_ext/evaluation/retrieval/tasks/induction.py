@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_ext.evaluation.retrieval.alphabet import check_min_length, draw_tokens
+from megatron_ext.evaluation.retrieval.registry import TokenTask, register
 from megatron_ext.evaluation.retrieval.samples import SampleKey, TokenSample
 
 SEGMENT_LENGTH = 8
@@ -29,3 +30,6 @@ def build_sample(sample_key: SampleKey, alphabet: Sequence[int]) -> TokenSample:
     start = int(num_filler * sample_key.depth)
     tokens = (*filler[:start], *segment, *filler[start:], *segment)
     return TokenSample(sample_key, tokens, tuple(range(sample_key.length - SEGMENT_LENGTH + 1, sample_key.length)))
+
+
+register("induction", TokenTask(build_sample, has_depth=True))

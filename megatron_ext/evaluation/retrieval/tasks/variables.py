@@ -6,6 +6,7 @@ import random
 import string
 
 from megatron_ext.evaluation.retrieval.haystack import NOISE, Haystack, insert
+from megatron_ext.evaluation.retrieval.registry import TextTask, register
 from megatron_ext.evaluation.retrieval.samples import Draft, SampleKey
 from megatron_ext.evaluation.retrieval.words import DistinctStrings
 
@@ -56,3 +57,6 @@ def _format_question(rng: random.Random, names: list[str], value: str, lines: in
     depths = sorted(rng.random() for _ in chain)
     context = insert([NOISE] * lines, list(zip(depths, chain, strict=True)))
     return PROMPT.format(context="\n".join(context), value=value, count=len(names))
+
+
+register("vt", TextTask(build_draft, MAX_TOKENS))

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Literal
 
 from megatron_ext.evaluation.retrieval.haystack import NOISE_LINES, Haystack, insert
-from megatron_ext.evaluation.retrieval.options import TaskName
+from megatron_ext.evaluation.retrieval.registry import TextTask, register
 from megatron_ext.evaluation.retrieval.samples import Draft, SampleKey
 from megatron_ext.evaluation.retrieval.words import DistinctStrings, adjective_noun
 
@@ -55,7 +55,7 @@ class Variant:
         return self.values == self.queries == 1
 
 
-VARIANTS: dict[TaskName, Variant] = {
+VARIANTS = {
     "niah_single_1": Variant("noise"),
     "niah_single_2": Variant("text"),
     "niah_single_3": Variant("text", value="uuid"),
@@ -126,3 +126,7 @@ def _build_hay(
 def _enumerate(names: Sequence[str]) -> str:
     """Join names as `a` or `a, b, and c`."""
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])}, and {names[-1]}"
+
+
+for _name, _variant in VARIANTS.items():
+    register(_name, TextTask(partial(build_draft, _variant), MAX_TOKENS, _variant.has_depth))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_ext.evaluation.retrieval.alphabet import check_min_length, draw_tokens
+from megatron_ext.evaluation.retrieval.registry import TokenTask, register
 from megatron_ext.evaluation.retrieval.samples import SampleKey, TokenSample
 
 NUM_COPIED = 16
@@ -30,3 +31,6 @@ def build_sample(sample_key: SampleKey, alphabet: Sequence[int]) -> TokenSample:
         context[position] = token
     tokens = (*context, mark, *copied)
     return TokenSample(sample_key, tokens, tuple(range(sample_key.length - NUM_COPIED, sample_key.length)))
+
+
+register("selective_copying", TokenTask(build_sample))

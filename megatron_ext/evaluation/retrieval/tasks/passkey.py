@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from megatron_ext.evaluation.retrieval.haystack import NOISE, Haystack
+from megatron_ext.evaluation.retrieval.registry import TextTask, register
 from megatron_ext.evaluation.retrieval.samples import Draft, SampleKey
+from megatron_ext.evaluation.retrieval.scoring import first_integer, integer_is_over
 
 MAX_TOKENS = 16
 MAX_KEY = 50000
@@ -36,3 +38,6 @@ def build_draft(sample_key: SampleKey, _: Haystack) -> Draft:
         return "\n".join(line for line in lines if line)
 
     return Draft(prompt, (key,))
+
+
+register("passkey", TextTask(build_draft, MAX_TOKENS, True, first_integer, integer_is_over))

@@ -7,6 +7,7 @@ import random
 from collections.abc import Sequence
 
 from megatron_ext.evaluation.retrieval.alphabet import check_min_length, draw_tokens
+from megatron_ext.evaluation.retrieval.registry import TokenTask, register
 from megatron_ext.evaluation.retrieval.samples import SampleKey, TokenSample
 
 NUM_PAIRS = 16
@@ -43,3 +44,6 @@ def _slots(rng: random.Random, count: int) -> list[int]:
     """
     weights = {slot: (slot + 1) ** (GAP_EXPONENT - 1) for slot in range(count)}
     return heapq.nlargest(NUM_PAIRS, weights, key=lambda slot: rng.random() ** (1 / weights[slot]))
+
+
+register("mqar", TokenTask(build_sample))

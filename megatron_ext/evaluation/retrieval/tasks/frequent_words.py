@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from megatron_ext.evaluation.retrieval.haystack import Haystack
+from megatron_ext.evaluation.retrieval.registry import TextTask, register
 from megatron_ext.evaluation.retrieval.samples import Draft, SampleKey
 from megatron_ext.evaluation.retrieval.words import DistinctStrings, adjective_noun, random_letters, words
 
@@ -99,3 +100,7 @@ def _format_question(
 
 def _format_list(items: Sequence[str]) -> str:
     return " ".join(f"{number}. {word}" for number, word in enumerate(items, 1))
+
+
+register("cwe", TextTask(common_words, COMMON_TOKENS))
+register("fwe", TextTask(frequent_words, FREQUENT_TOKENS))

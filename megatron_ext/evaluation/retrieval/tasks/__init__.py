@@ -1,0 +1,1 @@
+"""Retrieval tasks, registered by name (`retrieval.registry`); a file may register several."""
