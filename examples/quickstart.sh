@@ -16,7 +16,7 @@ heading() {
     printf '\n[%d/%d] %s\n' "$stage" "$stages" "$*"
 }
 
-# Print the command as one would type it, with quotes around words that hold special characters.
+# Print the command as one would type it, with quotes around words that contain special characters.
 show() {
     local word line='$'
     for word in "$@"; do
@@ -34,7 +34,7 @@ run() {
     "$@" || code=$?
     # When training is stopped it writes a checkpoint and exits with 75. The following steps must not run then.
     if [ -n "$stopped" ] || [ "$code" = 75 ]; then
-        echo "stopped; make demo goes on from here"
+        echo "stopped; make demo continues from here"
         [ -z "$stopped" ] || code=130
     fi
     [ "$code" = 0 ] || exit "$code"
@@ -50,7 +50,7 @@ fi
 
 heading "preparing the embedded corpus"
 if [ -e "$runs/data/manifest.json" ]; then
-    echo "$runs/data is there and kept"
+    echo "$runs/data exists and is kept"
 else
     run selectron prepare --input embedded --output "$runs/data"
 fi

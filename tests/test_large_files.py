@@ -28,7 +28,7 @@ from megatron_ext.data.skipped_shards import SKIPPED, copy_skipped
 from megatron_ext.evaluation.fewshot.published import read_rows
 from megatron_ext.runs.tokenizer import store_tokenizer
 from megatron_ext.runs.tokenizer_files import COMPANIONS, TOKENIZER, find_tokenizer, read_json
-from megatron_ext.training.loggers.jsonl import records_of
+from megatron_ext.training.loggers.jsonl import read_records
 from megatron_ext.utils.atomic_files import MAX_READ_BYTES, read_regular
 from megatron_ext.utils.errors import UserError
 
@@ -49,7 +49,7 @@ READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "DeepSpeed's": ("ds.json", lambda folder: read_deepspeed(folder / "ds.json")),
     "rows": ("rows.jsonl", lambda folder: read_rows("hellaswag", folder / "rows.jsonl")),
     "picture": ("a.png", lambda folder: _read_picture(folder / "a.png")),
-    "records": ("metrics.jsonl", lambda folder: list(records_of(folder / "metrics.jsonl"))),
+    "records": ("metrics.jsonl", lambda folder: list(read_records(folder / "metrics.jsonl"))),
     "skipped": (SKIPPED, lambda folder: copy_skipped(folder, folder, 1)),
     "kept tokenizer": ("vocab.txt", lambda folder: store_tokenizer(folder / "vocab.txt", RWKV, folder)),
 }

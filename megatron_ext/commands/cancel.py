@@ -8,8 +8,8 @@ import sys
 from megatron_ext.commands.status import add_runs
 from megatron_ext.launch import slurm
 from megatron_ext.launch.by_hand import newest_manual_start
-from megatron_ext.launch.job import Job, is_claimed, newest_job
-from megatron_ext.launch.ownership import check_own
+from megatron_ext.launch.job import Job, is_locally_locked, newest_job
+from megatron_ext.launch.ownership import check_ownership
 from megatron_ext.launch.status import run_folders
 from megatron_ext.run_folder.launch_events import read_events
 from megatron_ext.utils.errors import UserError
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
             job = newest_job(folder)
             start = newest_manual_start(folder, job)
             if start is not None and start.is_running:
-                raise UserError(str(folder), f"was started by hand: {start.said}", "stop it there with Ctrl-C")
+                raise UserError(str(folder), f"was started by hand: {start.description}", "stop it there with Ctrl-C")
             if job is None or _has_ended_here(job):
                 continue
             if job.number is None:
@@ -66,7 +66,7 @@ def _cancel_job(job: Job, number: str) -> bool:
     state = slurm.job_state(number)
     if state is None or not state.is_alive:
         return False
-    check_own(job, state)
+    check_ownership(job, state)
     slurm.cancel(number)
     print(f"{job.run.name}: job {number} was cancelled", flush=True)
     return True
@@ -75,4 +75,4 @@ def _cancel_job(job: Job, number: str) -> bool:
 def _has_ended_here(job: Job) -> bool:
     """Return True if a job was started on this machine without Slurm and no longer trains."""
     has_start_event = any(event.description.startswith("begun with") for event in read_events(job.folder, [])[:1])
-    return job.number is None and has_start_event and not is_claimed(job.run)
+    return job.number is None and has_start_event and not is_locally_locked(job.run)

@@ -14,14 +14,14 @@ from megatron_ext.config.rules.nodes import check_nodes
 from megatron_ext.config.schema import RunConfig
 from megatron_ext.launch import slurm
 from megatron_ext.launch.branches import is_checkpoint
-from megatron_ext.launch.here import run_here
+from megatron_ext.launch.here import run_script
 from megatron_ext.launch.job import (
     Job,
-    claim,
-    jobs_of,
+    acquire_local_lock,
+    hold_submission_locks,
+    list_jobs,
     newest_job,
     sbatch_options,
-    submitting,
     write_job,
 )
 from megatron_ext.launch.ownership import own_state
@@ -133,8 +133,8 @@ def requested_resources(args: argparse.Namespace, run_name: str) -> Resources:
         requeues=args.requeues,
         container=args.container,
         mounts=args.container_mounts.split(",") if args.container_mounts else [],
-        more=args.sbatch,
-        preflight=[] if args.no_preflight else limits.words(args),
+        extra_options=args.sbatch,
+        preflight=[] if args.no_preflight else limits.limit_arguments(args),
     )
 
 
@@ -167,19 +167,19 @@ def launch(args: argparse.Namespace, config: RunConfig, check_can_start: Callabl
         return 0
     if args.local is not None:
         check_not_trained(folder)
-        lock = claim(folder)
+        lock = acquire_local_lock(folder)
         if lock is None:
             raise UserError("run.name", f"another process trains {folder}", "wait for it, or stop it with Ctrl-C")
         job = write_job(config, folder, resources, python(args))
         print(f"events: {job.folder}/events.tsv\n{_format_follow_lines(job)}", file=sys.stderr, flush=True)
-        return run_here(job, args.local, lock)
-    with submitting(folder):
+        return run_script(job, args.local, lock)
+    with hold_submission_locks(folder):
         if not args.resume:
             check_can_start()
         check_no_live_job(folder)
         check_not_trained(folder)
         job = write_job(config, folder, resources, python(args))
-        job.keep_number(slurm.submit(job.script))
+        job.write_number(slurm.submit(job.script))
     print(f"job:    {job.number}\n{_format_follow_lines(job)}")
     return 0
 
@@ -213,7 +213,7 @@ def check_paths(
     unchecked = []
     for name, config in configs.items():
         for field, path, exists, kind, hint in _required_paths(config, is_waiting=name in waiting):
-            local_path = resources.here(path, Path(config.run.dir).absolute())
+            local_path = resources.host_path(path, Path(config.run.dir).absolute())
             if local_path is None:
                 unchecked.append(f"{field}: {path} is not under a mount of the container and was not checked")
             elif not exists(local_path):
@@ -269,9 +269,9 @@ def check_no_live_job(folder: Path) -> None:
         UserError: its newest job waits or runs.
     """
     numbers = slurm.numbers_by_script()
-    for job in jobs_of(folder)[-1:]:  # a call that was killed may have submitted it without writing its number
+    for job in list_jobs(folder)[-1:]:  # a call that was killed may have submitted it without writing its number
         if job.number is None and str(job.script) in numbers:
-            job.keep_number(numbers[str(job.script)])
+            job.write_number(numbers[str(job.script)])
     newest = newest_job(folder)
     state = own_state(newest)
     if newest is not None and state is not None and state.is_alive:

@@ -13,7 +13,7 @@ from pathlib import Path
 from megatron_ext.launch import slurm
 from megatron_ext.launch.by_hand import ManualStart, newest_manual_start
 from megatron_ext.launch.job import Job, newest_job
-from megatron_ext.launch.ownership import is_of_another
+from megatron_ext.launch.ownership import belongs_to_other_folder
 from megatron_ext.run_folder.layout import METRICS
 from megatron_ext.utils.errors import UserError
 from megatron_ext.utils.printable import printable
@@ -55,7 +55,7 @@ def _warn_of_copy(job: Job) -> None:
         state = slurm.job_state(job.number)
     except UserError:  # the log can still be printed
         return
-    if state is not None and state.is_alive and is_of_another(job, state):
+    if state is not None and state.is_alive and belongs_to_other_folder(job, state):
         message = f"job {job.number} belongs to {printable(str(state.script))}; this log is a copy that no longer grows"
         print(f"selectron: {job.run}: {message}", file=sys.stderr, flush=True)
 
@@ -66,7 +66,7 @@ def _show_manual_output(args: argparse.Namespace, start: ManualStart) -> int:
     Raises:
         UserError: its output was not saved, or the file does not exist.
     """
-    description = f"was started by hand ({start.said})"
+    description = f"was started by hand ({start.description})"
     if not start.output or not Path(start.output).is_file():
         missing = f"output file {start.output} does not exist" if start.output else "output was not saved"
         problem = f"{description}, and its {missing}"

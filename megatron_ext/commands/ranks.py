@@ -45,6 +45,6 @@ def run_as_ranks(verb: str, arguments: Sequence[str], processes: int | None, wor
 
         if processes and processes > 1:
             return local.launch(local.rank_command(verb, arguments), processes)
-        with local.only_rank():
+        with local.single_rank_environment():
             return work() or 0
     return work() or 0

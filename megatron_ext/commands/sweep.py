@@ -21,9 +21,9 @@ from megatron_ext.commands.launch import (
 from megatron_ext.config.rules.nodes import check_nodes
 from megatron_ext.config.schema import RunConfig
 from megatron_ext.config.sweep_file import sweep_errors
-from megatron_ext.launch.array import tasks
-from megatron_ext.launch.changed_runs import refusal
-from megatron_ext.launch.job import is_claimed, jobs_of, sbatch_options
+from megatron_ext.launch.array import array_option
+from megatron_ext.launch.changed_runs import changed_runs_error
+from megatron_ext.launch.job import is_locally_locked, list_jobs, sbatch_options
 from megatron_ext.launch.sweep import Sweep
 from megatron_ext.run_folder.launch_events import EVENTS
 from megatron_ext.utils.errors import UserError
@@ -100,12 +100,12 @@ def sweep(args: argparse.Namespace, configs: Mapping[str, RunConfig], listing: S
     if args.local is None:
         resources.check()  # again, with the job's name
         options = sbatch_options(resources, folder.absolute(), "array.log")
-        check_cluster(args, resources, [*options, tasks(max(runs.largest_array(), 1))])
+        check_cluster(args, resources, [*options, array_option(max(runs.largest_array(), 1))])
     if args.dry_run:
         print("\n".join(listing))
         return 0
     runs.restart(args.restart, _check_not_under_way)
-    runs.note()
+    runs.write_run_list()
     if not runs.unfinished:
         print(f"all {len(configs)} runs are finished; compare them with: selectron report {folder} --output DIR")
         return 0
@@ -122,14 +122,14 @@ def _check_unchanged(args: argparse.Namespace, runs: Sweep) -> None:
     Raises:
         UserError: there are changed runs that `--restart` does not name.
     """
-    unknown = [name for name in runs.without_digests if name not in args.restart]
+    unknown = [name for name in runs.runs_without_digests if name not in args.restart]
     if unknown:
         names = ", ".join(unknown[:3]) + (f" and {len(unknown) - 3} more" if len(unknown) > 3 else "")
         print(f"selectron: warning: it is unknown whether the data of {names} has changed", file=sys.stderr)
     changed = [run for run in runs.changed if run.name not in args.restart]
     if not changed:
         return
-    error = refusal(args.sweep, changed)
+    error = changed_runs_error(args.sweep, changed)
     if not args.dry_run:
         raise error
     print(f"selectron: warning: {error}", file=sys.stderr)
@@ -142,9 +142,9 @@ def _check_not_under_way(folder: Path) -> None:
         UserError: a job or a process of the run is alive.
     """
     check_not_trained(folder)
-    if is_claimed(folder):
+    if is_locally_locked(folder):
         raise UserError("--restart", f"another process trains {folder}", "wait for it, or stop it with Ctrl-C")
-    newest = jobs_of(folder)[-1:]
+    newest = list_jobs(folder)[-1:]
     # A job without number and events may have been submitted by a call that was killed before it wrote the number.
     if any(job.number is not None or not (job.folder / EVENTS).exists() for job in newest):
         check_no_live_job(folder)

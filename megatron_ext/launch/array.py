@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ext.launch import slurm
-from megatron_ext.launch.job import NUMBER, SCRIPT, Job, next_folder, sbatch_options, unwritable
-from megatron_ext.launch.readings import UNREADABLE, problem_of
+from megatron_ext.launch.job import NUMBER, SCRIPT, Job, next_folder, sbatch_options, unwritable_error
+from megatron_ext.launch.readings import READ_ERRORS, describe_read_error
 from megatron_ext.launch.resources import Resources
 from megatron_ext.run_folder.launch_events import LAUNCH
 from megatron_ext.utils.atomic_files import read_regular, write_atomically
@@ -19,7 +19,7 @@ from megatron_ext.utils.json_text import parse_json
 from megatron_ext.utils.untrusted_paths import path_within
 
 FOLDER = Path(LAUNCH) / "arrays"
-_ARRAY, _JOBS = "array.sbatch", "jobs.json"
+_SCRIPT_NAME, _JOBS_FILE = "array.sbatch", "jobs.json"
 _BODY = f"""
 # A task is the job of one run: it executes the script of that job, which also requeues the task.
 job=${{jobs[$SLURM_ARRAY_TASK_ID]}}
@@ -42,7 +42,7 @@ class Array:
     @property
     def script(self) -> Path:
         """Batch script."""
-        return self.folder / _ARRAY
+        return self.folder / _SCRIPT_NAME
 
     @property
     def jobs(self) -> list[Job]:
@@ -51,11 +51,13 @@ class Array:
         Raises:
             UserError: the file that lists them is damaged.
         """
-        runs, path = self.folder.parents[len(FOLDER.parts)], self.folder / _JOBS
+        runs, path = self.folder.parents[len(FOLDER.parts)], self.folder / _JOBS_FILE
         try:
-            return [Job(_inside(runs, name, str(path))) for name in parse_json(read_regular(path))]
-        except UNREADABLE as error:
-            raise UserError(str(path), problem_of(error), f"remove {self.folder} if its jobs have ended") from error
+            return [Job(_job_folder(runs, name, str(path))) for name in parse_json(read_regular(path))]
+        except READ_ERRORS as error:
+            raise UserError(
+                str(path), describe_read_error(error), f"remove {self.folder} if its jobs have ended"
+            ) from error
 
     def submit(self) -> None:
         """Submit the array, and write the number of each job to its folder.
@@ -63,12 +65,12 @@ class Array:
         Raises:
             UserError: Slurm rejects the array.
         """
-        self.keep_number(slurm.submit(self.script))
+        self.write_number(slurm.submit(self.script))
 
-    def keep_number(self, number: str) -> None:
+    def write_number(self, number: str) -> None:
         """Write the job numbers of the tasks, given the array's number from Slurm."""
         for task, job in enumerate(self.jobs):
-            job.keep_number(f"{number}_{task}")
+            job.write_number(f"{number}_{task}")
 
 
 def write_array(
@@ -90,11 +92,11 @@ def write_array(
     try:
         folder = next_folder(folder)
     except OSError as error:
-        raise unwritable(folder, error) from error
+        raise unwritable_error(folder, error) from error
     limit = f"%{parallel}" if parallel else ""
     options = [
         *sbatch_options(resources, folder, "array.log"),  # each task also has its own log
-        f"{tasks(len(jobs))}{limit}",
+        f"{array_option(len(jobs))}{limit}",
         # Without --kill-on-invalid-dep, jobs would wait forever for a run that failed.
         *([f"--dependency=afterok:{after}", "--kill-on-invalid-dep=yes"] if after else []),
     ]
@@ -108,37 +110,36 @@ def write_array(
     array = Array(folder)
     try:
         array.script.write_text("\n".join(lines) + _BODY)
-        write_atomically(folder / _JOBS, json.dumps([str(job.folder) for job in jobs], indent=1).encode())
+        write_atomically(folder / _JOBS_FILE, json.dumps([str(job.folder) for job in jobs], indent=1).encode())
     except OSError as error:
-        raise unwritable(folder, error) from error
+        raise unwritable_error(folder, error) from error
     return array
 
 
-def _inside(runs: Path, name: str, where: str) -> Path:
+def _job_folder(runs: Path, name: str, where: str) -> Path:
     """Return a job's folder, to which its number is written, after checking that it is below the sweep's folder."""
     # The file contains absolute paths, which may lead to the runs through other links than `runs` does.
-    path = Path(name)
-    inner = path.resolve().relative_to(runs.resolve()) if path.resolve().is_relative_to(runs.resolve()) else path
-    return path_within(runs, str(inner), where)
+    path, root = Path(name).resolve(), runs.resolve()
+    return path_within(runs, str(path.relative_to(root)) if path.is_relative_to(root) else name, where)
 
 
-def tasks(number: int) -> str:
-    """Return the sbatch option for an array of `number` tasks."""
-    return f"--array=0-{number - 1}"
+def array_option(num_tasks: int) -> str:
+    """Return the sbatch option for an array of `num_tasks` tasks."""
+    return f"--array=0-{num_tasks - 1}"
 
 
-def find_lost(runs: Path) -> None:
+def restore_job_numbers(runs: Path) -> None:
     """Write the missing job numbers of arrays whose submitting process was killed before it wrote them.
 
     Raises:
         UserError: Slurm does not respond.
     """
-    lost = [array for array in _arrays(runs) if any(job.number is None for job in array.jobs)]
-    numbers = slurm.numbers_by_script() if lost else {}
-    for array in lost:
+    incomplete = [array for array in _arrays(runs) if any(job.number is None for job in array.jobs)]
+    numbers = slurm.numbers_by_script() if incomplete else {}
+    for array in incomplete:
         if str(array.script) in numbers:
-            array.keep_number(numbers[str(array.script)])
+            array.write_number(numbers[str(array.script)])
 
 
 def _arrays(runs: Path) -> list[Array]:
-    return [Array(path.parent) for path in (runs / FOLDER).glob(f"*/{_JOBS}")]
+    return [Array(path.parent) for path in (runs / FOLDER).glob(f"*/{_JOBS_FILE}")]

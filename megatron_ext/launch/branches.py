@@ -18,7 +18,7 @@ def is_checkpoint(path: Path) -> bool:
     return parse_step_name(path.name) is not None and path.is_dir()
 
 
-def trunks_of(folder: Path, configs: Mapping[str, RunConfig]) -> dict[str, str]:
+def find_trunks(folder: Path, configs: Mapping[str, RunConfig]) -> dict[str, str]:
     """Return the trunk of each run that branches from another run of its sweep.
 
     Args:
@@ -43,18 +43,18 @@ def trunks_of(folder: Path, configs: Mapping[str, RunConfig]) -> dict[str, str]:
                 raise UserError(
                     where, f"{checkpoint} is not a checkpoint of a run", f"give a path like {run}/{_EXAMPLE}"
                 )
-            _check_kept(where, run.name, configs[run.name].training, step)
+            _check_checkpoint_kept(where, run.name, configs[run.name].training, step)
         trunks[name] = run.name
     try:
-        in_order(configs, trunks)
+        group_by_trunk(configs, trunks)
     except CycleError as error:
-        circle = ", ".join(error.args[1][1:])
-        problem = f"these runs wait for each other: {circle}"
+        cycle = ", ".join(error.args[1][1:])
+        problem = f"these runs wait for each other: {cycle}"
         raise UserError("run.branch_from", problem, "remove run.branch_from from one of them") from None
     return trunks
 
 
-def in_order(names: Iterable[str], trunks: Mapping[str, str]) -> dict[str | None, list[str]]:
+def group_by_trunk(names: Iterable[str], trunks: Mapping[str, str]) -> dict[str | None, list[str]]:
     """Group runs by the trunk that they wait for; None if their trunk is not in `names`.
 
     The group of a trunk's branches follows the group that contains the trunk.
@@ -64,22 +64,23 @@ def in_order(names: Iterable[str], trunks: Mapping[str, str]) -> dict[str | None
         trunks: trunk of each run that branches from another run.
     """
     names = list(names)
-    waiting = {name: trunks[name] if trunks.get(name) in names else None for name in names}
+    trunk_by_run = {name: trunks[name] if trunks.get(name) in names else None for name in names}
     groups: dict[str | None, list[str]] = {}
-    for name in TopologicalSorter({name: [on] if on else [] for name, on in waiting.items()}).static_order():
-        groups.setdefault(waiting[name], []).append(name)
-    return {on: sorted(group, key=names.index) for on, group in groups.items()}
+    dependencies = {name: [trunk] if trunk else [] for name, trunk in trunk_by_run.items()}
+    for name in TopologicalSorter(dependencies).static_order():
+        groups.setdefault(trunk_by_run[name], []).append(name)
+    return {trunk: sorted(group, key=names.index) for trunk, group in groups.items()}
 
 
-def _check_kept(where: str, trunk: str, training: TrainingConfig, step: int) -> None:
+def _check_checkpoint_kept(where: str, trunk: str, training: TrainingConfig, step: int) -> None:
     """Reject a checkpoint that a trunk does not write, or may remove before it ends."""
-    every, last = training.checkpoint_every, training.steps
-    if step != last and (not every or step % every or step > last):
-        rhythm = f"every {every} steps and" if every else "only"
-        problem = f"{trunk} writes no checkpoint at step {step}, but {rhythm} at its last step {last}"
+    checkpoint_every, last = training.checkpoint_every, training.steps
+    if step != last and (not checkpoint_every or step % checkpoint_every or step > last):
+        interval = f"every {checkpoint_every} steps and" if checkpoint_every else "only"
+        problem = f"{trunk} writes no checkpoint at step {step}, but {interval} at its last step {last}"
         raise UserError(where, problem, "choose one of these steps, or set its training.checkpoint_every")
-    kept = training.keep_every and step % training.keep_every == 0
-    if step != last and training.keep_checkpoints and not kept:
+    is_kept = training.keep_every and step % training.keep_every == 0
+    if step != last and training.keep_checkpoints and not is_kept:
         problem = (
             f"{trunk} keeps only its newest {training.keep_checkpoints} checkpoints, which may not include step {step}"
         )

@@ -22,17 +22,17 @@ class ManualStart:
     Attributes:
         is_running: True if its process is training.
         is_stopped: True if its process exited properly: finished, or stopped with a checkpoint.
-        said: description of the state for users.
+        description: description of the state for users.
         output: file with the output of its process; empty if that is a terminal, a pipe or unknown.
     """
 
     is_running: bool
     is_stopped: bool
-    said: str
+    description: str
     output: str = ""
 
 
-def has_begun(run: Path) -> bool:
+def has_started(run: Path) -> bool:
     """Return True if a process has trained the run, launched or not."""
     return any((run / name).exists() for name in (METRICS, HEARTBEATS, LOCK))
 
@@ -54,13 +54,13 @@ def manual_start(run: Path, last_event: str | None) -> ManualStart | None:
     state = lock_state(run / LOCK)
     holder = None if state is None else state.holder
     if state is None or holder is None:
-        return ManualStart(False, True, "no process is known") if last_event is None and has_begun(run) else None
+        return ManualStart(False, True, "no process is known") if last_event is None and has_started(run) else None
     if last_event is not None and (holder.launch or holder.since <= last_event):
         return None  # started by the job
-    return ManualStart(state.is_held, holder.released, _said(state, holder), holder.output)
+    return ManualStart(state.is_held, holder.released, _describe_state(state, holder), holder.output)
 
 
-def _said(state: LockState, holder: Holder) -> str:
+def _describe_state(state: LockState, holder: Holder) -> str:
     if state.is_held:
         return f"running ({holder.process})"
     return "ended" if holder.released else f"gone ({holder.process})"

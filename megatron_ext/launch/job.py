@@ -37,7 +37,7 @@ read it."""
 
 _NUMBER = re.compile(r"[0-9]{1,12}(_[0-9]{1,12})?")
 _NUMBER_HINT = "write the job number of squeue into it, or remove it if the job has ended"
-_CLAIM_TRIES, _CLAIM_SECONDS = 5, 0.05
+_LOCK_ATTEMPTS, _LOCK_RETRY_SECONDS = 5, 0.05
 _BEGIN, _END = "# >>> job\n", "# <<< job\n"
 
 
@@ -68,7 +68,7 @@ class Job:
         return number  # validated, because it becomes a command argument and part of a file name
 
     @property
-    def is_begun(self) -> bool:
+    def is_started(self) -> bool:
         """True if the job was submitted or has started on this machine. The job of a dry run, for example, has not."""
         return (self.folder / NUMBER).exists() or (self.folder / EVENTS).exists()
 
@@ -87,23 +87,23 @@ class Job:
         """Log file of all starts of the job."""
         return self.folder / f"job-{self.number or 'local'}.log"
 
-    def keep_number(self, number: str) -> None:
+    def write_number(self, number: str) -> None:
         """Write Slurm's job number to the folder."""
         write_atomically(self.folder / NUMBER, f"{number}\n".encode())
 
 
-def jobs_of(run_folder: Path) -> list[Job]:
+def list_jobs(run_folder: Path) -> list[Job]:
     """Return the jobs of a run, the newest last."""
     return [Job(path) for path in launch_folders(run_folder)]
 
 
 def newest_job(run_folder: Path) -> Job | None:
     """Return the newest job of a run that was submitted or started, or None."""
-    begun = [job for job in jobs_of(run_folder) if job.is_begun]
-    return begun[-1] if begun else None
+    started = [job for job in list_jobs(run_folder) if job.is_started]
+    return started[-1] if started else None
 
 
-def claim(run_folder: Path) -> int | None:
+def acquire_local_lock(run_folder: Path) -> int | None:
     """Take the lock of a run for processes started on this machine. They inherit the lock.
 
     Returns:
@@ -117,12 +117,12 @@ def claim(run_folder: Path) -> int | None:
         folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR)
     except OSError as error:
-        raise unwritable(folder, error) from error
-    for _ in range(_CLAIM_TRIES):  # `is_claimed` in another process holds the lock briefly
+        raise unwritable_error(folder, error) from error
+    for _ in range(_LOCK_ATTEMPTS):  # `is_locally_locked` in another process holds the lock briefly
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            time.sleep(_CLAIM_SECONDS)
+            time.sleep(_LOCK_RETRY_SECONDS)
         else:
             os.set_inheritable(lock, True)
             return lock
@@ -130,7 +130,7 @@ def claim(run_folder: Path) -> int | None:
     return None
 
 
-def is_claimed(run_folder: Path) -> bool:
+def is_locally_locked(run_folder: Path) -> bool:
     """Return True if processes started on this machine train a run."""
     path = run_folder / LAUNCH / "lock"
     if not path.exists():
@@ -145,8 +145,8 @@ def is_claimed(run_folder: Path) -> bool:
 
 def local_environment(processes: int) -> dict[str, str]:
     """Return the environment for a job's script on this machine, without variables of a surrounding Slurm job."""
-    given = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
-    return given | {"SELECTRON_PROCESSES": str(processes)}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    return environment | {"SELECTRON_PROCESSES": str(processes)}
 
 
 def copy_code(folder: Path) -> Path:
@@ -159,7 +159,7 @@ def copy_code(folder: Path) -> Path:
         for package in PACKAGES:
             shutil.copytree(git_info.ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
     except OSError as error:
-        raise unwritable(folder, error) from error
+        raise unwritable_error(folder, error) from error
     return folder
 
 
@@ -180,7 +180,7 @@ def write_job(
     """
     folder = (run_folder / LAUNCH).absolute()
     sbatch_options(resources, folder, "")  # raises before anything is written
-    _container(resources, folder.parents[1])
+    _container_command(resources, folder.parents[1])
     try:
         folder = next_folder(folder)
         (folder / CONFIG).write_text(to_yaml(config))
@@ -192,31 +192,31 @@ def write_job(
             (folder / CODE).symlink_to(os.path.relpath(code, folder))
         (folder / "code.json").write_text(json.dumps({"commit": git_info.commit(), "python": python}, indent=1) + "\n")
         job = Job(folder)
-        job.script.write_text(script(job, resources, python))
+        job.script.write_text(format_script(job, resources, python))
     except OSError as error:
-        raise unwritable(folder, error) from error
+        raise unwritable_error(folder, error) from error
     return job
 
 
-def next_folder(above: Path) -> Path:
-    """Create the next of the numbered folders `1`, `2`, ... in `above`. Concurrent calls get different folders.
+def next_folder(parent: Path) -> Path:
+    """Create the next of the numbered folders `1`, `2`, ... in `parent`. Concurrent calls get different folders.
 
     Raises:
         OSError: the folder cannot be created.
     """
-    above.mkdir(parents=True, exist_ok=True)
-    number = 1 + max((int(path.name) for path in above.iterdir() if path.name.isdecimal()), default=0)
+    parent.mkdir(parents=True, exist_ok=True)
+    number = 1 + max((int(path.name) for path in parent.iterdir() if path.name.isdecimal()), default=0)
     while True:
         try:
-            (above / str(number)).mkdir()
+            (parent / str(number)).mkdir()
         except FileExistsError:
             number += 1
         else:
-            return above / str(number)
+            return parent / str(number)
 
 
 @contextmanager
-def submitting(*run_folders: Path) -> Iterator[None]:
+def hold_submission_locks(*run_folders: Path) -> Iterator[None]:
     """Context manager that prevents concurrent launches of the same runs.
 
     Inside the context, first check for existing jobs, and record the new jobs before leaving it.
@@ -228,27 +228,27 @@ def submitting(*run_folders: Path) -> Iterator[None]:
         UserError: another call launches one of the runs, or a folder cannot be written.
     """
     hint = "wait until that call ends, then check `selectron status`"
-    with ExitStack() as taken:
+    with ExitStack() as stack:
         locks = []
         for folder in run_folders:
             locks.append(acquire(folder / SUBMISSION, f"the launch of {folder}", hint=hint))
-            taken.callback(locks[-1].release)
-        taken.pop_all()
+            stack.callback(locks[-1].release)
+        stack.pop_all()
         with hold_locks(*locks):
             yield
 
 
-def unwritable(folder: Path, error: OSError) -> UserError:
+def unwritable_error(folder: Path, error: OSError) -> UserError:
     """Return the error for a folder in which nothing can be created."""
     return UserError(str(folder), f"cannot be written ({os_error_reason(error)})", "choose another run.dir")
 
 
-def script(job: Job, resources: Resources, python: str) -> str:
+def format_script(job: Job, resources: Resources, python: str) -> str:
     """Return the batch script: the template with the job's settings between its markers."""
     head, rest = TEMPLATE.read_text().split(_BEGIN)
     _, body = rest.split(_END)
     options = sbatch_options(resources, job.folder, "job-%j.log")
-    srun, inside = _container(resources, job.run.parent)
+    srun, inside = _container_command(resources, job.run.parent)
     private = job.folder / PRIVATE
     configurations = [str(job.folder / CONFIG), *([str(private)] if private.exists() else [])]
     settings = [
@@ -256,10 +256,10 @@ def script(job: Job, resources: Resources, python: str) -> str:
         f"python={shlex.quote(python)}",
         f"requeues={resources.requeues}",
         f"folder={shlex.quote(str(job.folder))}",
-        f"srun_options=({_words(srun)})",
-        f"inside=({_words(inside)})",
-        f"config=({_words(configurations)})",
-        f"preflight=({_words(resources.preflight)})",
+        f"srun_options=({_quote_words(srun)})",
+        f"inside=({_quote_words(inside)})",
+        f"config=({_quote_words(configurations)})",
+        f"preflight=({_quote_words(resources.preflight)})",
         # PYTHONSAFEPATH: otherwise Python would import from the working folder first, e.g. a checkout that has changed.
         f"code={shlex.quote(str(job.folder / CODE))}",
         'export PYTHONPATH="$code${PYTHONPATH:+:$PYTHONPATH}" PYTHONSAFEPATH=1',
@@ -296,22 +296,23 @@ def sbatch_options(resources: Resources, folder: Path, log: str) -> list[str]:
     ]
 
 
-def _words(words: Sequence[str]) -> str:
+def _quote_words(words: Sequence[str]) -> str:
     return " ".join(shlex.quote(word) for word in words)
 
 
-def _container(resources: Resources, runs: Path) -> tuple[list[str], list[str]]:
+def _container_command(resources: Resources, runs: Path) -> tuple[list[str], list[str]]:
     """Return the srun options and the command prefix that start a rank in its container."""
     if resources.container is None:
         return [], []
-    seen, here = resources.mounts_in(runs), Path.cwd()
-    for where, path in (("run.dir", runs), ("the working folder", here)):
+    mounts, working_folder = resources.container_mounts(runs), Path.cwd()
+    for where, path in (("run.dir", runs), ("the working folder", working_folder)):
         if {",", ":"}.intersection(str(path)):
             problem = f"{path} contains a comma or a colon, which separate the container's mounts"
             raise UserError(where, problem, "choose a path without them, or omit --container")
     # An image has its own working folder, but run.dir and data.path are usually relative to the current one.
     if resources.container.endswith(".sif"):
-        return [], ["apptainer", "exec", "--nv", f"--pwd={here}", f"--bind={','.join(seen)}", resources.container]
-    mounts = ",".join(path if ":" in path else f"{path}:{path}" for path in seen)
+        options = [f"--pwd={working_folder}", f"--bind={','.join(mounts)}"]
+        return [], ["apptainer", "exec", "--nv", *options, resources.container]
+    mount_pairs = ",".join(path if ":" in path else f"{path}:{path}" for path in mounts)
     image = f"--container-image={resources.container}"
-    return [image, f"--container-mounts={mounts}", f"--container-workdir={here}"], []
+    return [image, f"--container-mounts={mount_pairs}", f"--container-workdir={working_folder}"], []

@@ -31,7 +31,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Patience:
+class Timeouts:
     """Waiting times of the launcher after a process has failed.
 
     Attributes:
@@ -43,12 +43,12 @@ class Patience:
     to_kill: float = 15.0
 
 
-def rank_command(verb: str, arguments: Sequence[str]) -> list[str]:
+def rank_command(subcommand: str, arguments: Sequence[str]) -> list[str]:
     """Return the command line of one rank: this `selectron VERB` again."""
-    return [sys.executable, "-m", "megatron_ext.cli", verb, *arguments]
+    return [sys.executable, "-m", "megatron_ext.cli", subcommand, *arguments]
 
 
-def launch(command: Sequence[str], processes: int, patience: Patience | None = None) -> int:
+def launch(command: Sequence[str], processes: int, timeouts: Timeouts | None = None) -> int:
     """Run copies of a command as the ranks of one run and wait for all of them.
 
     Rank 0 writes to this process's standard output and error. The other ranks write to log files. If such a rank is the
@@ -58,7 +58,7 @@ def launch(command: Sequence[str], processes: int, patience: Patience | None = N
     Args:
         command: command that each rank executes.
         processes: number of ranks.
-        patience: waiting times after a failure.
+        timeouts: waiting times after a failure.
 
     Returns:
         0 if all ranks returned 0. 75 if the run was stopped: some ranks returned 75 and the others 0. 2 if a rank ended
@@ -66,11 +66,11 @@ def launch(command: Sequence[str], processes: int, patience: Patience | None = N
         this rank, 128 plus the number of the signal.
     """
     with scratch_folder("ranks") as folder:
-        group = _Group(command, processes, folder, patience or Patience())
+        group = _Group(command, processes, folder, timeouts or Timeouts())
         group.start()  # not covered by `handle_signals`: until all have started, a signal ends the launcher
         with handle_signals((signal.SIGTERM, signal.SIGINT, signal.SIGUSR1), group.forward):
             group.wait()
-        code, keep_logs = _conclude(group, folder)
+        code, keep_logs = _report_outcome(group, folder)
         if keep_logs:
             keep_folder(folder)
         return code
@@ -105,7 +105,7 @@ def rank_environment(rank: int, processes: int, port: int) -> dict[str, str]:
 
 
 @contextmanager
-def only_rank() -> Iterator[None]:
+def single_rank_environment() -> Iterator[None]:
     """Context manager that makes this process the only rank of a run, and restores the environment afterwards.
 
     If the environment were not restored, child processes that this process starts later would inherit the variables. A
@@ -132,10 +132,10 @@ def rendezvous_store() -> TCPStore:
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        listening.listen(socket.SOMAXCONN)
-        port, descriptor = listening.getsockname()[1], listening.detach()  # the store closes it
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(socket.SOMAXCONN)
+        port, descriptor = listener.getsockname()[1], listener.detach()  # the store closes it
     return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
 
 
@@ -146,7 +146,7 @@ class _Group:
     command: Sequence[str]
     size: int
     folder: Path
-    patience: Patience
+    timeouts: Timeouts
     children: list[subprocess.Popen[bytes]] = field(default_factory=list)
     failed: list[int] = field(default_factory=list)
     """Ranks that failed by themselves (exit code other than 0 and 75), in the order of their exit."""
@@ -156,17 +156,17 @@ class _Group:
     def start(self) -> None:
         """Start all ranks. If a rank cannot be started, kill those that have started."""
         self.store = rendezvous_store()
-        prepare = _die_with(os.getpid())
+        prepare = _kill_on_parent_exit(os.getpid())
         try:
             for rank in range(self.size):
                 environment = os.environ | rank_environment(rank, self.size, self.store.port)
                 environment[ERROR_FILE] = str(self.folder / "error")
-                self.children.append(self._start_one(rank, environment, prepare))
+                self.children.append(self._start_rank(rank, environment, prepare))
         except BaseException:
             self._signal(signal.SIGKILL)
             raise
 
-    def _start_one(
+    def _start_rank(
         self, rank: int, environment: dict[str, str], prepare: Callable[[], None]
     ) -> subprocess.Popen[bytes]:
         log: IO[bytes] | None = self.log_of(rank).open("wb") if rank else None
@@ -194,18 +194,18 @@ class _Group:
         """Wait for all ranks. After a failure, terminate and then kill the others."""
         if not self._wait_until(self._any_failed):
             return
-        if not self._wait_until(self._all_ended, self.patience.to_terminate):
+        if not self._wait_until(self._all_ended, self.timeouts.to_terminate):
             self._signal(signal.SIGTERM)
-            if not self._wait_until(self._all_ended, self.patience.to_kill):
+            if not self._wait_until(self._all_ended, self.timeouts.to_kill):
                 self._signal(signal.SIGKILL)
         self._wait_until(self._all_ended)
 
     def forward(self, number: int, frame: FrameType | None) -> None:
         """Forward the first signal of each kind to the ranks, and kill the ranks at the second SIGINT."""
         received = signal.Signals(number)
-        again = received in self.forwarded
+        is_repeated = received in self.forwarded
         self.forwarded.append(received)
-        if not again:
+        if not is_repeated:
             self._signal(received)
         elif received == signal.SIGINT:
             self._signal(signal.SIGKILL)
@@ -236,7 +236,7 @@ class _Group:
             child.send_signal(number)  # no effect on a child that has ended
 
 
-def _conclude(group: _Group, folder: Path) -> tuple[int, bool]:
+def _report_outcome(group: _Group, folder: Path) -> tuple[int, bool]:
     """Report errors to the user. Return the exit code, and True if the logs contain more than was printed."""
     codes = [child.returncode for child in group.children]
     error = folder / "error"
@@ -251,13 +251,13 @@ def _conclude(group: _Group, folder: Path) -> tuple[int, bool]:
         code = EXIT_USER_ERROR
     if code in (128 + number for number in group.forwarded):
         return code, False  # the sender of the signal expects this
-    return code, _show_crash(group, first, codes[first])
+    return code, _print_crash(group, first, codes[first])
 
 
-def _show_crash(group: _Group, rank: int, code: int) -> bool:
+def _print_crash(group: _Group, rank: int, code: int) -> bool:
     """Print how a rank failed. Return True if the rank has a log, which contains more."""
-    how = f"was terminated by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    print(f"selectron: rank {rank} of {group.size} {how}", file=sys.stderr)
+    outcome = f"was terminated by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    print(f"selectron: rank {rank} of {group.size} {outcome}", file=sys.stderr)
     if rank == 0:
         return False  # its output was already printed
     log = group.log_of(rank)
@@ -271,7 +271,7 @@ def _exit_code(code: int) -> int:
     return 128 - code if code < 0 else code
 
 
-def _die_with(parent: int) -> Callable[[], None]:
+def _kill_on_parent_exit(parent: int) -> Callable[[], None]:
     """Return a function to run in the child before exec: on Linux, the child is then killed when the launcher dies."""
     if sys.platform != "linux":
         return lambda: None

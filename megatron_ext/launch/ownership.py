@@ -12,7 +12,7 @@ from megatron_ext.launch.slurm import JobState
 from megatron_ext.utils.errors import UserError
 
 
-def is_of_another(job: Job, state: JobState) -> bool:
+def belongs_to_other_folder(job: Job, state: JobState) -> bool:
     """Return True if the Slurm job with a job's number was submitted from another folder than the job's.
 
     Folders are compared by inode, because several paths may lead to one folder. Files are not compared, because the
@@ -30,14 +30,14 @@ def is_of_another(job: Job, state: JobState) -> bool:
         if not script.is_absolute() or not number:
             return True
         if not task:
-            return script.name != SCRIPT or not _is_same(script.parent, job.folder)
-        of_task = Array(script.parent).jobs[int(task)]
-        return not _is_same(of_task.folder, job.folder)
+            return script.name != SCRIPT or not _is_same_job_folder(script.parent, job.folder)
+        task_job = Array(script.parent).jobs[int(task)]
+        return not _is_same_job_folder(task_job.folder, job.folder)
     except (OSError, UserError, IndexError):  # cannot be determined if the original was moved or removed
         return True
 
 
-def _is_same(folder: Path, other: Path) -> bool:
+def _is_same_job_folder(folder: Path, other: Path) -> bool:
     """Return True if two job folders, RUN/launch/N, are the same folder in the same run."""
     return os.path.samefile(folder, other) and os.path.samefile(folder.parents[1], other.parents[1])
 
@@ -54,15 +54,15 @@ def own_state(job: Job | None) -> JobState | None:
     if job is None or job.number is None:
         return None
     state = slurm.job_state(job.number)
-    return None if state is None or is_of_another(job, state) else state
+    return None if state is None or belongs_to_other_folder(job, state) else state
 
 
-def check_own(job: Job, state: JobState) -> None:
+def check_ownership(job: Job, state: JobState) -> None:
     """Check that a Slurm job belongs to the folder of `job`, before the Slurm job is changed.
 
     Raises:
         UserError: the Slurm job belongs to another folder.
     """
-    if is_of_another(job, state):
+    if belongs_to_other_folder(job, state):
         problem = f"job {job.number} belongs to {state.script}, not to this folder, which was copied or moved"
         raise UserError(str(job.run), problem, f"cancel that run, or use `scancel {job.number}` to cancel that job")

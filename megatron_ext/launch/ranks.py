@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from megatron_ext.launch.status import ago
+from megatron_ext.launch.status import format_age
 from megatron_ext.run_folder.heartbeat import describe_stalled_ranks, read_heartbeats
 from megatron_ext.run_folder.lock import FOLDER as LOCK
 from megatron_ext.run_folder.lock_file import lock_state
@@ -42,8 +42,8 @@ def ranks_table(folder: Path) -> list[str]:
             str(record.pid),
             str(record.step),
             str(record.passes),
-            f"{ago(now - record.further)} ago",
-            "ended" if record.ended else f"{ago(now - record.written)} ago",
+            f"{format_age(now - record.further)} ago",
+            "ended" if record.ended else f"{format_age(now - record.written)} ago",
         ]
         for record in records
     ]

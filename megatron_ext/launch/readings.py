@@ -11,11 +11,11 @@ from megatron_ext.utils.errors import UserError
 
 T = TypeVar("T")
 
-UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
+READ_ERRORS = (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
 """Exceptions raised on reading a file that does not exist, is not a regular file or has invalid content."""
 
 
-class Readings:
+class FileReader:
     """Read files, and collect problems instead of raising exceptions.
 
     Attributes:
@@ -37,12 +37,12 @@ class Readings:
             return read()
         except UserError as error:
             self.problems.append(f"{error.where}: {error.problem}")
-        except UNREADABLE as error:
-            self.problems.append(f"{path}: {problem_of(error)}")
+        except READ_ERRORS as error:
+            self.problems.append(f"{path}: {describe_read_error(error)}")
         return default
 
 
-def problem_of(error: BaseException) -> str:
+def describe_read_error(error: BaseException) -> str:
     """Describe in a few words why a file could not be read."""
     if isinstance(error, OSError):
         return f"cannot be read ({os_error_reason(error)})"

@@ -32,7 +32,7 @@ class Resources:
         requeues: maximum number of restarts.
         container: image for enroot with pyxis, or a .sif file for Apptainer; None to run without a container.
         mounts: paths visible in the container in addition to the working folder and the folder of the runs.
-        more: further sbatch options, e.g. `--account=x`.
+        extra_options: further sbatch options, e.g. `--account=x`.
         preflight: arguments of `selectron preflight` before training; empty to skip it.
     """
 
@@ -47,7 +47,7 @@ class Resources:
     requeues: int = 20
     container: str | None = None
     mounts: list[str] = field(default_factory=list)
-    more: list[str] = field(default_factory=list)
+    extra_options: list[str] = field(default_factory=list)
     preflight: list[str] = field(default_factory=list)
 
     @property
@@ -80,7 +80,7 @@ class Resources:
         if self.time is not None and self.time_seconds() <= self.save_before:
             problem = f"{self.time} is not longer than --save-before, {self.save_before} s"
             raise UserError("--time", problem, "increase it, or reduce --save-before")
-        check_options(self.more)
+        check_options(self.extra_options)
         if self.container is not None and looks_like_path(self.container) and not Path(self.container).is_file():
             raise UserError(
                 "--container",
@@ -100,7 +100,7 @@ class Resources:
                 hint = "give existing paths, PATH or PATH:PATH_IN_CONTAINER, separated by commas"
                 raise UserError("--container-mounts", f"there is no {path or 'path before a comma'}", hint)
 
-    def mounts_in(self, runs: Path) -> list[str]:
+    def container_mounts(self, runs: Path) -> list[str]:
         """Return the mounts of the container, `PATH` or `PATH:PATH_IN_CONTAINER`.
 
         Args:
@@ -108,22 +108,22 @@ class Resources:
         """
         return list(dict.fromkeys([str(Path.cwd()), str(runs), *self.mounts]))
 
-    def here(self, path: str, runs: Path) -> Path | None:
+    def host_path(self, path: str, runs: Path) -> Path | None:
         """Translate a path in the container to this machine; None if the path is below no mount.
 
         Args:
             path: path in the container, absolute or relative to the working folder.
             runs: folder of the run folders.
         """
-        whole = Path(os.path.abspath(path))
+        absolute_path = Path(os.path.abspath(path))
         if self.container is None:
-            return whole
-        pairs = [(mount.split(":") * 2)[:2] for mount in self.mounts_in(runs)]
-        outer = [(Path(source), Path(target)) for source, target in pairs if whole.is_relative_to(target)]
-        if not outer:
+            return absolute_path
+        pairs = [(mount.split(":") * 2)[:2] for mount in self.container_mounts(runs)]
+        candidates = [(Path(source), Path(target)) for source, target in pairs if absolute_path.is_relative_to(target)]
+        if not candidates:
             return None
-        source, target = max(outer, key=lambda pair: len(pair[1].parts))
-        return source / whole.relative_to(target)
+        source, target = max(candidates, key=lambda pair: len(pair[1].parts))
+        return source / absolute_path.relative_to(target)
 
     def time_seconds(self) -> float:
         """Return the time limit in seconds.
@@ -133,7 +133,7 @@ class Resources:
         """
         assert self.time is not None
         try:
-            return seconds(self.time)
+            return parse_time(self.time)
         except ValueError:
             hint = "give minutes, H:MM:SS or D-HH:MM:SS"
             raise UserError("--time", f"{self.time!r} is not in a time format of Slurm", hint) from None
@@ -145,37 +145,39 @@ class Resources:
             UserError: the partition does not exist or is too small.
         """
         chosen = self._partition(partitions)
-        there = f"partition {chosen.name} has"
+        prefix = f"partition {chosen.name} has"
         if chosen.nodes:  # 0 for powered-down cloud nodes, which only sbatch can check
-            self._check_nodes(chosen, there)
+            self._check_nodes(chosen, prefix)
         limit = chosen.time_limit
-        if self.time is not None and limit != UNLIMITED and self.time_seconds() > seconds(limit):
-            raise UserError("--time", f"{self.time} is too long: {there} a limit of {limit}", f"give {limit} or less")
+        if self.time is not None and limit != UNLIMITED and self.time_seconds() > parse_time(limit):
+            raise UserError("--time", f"{self.time} is too long: {prefix} a limit of {limit}", f"give {limit} or less")
 
-    def _check_nodes(self, chosen: Partition, there: str) -> None:
+    def _check_nodes(self, chosen: Partition, prefix: str) -> None:
         if self.nodes > chosen.nodes:
             raise UserError(
-                "--nodes", f"{self.nodes} is too many: {there} {chosen.nodes} nodes", f"give {chosen.nodes} or fewer"
+                "--nodes", f"{self.nodes} is too many: {prefix} {chosen.nodes} nodes", f"give {chosen.nodes} or fewer"
             )
         if self.gpus_per_node and self.gpus_per_node > chosen.gpus_per_node:
             hint = (
                 f"give {chosen.gpus_per_node} or fewer" if chosen.gpus_per_node else "give --processes-per-node instead"
             )
-            problem = f"{self.gpus_per_node} is too many: {there} {chosen.gpus_per_node} GPUs per node"
+            problem = f"{self.gpus_per_node} is too many: {prefix} {chosen.gpus_per_node} GPUs per node"
             raise UserError("--gpus-per-node", problem, hint)
         if not self.gpus_per_node and self.tasks_per_node > chosen.tasks_per_node:
-            problem = f"{self.tasks_per_node} is too many: {there} {chosen.tasks_per_node} CPUs per node"
+            problem = f"{self.tasks_per_node} is too many: {prefix} {chosen.tasks_per_node} CPUs per node"
             raise UserError("--processes-per-node", problem, f"give {chosen.tasks_per_node} or fewer")
-        most = chosen.tasks_per_node // self.tasks_per_node
-        if self.cpus_per_task and self.cpus_per_task > most:
+        max_cpus = chosen.tasks_per_node // self.tasks_per_node
+        if self.cpus_per_task and self.cpus_per_task > max_cpus:
             processes = f"for each of {self.tasks_per_node} processes" if self.tasks_per_node > 1 else "for one process"
-            problem = f"{self.cpus_per_task} {processes} is too many: {there} {chosen.tasks_per_node} CPUs per node"
-            raise UserError("--cpus-per-task", problem, f"give {most} or fewer" if most else "give fewer processes")
+            problem = f"{self.cpus_per_task} {processes} is too many: {prefix} {chosen.tasks_per_node} CPUs per node"
+            raise UserError(
+                "--cpus-per-task", problem, f"give {max_cpus} or fewer" if max_cpus else "give fewer processes"
+            )
 
     def _partition(self, partitions: Mapping[str, Partition]) -> Partition:
         names = ", ".join(sorted(partitions))
         if self.partition is None:
-            default = [one for one in partitions.values() if one.is_default]
+            default = [partition for partition in partitions.values() if partition.is_default]
             if not default:
                 raise UserError("--partition", "the cluster has no default partition", f"choose from {names}")
             return default[0]
@@ -185,18 +187,18 @@ class Resources:
 
     def sbatch_options(self) -> list[str]:
         """Return the sbatch options of the request."""
-        asked = {
+        requested = {
             "--partition": self.partition,
             "--time": self.time,
             "--gpus-per-node": self.gpus_per_node,
             "--cpus-per-task": self.cpus_per_task,
         }
-        given = [f"{option}={value}" for option, value in asked.items() if value is not None]
+        options = [f"{option}={value}" for option, value in requested.items() if value is not None]
         fixed = [f"--nodes={self.nodes}", f"--ntasks-per-node={self.tasks_per_node}"]
-        return [*fixed, *given, f"--signal=B:USR1@{self.save_before}", *self.more]
+        return [*fixed, *options, f"--signal=B:USR1@{self.save_before}", *self.extra_options]
 
 
-def seconds(time: str) -> float:
+def parse_time(time: str) -> float:
     """Convert a time in Slurm's format to seconds: minutes, M:SS, H:MM:SS, D-HH, D-HH:MM, D-HH:MM:SS.
 
     Raises:
@@ -207,8 +209,8 @@ def seconds(time: str) -> float:
         raise ValueError(time)
     parts = [int(part) for part in match.group("a", "b", "c") if part is not None]
     if match["days"] is not None:
-        hours, minutes, rest = (*parts, 0, 0)[:3]
-        return ((int(match["days"]) * 24 + hours) * 60 + minutes) * 60 + rest
+        hours, minutes, remaining_seconds = (*parts, 0, 0)[:3]
+        return ((int(match["days"]) * 24 + hours) * 60 + minutes) * 60 + remaining_seconds
     if len(parts) == 3:
         return (parts[0] * 60 + parts[1]) * 60 + parts[2]
     return parts[0] * 60 + (parts[1] if len(parts) == 2 else 0)

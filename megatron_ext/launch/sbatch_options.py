@@ -19,7 +19,7 @@ _GPUS = "the job starts a process per GPU", "use --gpus-per-node"
 _ENVIRONMENT = "the job's processes need the environment that the script sets", "set the variables in the calling shell"
 _NO_JOB = "sbatch would not submit a job", "use `selectron launch --dry-run`"
 
-REFUSED: Mapping[str, tuple[str, str]] = {
+REJECTED: Mapping[str, tuple[str, str]] = {
     "array": ("all tasks would train the same run", "use `selectron sweep`"),
     "chdir": ("relative paths refer to the folder of the submission", "launch from another folder"),
     "clusters": ("status, cancel and requeues use only this cluster", "launch on a login node of the other cluster"),
@@ -118,37 +118,37 @@ def check_options(options: Iterable[str]) -> None:
     Raises:
         UserError: an option would break the job, or is not an option.
     """
-    for given in options:
+    for option in options:
         try:
-            words = shlex.split(given)
+            words = shlex.split(option)
         except ValueError:
             words = []
-        if not words or not words[0].startswith("-") or words[0].strip("-") == "" or "\n" in given:
-            raise UserError("--sbatch", f"{given!r} is not an sbatch option", "give one like --sbatch=--account=mine")
+        if not words or not words[0].startswith("-") or words[0].strip("-") == "" or "\n" in option:
+            raise UserError("--sbatch", f"{option!r} is not an sbatch option", "give one like --sbatch=--account=mine")
         for name in (name for word in words if word.startswith("-") for name in _names(word)):
-            if name in REFUSED:
-                reason, hint = REFUSED[name]
-                raise UserError("--sbatch", f"{given} sets {name}, but {reason}", hint)
+            if name in REJECTED:
+                reason, hint = REJECTED[name]
+                raise UserError("--sbatch", f"{option} sets {name}, but {reason}", hint)
         if any(word.startswith("--gres=") and "gpu" in word for word in words) or "gpu" in _value(words, "--gres"):
-            raise UserError("--sbatch", f"{given} sets GPUs, but {_GPUS[0]}", _GPUS[1])
+            raise UserError("--sbatch", f"{option} sets GPUs, but {_GPUS[0]}", _GPUS[1])
 
 
-def check_variables(environment: Mapping[str, str], given: Iterable[str]) -> None:
+def check_variables(environment: Mapping[str, str], given_options: Iterable[str]) -> None:
     """Reject variables that sbatch would interpret as options that break a job.
 
     Args:
         environment: environment variables of the call.
-        given: `selectron` options that the user gave, e.g. `--time`.
+        given_options: `selectron` options that the user gave, e.g. `--time`.
 
     Raises:
         UserError: such a variable is set.
     """
     for variable, name in VARIABLES.items():
         if variable in environment:
-            reason, hint = REFUSED[name]
+            reason, hint = REJECTED[name]
             raise UserError(variable, f"is set, which sbatch treats as --{name}, but {reason}", f"unset it; {hint}")
     for variable, option in OVERRIDING.items():
-        if variable in environment and option in given:
+        if variable in environment and option in given_options:
             problem = f"is set to {environment[variable]!r}, which overrides {option} in sbatch"
             raise UserError(variable, problem, f"unset it, or omit {option}")
 
@@ -157,7 +157,7 @@ def _names(word: str) -> Iterator[str]:
     """Yield the long names of the options in a word, with abbreviations of rejected options expanded as sbatch does."""
     if word.startswith("--"):
         name = word[2:].partition("=")[0]
-        yield name if name in REFUSED else next((full for full in REFUSED if name and full.startswith(name)), name)
+        yield name if name in REJECTED else next((full for full in REJECTED if name and full.startswith(name)), name)
         return
     for letter in word[1:]:
         yield _SHORT.get(letter, letter)

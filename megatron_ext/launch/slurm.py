@@ -58,13 +58,13 @@ def partitions() -> dict[str, Partition]:
         UserError: Slurm does not respond.
     """
     found: dict[str, Partition] = {}
-    for line in ask("sinfo", "--noheader", "--format=%P|%D|%G|%c|%l").splitlines():
+    for line in run_command("sinfo", "--noheader", "--format=%P|%D|%G|%c|%l").splitlines():
         name, nodes, resources, processors, limit = line.split("|")
         bare, before = name.rstrip("*"), found.get(name.rstrip("*"))
         found[bare] = Partition(
             name=bare,
             nodes=int(nodes) + (before.nodes if before else 0),
-            gpus_per_node=max(_gpus(resources), before.gpus_per_node if before else 0),
+            gpus_per_node=max(_count_gpus(resources), before.gpus_per_node if before else 0),
             tasks_per_node=max(int(processors.rstrip("+")), before.tasks_per_node if before else 0),
             time_limit=limit,
             is_default=name.endswith("*"),
@@ -72,7 +72,7 @@ def partitions() -> dict[str, Partition]:
     return found
 
 
-def _gpus(resources: str) -> int:
+def _count_gpus(resources: str) -> int:
     """Count the GPUs of a node in sinfo's format: `gpu:8`, `gpu:h200:8(S:0-1)`, `gpu:a:4,gpu:b:4`, `(null)`."""
     return sum(int(count) for count in re.findall(r"\bgpu(?::[^:,()]+)?:(\d+)", resources))
 
@@ -106,14 +106,14 @@ def job_state(job: str) -> JobState | None:
         UserError: Slurm does not respond.
     """
     command = ("squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T|%r|%N|%o")
-    done = _called(command)
-    if done.returncode and "Invalid job id" in done.stderr:
+    result = _run_process(command)
+    if result.returncode and "Invalid job id" in result.stderr:
         return None
-    if done.returncode:
-        raise _refusal(command, done.stderr)
-    if not done.stdout.strip():
+    if result.returncode:
+        raise _rejection_error(command, result.stderr)
+    if not result.stdout.strip():
         return None
-    state, reason, nodes, script = done.stdout.splitlines()[0].split("|", 3)
+    state, reason, nodes, script = result.stdout.splitlines()[0].split("|", 3)
     return JobState(state, "" if reason == "None" else reason, nodes, script)
 
 
@@ -142,7 +142,7 @@ def check_options(options: Sequence[str]) -> None:
     with scratch_folder("options") as folder:
         script = folder / "options.sbatch"
         script.write_text("\n".join(["#!/bin/sh", *directives(options), ""]))
-        ask("sbatch", "--test-only", str(script))
+        run_command("sbatch", "--test-only", str(script))
 
 
 def submit(script: Path) -> str:
@@ -151,7 +151,7 @@ def submit(script: Path) -> str:
     Raises:
         UserError: Slurm rejects the script; the message contains Slurm's error.
     """
-    return ask("sbatch", "--parsable", str(script)).strip().split(";")[0]
+    return run_command("sbatch", "--parsable", str(script)).strip().split(";")[0]
 
 
 def numbers_by_script() -> dict[str, str]:
@@ -160,7 +160,7 @@ def numbers_by_script() -> dict[str, str]:
     Raises:
         UserError: Slurm does not respond.
     """
-    lines = (line.partition(" ") for line in ask("squeue", "--noheader", "--me", "--format=%F %o").splitlines())
+    lines = (line.partition(" ") for line in run_command("squeue", "--noheader", "--me", "--format=%F %o").splitlines())
     return {script: number for number, _, script in lines}
 
 
@@ -170,22 +170,22 @@ def cancel(job: str) -> None:
     Raises:
         UserError: Slurm does not cancel the job.
     """
-    ask("scancel", job)
+    run_command("scancel", job)
 
 
-def ask(*command: str) -> str:
+def run_command(*command: str) -> str:
     """Run a Slurm command and return its standard output.
 
     Raises:
         UserError: the command fails or is not installed.
     """
-    done = _called(command)
-    if done.returncode:
-        raise _refusal(command, done.stderr)
-    return done.stdout
+    result = _run_process(command)
+    if result.returncode:
+        raise _rejection_error(command, result.stderr)
+    return result.stdout
 
 
-def _called(command: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+def _run_process(command: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError:
@@ -194,6 +194,6 @@ def _called(command: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
         ) from None
 
 
-def _refusal(command: tuple[str, ...], errors: str) -> UserError:
-    said = [line.split(": ", 1)[-1].strip() for line in errors.splitlines() if "error" in line]
-    return UserError(command[0], f"refused: {'; '.join(said) or errors.strip()}", "correct this and try again")
+def _rejection_error(command: tuple[str, ...], errors: str) -> UserError:
+    messages = [line.split(": ", 1)[-1].strip() for line in errors.splitlines() if "error" in line]
+    return UserError(command[0], f"refused: {'; '.join(messages) or errors.strip()}", "correct this and try again")

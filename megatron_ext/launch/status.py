@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.config.load import read_tree
-from megatron_ext.launch.by_hand import BY_HAND, ManualStart, has_begun, manual_start
-from megatron_ext.launch.job import NUMBER, Job, is_claimed, jobs_of, newest_job
-from megatron_ext.launch.ownership import is_of_another
-from megatron_ext.launch.readings import Readings
+from megatron_ext.launch.by_hand import BY_HAND, ManualStart, has_started, manual_start
+from megatron_ext.launch.job import NUMBER, Job, is_locally_locked, list_jobs, newest_job
+from megatron_ext.launch.ownership import belongs_to_other_folder
+from megatron_ext.launch.readings import FileReader
 from megatron_ext.launch.slurm import JobState, job_state
 from megatron_ext.run_folder.launch_events import LAUNCH, Event, read_events
 from megatron_ext.run_folder.layout import CONFIG, METRICS
@@ -31,12 +31,12 @@ SWEEP = "sweep.json"
 """File in a sweep's folder with the names of its runs."""
 COLUMNS = ("run", "job", "state", "starts", "step", "loss", "tokens/s", "last step", "last event")
 FINISHED, RUNNING, WAITING = "finished", "running", "waiting"
-STOPPED, FAILED, NOT_BEGUN = "stopped", "failed", "not begun"
+STOPPED, FAILED, NOT_STARTED = "stopped", "failed", "not begun"
 DAMAGED = "damaged"
 COPIED = "copied"
 """State of a run whose newest job belongs to another folder."""
-STANDINGS = (FINISHED, RUNNING, WAITING, STOPPED, FAILED, DAMAGED, NOT_BEGUN)
-_MOST_PROBLEMS = 3
+STANDINGS = (FINISHED, RUNNING, WAITING, STOPPED, FAILED, DAMAGED, NOT_STARTED)
+_MAX_PROBLEMS = 3
 _TAIL_BYTES = 64 * 1024
 
 
@@ -65,8 +65,8 @@ class RunStatus:
 
     run: str
     folder: str
-    standing: str = NOT_BEGUN
-    state: str = NOT_BEGUN
+    standing: str = NOT_STARTED
+    state: str = NOT_STARTED
     job: str | None = None
     log: str | None = None
     starts: int = 0
@@ -80,42 +80,42 @@ class RunStatus:
     problems: tuple[str, ...] = ()
 
 
-def events_of(job: Job) -> list[Event]:
+def read_job_events(job: Job) -> list[Event]:
     """Return the events of a job, in order."""
     return read_events(job.folder)
 
 
-def run_folders(given: Sequence[Path]) -> Iterator[Path]:
-    """Yield the folders of launched or manually started runs among `given` and inside the folders of `given`.
+def run_folders(paths: Sequence[Path]) -> Iterator[Path]:
+    """Yield the folders of launched or manually started runs among `paths` and inside the folders of `paths`.
 
     Raises:
         UserError: a folder does not exist or contains no run.
     """
-    for folder in given:
-        inside = [folder] if jobs_of(folder) or has_begun(folder) else _inside(folder)
-        if not inside:
+    for folder in paths:
+        folders = [folder] if list_jobs(folder) or has_started(folder) else _find_runs(folder)
+        if not folders:
             problem = "contains no run that has started" if folder.is_dir() else "is not a folder"
             raise UserError(str(folder), problem, "give a run folder, run.dir/run.name, or run.dir")
-        yield from inside
+        yield from folders
 
 
-def _inside(folder: Path) -> list[Path]:
-    sweep, readings = folder / SWEEP, Readings()
-    none: list[str] = []
+def _find_runs(folder: Path) -> list[Path]:
+    sweep, reader = folder / SWEEP, FileReader()
+    no_names: list[str] = []
     names = (
-        readings.get(sweep, lambda: list(parse_json(read_regular(sweep))["runs"]), none)
+        reader.get(sweep, lambda: list(parse_json(read_regular(sweep))["runs"]), no_names)
         if os.path.lexists(sweep)
-        else none
+        else no_names
     )
-    for problem in readings.problems:
+    for problem in reader.problems:
         print(f"selectron: warning: {problem}; using the existing run folders instead", file=sys.stderr)
     swept = [path_within(folder, name, str(sweep)) for name in names]
-    return swept or [path for path in sorted(folder.glob("*")) if jobs_of(path) or has_begun(path)]
+    return swept or [path for path in sorted(folder.glob("*")) if list_jobs(path) or has_started(path)]
 
 
 def is_finished(folder: Path) -> bool:
     """Return True if a job of the run has finished it."""
-    return any(event.description == FINISHED for job in jobs_of(folder) for event in events_of(job)[-1:])
+    return any(event.description == FINISHED for job in list_jobs(folder) for event in read_job_events(job)[-1:])
 
 
 def status_of(folder: Path) -> RunStatus:
@@ -124,26 +124,26 @@ def status_of(folder: Path) -> RunStatus:
     Raises:
         UserError: Slurm does not respond.
     """
-    readings = Readings()
-    job = readings.get(folder, lambda: newest_job(folder), None)
-    if job is None and (hand := manual_start(folder, None)) is not None:
-        return _by_hand(folder, hand, readings)
+    reader = FileReader()
+    job = reader.get(folder, lambda: newest_job(folder), None)
+    if job is None and (manual := manual_start(folder, None)) is not None:
+        return _manual_status(folder, manual, reader)
     if job is None:
-        standing = DAMAGED if readings.problems else NOT_BEGUN
-        return RunStatus(folder.name, str(folder), standing, standing, problems=tuple(readings.problems))
-    number, events = readings.get(job.folder, lambda: job.number, None), read_events(job.folder, readings.problems)
-    is_damaged = bool(readings.problems)
+        standing = DAMAGED if reader.problems else NOT_STARTED
+        return RunStatus(folder.name, str(folder), standing, standing, problems=tuple(reader.problems))
+    number, events = reader.get(job.folder, lambda: job.number, None), read_events(job.folder, reader.problems)
+    is_damaged = bool(reader.problems)
     state = None if number is None else job_state(number)  # Slurm forgets a job some minutes after its end
-    is_copy = state is not None and is_of_another(job, state)
+    is_copy = state is not None and belongs_to_other_folder(job, state)
     if state is not None and is_copy:
         problem = f"{job.folder / NUMBER}: job {number} belongs to {printable(str(state.script))}"
-        readings.problems.append(f"{problem}: this folder was copied or moved")
+        reader.problems.append(f"{problem}: this folder was copied or moved")
         state = None
-    hand = manual_start(folder, events[-1].time if events else "")
-    if hand is not None and (state is None or not state.is_alive):  # started by hand after the job
-        return _by_hand(folder, hand, readings)
-    last = last_metrics(folder, readings)
-    standing = _standing(job, number, events, state, readings)
+    manual = manual_start(folder, events[-1].time if events else "")
+    if manual is not None and (state is None or not state.is_alive):  # started by hand after the job
+        return _manual_status(folder, manual, reader)
+    last = last_metrics(folder, reader)
+    standing = _standing(job, number, events, state, reader)
     if is_damaged and standing != FINISHED and (state is None or not state.is_alive):
         standing = DAMAGED
     if is_copy and standing == FAILED:  # the copied events end where the original continued
@@ -153,32 +153,32 @@ def status_of(folder: Path) -> RunStatus:
         folder.name,
         str(folder),
         standing=standing,
-        state=DAMAGED if standing == DAMAGED else COPIED if is_copy else _said(state, events),
+        state=DAMAGED if standing == DAMAGED else COPIED if is_copy else _describe_state(state, events),
         job=number or ("?" if (job.folder / NUMBER).exists() else "local"),
         log=str(job.folder / f"job-{number or 'local'}.log"),
         starts=sum(event.is_start for event in events),
         step=last["step"] if last else 0,
-        steps=readings.get(config, lambda: _steps(config), None),
+        steps=reader.get(config, lambda: _read_steps(config), None),
         loss=last["loss"] if last else None,
         tokens_per_second=last["tokens_per_second"] if last else None,
         seconds_ago=time.time() - (folder / METRICS).stat().st_mtime if last else None,
         event=events[-1].description if events else None,
         event_time=events[-1].time if events else None,
-        problems=tuple(readings.problems),
+        problems=tuple(reader.problems),
     )
 
 
-def _by_hand(folder: Path, hand: ManualStart, readings: Readings) -> RunStatus:
+def _manual_status(folder: Path, manual: ManualStart, reader: FileReader) -> RunStatus:
     """Return the status of a run whose newest start was by `selectron train`."""
-    last, config = last_metrics(folder, readings), folder / CONFIG
-    steps = readings.get(config, lambda: _steps(config), None) if config.exists() else None
+    last, config = last_metrics(folder, reader), folder / CONFIG
+    steps = reader.get(config, lambda: _read_steps(config), None) if config.exists() else None
     step = last["step"] if last else 0
-    standing, state = STOPPED if hand.is_stopped else FAILED, hand.said
-    if hand.is_running:
+    standing, state = STOPPED if manual.is_stopped else FAILED, manual.description
+    if manual.is_running:
         standing = RUNNING
     elif steps is not None and step >= steps:
         standing = state = FINISHED
-    elif hand.is_stopped:
+    elif manual.is_stopped:
         state = STOPPED
     return RunStatus(
         folder.name,
@@ -186,17 +186,17 @@ def _by_hand(folder: Path, hand: ManualStart, readings: Readings) -> RunStatus:
         standing=standing,
         state=state,
         job=BY_HAND,
-        log=hand.output or None,
+        log=manual.output or None,
         step=step,
         steps=steps,
         loss=last["loss"] if last else None,
         tokens_per_second=last["tokens_per_second"] if last else None,
         seconds_ago=time.time() - (folder / METRICS).stat().st_mtime if last else None,
-        problems=tuple(readings.problems),
+        problems=tuple(reader.problems),
     )
 
 
-def _steps(config: Path) -> int:
+def _read_steps(config: Path) -> int:
     os.close(open_regular(config))
     steps = read_tree(config)["training"]["steps"]
     if type(steps) is not int:
@@ -204,20 +204,20 @@ def _steps(config: Path) -> int:
     return steps
 
 
-def _standing(job: Job, number: str | None, events: Sequence[Event], state: JobState | None, readings: Readings) -> str:
+def _standing(job: Job, number: str | None, events: Sequence[Event], state: JobState | None, reader: FileReader) -> str:
     last = events[-1].description if events else ""
     if last == FINISHED:
         return FINISHED
     if state is not None and state.is_alive:
         return RUNNING if state.state in {"RUNNING", "COMPLETING"} else WAITING
-    if number is None and readings.get(job.run / LAUNCH / "lock", lambda: is_claimed(job.run), False):
+    if number is None and reader.get(job.run / LAUNCH / "lock", lambda: is_locally_locked(job.run), False):
         return RUNNING
     if last in {"stopped", ""} or (state is not None and state.state == "CANCELLED"):
         return STOPPED
     return FAILED
 
 
-def _said(state: JobState | None, events: Sequence[Event]) -> str:
+def _describe_state(state: JobState | None, events: Sequence[Event]) -> str:
     if state is None:
         return events[-1].description.split(":")[0] if events else "ended before it started"
     return f"{state.state.lower()} ({state.reason})" if state.reason else state.state.lower()
@@ -229,15 +229,15 @@ def status_table(runs: Sequence[RunStatus]) -> list[str]:
     if len(runs) > 1:
         lines += ["", _summary(runs)]
     failed = [run for run in runs if run.standing == FAILED]
-    lines += [printable(f"{run.run} failed: {run.event or run.state}{_see(run)}") for run in failed]
+    lines += [printable(f"{run.run} failed: {run.event or run.state}{_log_hint(run)}") for run in failed]
     for run in runs:
-        lines += [f"{run.run}: {printable(problem)}" for problem in run.problems[:_MOST_PROBLEMS]]
-        if len(run.problems) > _MOST_PROBLEMS:
-            lines.append(f"{run.run}: {len(run.problems) - _MOST_PROBLEMS} more damaged lines or files")
+        lines += [f"{run.run}: {printable(problem)}" for problem in run.problems[:_MAX_PROBLEMS]]
+        if len(run.problems) > _MAX_PROBLEMS:
+            lines.append(f"{run.run}: {len(run.problems) - _MAX_PROBLEMS} more damaged lines or files")
     return lines
 
 
-def _see(run: RunStatus) -> str:
+def _log_hint(run: RunStatus) -> str:
     return f"; see {run.log}" if run.log else "; its output was not saved"
 
 
@@ -250,7 +250,7 @@ def _row(run: RunStatus) -> list[str]:
         f"{run.step} of {'?' if run.steps is None else run.steps}" if run.job else "",
         f"{run.loss:.4f}" if run.loss is not None else "",
         f"{run.tokens_per_second:,.0f}" if run.tokens_per_second is not None else "",
-        f"{ago(run.seconds_ago)} ago" if run.seconds_ago is not None else "",
+        f"{format_age(run.seconds_ago)} ago" if run.seconds_ago is not None else "",
         printable(f"{run.event_time} {run.event}") if run.event else "",
     ]
 
@@ -260,19 +260,19 @@ def _summary(runs: Sequence[RunStatus]) -> str:
     return f"{len(runs)} runs: " + ", ".join(f"{counts[kind]} {kind}" for kind in STANDINGS if counts[kind])
 
 
-def last_metrics(folder: Path, readings: Readings | None = None) -> dict[str, Any] | None:
+def last_metrics(folder: Path, reader: FileReader | None = None) -> dict[str, Any] | None:
     """Return the newest complete metrics record of a run, or None.
 
     Args:
         folder: run folder.
-        readings: collects problems with damaged lines; None to ignore them.
+        reader: collects problems with damaged lines; None to ignore them.
     """
-    path, readings = folder / METRICS, readings or Readings()
-    none: list[bytes] = []
-    lines = readings.get(path, lambda: _last_lines(path), none) if os.path.lexists(path) else none
+    path, reader = folder / METRICS, reader or FileReader()
+    no_lines: list[bytes] = []
+    lines = reader.get(path, lambda: _last_lines(path), no_lines) if os.path.lexists(path) else no_lines
     found = None
     for line in reversed(lines):
-        found = readings.get(path, lambda line=line: _record(line), None)  # type: ignore[misc]
+        found = reader.get(path, lambda line=line: _parse_record(line), None)  # type: ignore[misc]
         if found is not None:
             break
     return found
@@ -286,7 +286,7 @@ def _last_lines(path: Path) -> list[bytes]:
     return whole[1:] if size > _TAIL_BYTES else whole  # the first line may be incomplete
 
 
-def _record(line: bytes) -> dict[str, Any]:
+def _parse_record(line: bytes) -> dict[str, Any]:
     record = parse_json(line)
     found = {name: record[name] for name in ("step", "loss", "tokens_per_second")}
     if type(found["step"]) is not int or any(type(found[name]) not in (int, float) for name in found):
@@ -294,7 +294,7 @@ def _record(line: bytes) -> dict[str, Any]:
     return {name: number if math.isfinite(number) else None for name, number in found.items()}
 
 
-def ago(seconds: float) -> str:
+def format_age(seconds: float) -> str:
     """Format a duration for display: 90 s, 3 min, 5 h, 2 d."""
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * length:

@@ -16,31 +16,31 @@ from pathlib import Path
 from types import FrameType
 
 from megatron_ext.config.schema import RunConfig
-from megatron_ext.launch.array import find_lost, write_array
-from megatron_ext.launch.branches import in_order, trunks_of
+from megatron_ext.launch.array import restore_job_numbers, write_array
+from megatron_ext.launch.branches import find_trunks, group_by_trunk
 from megatron_ext.launch.changed_runs import (
     Changed,
     changed_runs,
     check_restarts,
-    keep_data_digests,
-    set_aside,
-    without_digests,
+    move_aside,
+    runs_without_digests,
+    write_data_digests,
 )
-from megatron_ext.launch.here import start_here
+from megatron_ext.launch.here import start_script
 from megatron_ext.launch.job import (
     Job,
-    claim,
+    acquire_local_lock,
     copy_code,
-    jobs_of,
+    hold_submission_locks,
+    list_jobs,
     newest_job,
     next_folder,
-    submitting,
-    unwritable,
+    unwritable_error,
     write_job,
 )
 from megatron_ext.launch.ownership import own_state
 from megatron_ext.launch.resources import Resources
-from megatron_ext.launch.status import SWEEP, events_of, is_finished
+from megatron_ext.launch.status import SWEEP, is_finished, read_job_events
 from megatron_ext.run_folder.launch_events import LAUNCH
 from megatron_ext.utils.atomic_files import write_atomically
 from megatron_ext.utils.errors import EXIT_STOPPED
@@ -65,7 +65,7 @@ class Sweep:
 
     def __init__(self, folder: Path, configs: Mapping[str, RunConfig], resources: Resources, python: str) -> None:
         self._folder, self._configs, self._resources, self._python = folder, configs, resources, python
-        self._trunks = trunks_of(folder, configs)
+        self._trunks = find_trunks(folder, configs)
 
     @property
     def unfinished(self) -> dict[str, RunConfig]:
@@ -79,7 +79,7 @@ class Sweep:
 
     def largest_array(self) -> int:
         """Return the number of tasks of the largest array that `submit` may request."""
-        return max(map(len, in_order(self.unfinished, self._trunks).values()), default=0)
+        return max(map(len, group_by_trunk(self.unfinished, self._trunks).values()), default=0)
 
     @property
     def changed(self) -> list[Changed]:
@@ -87,9 +87,9 @@ class Sweep:
         return changed_runs(self._folder, self._configs, is_finished)
 
     @property
-    def without_digests(self) -> list[str]:
+    def runs_without_digests(self) -> list[str]:
         """Names of launched runs whose data at launch is unknown."""
-        return without_digests(self._folder, self._configs)
+        return runs_without_digests(self._folder, self._configs)
 
     def check_restarts(self, restarts: Sequence[str]) -> None:
         """Check the names of runs to restart; see `changed_runs.check_restarts`."""
@@ -105,18 +105,18 @@ class Sweep:
         Raises:
             UserError: a run is alive or cannot be moved.
         """
-        there = {name: self._folder / name for name in names if (self._folder / name).exists()}
-        with submitting(*there.values()):
-            for run in there.values():
+        folders = {name: self._folder / name for name in names if (self._folder / name).exists()}
+        with hold_submission_locks(*folders.values()):
+            for run in folders.values():
                 refuse_alive(run)
-            for name, run in there.items():
+            for name, run in folders.items():
                 try:
-                    kept = set_aside(self._folder, name)
+                    new_folder = move_aside(self._folder, name)
                 except OSError as error:
-                    raise unwritable(run, error) from error
-                print(f"{name}: restarts; its old folder is now {kept}", flush=True)
+                    raise unwritable_error(run, error) from error
+                print(f"{name}: restarts; its old folder is now {new_folder}", flush=True)
 
-    def note(self) -> None:
+    def write_run_list(self) -> None:
         """Write the names of the runs to the sweep's folder, for `selectron status`.
 
         Raises:
@@ -128,7 +128,7 @@ class Sweep:
                 self._folder / SWEEP, (json.dumps({"runs": list(self._configs)}, indent=1) + "\n").encode()
             )
         except OSError as error:
-            raise unwritable(self._folder, error) from error
+            raise unwritable_error(self._folder, error) from error
 
     def submit(self, parallel: int | None) -> None:
         """Submit the unfinished runs without a live job: one array, and one dependent array per unfinished trunk.
@@ -139,9 +139,9 @@ class Sweep:
         Raises:
             UserError: Slurm rejects a job.
         """
-        find_lost(self._folder)
-        for trunk, names in in_order(self.unfinished, self._trunks).items():
-            with submitting(*(self._folder / name for name in names)):
+        restore_job_numbers(self._folder)
+        for trunk, names in group_by_trunk(self.unfinished, self._trunks).items():
+            with hold_submission_locks(*(self._folder / name for name in names)):
                 self._submit_array(trunk, [name for name in names if not self._is_alive(name)], parallel)
 
     def _submit_array(self, trunk: str | None, names: Sequence[str], parallel: int | None) -> None:
@@ -174,40 +174,40 @@ class Sweep:
             Exit code: 0 if all runs are finished, 75 if all unfinished runs were stopped and none failed, else 1.
         """
         waiting, children = list(self.unfinished), dict[str, subprocess.Popen[bytes]]()
-        with _forwarding(children) as asked_to_stop:
-            while (waiting and not asked_to_stop.is_set()) or children:
+        with _stop_on_signals(children) as stop_requested:
+            while (waiting and not stop_requested.is_set()) or children:
                 for name in self._ready(waiting, children)[: parallel - len(children)]:
-                    if asked_to_stop.is_set():
+                    if stop_requested.is_set():
                         break
                     waiting.remove(name)
                     child = self._start(name, processes)
                     if child is not None:
                         children[name] = child
-                        if asked_to_stop.is_set():  # the signal arrived while the child was started
+                        if stop_requested.is_set():  # the signal arrived while the child was started
                             child.send_signal(signal.SIGTERM)
                 for name, child in list(children.items()):
                     if child.poll() is not None:
                         del children[name]
                         print(f"{name}: {self._outcome(name)}", flush=True)
                 time.sleep(_POLL_SECONDS)
-        left = list(self.unfinished)
-        if not left:
+        unfinished = list(self.unfinished)
+        if not unfinished:
             return 0
-        among = f"{len(left)} of {len(self._configs)} runs are not finished: {', '.join(left)}"
-        is_stopped = self._are_stopped(left, asked=asked_to_stop.is_set())
-        again = "; the same command continues them" if is_stopped else ""
-        print(f"selectron: {among}{again}", file=sys.stderr)
+        message = f"{len(unfinished)} of {len(self._configs)} runs are not finished: {', '.join(unfinished)}"
+        is_stopped = self._are_stopped(unfinished, stop_requested=stop_requested.is_set())
+        hint = "; the same command continues them" if is_stopped else ""
+        print(f"selectron: {message}{hint}", file=sys.stderr)
         return EXIT_STOPPED if is_stopped else 1
 
-    def _are_stopped(self, left: Sequence[str], *, asked: bool) -> bool:
+    def _are_stopped(self, unfinished: Sequence[str], *, stop_requested: bool) -> bool:
         """Return True if each unfinished run was stopped, or not started because this call or its trunk was stopped."""
-        last = [self._last_event(name) for name in left]
-        return all(what in ("stopped", "") for what in last) and (asked or "stopped" in last)
+        last = [self._last_event(name) for name in unfinished]
+        return all(event in ("stopped", "") for event in last) and (stop_requested or "stopped" in last)
 
     def _last_event(self, name: str) -> str:
         """Return the last event of a run's newest job, or an empty string."""
         job = newest_job(self._folder / name)
-        events = events_of(job) if job is not None else []
+        events = read_job_events(job) if job is not None else []
         return events[-1].description if events else ""
 
     def _ready(self, waiting: list[str], children: Mapping[str, object]) -> list[str]:
@@ -224,8 +224,8 @@ class Sweep:
 
     def _outcome(self, name: str) -> str:
         """Describe the result of a run's newest job: finished, stopped, refused with the error, given up, ..."""
-        job = jobs_of(self._folder / name)[-1]
-        events = events_of(job)
+        job = list_jobs(self._folder / name)[-1]
+        events = read_job_events(job)
         return f"{events[-1].description if events else 'did not start'}" + (
             "" if is_finished(job.run) else f"; see {job.log}"
         )
@@ -233,7 +233,7 @@ class Sweep:
     def _write(self, name: str) -> Job:
         resources = replace(self._resources, job_name=f"{self._resources.job_name}-{name}")
         job = write_job(self._configs[name], self._folder / name, resources, self._python, code=self._code)
-        keep_data_digests(job, self._configs[name])
+        write_data_digests(job, self._configs[name])
         return job
 
     @cached_property
@@ -243,34 +243,34 @@ class Sweep:
         try:
             folder = next_folder(folder)
         except OSError as error:
-            raise unwritable(folder, error) from error
+            raise unwritable_error(folder, error) from error
         return copy_code(folder)
 
     def _start(self, name: str, processes: int) -> subprocess.Popen[bytes] | None:
         """Start a run. Return None if an earlier start of the run is still running."""
-        lock = claim(self._folder / name)
+        lock = acquire_local_lock(self._folder / name)
         if lock is None:
             print(f"{name}: is already running", flush=True)
             return None
         job = self._write(name)
         with job.log.open("wb") as log:
             print(f"{name}: {job.log}", flush=True)
-            return start_here(job, processes, lock, log, log)
+            return start_script(job, processes, lock, log, log)
 
 
 @contextmanager
-def _forwarding(children: Mapping[str, subprocess.Popen[bytes]]) -> Iterator[threading.Event]:
+def _stop_on_signals(children: Mapping[str, subprocess.Popen[bytes]]) -> Iterator[threading.Event]:
     """Context manager in which SIGTERM and SIGINT stop the runs, which save checkpoints, and set the yielded event."""
-    asked = threading.Event()
+    stop_requested = threading.Event()
 
     def stop(number: int, _: FrameType | None) -> None:
-        asked.set()
+        stop_requested.set()
         for child in list(children.values()):
             child.send_signal(signal.SIGTERM)
 
     try:
         with handle_signals((signal.SIGTERM, signal.SIGINT), stop):
-            yield asked
+            yield stop_requested
     finally:
         for child in children.values():  # none are left, except after an error
             child.send_signal(signal.SIGTERM)

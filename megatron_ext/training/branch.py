@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megatron_ext.checkpoint.folder import CheckpointFolder
 from megatron_ext.run_folder.layout import METRICS
-from megatron_ext.training.records import lr_at
+from megatron_ext.training.records import recorded_lr
 from megatron_ext.utils.errors import UserError
 
 FIELD = "run.branch_from"
@@ -35,10 +35,10 @@ class Branch:
     checkpoints: CheckpointFolder
     step: int
 
-    def check_rate(self, lr: float, *, is_allowed: bool = False) -> None:
+    def check_learning_rate(self, lr: float, *, is_allowed: bool = False) -> None:
         """Check that the other run used this run's learning rate at the branch step.
 
-        `Continuing` compares the configurations. This method compares with the rate in the other run's records.
+        `Continuation` compares the configurations. This method compares with the rate in the other run's records.
 
         Args:
             lr: this run's learning rate at the step.
@@ -48,17 +48,17 @@ class Branch:
             UserError: the rate differs, so a run trained from scratch could not reach this state; or the other run has
                 no record of the step.
         """
-        found = lr_at(self.run, self.step)
-        if found is None:
+        trunk_lr = recorded_lr(self.run, self.step)
+        if trunk_lr is None:
             hint = "restore it: the records of the branch start with a copy of it"
             raise UserError(str(self.run / METRICS), f"has no step {self.step}", hint)
-        if not is_allowed and not math.isclose(found, lr, rel_tol=1e-9):
-            problem = f"had the learning rate {found:.6g} at step {self.step}, where this run's is {lr:.6g}"
+        if not is_allowed and not math.isclose(trunk_lr, lr, rel_tol=1e-9):
+            problem = f"had the learning rate {trunk_lr:.6g} at step {self.step}, where this run's is {lr:.6g}"
             hint = "branch off before the rate decays, from a run with the same rate, warm-up and schedule (wsd)"
             raise UserError(FIELD, f"{self.run} {problem}", hint)
 
 
-def branch_of(checkpoint: str, steps: int) -> Branch:
+def find_branch(checkpoint: str, steps: int) -> Branch:
     """Find the checkpoint that a run of `steps` steps branches from.
 
     Raises:

@@ -18,10 +18,10 @@ from megatron_ext.config.schema import RunConfig
 from megatron_ext.config.validate import show
 from megatron_ext.data.identity import describe_differences
 from megatron_ext.runs.identity import CHANGED, DATA, FIELDS, TOKENIZER, TRAIN_DOMAINS, check_identity
-from megatron_ext.training.domain_synonyms import known_domains, without_synonyms
-from megatron_ext.training.recorded_fields import mixer_defaults, other_rate, recorded_fields
+from megatron_ext.training.domain_synonyms import known_domains, remove_synonyms
+from megatron_ext.training.recorded_fields import describe_other_rate, mixer_defaults, recorded_fields
 from megatron_ext.training.records import RunRecords
-from megatron_ext.training.resilience.decisions import WENT_ON, note
+from megatron_ext.training.resilience.decisions import ALLOWED_CHANGE, record_decision
 from megatron_ext.utils.errors import UserError
 
 ALLOW, ALLOW_DATA = "run.allow_changed", "run.allow_other_data"
@@ -29,7 +29,7 @@ TEXT = "data"
 """Field name under which a change of the training text is recorded."""
 
 _BRANCH = "run.branch_from"
-_PLACES = {"run.dir", "run.name", _BRANCH, ALLOW, ALLOW_DATA}
+_UNREPORTED_FIELDS = {"run.dir", "run.name", _BRANCH, ALLOW, ALLOW_DATA}
 """Fields whose changes are not printed: the run's location, its origin and the permissions themselves."""
 
 _MEANINGS = {
@@ -56,7 +56,7 @@ class CheckpointChanges:
 
 
 @dataclass(frozen=True)
-class Continuing:
+class Continuation:
     """Run that will continue from a checkpoint.
 
     Attributes:
@@ -84,21 +84,21 @@ class Continuing:
         check_identity(record.identity, checkpoint / RECORD)
         step = record.progress.step
         after = flat(self.config)
-        before, is_whole = recorded_fields(record.identity, checkpoint, step)
-        if not is_whole:  # unknown fields count as unchanged
+        before, is_complete = recorded_fields(record.identity, checkpoint, step)
+        if not is_complete:  # unknown fields count as unchanged
             before = {**after, **before}
         found = changes(before, after, mixer_defaults(after))
-        found = without_synonyms(found, record.identity, self.identity or known_domains(self.config, record.identity))
-        rate = other_rate(found, before, after, step)
+        found = remove_synonyms(found, record.identity, self.identity or known_domains(self.config, record.identity))
+        rate = describe_other_rate(found, before, after, step)
         self._reject_changes(found, rate, checkpoint)
         if self.is_branch:
             self._reject_changed_trunk(record, checkpoint)
-        other_text = self._other_text(record, checkpoint, found)
-        messages = self._messages(found, rate is not None, record, is_whole)
+        other_text = self._check_text(record, checkpoint, found)
+        messages = self._messages(found, rate is not None, record, is_complete)
         allowed = [
-            {"step": step, "field": one.field, "before": one.before, "after": one.after}
-            for one in found
-            if _changes_the_past(one, rate)
+            {"step": step, "field": change.field, "before": change.before, "after": change.after}
+            for change in found
+            if _affects_completed_steps(change, rate)
         ]
         allowed += [{"step": step, "field": TEXT, "before": None, "after": text} for text in other_text]
         return CheckpointChanges(messages, allowed, [*record.identity.get(CHANGED, ()), *allowed])
@@ -106,22 +106,26 @@ class Continuing:
     def _reject_changes(self, found: Sequence[Change], rate: str | None, checkpoint: Path) -> None:
         """Reject changes of the model, and changes of the completed steps that are not allowed by name."""
         allowed = self.config.run.allow_changed
-        model = [one for one in found if one.effect is Effect.MODEL]
-        past = [one for one in found if _changes_the_past(one, rate) and one.field not in allowed]
-        if not model and not past:
+        model_changes = [change for change in found if change.effect is Effect.MODEL]
+        past_changes = [
+            change for change in found if _affects_completed_steps(change, rate) and change.field not in allowed
+        ]
+        if not model_changes and not past_changes:
             return
-        first, *others = [*model, *past]
+        first, *others = [*model_changes, *past_changes]
         problem = f"{show(first.after)}, but the checkpoint {checkpoint} has {show(first.before)}"
         if first.effect is Effect.SCHEDULE:
             problem += f": {rate}"
         if others:
-            problem += f" (and {len(others)} more: {', '.join(map(_shown, others[:4]))}{', ...' if others[4:] else ''})"
+            more = ", ".join([*map(_format_change, others[:4]), *(["..."] if others[4:] else [])])
+            problem += f" (and {len(others)} more: {more})"
         hint = "use the same value to continue, or another run.name to start a new run"
         if self.is_branch:
             advice = "branch off before the rate decays" if first.effect is Effect.SCHEDULE else "use the same value"
             hint = f"{advice}, or train from the beginning without run.branch_from"
-        if not model:
-            hint += f"; or {ALLOW}=[{', '.join([*allowed, *(one.field for one in past)])}] to continue anyway"
+        if not model_changes:
+            fields = ", ".join([*allowed, *(change.field for change in past_changes)])
+            hint += f"; or {ALLOW}=[{fields}] to continue anyway"
         raise UserError(first.field, problem, hint)
 
     def _reject_changed_trunk(self, record: Record, checkpoint: Path) -> None:
@@ -130,17 +134,18 @@ class Continuing:
         A run trained from scratch could not reach such a checkpoint.
         """
         allowed = self.config.run
-        for one in record.identity.get(CHANGED, ()):
-            if one["field"] == TEXT:
-                was, hint, is_allowed = "its text was different", f"{ALLOW_DATA}=true", allowed.allow_other_data
+        for change in record.identity.get(CHANGED, ()):
+            if change["field"] == TEXT:
+                before, hint, is_allowed = "its text was different", f"{ALLOW_DATA}=true", allowed.allow_other_data
             else:
-                was = f"{one['field']} was {show(one['before'])}"
-                hint, is_allowed = f"{ALLOW}=[{one['field']}]", one["field"] in allowed.allow_changed
+                before = f"{change['field']} was {show(change['before'])}"
+                hint, is_allowed = f"{ALLOW}=[{change['field']}]", change["field"] in allowed.allow_changed
             if not is_allowed:
-                problem = f"{checkpoint} was not trained with one configuration: until step {one['step']}, {was}"
+                problem = f"{checkpoint} was not trained with one configuration"
+                problem += f": until step {change['step']}, {before}"
                 raise UserError("run.branch_from", problem, f"branch off before it, or add {hint}")
 
-    def _other_text(self, record: Record, checkpoint: Path, found: Sequence[Change]) -> list[str]:
+    def _check_text(self, record: Record, checkpoint: Path, found: Sequence[Change]) -> list[str]:
         """Return the differences of the training text, after checking that they are allowed."""
         before = record.identity
         if self.identity is None:
@@ -165,19 +170,23 @@ class Continuing:
         assert self.identity is not None
         names = before.get(TRAIN_DOMAINS), self.identity[TRAIN_DOMAINS]
         if not before.get(DATA):
-            if names[0] is None or names[0] == names[1] or any(one.field == TRAIN_DOMAINS for one in found):
+            if names[0] is None or names[0] == names[1] or any(change.field == TRAIN_DOMAINS for change in found):
                 return []
             return [f"its domains are {', '.join(names[1])} instead of {', '.join(names[0])}"]
         old, new = before[DATA], self.identity[DATA]
-        if any(one.field == TRAIN_DOMAINS for one in found):  # only common domains must match
-            both = set(names[0] or ()) & set(names[1])
-            old, new = ({"texts": [text for text in one["texts"] if text["domain"] in both]} for one in (old, new))
+        if any(change.field == TRAIN_DOMAINS for change in found):  # only common domains must match
+            common = set(names[0] or ()) & set(names[1])
+            old, new = (
+                {"texts": [text for text in record["texts"] if text["domain"] in common]} for record in (old, new)
+            )
             return describe_differences(old, new, "train")
         if old["train"] == new["train"]:
             return []
         return describe_differences(old, new, "train") or ["its domains are in a different order"]
 
-    def _messages(self, found: Sequence[Change], changes_the_past: bool, record: Record, is_whole: bool) -> list[str]:
+    def _messages(
+        self, found: Sequence[Change], affects_completed_steps: bool, record: Record, is_complete: bool
+    ) -> list[str]:
         lines, step = [], record.progress.step
         unknown = [name for name in record.identity.get(FIELDS, ()) if not is_field(name)]
         if unknown:
@@ -186,11 +195,15 @@ class Continuing:
                 f"{', '.join(unknown)}, and did not compare it"
             )
         for effect, meaning in _MEANINGS.items():
-            if effect is Effect.SCHEDULE and changes_the_past:
+            if effect is Effect.SCHEDULE and affects_completed_steps:
                 continue
-            some = [one for one in found if one.effect is effect and one.field not in _PLACES]
-            if some and not (self.is_branch and effect is Effect.NOTHING):
-                lines.append(f"selectron: changed at step {step}: {', '.join(map(_shown, some))}: {meaning}")
+            reported = [
+                change for change in found if change.effect is effect and change.field not in _UNREPORTED_FIELDS
+            ]
+            if reported and not (self.is_branch and effect is Effect.NOTHING):
+                lines.append(
+                    f"selectron: changed at step {step}: {', '.join(map(_format_change, reported))}: {meaning}"
+                )
         if self.identity is None:
             return lines
         before = record.identity.get(DATA)
@@ -205,7 +218,7 @@ class Continuing:
                 f"selectron: warning: the evaluation text differs from that before step {step}: "
                 f"{'; '.join(other[:3])}: losses by domain before and after are not comparable"
             )
-        if not is_whole:
+        if not is_complete:
             lines.append(
                 "selectron: warning: the checkpoint was written by an earlier version, and its run has no "
                 "configuration file: only its model, sequence length, seed and precision were compared"
@@ -226,18 +239,19 @@ def print_changes(found: CheckpointChanges, records: RunRecords | None) -> None:
     if records is None:
         return
     for line in found.messages:
-        records.say(line)
-    for one in found.allowed:
-        if one["field"] == TEXT:
-            line = f"continued with different training text ({ALLOW_DATA}): {one['after']}"
+        records.print_line(line)
+    for change in found.allowed:
+        if change["field"] == TEXT:
+            line = f"continued with different training text ({ALLOW_DATA}): {change['after']}"
         else:
-            line = f"continued with {one['field']} {show(one['after'])}, previously {show(one['before'])} ({ALLOW})"
-        note(records, WENT_ON, one["step"], line, field=one["field"])
+            values = f"{show(change['after'])}, previously {show(change['before'])}"
+            line = f"continued with {change['field']} {values} ({ALLOW})"
+        record_decision(records, ALLOWED_CHANGE, change["step"], line, field=change["field"])
 
 
-def _changes_the_past(change: Change, rate: str | None) -> bool:
+def _affects_completed_steps(change: Change, rate: str | None) -> bool:
     return change.effect is Effect.PAST or (change.effect is Effect.SCHEDULE and rate is not None)
 
 
-def _shown(change: Change) -> str:
+def _format_change(change: Change) -> str:
     return f"{change.field} {show(change.before)} -> {show(change.after)}"

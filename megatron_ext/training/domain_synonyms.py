@@ -15,7 +15,7 @@ DOMAIN_FIELDS = (TRAIN_DOMAINS, WEIGHTS)
 """Fields that checkpoints store twice: as configured, and resolved against the data."""
 
 
-def without_synonyms(found: Sequence[Change], before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
+def remove_synonyms(found: Sequence[Change], before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
     """Return changes without those of `DOMAIN_FIELDS` whose values are equivalent.
 
     Args:
@@ -23,12 +23,12 @@ def without_synonyms(found: Sequence[Change], before: Mapping[str, Any], after: 
         before: identity of the first configuration, see `runs.identity`.
         after: identity of the second configuration, or its `known_domains`.
     """
-    same = {
+    equivalent = {
         field
         for field in DOMAIN_FIELDS
-        if _meaning(field, before.get(field), before) == _meaning(field, after[field], after)
+        if _resolve(field, before.get(field), before) == _resolve(field, after[field], after)
     }
-    return [one for one in found if one.field not in same]
+    return [change for change in found if change.field not in equivalent]
 
 
 def known_domains(config: RunConfig, before: Mapping[str, Any]) -> dict[str, Any]:
@@ -39,17 +39,17 @@ def known_domains(config: RunConfig, before: Mapping[str, Any]) -> dict[str, Any
         before: identity of its checkpoint, which contains the data's own domain names.
     """
     names = before.get(TRAIN_DOMAINS) or []
-    asked, weights = config.data.train_domains, config.data.weights
+    requested, weights = config.data.train_domains, config.data.weights
     if weights is not None:
         weights = {match_domain(name, names) or name: weight for name, weight in weights.items()}
-        asked = [*weights] if asked is None else asked  # each training domain must have a weight
-    if asked is not None:
-        found = {match_domain(name, names) or name for name in asked}
-        asked = [name for name in names if name in found] + sorted(found.difference(names))
-    return {TRAIN_DOMAINS: asked, WEIGHTS: weights}
+        requested = [*weights] if requested is None else requested  # each training domain must have a weight
+    if requested is not None:
+        found = {match_domain(name, names) or name for name in requested}
+        requested = [name for name in names if name in found] + sorted(found.difference(names))
+    return {TRAIN_DOMAINS: requested, WEIGHTS: weights}
 
 
-def _meaning(field: str, value: Any, identity: Mapping[str, Any]) -> Any:
+def _resolve(field: str, value: Any, identity: Mapping[str, Any]) -> Any:
     """Return the resolved meaning of a field's value: domain names, or weights normalized to shares."""
     if field == TRAIN_DOMAINS or value is None:
         return value

@@ -13,7 +13,7 @@ from megatron_ext.utils.credentials import redact
 from megatron_ext.utils.printable import printable
 
 
-def header(context: RunContext, data: RunData, size: ParameterCount, progress: Progress, world_size: int) -> str:
+def format_header(context: RunContext, data: RunData, size: ParameterCount, progress: Progress, world_size: int) -> str:
     """Summarise a run that is about to train.
 
     Args:
@@ -42,26 +42,29 @@ def header(context: RunContext, data: RunData, size: ParameterCount, progress: P
             f"{config.model.pattern}: {size.parameters:,} parameters, {embeddings:,} of them in embedding and output "
             f"layer; {training.precision}" + ("" if training.fp8 == "none" else f", {training.fp8} fp8"),
         ),
-        ("layout", f"{_layout(config, world_size)}, on {context.platform.device.type}"),
-        ("data", f"{redact(config.data.path)}: {available:,} tokens of {_names(data.train_domains)}"),
-        ("tested on", _names(data.test_domains) if data.test_domains else "validation text of the same domains only"),
+        ("layout", f"{_format_layout(config, world_size)}, on {context.platform.device.type}"),
+        ("data", f"{redact(config.data.path)}: {available:,} tokens of {_format_names(data.train_domains)}"),
+        (
+            "tested on",
+            _format_names(data.test_domains) if data.test_domains else "validation text of the same domains only",
+        ),
         (
             "tokens",
             f"{training.global_batch_size:,} samples of {length:,} per step, {total:,} in total: "
             f"{total / available:.3g} times the data",
         ),
-        ("results", f"{_files(config)} and checkpoints/ in {folder}"),
+        ("results", f"{_format_files(config)} and checkpoints/ in {folder}"),
     ]
     return "\n".join(f"{name:<10}{printable(value)}" for name, value in rows)
 
 
-def _files(config: RunConfig) -> str:
+def _format_files(config: RunConfig) -> str:
     """Name the files of the records."""
     board = [f"{TENSORBOARD}/"] if TENSORBOARD in config.logging.backends else []
     return ", ".join([METRICS, EVALUATION, *board])
 
 
-def _layout(config: RunConfig, world_size: int) -> str:
+def _format_layout(config: RunConfig, world_size: int) -> str:
     layout, p = layout_of(config, world_size), config.parallel
     sizes = [("tensor", p.tensor), ("context", p.context), ("pipeline", p.pipeline)]
     parts = [f"{name} {size}" for name, size in sizes if size > 1]
@@ -69,10 +72,10 @@ def _layout(config: RunConfig, world_size: int) -> str:
         parts.insert(1, "sequence parallel")
     parts.append(f"data {layout.data_parallel_size}")
     processes = f"{layout.world_size} process" + ("es" if layout.world_size > 1 else "")
-    micro = f"{layout.num_micro_batches} x {config.training.micro_batch_size} samples per replica and step"
-    return f"{processes}: {', '.join(parts)}; {micro}"
+    samples = f"{layout.num_micro_batches} x {config.training.micro_batch_size} samples per replica and step"
+    return f"{processes}: {', '.join(parts)}; {samples}"
 
 
-def _names(domains: list[str], limit: int = 6) -> str:
+def _format_names(domains: list[str], limit: int = 6) -> str:
     more = f" and {len(domains) - limit} more" if len(domains) > limit else ""
     return ", ".join(domains[:limit]) + more

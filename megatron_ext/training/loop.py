@@ -36,14 +36,14 @@ class GlobalStepInfo:
 
     Attributes:
         peak_memory: peak memory in bytes, the maximum over all ranks.
-        is_asked_to_stop: True if any rank was asked to stop.
+        is_stop_requested: True if any rank was asked to stop.
         is_saving: True if any rank is still writing a checkpoint.
         loss: loss of the step, in nats per token; nan if it is not finite.
         grad_norm: gradient norm of the step, before clipping; nan if it is not finite.
     """
 
     peak_memory: int
-    is_asked_to_stop: bool
+    is_stop_requested: bool
     is_saving: bool
     loss: float
     grad_norm: float
@@ -116,19 +116,19 @@ class TrainingLoop:
             self._run_suites()
         while self.progress.step < self.training.steps:
             before = self.progress.step
-            asked = self._step(stop)
+            stop_requested = self._step(stop)
             if self.progress.step <= before:  # rolled back to a step that has been evaluated and saved
-                if asked:
+                if stop_requested:
                     break
                 continue
             finished = self.progress.step == self.training.steps
-            if self._is_due(self.training.evaluate_every, finished) and (finished or not asked):
+            if self._is_due(self.training.evaluate_every, finished) and (finished or not stop_requested):
                 self._evaluate()
-            if self._is_due(self.training.evaluate_suites_every, finished) and (finished or not asked):
+            if self._is_due(self.training.evaluate_suites_every, finished) and (finished or not stop_requested):
                 self._run_suites()
-            if asked or finished or self._is_due(self.training.checkpoint_every, False):
+            if stop_requested or finished or self._is_due(self.training.checkpoint_every, False):
                 self._save()
-            if asked:
+            if stop_requested:
                 break
         return self.progress.step == self.training.steps
 
@@ -156,7 +156,7 @@ class TrainingLoop:
             self.records.evaluation(records)
 
     def _run_suites(self) -> None:
-        assert self.suites is not None, "the rules of a configuration"
+        assert self.suites is not None, "required by the rules of a configuration"
         with self._timed("suites"):
             records = self.suites.run(self.progress)
         if self.records is not None:
@@ -166,15 +166,15 @@ class TrainingLoop:
         """Do one optimizer step and record its metrics. Return True if any rank was asked to stop."""
         started = time.perf_counter()
         batches = self._batches()
-        reading = time.perf_counter() - started
+        read_seconds = time.perf_counter() - started
         step = self.progress.step + 1
-        result, agreed = self._attempt(batches, stop)
-        for left in reversed(range(self.recovery.retries)):
+        result, step_info = self._attempt(batches, stop)
+        for attempts_left in reversed(range(self.recovery.retries)):
             if result.fault is None:
                 break
-            watched = self.recovery.before_retry(step, result)
-            result, agreed = self._attempt(batches, stop, watched)
-            self.recovery.after_retry(step, result, left)
+            check_gradients = self.recovery.before_retry(step, result)
+            result, step_info = self._attempt(batches, stop, check_gradients)
+            self.recovery.after_retry(step, result, attempts_left)
         self.trainer.platform.synchronize()
         seconds = time.perf_counter() - started
         samples = self.training.global_batch_size
@@ -182,28 +182,28 @@ class TrainingLoop:
             self.recovery.guard.accept(result.loss, result.grad_norm)
             self.progress = Progress(step, self.progress.samples + samples, self.progress.tokens + result.tokens)
             if self.records is not None:
-                self.records.step(self._metrics(result, self.trainer.optimizer.lr, seconds, agreed.peak_memory))
+                self.records.step(self._metrics(result, self.trainer.optimizer.lr, seconds, step_info.peak_memory))
         else:
-            self.progress = self.recovery.after(result, self.progress, samples)
+            self.progress = self.recovery.handle_fault(result, self.progress, samples)
         self.heartbeat.step = self.progress.step
-        self.stragglers.after_step(step, reading)
-        if not agreed.is_saving:  # all ranks call `advance` at the same steps
+        self.stragglers.after_step(step, read_seconds)
+        if not step_info.is_saving:  # all ranks call `advance` at the same steps
             self.store.advance()
-        return agreed.is_asked_to_stop
+        return step_info.is_stop_requested
 
     def _attempt(
-        self, batches: Sequence[Batch], stop: StopRequest, watched: bool = False
+        self, batches: Sequence[Batch], stop: StopRequest, check_gradients: bool = False
     ) -> tuple[StepResult, GlobalStepInfo]:
         """Compute gradients, and update the parameters unless the step is faulty; see `Trainer.compute_gradients`."""
         optimizer = self.trainer.optimizer
-        result = self.trainer.compute_gradients(batches, watched)
-        agreed = self._agree(stop, result.loss, result.grad_norm)
-        fault = self.recovery.guard.judge(agreed.loss, agreed.grad_norm)
+        result = self.trainer.compute_gradients(batches, check_gradients)
+        step_info = self._reduce_step_info(stop, result.loss, result.grad_norm)
+        fault = self.recovery.guard.find_fault(step_info.loss, step_info.grad_norm)
         if fault is None:
             optimizer.step()
         else:
             optimizer.drop_gradients()
-        return replace(result, fault=fault), agreed
+        return replace(result, fault=fault), step_info
 
     def _batches(self) -> list[Batch]:
         groups = self.trainer.groups
@@ -218,17 +218,17 @@ class TrainingLoop:
             packing=self.packing,
         )
 
-    def _agree(self, stop: StopRequest, loss: float, grad_norm: float) -> GlobalStepInfo:
+    def _reduce_step_info(self, stop: StopRequest, loss: float, grad_norm: float) -> GlobalStepInfo:
         """Reduce all values that ranks must agree on to their maximum, in one all-reduce per step."""
         finite = [value if math.isfinite(value) else 0.0 for value in (loss, grad_norm)]
-        broken = [float(not math.isfinite(value)) for value in (loss, grad_norm)]
+        nonfinite = [float(not math.isfinite(value)) for value in (loss, grad_norm)]
         flags = float(stop.signal_name is not None), float(self.store.is_busy)
-        values = [self.trainer.platform.peak_memory_bytes(), *flags, *finite, *broken]
+        values = [self.trainer.platform.peak_memory_bytes(), *flags, *finite, *nonfinite]
         largest = torch.tensor(values, dtype=torch.float64, device=self.trainer.platform.device)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        peak, asked, saving, *agreed, no_loss, no_norm = largest.tolist()
-        loss, grad_norm = (math.nan if no else value for value, no in zip(agreed, (no_loss, no_norm), strict=True))
-        return GlobalStepInfo(int(peak), bool(asked), bool(saving), loss, grad_norm)
+        peak, stop_requested, saving, *reduced, no_loss, no_norm = largest.tolist()
+        loss, grad_norm = (math.nan if no else value for value, no in zip(reduced, (no_loss, no_norm), strict=True))
+        return GlobalStepInfo(int(peak), bool(stop_requested), bool(saving), loss, grad_norm)
 
     def _metrics(
         self, result: StepResult, lr: float, seconds: float, peak_memory: int

@@ -50,9 +50,11 @@ def mixer_defaults(used: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def other_rate(found: Sequence[Change], before: Mapping[str, Any], after: Mapping[str, Any], step: int) -> str | None:
+def describe_other_rate(
+    found: Sequence[Change], before: Mapping[str, Any], after: Mapping[str, Any], step: int
+) -> str | None:
     """Describe the first completed step whose learning rate would differ with the new schedule, or return None."""
-    if not any(one.effect is Effect.SCHEDULE for one in found):
+    if not any(change.effect is Effect.SCHEDULE for change in found):
         return None
     other = first_different_rate(*_schedule(before), *_schedule(after), step)
     if other is None:

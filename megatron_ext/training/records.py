@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.run_folder.layout import EVALUATION, METRICS, SUITES, TENSORBOARD, tracker_file_name
-from megatron_ext.training.loggers.core.base import LoggedRun
+from megatron_ext.training.loggers.core.base import LoggedRun, Logger
 from megatron_ext.training.loggers.core.registry import check_loggers
-from megatron_ext.training.loggers.jsonl import FILES, JsonLines, last_step, step_of
+from megatron_ext.training.loggers.jsonl import FILES, JsonLines, parse_step, read_last_step
 from megatron_ext.training.loggers.progress import ProgressLine
 from megatron_ext.utils.atomic_files import open_to_append, os_error_reason, read_regular, write_atomically
 from megatron_ext.utils.errors import UserError
@@ -56,13 +56,13 @@ class RunRecords:
         run = LoggedRun(folder, name, steps, texts or {}, settings or {})
         self._jsonl, self._progress = JsonLines(run), ProgressLine(run)
         # The record files come first, so that they contain everything that the other loggers have received.
-        self._loggers = [self._jsonl, *(entry.kind(run) for entry in check_loggers(backends)), self._progress]
+        self._writers: list[Logger] = [self._jsonl, *(entry.kind(run) for entry in check_loggers(backends))]
         self._start(first_step)
-        self.last_evaluation, self.last_suites = (last_step(folder / name) for name in (EVALUATION, SUITES))
+        self.last_evaluation, self.last_suites = (read_last_step(folder / name) for name in (EVALUATION, SUITES))
 
     def _start(self, step: int) -> None:
-        start = self._jsonl.drop_later(step)
-        for logger in self._loggers:
+        start = self._jsonl.drop_later_records(step)
+        for logger in (*self._writers, self._progress):
             logger.start(start)
 
     def rewind(self, step: int) -> None:
@@ -71,7 +71,7 @@ class RunRecords:
         Raises:
             UserError: see `step`.
         """
-        with self._writing():
+        with self._guarded_write():
             self._start(step)
 
     def history(self, steps: int) -> list[tuple[float, float]]:
@@ -80,7 +80,7 @@ class RunRecords:
         return [(record["loss"], record["grad_norm"]) for record in map(parse_json, lines)]
 
     def flush(self) -> None:
-        """Flush all loggers.
+        """Flush the record files and the loggers of `backends`.
 
         Call this method before a checkpoint is written. A run that is killed later and resumes from the checkpoint then
         has the records of all steps before it.
@@ -88,8 +88,8 @@ class RunRecords:
         Raises:
             UserError: see `step`.
         """
-        with self._writing():
-            for logger in self._loggers:
+        with self._guarded_write():
+            for logger in self._writers:
                 logger.flush()
 
     def step(self, metrics: Mapping[str, Any]) -> None:
@@ -103,24 +103,24 @@ class RunRecords:
     def evaluation(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Log the records of one evaluation, one per domain."""
         self._record(EVALUATION, records)
-        self._progress.evaluations(EVALUATION, records)
+        self._progress.print_evaluations(EVALUATION, records)
 
     def suites(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Log the results of suites, one record per suite: step, tokens, suite and its scores by name."""
         self._record(SUITES, records)
-        self._progress.evaluations(SUITES, records)
+        self._progress.print_evaluations(SUITES, records)
 
     def _record(self, name: str, records: Sequence[Mapping[str, Any]]) -> None:
-        with self._writing():
+        with self._guarded_write():
             for record in records:
-                for logger in self._loggers[:-1]:
+                for logger in self._writers:
                     logger.record(name, record)
-        for record in records:  # not in the context above, whose errors are of the run folder
+        for record in records:  # outside the context, which attributes each OSError to the run folder
             self._progress.record(name, record)
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         """Print a line above the progress bar."""
-        self._progress.say(line)
+        self._progress.print_line(line)
 
     def close(self) -> None:
         """Close all loggers, even if one fails. The progress line is closed last, so that no warning is mixed with it.
@@ -130,25 +130,25 @@ class RunRecords:
         """
         with ExitStack() as stack:
             stack.callback(self._progress.close)
-            stack.enter_context(self._writing())
-            for logger in self._loggers[:-1]:
+            stack.enter_context(self._guarded_write())
+            for logger in self._writers:
                 stack.callback(logger.close)
 
-    def keep(self, name: str, record: Mapping[str, Any]) -> None:
+    def append_record(self, name: str, record: Mapping[str, Any]) -> None:
         """Append a record to the file `name`, which is opened and closed for each record.
 
         Raises:
             UserError: see `step`.
         """
-        with self._writing(), open_to_append(self._folder / name) as file:
+        with self._guarded_write(), open_to_append(self._folder / name) as file:
             file.write(json.dumps(record) + "\n")
 
-    def left_out(self) -> None:
+    def skip_step(self) -> None:
         """Advance the progress bar by a step that has no metrics."""
         self._progress.log({}, 0)
 
     @contextmanager
-    def _writing(self) -> Iterator[None]:
+    def _guarded_write(self) -> Iterator[None]:
         """Context manager for writes: call the guard, and raise an OSError as a UserError."""
         self._guard()
         try:
@@ -158,7 +158,7 @@ class RunRecords:
             raise UserError(str(self._folder), problem, "free disk space and start again with --resume=auto") from error
 
 
-def lr_at(folder: Path, step: int) -> float | None:
+def recorded_lr(folder: Path, step: int) -> float | None:
     """Return the recorded learning rate of a step, from its last record if it was repeated; None without a record.
 
     Raises:
@@ -166,7 +166,7 @@ def lr_at(folder: Path, step: int) -> float | None:
     """
     path = folder / METRICS
     lines = read_regular(path).decode().splitlines(keepends=True) if path.exists() else []
-    found = [parse_json(line)["lr"] for line in lines if step_of(line, path) == step]
+    found = [parse_json(line)["lr"] for line in lines if parse_step(line, path) == step]
     return found[-1] if found else None
 
 

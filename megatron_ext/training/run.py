@@ -13,13 +13,13 @@ from megatron_ext.parallel.watchdog import group_timeout, watchdog
 from megatron_ext.platform.device import platform_for_run, start_process_group
 from megatron_ext.run_folder.layout import CHECKPOINTS, CONFIG
 from megatron_ext.training import trial
-from megatron_ext.training.branch import branch_of
+from megatron_ext.training.branch import find_branch
 from megatron_ext.training.continuing import print_changes
 from megatron_ext.training.loop import TrainingLoop
 from megatron_ext.training.resilience.stopping import StopRequest, stop_on_signals
 from megatron_ext.training.run_builder import RunBuilder
 from megatron_ext.training.run_context import RunContext
-from megatron_ext.training.run_lock import holding
+from megatron_ext.training.run_lock import hold_run_lock
 from megatron_ext.training.starting import Resume, check_finished, run_folder, starting_step
 
 
@@ -48,8 +48,8 @@ def train(
         return True
     branch = None
     if step is None and config.run.branch_from is not None:
-        branch = branch_of(config.run.branch_from, config.training.steps)
-    with holding(folder) as lock, stop_on_signals() as stop:
+        branch = find_branch(config.run.branch_from, config.training.steps)
+    with hold_run_lock(folder) as lock, stop_on_signals() as stop:
         if lock is not None:  # another process may have continued the run until it released the lock
             step = starting_step(folder, resume, from_step, is_trial=trial_of is not None)
         platform = platform_for_run(config.run.device, config.parallel)
@@ -58,7 +58,7 @@ def train(
             step, *_ = gather_objects(step)
             branch = branch if step is None else None
             if trial_of is not None:
-                raise_on_all_ranks(lambda: trial.begin(folder) if dist.get_rank() == 0 else None)
+                raise_on_all_ranks(lambda: trial.prepare_folder(folder) if dist.get_rank() == 0 else None)
             context = RunContext(config, folder, platform, lock, step, is_exact=from_step is not None, branch=branch)
             return _train(context, stop, trial_of)
         finally:
@@ -115,8 +115,8 @@ def _final_message(context: RunContext, loop: TrainingLoop, finished: bool) -> s
     )
 
 
-def _trial_message(whole: RunConfig, context: RunContext, loop: TrainingLoop, finished: bool) -> str:
+def _trial_message(run_config: RunConfig, context: RunContext, loop: TrainingLoop, finished: bool) -> str:
     folder = context.folder
     if finished:
-        return trial.conclude(whole, folder, folder / CHECKPOINTS, loop.seconds)
+        return trial.write_estimate(run_config, folder, folder / CHECKPOINTS, loop.seconds)
     return f"trial stopped at step {loop.progress.step} of {loop.training.steps}; the next trial replaces {folder}"

@@ -31,11 +31,11 @@ from megatron_ext.runs.identity import CHANGED, DATA, identity
 from megatron_ext.runs.tokenizer import load_tokenizer
 from megatron_ext.training.branch import FIELD, Branch
 from megatron_ext.training.build import build_trainer
-from megatron_ext.training.continuing import CheckpointChanges, Continuing
-from megatron_ext.training.header import header
+from megatron_ext.training.continuing import CheckpointChanges, Continuation
+from megatron_ext.training.header import format_header
 from megatron_ext.training.loop import TrainingLoop
 from megatron_ext.training.model_size import flops_and_peak, model_size, sum_over_ranks
-from megatron_ext.training.resilience.decisions import place_in_data
+from megatron_ext.training.resilience.decisions import resumed_progress
 from megatron_ext.training.resilience.recovery import Recovery
 from megatron_ext.training.resilience.stragglers import Stragglers
 from megatron_ext.training.run_context import RunContext
@@ -88,26 +88,26 @@ class RunBuilder:
     def start(self) -> RunStart:
         """Find and check the state that the run starts from."""
         branch = self.context.branch
-        own = identity(self.context.config, self.data)
-        continuing = Continuing(self.context.config, own, is_branch=branch is not None)
-        store = source = self._store(own, continuing.compare)
+        run_identity = identity(self.context.config, self.data)
+        continuation = Continuation(self.context.config, run_identity, is_branch=branch is not None)
+        store = source = self._store(run_identity, continuation.compare)
         if branch is None:
             record = self._checkpoint_record(store)
         else:
-            source = self._trunk_store(branch, continuing.compare)
+            source = self._trunk_store(branch, continuation.compare)
             record = source.check(branch.step)
         changes = CheckpointChanges()
         if record is not None:
-            changes = continuing.compare(record, source.folder.path(record.progress.step))
-        store.identity = {**own, CHANGED: [*changes.recorded]}
+            changes = continuation.compare(record, source.folder.path(record.progress.step))
+        store.identity = {**run_identity, CHANGED: [*changes.recorded]}
         return RunStart(store, source, record, changes)
 
-    def _store(self, own: dict[str, Any], check_record: Callable[[Record, Path], object]) -> CheckpointStore:
+    def _store(self, run_identity: dict[str, Any], check_record: Callable[[Record, Path], object]) -> CheckpointStore:
         """Return the checkpoint store of the run itself."""
         context, training = self.context, self.context.config.training
         return CheckpointStore(
             context.folder / CHECKPOINTS,
-            own,
+            run_identity,
             self.groups,
             context.platform,
             Retention(training.keep_checkpoints, training.keep_every),
@@ -132,8 +132,8 @@ class RunBuilder:
             return store.check(step)
         record, damages = store.check_newest()
         for damage in damages:
-            instead = f"continuing from step {record.progress.step} instead of step {step}"
-            print_on_first_rank(f"selectron: warning: {damage.where}: {damage.problem}; {instead}")
+            fallback = f"continuing from step {record.progress.step} instead of step {step}"
+            print_on_first_rank(f"selectron: warning: {damage.where}: {damage.problem}; {fallback}")
         return record
 
     # --- model -------------------------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ class RunBuilder:
         if start.record is not None:
             start.source.load(trainer.optimizer, start.record)
         if branch is not None:
-            branch.check_rate(trainer.optimizer.lr, is_allowed=bool(start.changes.recorded))
+            branch.check_learning_rate(trainer.optimizer.lr, is_allowed=bool(start.changes.recorded))
         return trainer
 
     # --- loop --------------------------------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ class RunBuilder:
             flops, peak = flops_and_peak(config, self.shape, trainer, self.data.samples)
             size = model_size(trainer)
         suites = self._suites(trainer, progress)
-        print_on_first_rank(header(context, self.data, size, progress, dist.get_world_size()))
+        print_on_first_rank(format_header(context, self.data, size, progress, dist.get_world_size()))
         identity_entries = {key: start.store.identity[key] for key in (DATA, CHANGED)}
         records = create_files(context, self.data, progress, {**asdict(size), **identity_entries})
         last_evaluation = sum_over_ranks(0 if records is None else records.last_evaluation, platform)
@@ -196,7 +196,7 @@ class RunBuilder:
         """Return the progress to start from. The first rank reads the position in the data from the run folder."""
         progress = Progress() if record is None else record.progress
         if dist.get_rank() == 0:
-            progress = place_in_data(self.context.folder, progress)
+            progress = resumed_progress(self.context.folder, progress)
         first, *_ = gather_objects(asdict(progress))
         return Progress(**first)
 

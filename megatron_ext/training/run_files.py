@@ -22,7 +22,7 @@ from megatron_ext.training.run_context import RunContext
 from megatron_ext.utils.atomic_files import os_error_reason, write_atomically
 from megatron_ext.utils.errors import UserError
 
-DIGITS = 16
+DIGEST_LENGTH = 16
 """Hexadecimal digits of a data digest that each record contains."""
 
 
@@ -49,7 +49,7 @@ def create_files(
     config, step, guard = context.config, progress.step, context.lock.check_if_due
     try:
         _write_files(context, data, step, description)
-        digests = {METRICS: data.record["train"][:DIGITS], EVALUATION: data.record["evaluation"][:DIGITS]}
+        digests = {METRICS: data.record["train"][:DIGEST_LENGTH], EVALUATION: data.record["evaluation"][:DIGEST_LENGTH]}
         settings = {**flat(config), **{key: value for key, value in description.items() if key not in (DATA, CHANGED)}}
         return RunRecords(
             context.folder,

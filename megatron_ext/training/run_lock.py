@@ -16,7 +16,7 @@ from megatron_ext.run_folder.lock import FOLDER, LockLost, RunLock, acquire, hol
 from megatron_ext.utils.errors import EXIT_USER_ERROR
 from megatron_ext.utils.untrusted_paths import path_within
 
-WRITTEN = (FOLDER, HEARTBEATS, TENSORBOARD, WANDB, MLFLOW, FAILED_FOLDER_NAME, "launch", "evaluation")
+WRITTEN_PATHS = (FOLDER, HEARTBEATS, TENSORBOARD, WANDB, MLFLOW, FAILED_FOLDER_NAME, "launch", "evaluation")
 """Folders and files of a run that libraries write, or in which files are replaced and removed.
 
 Checkpoints may be a link to another disk.
@@ -24,7 +24,7 @@ Checkpoints may be a link to another disk.
 
 
 @contextmanager
-def holding(folder: Path) -> Iterator[RunLock | None]:
+def hold_run_lock(folder: Path) -> Iterator[RunLock | None]:
     """Context manager that holds the lock of a run on its first rank and does nothing on the others.
 
     Args:
@@ -39,7 +39,7 @@ def holding(folder: Path) -> Iterator[RunLock | None]:
     if int(os.environ.get("RANK", "0")) != 0:
         yield None
         return
-    for name in WRITTEN:
+    for name in WRITTEN_PATHS:
         path_within(folder, name, str(folder))
     lock = acquire(folder / FOLDER, str(folder))
     with hold_locks(lock, on_stuck=_exit_at_once):

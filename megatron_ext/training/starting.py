@@ -11,7 +11,7 @@ from megatron_ext.config.schema import RunConfig
 from megatron_ext.parallel.first_rank import print_on_first_rank
 from megatron_ext.run_folder.layout import CHECKPOINTS, CONFIG, METRICS
 from megatron_ext.training import trial
-from megatron_ext.training.continuing import Continuing
+from megatron_ext.training.continuing import Continuation
 from megatron_ext.utils.errors import UserError
 
 Resume = Literal["auto"] | bool
@@ -33,7 +33,7 @@ def reject_existing(folder: Path) -> None:
     """
     if (folder / CHECKPOINTS / "latest").exists():
         raise UserError("run.name", f"{folder} already contains a run", "add --resume, or choose another run.name")
-    if _has_begun(folder):
+    if _has_started(folder):
         problem = f"{folder} already contains a run without a checkpoint"
         hint = "add --resume=auto to start it from the beginning, or choose another run.name"
         raise UserError("run.name", problem, hint)
@@ -108,19 +108,19 @@ def _print_changes(config: RunConfig, step: int) -> None:
         problem = f"{damage.problem}; the configuration was not compared with it"
         print_on_first_rank(f"selectron: warning: {damage.where}: {problem}")
     else:
-        for line in Continuing(config, None).compare(record, checkpoints.path(step)).messages:
+        for line in Continuation(config, None).compare(record, checkpoints.path(step)).messages:
             print_on_first_rank(line)
 
 
-def _has_begun(folder: Path) -> bool:
+def _has_started(folder: Path) -> bool:
     return (folder / METRICS).exists() or (folder / CHECKPOINTS).exists()
 
 
 def _nothing_to_resume(folder: Path) -> UserError:
     where, problem = "--resume", f"{folder} contains no checkpoint to resume from"
-    if _has_begun(folder):
+    if _has_started(folder):
         return UserError(where, problem, "use --resume=auto to start the run from the beginning")
     runs = sorted(path.parent.name for path in folder.parent.glob(f"*/{CONFIG}"))
-    close = difflib.get_close_matches(folder.name, runs, n=1)
-    guess = f"did you mean run.name={close[0]}? " if close else ""
-    return UserError(where, problem, f"{guess}--resume=auto starts a new run if there is none")
+    matches = difflib.get_close_matches(folder.name, runs, n=1)
+    suggestion = f"did you mean run.name={matches[0]}? " if matches else ""
+    return UserError(where, problem, f"{suggestion}--resume=auto starts a new run if there is none")

@@ -14,7 +14,7 @@ from megatron_ext.model.forward_backward import TokenLosses, summed_loss
 from megatron_ext.optim.base import RunOptimizer
 from megatron_ext.platform.device import Platform
 from megatron_ext.training.resilience.guard import Fault
-from megatron_ext.training.resilience.nonfinite_gradients import watched_gradients
+from megatron_ext.training.resilience.nonfinite_gradients import checked_gradients
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class StepResult:
         tokens: number of input tokens of the global batch.
         predicted: number of labels of the global batch that count; see `Batch.loss_mask`.
         grad_norm: global norm of the gradient, before clipping.
-        is_sound_here: False if the loss of this rank's own micro-batches is not finite.
+        is_local_loss_finite: False if the loss of this rank's own micro-batches is not finite.
         nonfinite_gradient: name of the parameter with the first non-finite gradient of this rank's own micro-batches;
             None if all are finite, or if gradients were not checked.
         fault: reason why the parameters are not updated; None if they are.
@@ -36,7 +36,7 @@ class StepResult:
     tokens: int
     predicted: int
     grad_norm: float
-    is_sound_here: bool
+    is_local_loss_finite: bool
     nonfinite_gradient: str | None = None
     fault: Fault | None = None
 
@@ -67,31 +67,31 @@ class Trainer(TokenLosses):
         super().__init__(optimizer.chunks, groups, platform, *sizes, reset_attention=reset_attention)
         self.optimizer = optimizer
 
-    def compute_gradients(self, batches: Sequence[Batch], watched: bool = False) -> StepResult:
+    def compute_gradients(self, batches: Sequence[Batch], check_gradients: bool = False) -> StepResult:
         """Compute loss, gradients and gradient norm of a step; a collective call.
 
         Call `optimizer.step` or `optimizer.drop_gradients` afterwards, with the same choice on every rank.
 
         Args:
             batches: micro-batches of this rank. Their number must be equal on all ranks.
-            watched: True to look for non-finite gradients, which takes time; see `watched_gradients`.
+            check_gradients: True to look for non-finite gradients, which takes time; see `checked_gradients`.
         """
         self.optimizer.begin_step()
         nonfinite_gradient = None
-        if watched:
-            with watched_gradients(self.optimizer.chunks) as first_unsound:
+        if check_gradients:
+            with checked_gradients(self.optimizer.chunks) as first_nonfinite:
                 reports = self.run(batches, summed_loss, forward_only=False)
-            nonfinite_gradient = first_unsound()
+            nonfinite_gradient = first_nonfinite()
         else:
             reports = self.run(batches, summed_loss, forward_only=False)
         grad_norm = self.optimizer.compute_grad_norm()
-        none = torch.zeros(2, device=self.platform.device)
-        here = sum((r["loss_and_tokens"] for r in reports), start=none)
-        loss, predicted = self.reduce(here)
+        zeros = torch.zeros(2, device=self.platform.device)
+        local = sum((r["loss_and_tokens"] for r in reports), start=zeros)
+        loss, predicted = self.reduce(local)
         mean = float(loss / predicted)
-        is_sound_here = math.isfinite(mean) or bool(here.isfinite().all())
+        is_local_loss_finite = math.isfinite(mean) or bool(local.isfinite().all())
         tokens = len(batches) * self.groups.dp.size() * self._micro_batch_size * self._seq_length
-        return StepResult(mean, tokens, int(predicted), grad_norm, is_sound_here, nonfinite_gradient)
+        return StepResult(mean, tokens, int(predicted), grad_norm, is_local_loss_finite, nonfinite_gradient)
 
     def train_step(self, batches: Sequence[Batch]) -> StepResult:
         """Do one optimizer step without checking loss and gradient norm; see `compute_gradients`."""

@@ -17,11 +17,11 @@ from megatron_ext.run_folder.layout import METRICS
 from megatron_ext.utils.atomic_files import os_error_reason, write_atomically
 from megatron_ext.utils.errors import UserError
 
-MARK = "trial.json"
+MARKER = "trial.json"
 """File that marks a trial's folder, which the next trial may replace. The finished trial writes its estimate there."""
 
 _WARM_UP_STEPS = 2
-"""Number of first steps to leave out: they include compilation, allocation and autotuning."""
+"""Number of steps excluded at the start: they include compilation, allocation and autotuning."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,10 +65,10 @@ class Estimate:
 
 def is_trial(folder: Path) -> bool:
     """Return True if a folder belongs to a trial rather than to a run."""
-    return (folder / MARK).exists()
+    return (folder / MARKER).exists()
 
 
-def begin(folder: Path) -> None:
+def prepare_folder(folder: Path) -> None:
     """Create the folder of a trial, replacing an earlier trial. Only one process may call this function.
 
     Raises:
@@ -80,21 +80,23 @@ def begin(folder: Path) -> None:
                 continue
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
-            elif path.name != MARK:  # kept to mark the folder as a trial if this process is killed here
+            elif path.name != MARKER:  # kept to mark the folder as a trial if this process is killed here
                 path.unlink()
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / MARK, b"{}\n")
+        write_atomically(folder / MARKER, b"{}\n")
     except OSError as error:
         raise UserError(
             str(folder), f"cannot be written ({os_error_reason(error)})", "choose another run.dir"
         ) from error
 
 
-def conclude(whole: RunConfig, folder: Path, checkpoints: Path, seconds: Mapping[str, Sequence[float]]) -> str:
+def write_estimate(
+    run_config: RunConfig, folder: Path, checkpoints: Path, seconds: Mapping[str, Sequence[float]]
+) -> str:
     """Estimate the whole run, write the estimate to the trial's folder and remove its checkpoint; for one process only.
 
     Args:
-        whole: configuration of the whole run.
+        run_config: configuration of the whole run.
         folder: folder of the finished trial.
         checkpoints: folder of the trial's checkpoints.
         seconds: durations of evaluations and checkpoints, see `TrainingLoop.seconds`.
@@ -104,32 +106,39 @@ def conclude(whole: RunConfig, folder: Path, checkpoints: Path, seconds: Mapping
     """
     metrics = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
     size = sum(path.stat().st_size for path in checkpoints.rglob("*") if path.is_file())
-    estimate = _estimate(whole, metrics, seconds, size)
-    write_atomically(folder / MARK, (json.dumps(asdict(estimate), indent=1) + "\n").encode())
+    estimate = _estimate(run_config, metrics, seconds, size)
+    write_atomically(folder / MARKER, (json.dumps(asdict(estimate), indent=1) + "\n").encode())
     shutil.rmtree(checkpoints)
-    return _lines(estimate, whole.training, folder)
+    return _format_estimate(estimate, run_config.training, folder)
 
 
 def _estimate(
-    whole: RunConfig, metrics: Sequence[Mapping[str, Any]], seconds: Mapping[str, Sequence[float]], size: int
+    run_config: RunConfig, metrics: Sequence[Mapping[str, Any]], seconds: Mapping[str, Sequence[float]], size: int
 ) -> Estimate:
-    training = whole.training
-    tokens = training.global_batch_size * whole.data.seq_length
-    each = [tokens / one["tokens_per_second"] for one in metrics]
-    counted = each[_WARM_UP_STEPS:] or each
-    step = median(counted)
-    mfu = [one["mfu"] * one_step for one, one_step in zip(metrics, each, strict=True) if one["mfu"] is not None]
+    training = run_config.training
+    tokens = training.global_batch_size * run_config.data.seq_length
+    step_seconds = [tokens / record["tokens_per_second"] for record in metrics]
+    counted = step_seconds[_WARM_UP_STEPS:] or step_seconds
+    median_seconds = median(counted)
+    # MFU is inversely proportional to the duration of a step.
+    mfu = [
+        record["mfu"] * duration
+        for record, duration in zip(metrics, step_seconds, strict=True)
+        if record["mfu"] is not None
+    ]
     evaluation, suites, waits = (_last(seconds, name) for name in ("evaluation", "suites", "save"))
-    total = training.steps * step + (waits or 0.0) * _times(training.steps, training.checkpoint_every or training.steps)
-    total += (evaluation or 0.0) * _times(training.steps, training.evaluate_every)
-    total += (suites or 0.0) * _times(training.steps, training.evaluate_suites_every)
+    total = training.steps * median_seconds + (waits or 0.0) * _count_occurrences(
+        training.steps, training.checkpoint_every or training.steps
+    )
+    total += (evaluation or 0.0) * _count_occurrences(training.steps, training.evaluate_every)
+    total += (suites or 0.0) * _count_occurrences(training.steps, training.evaluate_suites_every)
     return Estimate(
         steps=len(metrics),
-        step_seconds=step,
-        first_step_seconds=each[0],
-        tokens_per_second=tokens / step,
-        mfu=median(mfu) / step if mfu else None,
-        peak_memory=max(one["peak_memory"] for one in metrics),
+        step_seconds=median_seconds,
+        first_step_seconds=step_seconds[0],
+        tokens_per_second=tokens / median_seconds,
+        mfu=median(mfu) / median_seconds if mfu else None,
+        peak_memory=max(record["peak_memory"] for record in metrics),
         evaluation_seconds=evaluation,
         suites_seconds=suites,
         checkpoint_bytes=size,
@@ -138,7 +147,7 @@ def _estimate(
         whole_seconds=total,
         whole_steps=training.steps,
         whole_tokens=tokens * training.steps,
-        losses=[one["loss"] for one in metrics],
+        losses=[record["loss"] for record in metrics],
     )
 
 
@@ -146,31 +155,32 @@ def _last(seconds: Mapping[str, Sequence[float]], name: str) -> float | None:
     return seconds[name][-1] if seconds.get(name) else None
 
 
-def _times(steps: int, every: int) -> int:
+def _count_occurrences(steps: int, every: int) -> int:
     """Return how often something is done every `every` steps and at the last step; 0 if `every` is 0."""
     return math.ceil(steps / every) if every else 0
 
 
-def _lines(found: Estimate, training: TrainingConfig, folder: Path) -> str:
-    after = f", median of steps {_WARM_UP_STEPS + 1} to {found.steps}" if found.steps > _WARM_UP_STEPS else ""
-    rows = [("step", f"{found.step_seconds:.3g} s{after}; the first took {found.first_step_seconds:.3g} s")]
-    mfu = f" ({found.mfu:.1%} of the peak)" if found.mfu is not None else ""
-    rows.append(("tokens/s", f"{found.tokens_per_second:,.0f}{mfu}"))
-    rows.append(("peak memory", f"{found.peak_memory / 2**30:.2f} GiB in the process with the highest use"))
-    rows.append(("loss", f"{found.losses[0]:.4f} to {found.losses[-1]:.4f}"))
-    if found.evaluation_seconds is not None:
-        rows.append(("evaluation", f"{found.evaluation_seconds:.3g} s, every {training.evaluate_every} steps"))
-    if found.suites_seconds is not None:
-        rows.append(("suites", f"{found.suites_seconds:.3g} s, every {training.evaluate_suites_every} steps"))
-    written = f"{found.checkpoint_bytes / 2**30:.2f} GiB in {found.checkpoint_seconds:.3g} s"
-    rows.append(("checkpoint", f"{written}, training waits for {found.checkpoint_waits:.3g} s; removed"))
-    whole = f"{found.whole_steps:,} steps, {found.whole_tokens:,} tokens: about {_span(found.whole_seconds)}"
-    rows.append(("whole run", f"{whole} at this rate, plus the verification of its data"))
+def _format_estimate(estimate: Estimate, training: TrainingConfig, folder: Path) -> str:
+    after = f", median of steps {_WARM_UP_STEPS + 1} to {estimate.steps}" if estimate.steps > _WARM_UP_STEPS else ""
+    rows = [("step", f"{estimate.step_seconds:.3g} s{after}; the first took {estimate.first_step_seconds:.3g} s")]
+    mfu = f" ({estimate.mfu:.1%} of the peak)" if estimate.mfu is not None else ""
+    rows.append(("tokens/s", f"{estimate.tokens_per_second:,.0f}{mfu}"))
+    rows.append(("peak memory", f"{estimate.peak_memory / 2**30:.2f} GiB in the process with the highest use"))
+    rows.append(("loss", f"{estimate.losses[0]:.4f} to {estimate.losses[-1]:.4f}"))
+    if estimate.evaluation_seconds is not None:
+        rows.append(("evaluation", f"{estimate.evaluation_seconds:.3g} s, every {training.evaluate_every} steps"))
+    if estimate.suites_seconds is not None:
+        rows.append(("suites", f"{estimate.suites_seconds:.3g} s, every {training.evaluate_suites_every} steps"))
+    written = f"{estimate.checkpoint_bytes / 2**30:.2f} GiB in {estimate.checkpoint_seconds:.3g} s"
+    rows.append(("checkpoint", f"{written}, training waits for {estimate.checkpoint_waits:.3g} s; removed"))
+    duration = _format_duration(estimate.whole_seconds)
+    summary = f"{estimate.whole_steps:,} steps, {estimate.whole_tokens:,} tokens: about {duration}"
+    rows.append(("whole run", f"{summary} at this rate, plus the verification of its data"))
     rows.append(("kept in", str(folder)))
     return "\n".join(["trial finished", *(f"  {name:<13}{value}" for name, value in rows)])
 
 
-def _span(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     for limit, unit, name in ((120, 1, "s"), (7200, 60, "min"), (172800, 3600, "h")):
         if seconds < limit:
             return f"{seconds / unit:.3g} {name}"

@@ -57,15 +57,15 @@ class Parser(argparse.ArgumentParser):
     def _insert_defaults(self, args: Sequence[str]) -> list[str]:
         """Insert the default of options with an optional integer if no number follows: `--trial key=value`."""
         defaults = {
-            name: one.const
-            for one in self._actions
-            if one.nargs == "?" and one.type is int
-            for name in one.option_strings
+            name: action.const
+            for action in self._actions
+            if action.nargs == "?" and action.type is int
+            for name in action.option_strings
         }
         next_args = [*args[1:], ""] if args else []
         return [
-            f"{one}={defaults[one]}" if defaults.get(one) is not None and not after.lstrip("-").isdigit() else one
-            for one, after in zip(args, next_args, strict=True)
+            f"{arg}={defaults[arg]}" if defaults.get(arg) is not None and not after.lstrip("-").isdigit() else arg
+            for arg, after in zip(args, next_args, strict=True)
         ]
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:

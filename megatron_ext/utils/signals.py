@@ -9,13 +9,13 @@ from types import FrameType
 
 
 @contextmanager
-def handle_signals(numbers: Iterable[int], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+def handle_signals(signals: Iterable[int], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """Context manager that installs a handler for signals and restores the previous ones at the end.
 
     Raises:
         ValueError: there are signals, and this is not the main thread.
     """
-    previous = {number: signal.signal(number, handler) for number in numbers}
+    previous = {number: signal.signal(number, handler) for number in signals}
     try:
         yield
     finally:

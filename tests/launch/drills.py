@@ -25,10 +25,10 @@ from corpora import prepared
 from faults import CHECKPOINT_EVERY, Act, nothing
 from launching import curve, records, write_config
 from slurm_cluster import SlurmCluster
-from slurm_runs import CLI, FIELDS, LAUNCH, finished, happened, launched, released, state, wait_for
+from slurm_runs import CLI, FIELDS, LAUNCH, finished, job_events, launched, released, state, wait_for
 
 from megatron_ext.checkpoint.folder import CheckpointFolder
-from megatron_ext.launch.job import jobs_of
+from megatron_ext.launch.job import list_jobs
 from megatron_ext.utils.markdown import table
 
 HANG_SECONDS = 15
@@ -188,23 +188,23 @@ def perform(cluster: SlurmCluster, config: Path, series: Series) -> tuple[Path, 
 def _disturbed(cluster: SlurmCluster, folder: Path, drill: Drill, before: int) -> Course:
     """Inject a fault once the run has a checkpoint after step `before`, and wait until it trains again."""
     wait_for(folder, lambda: (_newest(folder) or 0) > before)
-    inode, begins = _inode(folder), len(jobs_of(folder)[-1].log.read_text())
-    seen, caused = len(happened(folder)), time.monotonic()
+    inode, begins = _inode(folder), len(list_jobs(folder)[-1].log.read_text())
+    seen, caused = len(job_events(folder)), time.monotonic()
     drill.cause(cluster, folder)
     if not drill.is_outage:
         return Course()
     fault = seen
     if drill.since:
-        wait_for(folder, lambda: drill.since in happened(folder)[seen:])
-        seen, caused = happened(folder).index(drill.since, seen) + 1, time.monotonic()
-    wait_for(folder, lambda: len(happened(folder)) > seen or state(cluster, folder) != "RUNNING")
+        wait_for(folder, lambda: drill.since in job_events(folder)[seen:])
+        seen, caused = job_events(folder).index(drill.since, seen) + 1, time.monotonic()
+    wait_for(folder, lambda: len(job_events(folder)) > seen or state(cluster, folder) != "RUNNING")
     detected = time.monotonic()
     wait_for(folder, lambda: state(cluster, folder) != "RUNNING")
     drill.repair(cluster, folder)
     again, newest = _until_begun_anew(cluster, folder, inode)
     kept = len(records(folder))
     wait_for(folder, lambda: len(records(folder)) > kept)
-    log, events = jobs_of(folder)[-1].log.read_text()[begins:], happened(folder)[fault:]
+    log, events = list_jobs(folder)[-1].log.read_text()[begins:], job_events(folder)[fault:]
     return Course(detected - caused, time.monotonic() - again, newest, events, log)
 
 
@@ -239,8 +239,8 @@ def fill_disk(cluster: SlurmCluster, config: Path, disk: Path, values: Sequence[
         wait_for(folder, lambda before=before: (_newest(folder) or 0) > before)
         wait_for(folder, lambda: _is_filled(filler))
         caused, inode = time.monotonic(), _inode(folder)
-        wait_for(folder, lambda: happened(folder)[-1].startswith("refused"))
-        detected, newest, events = time.monotonic(), _newest(folder), happened(folder)
+        wait_for(folder, lambda: job_events(folder)[-1].startswith("refused"))
+        detected, newest, events = time.monotonic(), _newest(folder), job_events(folder)
         filler.unlink()
         again = time.monotonic()
         cluster.run(*command, f"training.async_checkpoints={following}", "--resume")

@@ -19,8 +19,8 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 
 from megatron_ext.cli import main
 from megatron_ext.launch import slurm
-from megatron_ext.launch.job import jobs_of
-from megatron_ext.launch.status import events_of
+from megatron_ext.launch.job import list_jobs
+from megatron_ext.launch.status import read_job_events
 
 STEPS = 60
 RELEASE_SECONDS = 2
@@ -36,7 +36,7 @@ def call(cluster: SlurmCluster, *arguments: str) -> str:
         RuntimeError: the command fails.
     """
     out, errors = io.StringIO(), io.StringIO()
-    asked = patch.object(slurm, "_called", lambda command: cluster.call(*command))
+    asked = patch.object(slurm, "_run_process", lambda command: cluster.call(*command))
     with asked, contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
         code = main(arguments)
     if code:
@@ -59,32 +59,32 @@ def launched(
     where = ["--nodes", str(nodes), "--processes-per-node", str(processes_per_node), *options]
     printed = cluster.run(*CLI, *LAUNCH, str(config), *FIELDS, *fields, f"run.name={name}", *where)
     folder = (runs or config.parent / "runs") / name
-    (job,) = jobs_of(folder)
+    (job,) = list_jobs(folder)
     assert f"job:    {job.number}\n" in printed
     assert f"log:    {job.log}\n" in printed
     return folder
 
 
-def happened(folder: Path) -> list[str]:
-    return [event.description for event in events_of(jobs_of(folder)[-1])]
+def job_events(folder: Path) -> list[str]:
+    return [event.description for event in read_job_events(list_jobs(folder)[-1])]
 
 
 def number(folder: Path) -> str:
     """Job id of a run's newest job."""
-    return str(jobs_of(folder)[-1].number)
+    return str(list_jobs(folder)[-1].number)
 
 
 def state(cluster: SlurmCluster, folder: Path) -> str:
     """Slurm state of a run's newest job."""
-    said = cluster.run("squeue", "--noheader", "--states=all", f"--jobs={number(folder)}", "--format=%T", check=False)
-    return said.strip()
+    output = cluster.run("squeue", "--noheader", "--states=all", f"--jobs={number(folder)}", "--format=%T", check=False)
+    return output.strip()
 
 
 def wait_for(folder: Path, condition: Callable[[], object], seconds: float = 300) -> None:
     end = time.monotonic() + seconds
     while not condition():
-        log = jobs_of(folder)[-1].log
-        assert time.monotonic() < end, (happened(folder), log.read_text() if log.exists() else "no log")
+        log = list_jobs(folder)[-1].log
+        assert time.monotonic() < end, (job_events(folder), log.read_text() if log.exists() else "no log")
         time.sleep(0.05)
 
 
@@ -118,7 +118,7 @@ def finished(cluster: SlurmCluster, folder: Path) -> Path:
     def is_finished() -> bool:
         released(cluster, folder)
         time.sleep(0.2)
-        return happened(folder)[-1:] == ["finished"]
+        return job_events(folder)[-1:] == ["finished"]
 
     wait_for(folder, is_finished)
     return folder

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_ext.config.schema import DataConfig, RunConfig
 from megatron_ext.launch import slurm
-from megatron_ext.launch.array import Array, find_lost, write_array
+from megatron_ext.launch.array import Array, restore_job_numbers, write_array
 from megatron_ext.launch.job import Job, copy_code, newest_job, write_job
 from megatron_ext.launch.resources import Resources
 
@@ -30,7 +30,7 @@ def array_of(runs: Path, names: list[str], *, parallel: int | None = None, after
     return write_array(runs, jobs, RESOURCES, parallel=parallel, after=after)
 
 
-def test_what_slurm_is_asked_for(tmp_path: Path) -> None:
+def test_sbatch_options_of_a_request(tmp_path: Path) -> None:
     options = {
         line.removeprefix("#SBATCH --")
         for line in array_of(tmp_path, ["a", "b", "c"], parallel=2, after="7_1").script.read_text().splitlines()
@@ -46,7 +46,7 @@ def test_what_slurm_is_asked_for(tmp_path: Path) -> None:
     assert "dependency" not in more.script.read_text()
 
 
-def test_a_task_becomes_its_runs_job(tmp_path: Path) -> None:
+def test_array_task_runs_the_job_of_its_run(tmp_path: Path) -> None:
     """Start the task as Slurm would, but without SLURM_JOB_ID, so that the job's script does not call srun."""
     array = array_of(tmp_path, ["a", "b c"])
     given = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
@@ -61,11 +61,11 @@ def test_a_task_becomes_its_runs_job(tmp_path: Path) -> None:
     assert (second.folder / "code" / "megatron_ext" / "cli.py").exists()
 
 
-def test_numbers_that_were_not_noted_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_job_numbers_are_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     noted, lost, never = array_of(tmp_path, ["a"]), array_of(tmp_path, ["b", "c"]), array_of(tmp_path, ["d"])
-    noted.keep_number("5")
+    noted.write_number("5")
     monkeypatch.setattr(slurm, "numbers_by_script", lambda: {str(lost.script): "6", "/else/job.sbatch": "7"})
-    find_lost(tmp_path)
+    restore_job_numbers(tmp_path)
     assert [job.number for array in (noted, lost, never) for job in array.jobs] == ["5_0", "6_0", "6_1", None]
     assert newest_job(tmp_path / "d") is None
     assert newest_job(tmp_path / "c") == Job(tmp_path / "c" / "launch" / "1")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.config.schema import DataConfig, RunConfig, RunSection, TrainingConfig
-from megatron_ext.launch.branches import in_order, trunks_of
+from megatron_ext.launch.branches import find_trunks, group_by_trunk
 from megatron_ext.utils.errors import UserError
 
 
@@ -16,7 +16,7 @@ def run(branch_from: Path | str | None = None, **training: int) -> RunConfig:
     return RunConfig(data=DataConfig(path="x"), run=section, training=TrainingConfig(**training))
 
 
-def test_who_waits_for_whom(tmp_path: Path) -> None:
+def test_runs_are_grouped_by_trunk(tmp_path: Path) -> None:
     configs = {
         "twig": run(tmp_path / "branch/checkpoints/step_40", steps=60),
         "branch": run(tmp_path / "trunk/checkpoints/step_20", steps=50, checkpoint_every=10, keep_every=40),
@@ -24,11 +24,15 @@ def test_who_waits_for_whom(tmp_path: Path) -> None:
         "other": run("elsewhere/trunk/checkpoints/step_7"),
         "second": run(tmp_path / "trunk/checkpoints/step_100", steps=150),
     }
-    trunks = trunks_of(tmp_path, configs)
+    trunks = find_trunks(tmp_path, configs)
     assert trunks == {"twig": "branch", "branch": "trunk", "second": "trunk"}
-    assert in_order(configs, trunks) == {None: ["trunk", "other"], "trunk": ["branch", "second"], "branch": ["twig"]}
+    assert group_by_trunk(configs, trunks) == {
+        None: ["trunk", "other"],
+        "trunk": ["branch", "second"],
+        "branch": ["twig"],
+    }
     # A trunk that is not in the list is finished.
-    assert in_order(["twig", "second"], trunks) == {None: ["twig", "second"]}
+    assert group_by_trunk(["twig", "second"], trunks) == {None: ["twig", "second"]}
 
 
 @pytest.mark.parametrize(
@@ -51,17 +55,17 @@ def test_who_waits_for_whom(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_checkpoint_that_will_not_be_there(tmp_path: Path, trunk: dict[str, int], line: str) -> None:
+def test_checkpoint_that_the_trunk_will_not_keep_is_rejected(tmp_path: Path, trunk: dict[str, int], line: str) -> None:
     checkpoint = tmp_path / "trunk/checkpoints/step_40"
     with pytest.raises(UserError) as caught:
-        trunks_of(tmp_path, {"trunk": run(**trunk), "short": run(checkpoint)})
+        find_trunks(tmp_path, {"trunk": run(**trunk), "short": run(checkpoint)})
     assert str(caught.value) == line
     checkpoint.mkdir(parents=True)  # a checkpoint kept earlier
-    assert trunks_of(tmp_path, {"trunk": run(**trunk), "short": run(checkpoint)}) == {"short": "trunk"}
+    assert find_trunks(tmp_path, {"trunk": run(**trunk), "short": run(checkpoint)}) == {"short": "trunk"}
 
 
-def test_runs_that_wait_for_each_other(tmp_path: Path) -> None:
+def test_cyclic_branches_are_rejected(tmp_path: Path) -> None:
     step = "checkpoints/step_1000"
     circle = r"run.branch_from: these runs wait for each other: (a, b|b, a); remove run.branch_from"
     with pytest.raises(UserError, match=circle):
-        trunks_of(tmp_path, {"a": run(tmp_path / "b" / step), "b": run(tmp_path / "a" / step)})
+        find_trunks(tmp_path, {"a": run(tmp_path / "b" / step), "b": run(tmp_path / "a" / step)})

@@ -55,7 +55,7 @@ def test_a_run_that_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize(
-    ("step", "process", "released", "standing", "said"),
+    ("step", "process", "released", "standing", "expected"),
     [
         (50, ME, True, "finished", "finished"),
         (20, ME, True, "stopped", "stopped"),
@@ -65,13 +65,13 @@ def test_a_run_that_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     ids=["finished", "stopped", "killed", "killed at its end"],  # explicit ids: pids differ between processes
 )
 def test_a_run_that_has_ended(
-    tmp_path: Path, step: int, process: object, released: bool, standing: str, said: str
+    tmp_path: Path, step: int, process: object, released: bool, standing: str, expected: str
 ) -> None:
     lock = held(trained(tmp_path / "a", step), process)
     if released:
         lock.release()
     found = status_of(tmp_path / "a")
-    assert (found.standing, found.state, found.job, found.problems) == (standing, said, "by hand", ())
+    assert (found.standing, found.state, found.job, found.problems) == (standing, expected, "by hand", ())
 
 
 def test_a_run_of_older_code(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_a_run_of_older_code(tmp_path: Path) -> None:
     assert (found.standing, found.step, found.steps, found.job) == ("stopped", 20, 50, "by hand")
 
 
-def test_what_is_no_run_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_run_is_not_a_manual_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trained(tmp_path / "a")
     (tmp_path / "data").mkdir()
     assert main(["status", str(tmp_path), "--json"]) == 0
@@ -88,7 +88,7 @@ def test_what_is_no_run_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert f"{tmp_path}/data: contains no run that has started" in capsys.readouterr().err
 
 
-def test_a_launched_run_that_goes_on_by_hand_has_one_story(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launched_run_continued_by_hand_has_one_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The job has ended long ago. The run's own process is recognized as its own."""
     run = trained(job_of(tmp_path / "a", "7", "begun on n1", "stopped").run)
     monkeypatch.setattr(status, "job_state", lambda _: None)
@@ -103,14 +103,14 @@ def test_a_launched_run_that_goes_on_by_hand_has_one_story(tmp_path: Path, monke
     assert (status_of(run).standing, status_of(run).state) == ("running", "running")
 
 
-def test_the_template_by_hand_is_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_template_started_by_hand_counts_as_manual(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A script submitted without `launch` has no job folder in the run folder."""
     monkeypatch.setenv(lock_file.LAUNCH_VARIABLE, "work")
     held(trained(tmp_path / "a"))
     assert (status_of(tmp_path / "a").standing, status_of(tmp_path / "a").job) == ("running", "by hand")
 
 
-def test_a_job_that_was_begun_after_it_is_the_newer_story(tmp_path: Path) -> None:
+def test_later_job_takes_precedence_over_a_manual_start(tmp_path: Path) -> None:
     run = trained(tmp_path / "a", 50)
     held(run).release()
     job = job_of(run, None, "begun with 2 processes", "finished")
@@ -119,7 +119,7 @@ def test_a_job_that_was_begun_after_it_is_the_newer_story(tmp_path: Path) -> Non
     assert (status_of(run).job, status_of(run).event) == ("local", "finished")
 
 
-def test_logs_show_the_file_that_it_prints_to(
+def test_logs_show_the_output_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log, shown = tmp_path / "my.log", list[str]()
@@ -128,22 +128,22 @@ def test_logs_show_the_file_that_it_prints_to(
     monkeypatch.setattr(logs_command.os, "execvp", lambda _, words: shown.append(words[-1]))
     held(trained(tmp_path / "a"))
     main(["logs", str(tmp_path / "a")])
-    said = f"selectron: {tmp_path}/a was started by hand (running ({ME})); its output goes to {log}\n"
-    assert (shown, capsys.readouterr().err) == ([str(log)], said)
+    expected = f"selectron: {tmp_path}/a was started by hand (running ({ME})); its output goes to {log}\n"
+    assert (shown, capsys.readouterr().err) == ([str(log)], expected)
     log.unlink()
     assert main(["logs", str(tmp_path / "a")]) == 2
     assert f"its output file {log} does not exist" in capsys.readouterr().err
 
 
-def test_logs_say_that_nothing_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_logs_report_that_no_output_was_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     held(trained(tmp_path / "a")).release()
     assert main(["logs", str(tmp_path / "a")]) == 2
-    said = f"{tmp_path}/a: was started by hand (ended), and its output was not saved; see "
-    assert said in capsys.readouterr().err
+    expected = f"{tmp_path}/a: was started by hand (ended), and its output was not saved; see "
+    assert expected in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("to", "expected"), [("file", "out.log"), ("pipe", "")])
-def test_a_process_knows_the_file_that_it_prints_to(tmp_path: Path, to: str, expected: str) -> None:
+def test_lock_records_the_output_file(tmp_path: Path, to: str, expected: str) -> None:
     code = "from megatron_ext.run_folder import lock_file; print(lock_file._stderr_path())"
     with (tmp_path / "out.log").open("w") as file:
         stderr = file if to == "file" else subprocess.PIPE
@@ -163,7 +163,7 @@ def test_ranks_of_another_start_are_not_counted(tmp_path: Path) -> None:
     assert lines[-1] == f"rank 1 on {ME.host} (process {os.getpid()}) belongs to another start of the run"
 
 
-def test_a_cancel_of_nothing_says_so(
+def test_cancel_without_a_job_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(slurm, "job_state", lambda _: None)

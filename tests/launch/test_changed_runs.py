@@ -14,7 +14,7 @@ from ruamel.yaml import YAML
 
 from megatron_ext.cli import main
 from megatron_ext.launch import changed_runs, job
-from megatron_ext.launch.job import jobs_of
+from megatron_ext.launch.job import list_jobs
 from megatron_ext.run_folder.lock import FOLDER, acquire
 
 SWEEP = "config: base.yaml\nfields: {{training.steps: {steps}}}\naxes: {{training.seed: [1, 2]}}\n"
@@ -35,7 +35,7 @@ def corpora_of(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.fixture
 def sweep(tmp_path: Path, corpora_of: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """Function that calls `selectron sweep`, by default with the arguments that started the runs of the fixture."""
-    changed_runs._digests.cache_clear()
+    changed_runs._compute_digests.cache_clear()
     monkeypatch.setattr(job, "PACKAGES", ())  # skip copying the code
     shutil.copytree(corpora_of[0], tmp_path / "data")
     write_config(tmp_path, tmp_path / "data", tmp_path / "runs").rename(tmp_path / "base.yaml")
@@ -60,16 +60,16 @@ def runs(tmp_path: Path, sweep: Callable[..., int], capsys: pytest.CaptureFixtur
 
 
 def number_of_jobs(runs: Path) -> list[int]:
-    return [len(jobs_of(runs / name)) for name in ("seed1", "seed2")]
+    return [len(list_jobs(runs / name)) for name in ("seed1", "seed2")]
 
 
-def test_an_unchanged_sweep_says_that_it_is_finished(
+def test_unchanged_sweep_is_reported_as_finished(
     runs: Path, sweep: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert sweep() == 0
-    said = capsys.readouterr()
-    assert said.out == f"all 2 runs are finished; compare them with: selectron report {runs} --output DIR\n"
-    assert said.err == ""
+    captured = capsys.readouterr()
+    assert captured.out == f"all 2 runs are finished; compare them with: selectron report {runs} --output DIR\n"
+    assert captured.err == ""
     assert number_of_jobs(runs) == [1, 1]
 
 
@@ -84,7 +84,7 @@ def test_an_unchanged_sweep_says_that_it_is_finished(
         ("mixers.top1_chunk.chunk_size=32", "mixers.top1_chunk.chunk_size is 32, was 16"),
     ],
 )
-def test_a_changed_field_is_named_for_each_run(
+def test_changed_field_is_named_for_each_run(
     runs: Path, sweep: Callable[..., int], capsys: pytest.CaptureFixture[str], field: str, phrase: str
 ) -> None:
     more = ["model.pattern=top1_chunk,attention"] if "reset" in field else []  # a mixer of the base refuses it
@@ -100,20 +100,20 @@ def test_a_changed_field_is_named_for_each_run(
     assert "restart them with --restart seed1 --restart seed2" in error
     assert number_of_jobs(runs) == [1, 1]
     assert sweep(*more, field, "--dry-run") == 0  # lists the runs and warns
-    said = capsys.readouterr()
-    assert phrase in said.err
-    assert "seed1" in said.out
+    captured = capsys.readouterr()
+    assert phrase in captured.err
+    assert "seed1" in captured.out
 
 
 @pytest.mark.parametrize(
     "field", ["training.micro_batch_size=1", "run.hang_timeout=60", "training.keep_checkpoints=1", "run.device=auto"]
 )
-def test_speed_and_place_do_not_count(runs: Path, sweep: Callable[..., int], field: str) -> None:
+def test_speed_and_location_are_not_compared(runs: Path, sweep: Callable[..., int], field: str) -> None:
     assert sweep(field) == 0
     assert number_of_jobs(runs) == [1, 1]
 
 
-def test_other_data_of_the_same_place_is_named(
+def test_changed_data_in_the_same_folder_is_named(
     runs: Path,
     tmp_path: Path,
     sweep: Callable[..., int],
@@ -121,7 +121,7 @@ def test_other_data_of_the_same_place_is_named(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     shutil.move(tmp_path / "data", tmp_path / "moved")
-    changed_runs._digests.cache_clear()
+    changed_runs._compute_digests.cache_clear()
     assert sweep(f"data.path={tmp_path}/moved") == 0  # same data in another folder
     shutil.copytree(corpora_of[1], tmp_path / "data")
     capsys.readouterr()
@@ -129,7 +129,7 @@ def test_other_data_of_the_same_place_is_named(
     assert "seed1 (other training text, other text to evaluate on, other tokenizer)" in capsys.readouterr().err
 
 
-def test_a_run_is_begun_anew_and_what_it_was_is_kept(
+def test_restarted_run_keeps_its_old_folder(
     runs: Path, sweep: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = (runs / "seed1" / "config.yaml").read_text()
@@ -146,7 +146,7 @@ def test_a_run_is_begun_anew_and_what_it_was_is_kept(
     assert main(["status", str(runs), "--json"]) == 0
 
 
-def test_a_run_that_is_trained_is_not_begun_anew(
+def test_running_run_is_not_restarted(
     runs: Path, sweep: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     acquire(runs / "seed1" / FOLDER, "run")
@@ -162,7 +162,7 @@ def test_a_run_that_is_not_of_the_sweep(
     assert "--restart: there is no run seed3; choose from: seed1, seed2" in capsys.readouterr().err
 
 
-def test_of_several_runs_to_begin_anew_all_are_set_aside_or_none(
+def test_all_or_none_of_the_restarted_runs_are_moved(
     runs: Path, sweep: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     acquire(runs / "seed2" / FOLDER, "run")
@@ -179,7 +179,7 @@ def test_of_several_runs_to_begin_anew_all_are_set_aside_or_none(
     ],
     ids=["names", "unit"],
 )
-def test_domains_that_are_written_otherwise_are_the_same(
+def test_equivalent_spellings_of_domains_are_equal(
     runs: Path, sweep: Callable[..., int], before: str, after: str
 ) -> None:
     shutil.rmtree(runs)
@@ -189,7 +189,7 @@ def test_domains_that_are_written_otherwise_are_the_same(
     assert sweep(after.replace("first", "First").replace("SECOND, ", "").replace("0.2", "0.4")) == 2
 
 
-def test_a_damaged_configuration_does_not_hide_that_the_sweep_was_edited(
+def test_damaged_configuration_does_not_hide_a_changed_sweep(
     runs: Path, sweep: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     (runs / "seed1" / "config.yaml").write_text("\0")
@@ -202,14 +202,14 @@ def events(runs: Path, what: str) -> None:
         (runs / name / "launch" / "1" / "events.tsv").write_text(f"2026-01-01T00:00:00Z\t-\t0\t{what}\n")
 
 
-def test_of_a_stopped_run_what_is_to_come_may_change(runs: Path, sweep: Callable[..., int]) -> None:
+def test_future_steps_of_a_stopped_run_may_change(runs: Path, sweep: Callable[..., int]) -> None:
     events(runs, "stopped")
     assert sweep("training.evaluate_every=2", "resilience.on_nonfinite=skip") == 0
     assert number_of_jobs(runs) == [2, 2]
     events(runs, "stopped")
 
 
-def test_of_a_stopped_run_the_past_may_not(
+def test_past_steps_of_a_stopped_run_may_not_change(
     runs: Path, sweep: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     events(runs, "stopped")
@@ -217,7 +217,7 @@ def test_of_a_stopped_run_the_past_may_not(
     assert "seed1 (optimizer.lr is 0.002, was 0.001)" in capsys.readouterr().err
 
 
-def test_a_mistake_may_be_mended_where_nothing_was_trained(runs: Path, sweep: Callable[..., int]) -> None:
+def test_untrained_run_may_be_changed(runs: Path, sweep: Callable[..., int]) -> None:
     events(runs, "refused: optimizer.lr: too high; lower it")
     for name in ("seed1", "seed2"):
         (runs / name / "metrics.jsonl").unlink()
@@ -243,7 +243,7 @@ def test_older_sweeps_are_compared_by_their_configuration(
     assert "seed1 (training.steps is 20, was 10)" in capsys.readouterr().err
 
 
-def test_a_trunk_is_not_begun_anew_without_its_branches() -> None:
+def test_trunk_is_not_restarted_without_its_branches() -> None:
     from megatron_ext.utils.errors import UserError
 
     with pytest.raises(UserError, match="--restart: short branches from a checkpoint of long; add --restart short"):
@@ -251,7 +251,7 @@ def test_a_trunk_is_not_begun_anew_without_its_branches() -> None:
     changed_runs.check_restarts(["long", "short"], {"long": None, "short": None}, {"short": "long"})  # type: ignore[dict-item]
 
 
-def test_damaged_digests_refuse_nothing(runs: Path, sweep: Callable[..., int]) -> None:
+def test_damaged_digests_are_ignored(runs: Path, sweep: Callable[..., int]) -> None:
     for content, code in (("", 0), ("[]", 0), ("\0", 0), (json.dumps({"training text": "3"}), 2)):
         (runs / "seed1" / "launch" / "1" / "data.json").write_text(content)
         assert sweep() == code

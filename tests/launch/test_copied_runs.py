@@ -15,7 +15,7 @@ from megatron_ext.commands import launch as command
 from megatron_ext.commands import logs as logs_command
 from megatron_ext.launch import slurm, status
 from megatron_ext.launch.job import Job
-from megatron_ext.launch.ownership import is_of_another
+from megatron_ext.launch.ownership import belongs_to_other_folder
 from megatron_ext.launch.slurm import JobState
 from megatron_ext.launch.status import status_of
 from megatron_ext.run_folder.lock import FOLDER, acquire
@@ -30,7 +30,7 @@ def job_at(run: Path, number: str) -> Job:
     (job.folder / "config.yaml").write_text("training: {steps: 50}\n")
     job.script.write_text("#!/bin/sh\n")
     (job.folder / "events.tsv").write_text(f"2026-01-01T00:00:00Z\t{number}\t0\tbegun on n1\n")
-    job.keep_number(number)
+    job.write_number(number)
     job.log.write_text("said\n")
     return job
 
@@ -58,17 +58,15 @@ def test_the_job_of_a_copy_is_not_cancelled(
 ) -> None:
     assert main(["cancel", str(copy)]) == 2
     script = tmp_path / "run" / "launch" / "1" / "job.sbatch"
-    said = f"selectron: error: {copy}: job 7 belongs to {script}, not to this folder, which was copied or moved; "
-    assert capsys.readouterr().err == f"{said}cancel that run, or use `scancel 7` to cancel that job\n"
+    message = f"selectron: error: {copy}: job 7 belongs to {script}, not to this folder, which was copied or moved; "
+    assert capsys.readouterr().err == f"{message}cancel that run, or use `scancel 7` to cancel that job\n"
     assert cancelled == []
     (tmp_path / "link").symlink_to(tmp_path / "run")  # same run under another path
     assert main(["cancel", str(tmp_path / "link")]) == 0
     assert cancelled == ["7"]
 
 
-def test_neither_hard_links_nor_a_link_to_the_jobs_make_a_copy_the_original(
-    tmp_path: Path, copy: Path, cancelled: list[str]
-) -> None:
+def test_copy_with_links_is_not_the_original(tmp_path: Path, copy: Path, cancelled: list[str]) -> None:
     hard, soft = tmp_path / "hard", tmp_path / "soft"
     shutil.copytree(tmp_path / "run", hard, copy_function=os.link)
     soft.mkdir()
@@ -78,11 +76,11 @@ def test_neither_hard_links_nor_a_link_to_the_jobs_make_a_copy_the_original(
 
 
 @pytest.mark.parametrize("script", ["(null)", "", "bash", "/gone/launch/1/job.sbatch"])
-def test_a_number_of_what_launch_did_not_submit_is_no_job_of_a_run(tmp_path: Path, script: str) -> None:
-    assert is_of_another(job_at(tmp_path / "run", "7"), JobState("RUNNING", "", "n1", script))
+def test_job_number_of_another_script_is_not_the_runs_job(tmp_path: Path, script: str) -> None:
+    assert belongs_to_other_folder(job_at(tmp_path / "run", "7"), JobState("RUNNING", "", "n1", script))
 
 
-def test_a_task_of_an_array_is_its_runs_alone(tmp_path: Path) -> None:
+def test_array_task_belongs_to_one_run(tmp_path: Path) -> None:
     """All tasks of a sweep run one script. The array's list assigns tasks to runs."""
     runs = tmp_path / "runs"
     jobs = [job_at(runs / name, f"9_{task}") for task, name in enumerate("ab")]
@@ -90,16 +88,16 @@ def test_a_task_of_an_array_is_its_runs_alone(tmp_path: Path) -> None:
     array.mkdir(parents=True)
     (array / "jobs.json").write_text(json.dumps([str(job.folder) for job in jobs]))
     state = JobState("RUNNING", "", "n1", str(array / "array.sbatch"))
-    assert [is_of_another(job, state) for job in jobs] == [False, False]
+    assert [belongs_to_other_folder(job, state) for job in jobs] == [False, False]
     shutil.copytree(runs / "a", runs / "c")  # copy of one run
     shutil.copytree(runs, tmp_path / "all")  # copy of the whole sweep
     others = [Job(folder / "launch" / "1") for folder in (runs / "c", tmp_path / "all" / "a")]
-    assert [is_of_another(job, state) for job in others] == [True, True]
-    jobs[1].keep_number("9_2")  # no such task in the array
-    assert is_of_another(jobs[1], state)
+    assert [belongs_to_other_folder(job, state) for job in others] == [True, True]
+    jobs[1].write_number("9_2")  # no such task in the array
+    assert belongs_to_other_folder(jobs[1], state)
 
 
-def test_status_and_logs_say_that_it_is_a_copy(
+def test_status_and_logs_report_a_copy(
     tmp_path: Path,
     copy: Path,
     cancelled: list[str],
@@ -116,13 +114,13 @@ def test_status_and_logs_say_that_it_is_a_copy(
     monkeypatch.setattr(logs_command, "_tail", lambda *_: 0)
     monkeypatch.setattr(shutil, "which", lambda name: name)
     main(["logs", str(copy)])
-    said = f"selectron: {copy}: job 7 belongs to {script}; this log is a copy that no longer grows\n"
-    assert capsys.readouterr().err == said
+    message = f"selectron: {copy}: job 7 belongs to {script}; this log is a copy that no longer grows\n"
+    assert capsys.readouterr().err == message
     main(["logs", str(tmp_path / "run")])
     assert capsys.readouterr().err == ""
 
 
-def test_a_copy_can_be_launched_while_the_original_runs(
+def test_copy_can_be_launched_while_the_original_runs(
     tmp_path: Path, copy: Path, cancelled: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(slurm, "numbers_by_script", dict)
@@ -131,7 +129,7 @@ def test_a_copy_can_be_launched_while_the_original_runs(
         command.check_no_live_job(tmp_path / "run")
 
 
-def test_a_copied_lock_is_not_held_by_the_originals_process(tmp_path: Path) -> None:
+def test_copied_lock_is_not_held_by_the_original_process(tmp_path: Path) -> None:
     lock = acquire(tmp_path / "run" / FOLDER, "run")
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
     state = lock_state(tmp_path / "copy" / FOLDER)
@@ -145,7 +143,7 @@ def test_a_copied_lock_is_not_held_by_the_originals_process(tmp_path: Path) -> N
         acquire(tmp_path / "link" / FOLDER, "link")
 
 
-def test_a_lock_whose_folder_was_moved_is_held(tmp_path: Path) -> None:
+def test_lock_in_a_moved_folder_is_held(tmp_path: Path) -> None:
     acquire(tmp_path / "run" / FOLDER, "run")
     (tmp_path / "run").rename(tmp_path / "moved")
     with pytest.raises(UserError, match="is held by process"):

@@ -152,7 +152,7 @@ SOUND = ["7", "running", "1", "50 of 50", "2.2500", "1,000"]
 
 
 @pytest.mark.parametrize(("file", "damage"), CASES)
-def test_a_damaged_file_is_named_and_the_other_runs_stand(
+def test_damaged_file_is_named_and_other_runs_are_listed(
     sweep: Path,
     damaged: Path,
     file: str,
@@ -161,13 +161,13 @@ def test_a_damaged_file_is_named_and_the_other_runs_stand(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert main(["status", str(sweep), "--ranks"]) == 0
-    said = capsys.readouterr()
-    found = rows(said.out)
+    captured = capsys.readouterr()
+    found = rows(captured.out)
     assert found["a"] == ["a", *SOUND]
     assert found["c"] == ["c", *SOUND]
     assert list(found) == ["a", "b", "c"]
     if (file, damage) not in SILENT:
-        assert str(damaged) in said.out + said.err
+        assert str(damaged) in captured.out + captured.err
     assert main(["status", str(sweep), "--json", "--ranks"]) == 0
 
     def refuse(constant: str) -> None:
@@ -181,17 +181,17 @@ def test_a_damaged_file_is_named_and_the_other_runs_stand(
     shown: list[str] = []
     monkeypatch.setattr(logs_command.os, "execvp", lambda _, words: shown.append(words[-1]))
     code = main(["cancel", str(sweep)])
-    said = capsys.readouterr()
-    assert {"a: job 7 was cancelled", "c: job 7 was cancelled"} <= set(said.out.splitlines())
+    captured = capsys.readouterr()
+    assert {"a: job 7 was cancelled", "c: job 7 was cancelled"} <= set(captured.out.splitlines())
     assert code in (0, 2)
-    assert all(line.startswith("selectron: ") for line in said.err.splitlines())
+    assert all(line.startswith("selectron: ") for line in captured.err.splitlines())
     code = main(["logs", str(sweep / "b")])
-    said = capsys.readouterr()
+    captured = capsys.readouterr()
     assert code == 2 or shown == [str(sweep / "b" / "launch" / "1" / "job-7.log")]
-    assert len(said.err.splitlines()) == (1 if code == 2 else 0)
+    assert len(captured.err.splitlines()) == (1 if code == 2 else 0)
 
 
-def test_a_record_in_the_middle_of_damage_is_found(sweep: Path) -> None:
+def test_record_between_damaged_lines_is_found(sweep: Path) -> None:
     """After a power cut and a resume, the next record shares the line of the truncated one."""
     path = sweep / "b" / "metrics.jsonl"
     path.write_bytes(path.read_bytes() + b'{"step": 51, "lo\0\0\0{"step": 51, "loss": 2.0, "tokens_per_second": 1.0}\n')
@@ -202,14 +202,14 @@ def test_a_record_in_the_middle_of_damage_is_found(sweep: Path) -> None:
     assert status.status_of(sweep / "b").step == 52
 
 
-def test_a_loss_that_is_no_number_is_null(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nonfinite_loss_is_null(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (sweep / "b" / "metrics.jsonl").write_text('{"step": 3, "loss": NaN, "tokens_per_second": 1.0}\n')
     assert main(["status", str(sweep / "b"), "--json"]) == 0
     (run,) = json.loads(capsys.readouterr().out, parse_constant=lambda _: pytest.fail("no JSON"))
     assert (run["step"], run["loss"], run["problems"]) == (3, None, [])
 
 
-def test_of_many_problems_the_first_are_named(sweep: Path) -> None:
+def test_first_of_many_problems_are_named(sweep: Path) -> None:
     (sweep / "b" / "launch" / "1" / "events.tsv").write_text("x\n" * 100)
     lines = status.status_table([status.status_of(sweep / "b")])
     assert len(lines) == 3 + 4
@@ -220,7 +220,7 @@ HUGE_NUMBERS = [{"further": 10**400}, {"passes": 10**400}, {"pid": -(10**400)}, 
 
 
 @pytest.mark.parametrize("numbers", HUGE_NUMBERS, ids=lambda numbers: next(iter(numbers)))
-def test_a_sign_of_no_sane_number_is_named(
+def test_heartbeat_with_invalid_numbers_is_named(
     sweep: Path, numbers: dict[str, float], capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = sweep / "b" / HEARTBEATS / "rank_0"
@@ -234,7 +234,7 @@ class Screen(io.StringIO):
         return True
 
 
-def test_a_log_moves_no_cursor_of_a_screen(sweep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_is_escaped_on_a_terminal(sweep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (sweep / "b/launch/1/job-7.log").write_text("first\n50%\r100%\n\x1b]0;title\x07\x1b[2Jlast\n", newline="")
 
     def replace(*_: object) -> None:

@@ -31,12 +31,12 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
 @pytest.fixture(autouse=True)
 def asked_there(cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run Slurm's commands on the login host of the cluster."""
-    monkeypatch.setattr(slurm, "ask", cluster.run)
+    monkeypatch.setattr(slurm, "run_command", cluster.run)
 
 
 def test_the_whole_cluster_is_accepted(cluster: SlurmCluster, tmp_path: Path) -> None:
     whole = Resources(
-        nodes=64, gpus_per_node=8, partition="main", time="3-00:00:00", job_name="whole", more=["--exclusive"]
+        nodes=64, gpus_per_node=8, partition="main", time="3-00:00:00", job_name="whole", extra_options=["--exclusive"]
     )
     whole.check()
     whole.check_cluster(slurm.partitions())
@@ -45,7 +45,7 @@ def test_the_whole_cluster_is_accepted(cluster: SlurmCluster, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("container", [None, "registry/image:1", "image.sif"])
-def test_a_jobs_and_an_arrays_script_are_accepted(cluster: SlurmCluster, tmp_path: Path, container: str | None) -> None:
+def test_scripts_of_jobs_and_arrays_are_accepted(cluster: SlurmCluster, tmp_path: Path, container: str | None) -> None:
     runs = tmp_path / "my runs"
     given = Resources(nodes=32, gpus_per_node=8, cpus_per_task=12, job_name="sizes", container=container)
     jobs = [write_job(RunConfig(data=DataConfig(path="data")), runs / name, given, "python3") for name in "ab"]
@@ -55,19 +55,19 @@ def test_a_jobs_and_an_arrays_script_are_accepted(cluster: SlurmCluster, tmp_pat
 
 
 @pytest.mark.parametrize("more", ["--exclude=n1", "--array=0-5000", "--no-such-option"])
-def test_what_only_slurm_knows_is_refused_without_a_script(more: str) -> None:
-    whole = Resources(nodes=64, gpus_per_node=8, job_name="whole", more=[more])
+def test_rejection_by_slurm_writes_no_script(more: str) -> None:
+    whole = Resources(nodes=64, gpus_per_node=8, job_name="whole", extra_options=[more])
     whole.check_cluster(slurm.partitions())
     with pytest.raises(RuntimeError, match=r"not available|Invalid job array|unrecognized option|Invalid directive"):
         slurm.check_options(whole.sbatch_options())
 
 
-def test_a_value_of_two_words_is_one_option(cluster: SlurmCluster) -> None:
-    whole = Resources(nodes=64, gpus_per_node=8, job_name="whole", more=["--comment=two words"])
+def test_quoted_value_is_one_option(cluster: SlurmCluster) -> None:
+    whole = Resources(nodes=64, gpus_per_node=8, job_name="whole", extra_options=["--comment=two words"])
     slurm.check_options(whole.sbatch_options())
 
 
-def test_the_template_is_accepted_as_it_is(cluster: SlurmCluster) -> None:
+def test_template_is_accepted_unchanged(cluster: SlurmCluster) -> None:
     options = ["--nodes=2", "--ntasks-per-node=8", "--gpus-per-node=8"]
     cluster.run(
         "sbatch", "--test-only", *options, str(git_info.ROOT / "slurm" / "train.sbatch"), "examples/110m_2k.yaml"
@@ -83,7 +83,7 @@ def test_the_template_is_accepted_as_it_is(cluster: SlurmCluster) -> None:
         ({"time": "4-0"}, "--time: 4-0 is too long: partition main has a limit of 3-00:00:00; give 3-00:00:00 or less"),
     ],
 )
-def test_what_slurm_would_refuse_is_refused_before(
+def test_request_that_slurm_rejects_is_rejected_first(
     cluster: SlurmCluster, tmp_path: Path, fields: dict[str, Any], refusal: str
 ) -> None:
     resources = Resources(**{"nodes": 1, "job_name": "run"} | fields)

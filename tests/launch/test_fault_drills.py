@@ -25,10 +25,10 @@ from drills import (
 )
 from launching import ROOT, curve, records, write_config
 from slurm_cluster import PATH, SlurmCluster, missing
-from slurm_runs import CLI, FIELDS, STEPS, finished, first_steps, happened, launched, number, release
+from slurm_runs import CLI, FIELDS, STEPS, finished, first_steps, job_events, launched, number, release
 
-from megatron_ext.launch.job import jobs_of
-from megatron_ext.launch.status import events_of
+from megatron_ext.launch.job import list_jobs
+from megatron_ext.launch.status import read_job_events
 from megatron_ext.run_folder.launch_events import read_events
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing() or "never")]
@@ -72,10 +72,10 @@ def disturbed(place: Path, config: Path, series: Series, undisturbed: Path) -> t
         folder, courses = perform(cluster, config, series)
     assert curve(folder) == curve(undisturbed)
     assert len(curve(folder)) == STEPS
-    assert all(event.time for event in events_of(jobs_of(folder)[-1]))
+    assert all(event.time for event in read_job_events(list_jobs(folder)[-1]))
     outages = [(d, course) for d, course in zip(series.drills, courses, strict=True) if d.is_outage]
-    begun = [event for event in happened(folder) if event == "begun on n1,n2"]
-    assert len(begun) == len(outages) + 1, happened(folder)
+    begun = [event for event in job_events(folder) if event == "begun on n1,n2"]
+    assert len(begun) == len(outages) + 1, job_events(folder)
     # Only the steps since the newest checkpoint are lost.
     kept = [(course.newest or 0) - drill.goes_back for drill, course in outages]
     assert all(course.newest for _, course in outages)
@@ -114,7 +114,7 @@ def test_hanging_ranks_leave_no_trace(tmp_path: Path, config: Path, undisturbed:
     disturbed(tmp_path, config, HANGING, undisturbed)
 
 
-def test_a_disk_that_is_full_during_a_checkpoint(
+def test_full_disk_during_a_checkpoint(
     cluster: SlurmCluster, data: Path, disk: Path, tmp_path: Path, undisturbed: Path
 ) -> None:
     """The job ends with a one-line error, and the run resumes when there is space."""
@@ -130,7 +130,7 @@ def test_a_disk_that_is_full_during_a_checkpoint(
     shutil.rmtree(folder)  # the disk is small
 
 
-def test_the_template_by_hand(
+def test_template_submitted_by_hand(
     cluster: SlurmCluster, config: Path, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Run `sbatch slurm/train.sbatch` unmodified, with Selectron on the nodes and a signal before the time limit."""

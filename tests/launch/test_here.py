@@ -14,8 +14,8 @@ import pytest
 from launching import environment, write_config
 
 from megatron_ext.cli import main
-from megatron_ext.launch.job import Job, is_claimed
-from megatron_ext.launch.status import events_of
+from megatron_ext.launch.job import Job, is_locally_locked
+from megatron_ext.launch.status import read_job_events
 
 CLI = [sys.executable, "-m", "megatron_ext.cli"]
 
@@ -70,28 +70,28 @@ def started(arguments: list[str], **given: int) -> subprocess.Popen[str]:
     return subprocess.Popen([*CLI, *arguments], env=environment(), text=True, **pipes)
 
 
-def test_what_is_printed_is_shown_and_kept(
+def test_output_is_printed_and_logged(
     launched: Callable[[str], list[str]], run: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert main(launched(SAYS)) == 0
-    job, said = job_of(run), capfd.readouterr()
+    job, captured = job_of(run), capfd.readouterr()
     follow = f"follow: selectron logs {run} --follow; selectron status {run}\n"
-    assert said.out == "said\n"
-    assert said.err == f"events: {job.folder}/events.tsv\nlog:    {job.log}\n{follow}of errors\n"
+    assert captured.out == "said\n"
+    assert captured.err == f"events: {job.folder}/events.tsv\nlog:    {job.log}\n{follow}of errors\n"
     assert sorted(job.log.read_text().splitlines()) == ["of errors", "said"]
-    assert not is_claimed(run)
+    assert not is_locally_locked(run)
     done = subprocess.run([*CLI, "logs", str(run)], env=environment(), capture_output=True, text=True, check=True)
     assert sorted(done.stdout.splitlines()) == ["of errors", "said"]
 
 
-def test_its_exit_code_is_the_scripts_and_each_launch_has_its_log(
+def test_exit_code_and_log_of_each_launch(
     launched: Callable[[str], list[str]], run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number, code in enumerate((2, 3), start=1):
         monkeypatch.setenv("CODE", str(code))
         assert main([*launched(SAYS), "--resume=auto"]) == code
         assert "said\n" in job_of(run, number).log.read_text()
-    assert [event.description for event in events_of(job_of(run))] == ["begun with 1 processes", "refused"]
+    assert [event.description for event in read_job_events(job_of(run))] == ["begun with 1 processes", "refused"]
     assert "after 0 restarts, the maximum number\n" in job_of(run, 2).log.read_text()
 
 
@@ -104,11 +104,11 @@ def test_a_signal_stops_the_run(launched: Callable[[str], list[str]], run: Path,
         assert process.returncode == 75, err
     assert (out, err.splitlines()[-1]) == ("said\n", "asked to stop")
     assert has_said(run, "asked to stop\n")
-    noted = [event.description for event in events_of(job_of(run))]
+    noted = [event.description for event in read_job_events(job_of(run))]
     assert noted == ["begun with 1 processes", "asked to stop by TERM", "stopped"]
 
 
-def test_the_log_is_followed_while_the_run_goes_on(launched: Callable[[str], list[str]], run: Path) -> None:
+def test_log_is_followed_while_the_run_continues(launched: Callable[[str], list[str]], run: Path) -> None:
     with started(launched(WAITS)) as process:
         wait_for(lambda: has_said(run, "said\n"))
         with started(["logs", str(run), "--follow"]) as follower:
@@ -120,7 +120,7 @@ def test_the_log_is_followed_while_the_run_goes_on(launched: Callable[[str], lis
         process.communicate(timeout=60)
 
 
-def test_a_run_whose_reader_or_launcher_is_gone_goes_on_and_is_logged(
+def test_run_continues_without_its_terminal_or_launcher(
     launched: Callable[[str], list[str]], run: Path, tmp_path: Path
 ) -> None:
     program = f"echo said; until [ -e {tmp_path}/more ]; do sleep 0.05; done; echo more"
@@ -131,8 +131,8 @@ def test_a_run_whose_reader_or_launcher_is_gone_goes_on_and_is_logged(
         os.close(read)
         process.kill()
         process.wait()
-        assert is_claimed(run)
+        assert is_locally_locked(run)
         (tmp_path / "more").touch()
         wait_for(lambda: has_said(run, "more\n"))
-    wait_for(lambda: not is_claimed(run))
-    assert [event.description for event in events_of(job_of(run))][-1] == "finished"
+    wait_for(lambda: not is_locally_locked(run))
+    assert [event.description for event in read_job_events(job_of(run))][-1] == "finished"

@@ -138,7 +138,7 @@ def cut_as_slurm_does(line: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", NAMES, ids=ascii)
-def test_directives_are_read_back_as_they_were(name):
+def test_directives_round_trip(name):
     options = [f"--comment={name}", f"--output=/x/{name}/job-%j.log", "--requeue"]
     lines = slurm.directives(options)
     assert [cut_as_slurm_does(line.removeprefix("#SBATCH ")) for line in lines] == [[option] for option in options]
@@ -180,7 +180,7 @@ def test_control_characters_are_refused(tmp_path, monkeypatch, capsys, letter):
         (".", "r:s", r"run\.dir: .* contains a colon, which separates the entries of PYTHONPATH"),
     ],
 )
-def test_paths_that_no_script_can_hold(tmp_path, monkeypatch, code, cwd, name, problem):
+def test_paths_that_no_script_can_contain(tmp_path, monkeypatch, code, cwd, name, problem):
     (tmp_path / cwd).mkdir(exist_ok=True)
     monkeypatch.chdir(tmp_path / cwd)
     runs = tmp_path / name

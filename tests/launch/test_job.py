@@ -16,10 +16,10 @@ import pytest
 
 from megatron_ext.config.load import load_config
 from megatron_ext.config.schema import DataConfig, RunConfig
-from megatron_ext.launch.job import Job, jobs_of, script, write_job
+from megatron_ext.launch.job import Job, format_script, list_jobs, write_job
 from megatron_ext.launch.resources import Resources
-from megatron_ext.launch.slurm import _gpus
-from megatron_ext.launch.status import events_of, last_metrics, run_folders, status_of, status_table
+from megatron_ext.launch.slurm import _count_gpus
+from megatron_ext.launch.status import last_metrics, read_job_events, run_folders, status_of, status_table
 from megatron_ext.utils import git_info
 from megatron_ext.utils.errors import EXIT_STOPPED, UserError
 
@@ -34,22 +34,22 @@ def written(folder: Path, program: str) -> Job:
     return write_job(RunConfig(data=DataConfig(path="data")), folder / "run", RESOURCES, str(python))
 
 
-def started(job: Job) -> subprocess.Popen[str]:
+def start_job(job: Job) -> subprocess.Popen[str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
     return subprocess.Popen(["bash", str(job.script)], env=environment, stderr=subprocess.PIPE, text=True)
 
 
-def ended(job: Job) -> tuple[int, str, list[str]]:
+def run_to_end(job: Job) -> tuple[int, str, list[str]]:
     """Run the script to its end. Return exit code, output and recorded events."""
-    process = started(job)
+    process = start_job(job)
     _, errors = process.communicate(timeout=60)
-    return process.returncode, errors, [event.description for event in events_of(job)]
+    return process.returncode, errors, [event.description for event in read_job_events(job)]
 
 
-def test_the_run_is_made_of_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_uses_the_launched_configuration_and_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "/packages/of/the/user")
     job = written(tmp_path, 'echo "$@" > $(dirname "$0")/called; env > $(dirname "$0")/environment')
-    assert ended(job) == (0, "", ["begun with 1 processes", "finished"])
+    assert run_to_end(job) == (0, "", ["begun with 1 processes", "finished"])
     words = (tmp_path / "called").read_text().split()
     assert words == [
         "-m",
@@ -69,8 +69,8 @@ def test_the_run_is_made_of_what_was_there(tmp_path: Path, monkeypatch: pytest.M
     assert job.number is None
 
 
-def test_a_run_that_fails_starts_anew_until_it_may_not(tmp_path: Path) -> None:
-    code, errors, notes = ended(written(tmp_path, 'echo "$@" >> $(dirname "$0")/called; exit 7'))
+def test_failing_run_is_restarted_up_to_the_limit(tmp_path: Path) -> None:
+    code, errors, notes = run_to_end(written(tmp_path, 'echo "$@" >> $(dirname "$0")/called; exit 7'))
     assert code == 7
     assert len(set((tmp_path / "called").read_text().splitlines())) == 1
     assert errors == "selectron: job local ended with exit code 7 after 2 restarts, the maximum number\n"
@@ -78,8 +78,8 @@ def test_a_run_that_fails_starts_anew_until_it_may_not(tmp_path: Path) -> None:
     assert notes == [*failed, "starts anew", *failed, "starts anew", *failed, "given up after 2 restarts"]
 
 
-def test_a_mistake_of_the_user_is_met_once(tmp_path: Path) -> None:
-    code, _, notes = ended(written(tmp_path, "exit 2"))
+def test_user_error_is_not_retried(tmp_path: Path) -> None:
+    code, _, notes = run_to_end(written(tmp_path, "exit 2"))
     assert (code, notes) == (2, ["begun with 1 processes", "refused"])
 
 
@@ -98,25 +98,25 @@ sleep 60 & wait
         (signal.SIGTERM, ["stopped"]),
     ],
 )
-def test_a_signal_is_passed_on(tmp_path: Path, number: signal.Signals, after: list[str]) -> None:
+def test_signal_is_forwarded(tmp_path: Path, number: signal.Signals, after: list[str]) -> None:
     job = written(tmp_path, WAITS)
-    process = started(job)
+    process = start_job(job)
     while not (tmp_path / "second").exists():
         time.sleep(0.01)
     time.sleep(0.2)  # until it waits
     process.send_signal(number)
     assert process.wait(timeout=30) == (EXIT_STOPPED if number == signal.SIGTERM else 0)
     name = number.name.removeprefix("SIG")
-    assert [event.description for event in events_of(job)] == [
+    assert [event.description for event in read_job_events(job)] == [
         "begun with 1 processes",
         f"asked to stop by {name}",
         *after,
     ]
 
 
-def test_a_run_that_was_stopped_and_not_its_job_is_not_finished(tmp_path: Path) -> None:
+def test_run_stopped_without_its_job_is_not_finished(tmp_path: Path) -> None:
     """Only the ranks were signalled: the job is neither requeued nor reported as finished."""
-    assert ended(written(tmp_path, "exit 75")) == (EXIT_STOPPED, "", ["begun with 1 processes", "stopped"])
+    assert run_to_end(written(tmp_path, "exit 75")) == (EXIT_STOPPED, "", ["begun with 1 processes", "stopped"])
 
 
 FINISHES = """
@@ -126,31 +126,31 @@ sleep 60 & wait
 """
 
 
-def test_a_run_that_finishes_when_it_is_asked_to_stop_is_finished(tmp_path: Path) -> None:
+def test_run_that_finishes_after_a_stop_request_is_finished(tmp_path: Path) -> None:
     job = written(tmp_path, FINISHES)
-    process = started(job)
+    process = start_job(job)
     while not (tmp_path / "second").exists():
         time.sleep(0.01)
     time.sleep(0.2)  # until it waits
     process.terminate()
     assert process.wait(timeout=30) == 0
-    assert [event.description for event in events_of(job)][-1] == "finished"
+    assert [event.description for event in read_job_events(job)][-1] == "finished"
 
 
 def test_jobs_of_a_run_are_counted(tmp_path: Path) -> None:
-    assert jobs_of(tmp_path / "run") == []
+    assert list_jobs(tmp_path / "run") == []
     jobs = [written(tmp_path, "exit 0") for _ in range(11)]
-    assert jobs_of(tmp_path / "run") == jobs
+    assert list_jobs(tmp_path / "run") == jobs
     assert jobs[-1].folder.name == "11"
 
 
-def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+def test_unwritable_folder_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("a file")
     with pytest.raises(UserError, match=r"run/launch: cannot be written \(Not a directory\); choose another run.dir"):
         written(tmp_path, "exit 0")
 
 
-def test_a_path_as_a_container_calls_it(tmp_path: Path) -> None:
+def test_container_path_on_the_host(tmp_path: Path) -> None:
     """Paths relative to or below the working folder, below run.dir, below the longest matching mount, or below none."""
     runs, paths = (
         tmp_path / "runs",
@@ -158,16 +158,16 @@ def test_a_path_as_a_container_calls_it(tmp_path: Path) -> None:
     )
     inside = replace(RESOURCES, container="image.sif", mounts=["/raw:/in:ro", "/far:/in/deep"])
     below = [Path.cwd() / "data"] * 2 + [runs / "a"]
-    assert [inside.here(path, runs) for path in paths] == [*below, Path("/raw/x"), Path("/far/x"), None]
-    assert [RESOURCES.here(path, runs) for path in paths[2:]] == [Path(path) for path in paths[2:]]
+    assert [inside.host_path(path, runs) for path in paths] == [*below, Path("/raw/x"), Path("/far/x"), None]
+    assert [RESOURCES.host_path(path, runs) for path in paths[2:]] == [Path(path) for path in paths[2:]]
 
 
-def test_paths_that_a_directive_could_not_hold_bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_that_need_quoting_in_a_directive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slurm parses a directive as a shell does, and % in a log's name as a filename pattern."""
     here, job = tmp_path / "my work", Job(tmp_path / "my runs 50%" / "run" / "launch" / "1")
     here.mkdir()
     monkeypatch.chdir(here)
-    lines = script(job, RESOURCES, "python3").splitlines()
+    lines = format_script(job, RESOURCES, "python3").splitlines()
     assert f"#SBATCH '--output={tmp_path}/my runs 50%%/run/launch/1/job-%j.log'" in lines
     assert f"#SBATCH '--chdir={here}'" in lines
 
@@ -177,7 +177,7 @@ def test_containers(tmp_path: Path) -> None:
     job, here = Job(tmp_path / "runs" / "run" / "launch" / "1"), Path.cwd()
 
     def settings(image: str) -> list[str]:
-        text = script(job, replace(RESOURCES, container=image, mounts=["/data", "/raw:/in"]), "python3")
+        text = format_script(job, replace(RESOURCES, container=image, mounts=["/data", "/raw:/in"]), "python3")
         return re.findall(r"^(?:srun_options|inside)=.*", text, re.MULTILINE)
 
     assert settings("registry/image:1") == [
@@ -201,13 +201,13 @@ def test_containers(tmp_path: Path) -> None:
         ("shard:16,gpu:1", 1),
     ],
 )
-def test_gpus_in_slurms_words(resources: str, expected: int) -> None:
-    assert _gpus(resources) == expected
+def test_gpu_count_in_slurm_format(resources: str, expected: int) -> None:
+    assert _count_gpus(resources) == expected
 
 
 def test_status(tmp_path: Path) -> None:
     job = written(tmp_path, "exit 7")
-    ended(job)
+    run_to_end(job)
     run = tmp_path / "run"
     record = '{"step": %d, "loss": 2.5, "tokens_per_second": 1234.5}\n'
     (run / "metrics.jsonl").write_text("".join(record % step for step in range(1, 3000)) + '{"step": 3000, "lo')
@@ -221,21 +221,21 @@ def test_status(tmp_path: Path) -> None:
     assert failure == f"run failed: given up after 2 restarts; see {job.log}"
 
 
-def test_what_was_not_launched(tmp_path: Path) -> None:
+def test_folders_without_a_run(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="contains no run that has started"):
         list(run_folders([tmp_path]))
     with pytest.raises(UserError, match="nowhere: is not a folder"):
         list(run_folders([tmp_path / "nowhere"]))
 
 
-def test_an_address_with_credentials_is_only_in_a_file_of_its_owner(tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_credentials_are_only_in_a_private_file(tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     """The ranks get the whole address. Readers of the run folder do not."""
     address, python = "s3://KEY:hunter2/x@bucket/data", tmp_path / "python"
     python.write_text('#!/bin/sh\nfor word; do echo "$word"; done > $(dirname "$0")/called\n')
     python.chmod(0o755)
     config = RunConfig(data=DataConfig(path=address, cache_dir="/cache"))
     job = write_job(config, tmp_path / "run", RESOURCES, str(python))
-    assert ended(job) == (0, "", ["begun with 1 processes", "finished"])
+    assert run_to_end(job) == (0, "", ["begun with 1 processes", "finished"])
     words = (tmp_path / "called").read_text().splitlines()
     given = [Path(word) for word in words if word.endswith(".yaml")]
     assert given == [job.folder / "config.yaml", job.folder / "private.yaml"]

@@ -15,7 +15,7 @@ import pytest
 from megatron_ext.commands import launch as command
 from megatron_ext.config.schema import DataConfig, RunConfig, RunSection
 from megatron_ext.launch import array, job, slurm
-from megatron_ext.launch.job import Job, jobs_of, next_folder, submitting, write_job
+from megatron_ext.launch.job import Job, hold_submission_locks, list_jobs, next_folder, write_job
 from megatron_ext.launch.resources import Resources
 from megatron_ext.launch.slurm import JobState
 from megatron_ext.launch.sweep import Sweep
@@ -86,17 +86,17 @@ def at_once(call: Callable[[], object], calls: int = CALLS) -> list[object]:
 
 
 @pytest.mark.parametrize("round_", range(5))
-def test_of_launches_at_one_moment_one_submits(tmp_path: Path, fake: FakeSlurm, round_: int) -> None:
+def test_one_of_concurrent_launches_submits(tmp_path: Path, fake: FakeSlurm, round_: int) -> None:
     config, args = config_of(tmp_path), arguments()
     results = at_once(lambda: command.launch(args, config, lambda: None))
     assert [result for result in results if not isinstance(result, UserError)] == [0]
     for error in (result for result in results if isinstance(result, UserError)):
         assert "is held by process" in str(error) or "has job 1 (pending)" in str(error)
     assert len(fake.submitted) == 1
-    assert [one.number for one in jobs_of(tmp_path / "runs" / "a")] == ["1"]
+    assert [one.number for one in list_jobs(tmp_path / "runs" / "a")] == ["1"]
 
 
-def test_of_sweeps_at_one_moment_one_submits_each_run(tmp_path: Path, fake: FakeSlurm) -> None:
+def test_concurrent_sweeps_submit_each_run_once(tmp_path: Path, fake: FakeSlurm) -> None:
     configs = {name: config_of(tmp_path, name) for name in ("a", "b")}
 
     def sweep() -> None:
@@ -108,26 +108,26 @@ def test_of_sweeps_at_one_moment_one_submits_each_run(tmp_path: Path, fake: Fake
         assert "the launch of" in str(error)
         assert "is held by process" in str(error)
     assert len(fake.submitted) == 1
-    assert [one.number for name in "ab" for one in jobs_of(tmp_path / "runs" / name)] == ["1_0", "1_1"]
+    assert [one.number for name in "ab" for one in list_jobs(tmp_path / "runs" / name)] == ["1_0", "1_1"]
 
 
-def test_a_launch_that_another_call_makes_is_named(tmp_path: Path, fake: FakeSlurm) -> None:
+def test_concurrent_launch_is_named(tmp_path: Path, fake: FakeSlurm) -> None:
     folder, me = tmp_path / "runs" / "a", this_process()
-    with submitting(folder), pytest.raises(UserError) as error:
+    with hold_submission_locks(folder), pytest.raises(UserError) as error:
         command.launch(arguments(), config_of(tmp_path), lambda: None)
     assert str(error.value).startswith(f"the launch of {folder}: is held by process {me.pid} on {me.host}, since ")
     assert fake.submitted == []
 
 
 @pytest.mark.parametrize("local", [None, 1])
-def test_a_run_that_a_process_trains_is_not_launched(tmp_path: Path, fake: FakeSlurm, local: int | None) -> None:
+def test_run_trained_by_a_process_is_not_launched(tmp_path: Path, fake: FakeSlurm, local: int | None) -> None:
     folder, args = tmp_path / "runs" / "a", arguments()
     args.local = local
     lock = acquire(folder / FOLDER, str(folder))
     with pytest.raises(UserError) as error:
         command.launch(args, config_of(tmp_path), lambda: None)
     assert str(error.value).startswith(f"run.name: {folder} is trained by {lock.holder}; its last sign of life is ")
-    assert jobs_of(folder) == []
+    assert list_jobs(folder) == []
 
 
 def held_by_job(folder: Path, number: str) -> RunLock:
@@ -135,12 +135,12 @@ def held_by_job(folder: Path, number: str) -> RunLock:
     return acquire(folder / FOLDER, str(folder), process=elsewhere)
 
 
-def test_a_job_that_ended_without_releasing_its_lock_is_no_obstacle(tmp_path: Path, fake: FakeSlurm) -> None:
+def test_lock_left_by_an_ended_job_is_taken_over(tmp_path: Path, fake: FakeSlurm) -> None:
     held_by_job(tmp_path / "runs" / "a", "77")  # Slurm has forgotten this job
     assert command.launch(arguments(), config_of(tmp_path), lambda: None) == 0
 
 
-def test_jobs_written_at_one_moment_have_folders_of_their_own(tmp_path: Path, fake: FakeSlurm) -> None:
+def test_concurrent_jobs_get_different_folders(tmp_path: Path, fake: FakeSlurm) -> None:
     resources = Resources(nodes=1, job_name="a")
     written = at_once(lambda: write_job(config_of(tmp_path), tmp_path / "runs" / "a", resources, "python3"), 8)
     folders = sorted(int(one.folder.name) for one in written if isinstance(one, Job))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.launch.local import Patience, launch, rank_command, rank_environment
+from megatron_ext.launch.local import Timeouts, launch, rank_command, rank_environment
 from megatron_ext.utils import error_reporting
 from megatron_ext.utils.errors import EXIT_STOPPED
 
@@ -24,7 +24,7 @@ rank = int(os.environ["RANK"])
 def ready():
     open(os.path.join({folder!r}, f"ready{{rank}}"), "w").close()
 """
-QUICK = Patience(to_terminate=0.3, to_kill=0.3)
+QUICK = Timeouts(to_terminate=0.3, to_kill=0.3)
 
 
 def program(folder: Path, body: str) -> list[str]:
@@ -37,8 +37,8 @@ def program(folder: Path, body: str) -> list[str]:
 def start_launcher(folder: Path, body: str, processes: int = 2) -> subprocess.Popen[str]:
     """Start the launcher in a separate process and wait until its ranks are ready."""
     script = (
-        "import sys; from megatron_ext.launch.local import Patience, launch; "
-        f"sys.exit(launch({program(folder, body)!r}, {processes}, Patience(to_terminate=0.3, to_kill=0.3)))"
+        "import sys; from megatron_ext.launch.local import Timeouts, launch; "
+        f"sys.exit(launch({program(folder, body)!r}, {processes}, Timeouts(to_terminate=0.3, to_kill=0.3)))"
     )
     launcher = subprocess.Popen(
         [sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -59,7 +59,7 @@ def is_alive(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-def test_ranks_get_what_torchrun_would_give(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_rank_environment_equals_torchruns(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     body = """
     names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR".split()
     open(__file__ + f".{rank}", "w").write(" ".join(os.environ[name] for name in names))
@@ -73,7 +73,7 @@ def test_ranks_get_what_torchrun_would_give(tmp_path: Path, capfd: pytest.Captur
     assert capfd.readouterr().out == "output of 0\n"
 
 
-def test_threads_are_shared_out_unless_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_are_divided_unless_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     assert [rank_environment(0, n, 1)["OMP_NUM_THREADS"] for n in (1, 3, 16)] == ["8", "2", "1"]
@@ -89,11 +89,11 @@ def test_threads_are_shared_out_unless_set(monkeypatch: pytest.MonkeyPatch) -> N
         ("time.sleep(0.1 * rank); sys.exit(5 + rank)", 5),
     ],
 )
-def test_exit_code_of_the_first_that_failed(tmp_path: Path, body: str, code: int) -> None:
+def test_exit_code_of_the_first_failure(tmp_path: Path, body: str, code: int) -> None:
     assert launch(program(tmp_path, body), 2, QUICK) == code
 
 
-def test_a_crash_is_shown_with_its_rank(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_crash_is_printed_with_its_rank(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert launch(program(tmp_path, "1 / (1 - rank)"), 2, QUICK) == 1
     shown = capfd.readouterr().err
     assert "selectron: rank 1 of 2 ended with exit code 1" in shown
@@ -104,7 +104,7 @@ def test_a_crash_is_shown_with_its_rank(tmp_path: Path, capfd: pytest.CaptureFix
     log.parent.rmdir()
 
 
-def test_one_line_for_the_same_error_of_all_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_error_of_all_ranks_is_printed_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     body = """
     import megatron_ext.cli as cli
     from megatron_ext.utils.errors import UserError
@@ -112,13 +112,13 @@ def test_one_line_for_the_same_error_of_all_ranks(tmp_path: Path, capfd: pytest.
     cli._dispatch = fail
     sys.exit(cli.main([]))
     """
-    assert launch(program(tmp_path, body), 3, Patience(to_terminate=10)) == 2
+    assert launch(program(tmp_path, body), 3, Timeouts(to_terminate=10)) == 2
     lines = capfd.readouterr().err.splitlines()
     assert len(lines) == 1
     assert lines[0] in {f"selectron: error: data.path: rank {rank} says no; mend it" for rank in range(3)}
 
 
-def test_what_peers_raise_after_a_users_error_is_not_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_errors_of_peers_after_a_user_error_are_not_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     body = """
     import megatron_ext.cli as cli
     from megatron_ext.utils.errors import UserError
@@ -131,14 +131,14 @@ def test_what_peers_raise_after_a_users_error_is_not_shown(tmp_path: Path, capfd
     cli._dispatch = fail
     sys.exit(cli.main([]))
     """
-    assert launch(program(tmp_path, body), 2, Patience(to_terminate=10)) == 2
+    assert launch(program(tmp_path, body), 2, Timeouts(to_terminate=10)) == 2
     assert capfd.readouterr().err == "selectron: error: data.path: no; mend it\n"
 
 
 @pytest.mark.parametrize(
     "survivor", ["time.sleep(60)", "signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"]
 )
-def test_a_survivor_that_hangs_is_ended(tmp_path: Path, survivor: str) -> None:
+def test_hanging_rank_is_killed_after_a_failure(tmp_path: Path, survivor: str) -> None:
     start = time.monotonic()
     code = launch(program(tmp_path, f"sys.exit(7) if rank == 1 else None\n{survivor}"), 2, QUICK)
     assert code == 7
@@ -171,19 +171,19 @@ def test_signals_reach_each_rank_once(tmp_path: Path, number: signal.Signals) ->
 
 
 @pytest.mark.parametrize("first", ["rank == 0", "rank == 1"])
-def test_ranks_that_stop_are_left_to_end_by_themselves(tmp_path: Path, first: str) -> None:
+def test_stopping_ranks_are_not_killed(tmp_path: Path, first: str) -> None:
     """The first rank that exits with that code has not failed. The others may still be writing."""
     body = f"sys.exit(75) if {first} else time.sleep(1)\nopen(__file__ + '.written', 'w')\nsys.exit(75)"
-    patience = Patience(to_terminate=0.0, to_kill=0.1)
-    assert launch(program(tmp_path, body), 2, patience) == EXIT_STOPPED
+    timeouts = Timeouts(to_terminate=0.0, to_kill=0.1)
+    assert launch(program(tmp_path, body), 2, timeouts) == EXIT_STOPPED
     assert (tmp_path / "child.py.written").exists()
 
 
-def test_a_failure_counts_more_than_a_stop(tmp_path: Path) -> None:
+def test_failure_takes_precedence_over_a_stop(tmp_path: Path) -> None:
     assert launch(program(tmp_path, "sys.exit(75) if rank == 0 else sys.exit(7)"), 2, QUICK) == 7
 
 
-def test_an_interrupt_that_the_ranks_do_not_handle_is_silent(tmp_path: Path) -> None:
+def test_unhandled_interrupt_prints_no_traceback(tmp_path: Path) -> None:
     body = "ready()\ntry:\n    time.sleep(60)\nexcept KeyboardInterrupt:\n    sys.exit(130)\n"
     launcher = start_launcher(tmp_path, body)
     launcher.send_signal(signal.SIGINT)
@@ -218,7 +218,7 @@ def test_train_command_repeats_the_arguments() -> None:
     assert rank_command("train", ["c.yaml", "a=b"])[1:] == ["-m", "megatron_ext.cli", "train", "c.yaml", "a=b"]
 
 
-def test_under_torchrun_one_rank_speaks(
+def test_one_rank_reports_under_torchrun(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -234,7 +234,7 @@ def test_under_torchrun_one_rank_speaks(
     assert not error_reporting.is_reported_by_other_rank()
 
 
-def test_an_error_is_said_even_where_no_file_can_be_made(
+def test_error_is_printed_if_no_file_can_be_created(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(error_reporting.ERROR_FILE, str(tmp_path / "no" / "folder"))

@@ -18,7 +18,7 @@ from megatron_ext.cli import main
 from megatron_ext.config.schema import DataConfig, RunConfig
 from megatron_ext.launch.job import write_job
 from megatron_ext.launch.preflight.checks import PACKAGES, code_digest
-from megatron_ext.launch.preflight.limits import size
+from megatron_ext.launch.preflight.limits import parse_size
 from megatron_ext.utils import git_info
 
 # Each rank poses as one of two per node in a Slurm job that does not exist.
@@ -35,7 +35,9 @@ sys.exit(main(["preflight", *sys.argv[1:]]))
 LAUNCH = "import sys; from megatron_ext.launch.local import launch; sys.exit(launch(sys.argv[2:], int(sys.argv[1])))"
 
 
-def flown(folder: Path, *options: str, processes: int = 4, silent: str = "()") -> tuple[int, str, dict[str, Any]]:
+def run_preflight(
+    folder: Path, *options: str, processes: int = 4, silent: str = "()"
+) -> tuple[int, str, dict[str, Any]]:
     """Run the pre-flight check. Return exit code, output and the report in the folder."""
     program = folder / "ranks.py"
     program.write_text(RANKS.format(silent=silent))
@@ -47,7 +49,7 @@ def flown(folder: Path, *options: str, processes: int = 4, silent: str = "()") -
 
 
 def test_two_nodes_of_two_processes(tmp_path: Path) -> None:
-    code, printed, found = flown(tmp_path, "--nodes", "n1,n2")
+    code, printed, found = run_preflight(tmp_path, "--nodes", "n1,n2")
     assert code == 0, printed
     assert [(one["node"], one["rank"], one["local_rank"]) for one in found["reports"]] == [
         ("n1", 0, 0),
@@ -63,16 +65,16 @@ def test_two_nodes_of_two_processes(tmp_path: Path) -> None:
     assert re.search(r"^\| n1 - n2 \| \d", printed, re.MULTILINE)
 
 
-def test_a_silent_process_is_its_nodes_fault(tmp_path: Path) -> None:
-    code, printed, found = flown(tmp_path, "--nodes", "n1,n2", "--node-timeout", "6", silent="(3,)")
+def test_missing_report_is_attributed_to_the_node(tmp_path: Path) -> None:
+    code, printed, found = run_preflight(tmp_path, "--nodes", "n1,n2", "--node-timeout", "6", silent="(3,)")
     assert code == 3, printed
     reason = "1 of its 2 processes sent no report within 6 s"
     assert found["verdict"]["bad"] == {"n2": reason}
     assert (tmp_path / "preflight.notes").read_text() == f"bad node n2: {reason}\n"
 
 
-def test_what_all_nodes_lack_ends_the_job(tmp_path: Path) -> None:
-    code, printed, _ = flown(tmp_path, "--nodes", "n1", "--min-disk", "900TB", processes=2)
+def test_fault_of_all_nodes_ends_the_job(tmp_path: Path) -> None:
+    code, printed, _ = run_preflight(tmp_path, "--nodes", "n1", "--min-disk", "900TB", processes=2)
     assert code == 2
     assert re.search(
         rf"selectron: error: pre-flight: \S+ \w+ free in {tmp_path}, less than 900 TB; repair it, or change", printed
@@ -84,7 +86,7 @@ def test_what_all_nodes_lack_ends_the_job(tmp_path: Path) -> None:
     [("10GB", 1e10), ("1.5 tb", 1.5e12), ("500M", 5e8), ("12", 12.0), ("3KB", 3e3), ("0", 0.0)],
 )
 def test_sizes(text: str, expected: float) -> None:
-    assert size(text) == expected
+    assert parse_size(text) == expected
 
 
 @pytest.mark.parametrize(
@@ -99,7 +101,7 @@ def test_sizes(text: str, expected: float) -> None:
     ],
 )
 @pytest.mark.parametrize("verb", ["preflight", "launch"])
-def test_a_limit_that_is_none(
+def test_invalid_limit(
     verb: str, option: str, value: str, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = [verb, f"{option}={value}"]
@@ -128,7 +130,7 @@ echo trained
 """
 
 
-def test_a_local_job_looks_at_this_machine(tmp_path: Path) -> None:
+def test_local_job_checks_this_machine(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text(PROGRAM.format(python=sys.executable))
     python.chmod(0o755)
@@ -146,7 +148,7 @@ def test_a_local_job_looks_at_this_machine(tmp_path: Path) -> None:
     assert events[2:] == ["refused"]
 
 
-def test_a_digest_stands_for_the_code(tmp_path: Path) -> None:
+def test_code_digest_depends_on_the_sources(tmp_path: Path) -> None:
     for package in PACKAGES:
         (tmp_path / package).mkdir()
         (tmp_path / package / "a.py").write_text("x = 1\n")

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from megatron_ext.launch.preflight.checks import Gpu, NodeReport, Space
-from megatron_ext.launch.preflight.judge import Links, Verdict, amount, judge_links, judge_nodes, second_tries
+from megatron_ext.launch.preflight.judge import Links, Verdict, format_bytes, judge_links, judge_nodes, pairs_to_repeat
 from megatron_ext.launch.preflight.limits import Limits
-from megatron_ext.launch.preflight.links import Link, Pair, ring
+from megatron_ext.launch.preflight.links import Link, Pair, ring_pairs
 
 LIMITS = Limits()
 GPU = Gpu(index=0, name="H200", free=140 * 10**9, total=141 * 10**9)
@@ -50,7 +50,7 @@ def space(use: str, path: str, free: int | None) -> dict[str, Space]:
     return WELL.spaces | {use: Space(path=path, free=free)}
 
 
-def test_all_is_well() -> None:
+def test_healthy_nodes_pass() -> None:
     assert verdict(cluster(), n2=0.5, n3=-1.9) == Verdict()
     assert verdict(cluster()).passed
 
@@ -87,7 +87,7 @@ def test_clocks() -> None:
     assert judge_nodes(["n1", "n2", "n3"], 1, cluster(), {"n2": (3.0, 1.5)}, LIMITS).passed
 
 
-def test_what_all_nodes_fail_is_no_nodes_fault() -> None:
+def test_fault_of_all_nodes_is_a_refusal() -> None:
     full = [replace(one, spaces=space("run", "/runs", 0)) for one in cluster()]
     assert verdict(full) == Verdict(refusals=["0 MB free in /runs, less than 1 GB on every node"])
     alone = replace(WELL, spaces=space("run", "/runs", 0))
@@ -101,31 +101,31 @@ def test_what_all_nodes_fail_is_no_nodes_fault() -> None:
     assert verdict([replace(WELL, memory=0)], "n1").bad == {"n1": "0 MB of memory is free, less than 500 MB"}
 
 
-def test_without_gpus_asked_for_the_others_tell_how_many_there_are() -> None:
+def test_expected_gpus_without_a_request() -> None:
     reports = [replace(one, gpus_asked=0) for one in cluster()]
     reports[1] = replace(reports[1], gpus_seen=0, gpus=[])
     assert verdict(reports).bad == {"n2": "0 of 1 GPUs are visible"}
     assert verdict([replace(one, gpus_seen=0, gpus=[], gpus_asked=0) for one in cluster()]).passed
 
 
-def test_the_first_node_is_right_where_two_differ() -> None:
+def test_first_nodes_version_wins_a_tie() -> None:
     reports = [WELL, second(versions={"code": "abd", "torch": "2.13"})]
     assert verdict(reports, "n1 n2").bad == {"n2": "code is abd, but abc on the other nodes"}
 
 
-def test_silence() -> None:
-    said = "sent no report within 300 s"
-    assert verdict(cluster()[:2]).bad == {"n3": said}
-    assert verdict(cluster()[:1], "n1 n2").bad == {"n2": said}
+def test_missing_reports() -> None:
+    reason = "sent no report within 300 s"
+    assert verdict(cluster()[:2]).bad == {"n3": reason}
+    assert verdict(cluster()[:1], "n1 n2").bad == {"n2": reason}
     assert verdict(cluster()[:1]).bad == {"n1": "no other node reached it within 300 s"}
     assert verdict([WELL, replace(WELL, rank=1, local_rank=1), second()], "n1 n2", 2).bad == {
-        "n2": f"1 of its 2 processes {said}"
+        "n2": f"1 of its 2 processes {reason}"
     }
 
 
 def links(speeds: dict[str, float], limits: Limits = LIMITS) -> Links:
     """Links from speeds in GB/s by pair, such as `n1-n2`. Speed 0 means that the link fails."""
-    return Links.of(
+    return Links.from_links(
         [
             Link(pair=pair_of(key), local_rank=0, bandwidth=speed, error="" if speed else "dead")
             for key, speed in speeds.items()
@@ -143,69 +143,71 @@ RING_3 = {"n1-n2": 0.0, "n3-n1": 10.0, "n2-n3": 0.0}
 RING_4 = {"n1-n2": 10.0, "n3-n4": 0.0, "n2-n3": 10.0, "n4-n1": 0.0}
 
 
-def judged(first: dict[str, float], again: dict[str, float], limits: Limits = LIMITS) -> Verdict:
-    """Return the verdict. The pairs in `again` must be those that `second_tries` selects."""
+def judge_pairs(first: dict[str, float], again: dict[str, float], limits: Limits = LIMITS) -> Verdict:
+    """Return the verdict. The pairs in `again` must be those that `pairs_to_repeat` selects."""
     before = links(first, limits)
-    assert {pair_of(key) for key in again} == set(second_tries(before))
+    assert {pair_of(key) for key in again} == set(pairs_to_repeat(before))
     good = {key: speed for key, speed in first.items() if not before.problem(pair_of(key))}
     return judge_links(before, links(good | again, limits))
 
 
-def test_links_that_are_well() -> None:
-    assert second_tries(links({"n1-n2": 10.0, "n3-n1": 6.0, "n2-n3": 9.0})) == []
-    assert ring(["n1"]) == []
-    assert ring(["n1", "n2"]) == [("n1", "n2")]
-    assert len(ring(["n1", "n2", "n3"])) == 3
+def test_good_links() -> None:
+    assert pairs_to_repeat(links({"n1-n2": 10.0, "n3-n1": 6.0, "n2-n3": 9.0})) == []
+    assert ring_pairs(["n1"]) == []
+    assert ring_pairs(["n1", "n2"]) == [("n1", "n2")]
+    assert len(ring_pairs(["n1", "n2", "n3"])) == 3
 
 
-def test_a_node_that_reaches_no_neighbour_is_bad() -> None:
-    found = judged(RING_3, {"n1-n2": 0.0, "n2-n3": 0.0})
+def test_node_that_reaches_no_neighbour_is_bad() -> None:
+    found = judge_pairs(RING_3, {"n1-n2": 0.0, "n2-n3": 0.0})
     assert found == Verdict(bad={"n2": "with n1: no all-reduce (dead)"})
 
 
-def test_a_node_that_is_slow_with_both_neighbours_is_bad() -> None:
+def test_node_slow_with_both_neighbours_is_bad() -> None:
     slow = {"n1-n2": 1.0, "n3-n1": 10.0, "n2-n3": 1.5}
-    assert judged(slow, {"n1-n2": 1.0, "n2-n3": 1.5}).bad == {"n2": "with n1: 1 GB/s, less than 2.88"}
+    assert judge_pairs(slow, {"n1-n2": 1.0, "n2-n3": 1.5}).bad == {"n2": "with n1: 1 GB/s, less than 2.88"}
 
 
-def test_a_stranger_clears_a_node_or_does_not() -> None:
-    assert judged(RING_4, {"n2-n4": 0.0, "n3-n4": 0.0, "n4-n1": 0.0}).bad == {"n4": "with n3: no all-reduce (dead)"}
-    transient = judged(RING_4, {"n2-n4": 10.0, "n3-n4": 9.0, "n4-n1": 10.0})
+def test_measurement_with_another_node() -> None:
+    assert judge_pairs(RING_4, {"n2-n4": 0.0, "n3-n4": 0.0, "n4-n1": 0.0}).bad == {
+        "n4": "with n3: no all-reduce (dead)"
+    }
+    transient = judge_pairs(RING_4, {"n2-n4": 10.0, "n3-n4": 9.0, "n4-n1": 10.0})
     assert transient == Verdict(
         warnings=[f"{pair}: no all-reduce (dead) at first, normal when repeated" for pair in ("n3 and n4", "n4 and n1")]
     )
 
 
-def test_two_nodes_that_talk_to_others_and_not_to_each_other() -> None:
+def test_failed_link_between_two_good_nodes() -> None:
     first = {"n1-n2": 10.0, "n3-n4": 10.0, "n2-n3": 0.0, "n4-n1": 10.0}
     reason = "with n2, although both reach other nodes: no all-reduce (dead)"
-    assert judged(first, {"n2-n3": 0.0}) == Verdict(bad={"n3": reason})
+    assert judge_pairs(first, {"n2-n3": 0.0}) == Verdict(bad={"n3": reason})
     first["n2-n3"] = 1.0
-    assert judged(first, {"n2-n3": 1.0}) == Verdict(warnings=["n2 and n3: 1 GB/s, less than 5"])
+    assert judge_pairs(first, {"n2-n3": 1.0}) == Verdict(warnings=["n2 and n3: 1 GB/s, less than 5"])
 
 
-def test_of_two_nodes_neither_is_blamed() -> None:
+def test_neither_of_two_nodes_is_blamed() -> None:
     problem = "n1 and n2: no all-reduce (dead); the faulty node cannot be determined"
-    assert judged({"n1-n2": 0.0}, {"n1-n2": 0.0}) == Verdict(troubles=[problem])
-    assert judged({"n1-n2": 1.0}, {"n1-n2": 1.0}, Limits(min_bandwidth=2.0)) == Verdict(
+    assert judge_pairs({"n1-n2": 0.0}, {"n1-n2": 0.0}) == Verdict(troubles=[problem])
+    assert judge_pairs({"n1-n2": 1.0}, {"n1-n2": 1.0}, Limits(min_bandwidth=2.0)) == Verdict(
         warnings=["n1 and n2: 1 GB/s, less than 2"]
     )
 
 
-def test_where_no_pair_is_good_none_is_blamed() -> None:
+def test_no_node_is_blamed_without_a_good_pair() -> None:
     dead = dict.fromkeys(RING_3, 0.0)
-    found = judged(dead, dead)
+    found = judge_pairs(dead, dead)
     assert found.bad == {}
     assert len(found.troubles) == 3
 
 
 def test_a_pair_is_as_slow_as_its_slowest_link() -> None:
     both = [Link(pair=("n1", "n2"), local_rank=rank, bandwidth=speed) for rank, speed in enumerate([10.0, 2.0, 9.0])]
-    assert Links.of(both, LIMITS).slowest["n1", "n2"].local_rank == 1
+    assert Links.from_links(both, LIMITS).slowest["n1", "n2"].local_rank == 1
 
 
 @pytest.mark.parametrize(
     ("size", "text"), [(0, "0 MB"), (4194304, "4.19 MB"), (10**9, "1 GB"), (2.5e13, "25 TB"), (1.4e11, "140 GB")]
 )
 def test_amounts(size: float, text: str) -> None:
-    assert amount(size) == text
+    assert format_bytes(size) == text

@@ -31,18 +31,18 @@ def install(folder: Path, program: str, body: str) -> None:
     path.chmod(0o755)
 
 
-def called(folder: Path, verb: str, *arguments: str) -> int:
+def call_command(folder: Path, verb: str, *arguments: str) -> int:
     return main([verb, str(folder / ("config.yaml" if verb == "launch" else "sizes.yaml")), *arguments])
 
 
 def refusal(folder: Path, capsys: pytest.CaptureFixture[str], verb: str, *arguments: str) -> str:
     """Return the one error line of a refused command, which must write nothing."""
     before = sorted(folder.rglob("*"))
-    assert called(folder, verb, *arguments) == 2
+    assert call_command(folder, verb, *arguments) == 2
     assert sorted(folder.rglob("*")) == before
-    said = capsys.readouterr()
-    assert said.out == ""
-    return said.err.removeprefix("selectron: error: ")
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    return captured.err.removeprefix("selectron: error: ")
 
 
 MOUNTS_MEND = "give existing paths, PATH or PATH:PATH_IN_CONTAINER, separated by commas"
@@ -76,7 +76,7 @@ MOUNTS_MEND = "give existing paths, PATH or PATH:PATH_IN_CONTAINER, separated by
         (["--container-mounts", "/tmp,"], False, f"--container-mounts: there is no path before a comma; {MOUNTS_MEND}"),
     ],
 )
-def test_paths_that_are_not_there(
+def test_missing_paths(
     folder: Path,
     capsys: pytest.CaptureFixture[str],
     verb: str,
@@ -86,15 +86,13 @@ def test_paths_that_are_not_there(
     line: str,
 ) -> None:
     named = f"{folder}/sizes.yaml: run seed1: " if of_run and verb == "sweep" else ""
-    said = refusal(folder, capsys, verb, *arguments, *where)
-    assert said.startswith(named + line)
-    assert said.count("\n") == 1
+    message = refusal(folder, capsys, verb, *arguments, *where)
+    assert message.startswith(named + line)
+    assert message.count("\n") == 1
 
 
 @BOTH
-def test_a_path_that_a_mount_leads_to_from_a_container(
-    folder: Path, capsys: pytest.CaptureFixture[str], verb: str
-) -> None:
+def test_data_path_inside_a_container_mount(folder: Path, capsys: pytest.CaptureFixture[str], verb: str) -> None:
     inside = ["--container", "registry/image:1", "--container-mounts", f"{folder}:/in"]
     named = f"{folder}/sizes.yaml: run seed1: " if verb == "sweep" else ""
     assert refusal(folder, capsys, verb, *inside, "data.path=/in/none") == (
@@ -105,7 +103,7 @@ def test_a_path_that_a_mount_leads_to_from_a_container(
         ("/in/data", ""),
         ("/image", "data.path: /image is not under a mount of the container and was not checked"),
     ):
-        assert called(folder, verb, *inside, f"data.path={path}", "--dry-run") == 0
+        assert call_command(folder, verb, *inside, f"data.path={path}", "--dry-run") == 0
         warnings = [line for line in capsys.readouterr().err.splitlines() if "data.path" in line]
         assert warnings == ([f"selectron: warning: {warning}"] if warning else [])
 
@@ -125,20 +123,18 @@ def test_a_dry_run_of_a_sweep_lists_runs_whose_data_is_elsewhere(
 ) -> None:
     line = "data.path: there is no folder /nowhere; prepare it with `selectron prepare`"
     assert refusal(folder, capsys, "launch", "--dry-run", "data.path=/nowhere") == f"{line}\n"
-    assert called(folder, "sweep", "--dry-run", "--local", "1", "data.path=/nowhere") == 0
-    said = capsys.readouterr()
-    assert said.err == f"selectron: warning: {folder}/sizes.yaml: run seed1: {line}\n"
-    assert "| seed1 | 10 | 2,560 |" in said.out
+    assert call_command(folder, "sweep", "--dry-run", "--local", "1", "data.path=/nowhere") == 0
+    captured = capsys.readouterr()
+    assert captured.err == f"selectron: warning: {folder}/sizes.yaml: run seed1: {line}\n"
+    assert "| seed1 | 10 | 2,560 |" in captured.out
 
 
-def test_a_run_that_has_begun_needs_no_branch(folder: Path) -> None:
+def test_started_run_does_not_need_its_trunk(folder: Path) -> None:
     (folder / "runs" / "run" / "checkpoints").mkdir(parents=True)
-    assert called(folder, "launch", "run.branch_from=/nowhere", "--resume", "--dry-run") == 0
+    assert call_command(folder, "launch", "run.branch_from=/nowhere", "--resume", "--dry-run") == 0
 
 
-def test_what_is_to_be_resumed_is_looked_at_before_a_job_is_submitted(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_resumed_run_is_checked_before_submission(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A resume needs a checkpoint and compatible fields. With `--resume=auto` a run may start from scratch."""
     for module in ("sinfo", "sbatch"):
         install(folder, module, "exit 1")
@@ -147,8 +143,8 @@ def test_what_is_to_be_resumed_is_looked_at_before_a_job_is_submitted(
     save_checkpoint(folder / "runs" / "run", hidden_size=64)
     line = refusal(folder, capsys, "launch", "--dry-run", "--resume")
     assert line.startswith(f"model.hidden_size: 32, but the checkpoint {folder}/runs/run/checkpoints/step_2 has 64")
-    assert called(folder, "launch", "--dry-run", "--resume", "model.hidden_size=64") == 0
-    assert called(folder, "launch", "--dry-run", "--resume=auto", "run.name=new") == 0
+    assert call_command(folder, "launch", "--dry-run", "--resume", "model.hidden_size=64") == 0
+    assert call_command(folder, "launch", "--dry-run", "--resume=auto", "run.name=new") == 0
 
 
 def save_checkpoint(run: Path, **model: int) -> None:
@@ -167,7 +163,7 @@ def test_a_branch_of_the_sweep_itself(folder: Path, capsys: pytest.CaptureFixtur
         f"config: config.yaml\nfields: {{training.keep_every: 3}}\naxes: {{training.seed: [1]}}\nruns: {{{short}}}\n"
     )
     (folder / "sizes.yaml").write_text(sweep.replace("STEP", "step_6"))
-    assert called(folder, "sweep", "--dry-run") == 0
+    assert call_command(folder, "sweep", "--dry-run") == 0
     capsys.readouterr()
     (folder / "sizes.yaml").write_text(sweep.replace("STEP", "latest"))
     line = (
@@ -202,7 +198,7 @@ def test_a_branch_of_the_sweep_itself(folder: Path, capsys: pytest.CaptureFixtur
         ),
     ],
 )
-def test_what_the_cluster_has_not(
+def test_resources_that_the_cluster_lacks(
     folder: Path, capsys: pytest.CaptureFixture[str], verb: str, dry: list[str], arguments: list[str], line: str
 ) -> None:
     install(folder, "sinfo", SINFO)
@@ -213,15 +209,17 @@ def test_what_the_cluster_has_not(
 
 @BOTH
 @pytest.mark.parametrize("dry", [[], ["--dry-run"]])
-def test_what_only_sbatch_knows(folder: Path, capsys: pytest.CaptureFixture[str], verb: str, dry: list[str]) -> None:
+def test_constraints_that_only_sbatch_checks(
+    folder: Path, capsys: pytest.CaptureFixture[str], verb: str, dry: list[str]
+) -> None:
     """Requests that only sbatch can refuse, such as when too few nodes of a partition have the resources."""
     install(folder, "sinfo", SINFO)
     install(folder, "sbatch", "echo 'allocation failure: Requested node configuration is not available' >&2; exit 1")
-    said = "allocation failure: Requested node configuration is not available; correct this and try again"
-    assert refusal(folder, capsys, verb, *dry) == f"sbatch: refused: {said}\n"
+    message = "allocation failure: Requested node configuration is not available; correct this and try again"
+    assert refusal(folder, capsys, verb, *dry) == f"sbatch: refused: {message}\n"
 
 
-def test_a_sweep_whose_files_name_no_job_can_have(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sweep_with_unsupported_file_names(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "sizes.yaml").rename(folder / "my sizes.yaml")
     assert main(["sweep", str(folder / "my sizes.yaml")]) == 2
     assert capsys.readouterr().err.startswith("selectron: error: --job-name: 'my sizes' is not a valid file name")
@@ -229,20 +227,22 @@ def test_a_sweep_whose_files_name_no_job_can_have(folder: Path, capsys: pytest.C
 
 
 @BOTH
-def test_a_dry_run_says_that_no_cluster_was_asked(folder: Path, capsys: pytest.CaptureFixture[str], verb: str) -> None:
-    assert called(folder, verb, "--dry-run") == 0
+def test_dry_run_reports_that_no_cluster_was_checked(
+    folder: Path, capsys: pytest.CaptureFixture[str], verb: str
+) -> None:
+    assert call_command(folder, verb, "--dry-run") == 0
     unchecked = "selectron: warning: the request was not checked by a cluster:"
     warning = f"{unchecked} selectron launch: there is no sbatch on this machine"
     assert warning in capsys.readouterr().err.splitlines()
     install(folder, "sbatch", "exit 1")
     install(folder, "sinfo", "echo 'sinfo: error: no controller' >&2; exit 1")
-    assert called(folder, verb, "--dry-run") == 0
+    assert call_command(folder, verb, "--dry-run") == 0
     warning = "selectron: warning: the request was not checked by a cluster: sinfo: refused: error: no controller"
     assert warning in capsys.readouterr().err.splitlines()
-    assert called(folder, verb, "--dry-run", "--local", "1") == 0
+    assert call_command(folder, verb, "--dry-run", "--local", "1") == 0
     assert "cluster" not in capsys.readouterr().err
 
 
-def test_processors_are_slurms_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_processors_are_set_by_slurm(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = "--local: 1 cannot be combined with --cpus-per-task, which applies to Slurm; omit one of them\n"
     assert refusal(folder, capsys, "launch", "--local", "1", "--cpus-per-task", "2") == line

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_ext.launch import slurm
-from megatron_ext.launch.resources import Resources, seconds
+from megatron_ext.launch.resources import Resources, parse_time
 from megatron_ext.launch.slurm import JobState, Partition
 from megatron_ext.utils.errors import UserError
 
@@ -29,14 +29,14 @@ CLUSTER = {
         ("2-00:00:01", 172801),
     ],
 )
-def test_times_are_read_as_slurm_does(time: str, expected: int) -> None:
-    assert seconds(time) == expected
+def test_time_formats_of_slurm(time: str, expected: int) -> None:
+    assert parse_time(time) == expected
 
 
 @pytest.mark.parametrize("time", ["x", "1h", "1:2:3:4", "-5", "1-", "1.5"])
-def test_what_is_no_time(time: str) -> None:
+def test_invalid_time(time: str) -> None:
     with pytest.raises(ValueError, match=time):
-        seconds(time)
+        parse_time(time)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_what_is_no_time(time: str) -> None:
         ),
     ],
 )
-def test_what_no_cluster_takes(fields: dict[str, Any], line: str) -> None:
+def test_resources_that_no_cluster_accepts(fields: dict[str, Any], line: str) -> None:
     with pytest.raises(UserError) as caught:
         Resources(**{"nodes": 1, "job_name": "run"} | fields).check()
     assert str(caught.value) == line
@@ -107,7 +107,7 @@ def test_what_no_cluster_takes(fields: dict[str, Any], line: str) -> None:
         ),
     ],
 )
-def test_what_this_cluster_has_not(fields: dict[str, Any], line: str) -> None:
+def test_resources_that_this_cluster_lacks(fields: dict[str, Any], line: str) -> None:
     resources = Resources(**{"nodes": 1, "job_name": "run"} | fields)
     resources.check()
     with pytest.raises(UserError) as caught:
@@ -115,9 +115,9 @@ def test_what_this_cluster_has_not(fields: dict[str, Any], line: str) -> None:
     assert str(caught.value) == line
 
 
-def test_what_it_has() -> None:
+def test_complete_request() -> None:
     fields: dict[str, Any] = {"partition": "gpu", "gpus_per_node": 8, "time": "1-00", "container": "registry/image:1"}
-    whole = Resources(nodes=64, job_name="run", cpus_per_task=16, more=["--account=mine"], **fields)
+    whole = Resources(nodes=64, job_name="run", cpus_per_task=16, extra_options=["--account=mine"], **fields)
     whole.check()
     whole.check_cluster(CLUSTER)
     assert whole.sbatch_options() == [
@@ -145,7 +145,7 @@ def says(folder: Path, monkeypatch: pytest.MonkeyPatch, program: str, body: str)
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
 
 
-def test_a_partition_of_nodes_that_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partition_with_different_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = "gpu*|60|gpu:8|128+|2-00:00:00\ngpu*|4|gpu:h200:4(S:0-1)|64|2-00:00:00\ncpu|2|(null)|32|infinite"
     says(tmp_path, monkeypatch, "sinfo", f"printf '{lines}\n'")
     assert slurm.partitions() == {
@@ -170,7 +170,7 @@ def test_the_state_of_a_job(
     assert slurm.job_state("7") == expected
 
 
-def test_slurms_own_words_are_in_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slurms_message_is_in_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     says(tmp_path, monkeypatch, "squeue", "echo 'squeue: error: Unable to contact slurm controller' >&2; exit 1")
     with pytest.raises(UserError, match=r"^squeue: refused: .*Unable to contact slurm controller; correct this"):
         slurm.job_state("7")

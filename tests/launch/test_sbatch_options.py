@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from megatron_ext.launch.sbatch_options import REFUSED, VARIABLES, check_options, check_variables
+from megatron_ext.launch.sbatch_options import REJECTED, VARIABLES, check_options, check_variables
 from megatron_ext.utils.errors import UserError
 
 
@@ -63,7 +63,7 @@ from megatron_ext.utils.errors import UserError
         ("--container=x", "--container"),
     ],
 )
-def test_what_breaks_a_job_is_refused(option: str, hint: str) -> None:
+def test_options_that_break_a_job_are_rejected(option: str, hint: str) -> None:
     with pytest.raises(UserError) as error:
         check_options([option])
     assert error.value.where == "--sbatch"
@@ -81,12 +81,12 @@ def test_what_breaks_a_job_is_refused(option: str, hint: str) -> None:
         *("--hold", "-H", "--nice", "--wait-all-nodes=1", "--switches=1", "--tmp=10G", "--umask=0077", "-s"),
     ],
 )
-def test_what_does_not_is_handed_on(option: str) -> None:
+def test_other_options_are_passed_on(option: str) -> None:
     check_options([option])
 
 
 @pytest.mark.parametrize("option", ["account=x", "", "-", "--", "--account='x", "--account=x\n#SBATCH --array=0"])
-def test_what_is_no_option(option: str) -> None:
+def test_invalid_option(option: str) -> None:
     with pytest.raises(UserError, match="is not an sbatch option; give one like --sbatch=--account=mine"):
         check_options([option])
 
@@ -99,7 +99,7 @@ def test_variables_that_break_a_job_are_refused(variable: str) -> None:
         check_variables({"HOME": "/", variable: "1"}, [])
 
 
-def test_a_default_is_refused_beside_the_option_that_it_overrides() -> None:
+def test_variable_is_rejected_with_the_option_that_it_overrides() -> None:
     environment = {"SBATCH_PARTITION": "debug", "SBATCH_ACCOUNT": "mine"}
     check_variables(environment, ["--time"])
     with pytest.raises(UserError, match="SBATCH_PARTITION: is set to 'debug', which overrides --part"):
@@ -107,12 +107,12 @@ def test_a_default_is_refused_beside_the_option_that_it_overrides() -> None:
 
 
 @pytest.mark.skipif(shutil.which("man") is None, reason="there are no manual pages")
-def test_refused_options_are_sbatchs_own() -> None:
+def test_rejected_options_exist_in_sbatch() -> None:
     manual = subprocess.run(
         ["man", "sbatch"], capture_output=True, text=True, check=False, env={"PATH": "/usr/bin:/bin"}
     )
     if manual.returncode:
         pytest.skip("there is no manual page of sbatch")
     there = set(re.findall(r"--([a-z][a-z-]+)", manual.stdout))
-    assert set(REFUSED) <= there
+    assert set(REJECTED) <= there
     assert set(VARIABLES) <= set(re.findall(r"\bS(?:BATCH|LURM)_[A-Z_]+", manual.stdout))

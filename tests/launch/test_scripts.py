@@ -19,7 +19,7 @@ SHELLCHECK = Path(sys.executable).with_name("shellcheck")
 @pytest.mark.skipif(not SHELLCHECK.exists(), reason="shellcheck is not installed beside this Python")
 @pytest.mark.parametrize("container", [None, "registry/image:1", "image.sif"])
 @pytest.mark.parametrize("preflight", [[], ["--min-disk", "1 GB"]])
-def test_generated_scripts_are_sound(tmp_path: Path, container: str | None, preflight: list[str]) -> None:
+def test_generated_scripts_are_valid(tmp_path: Path, container: str | None, preflight: list[str]) -> None:
     given = Resources(
         nodes=2,
         gpus_per_node=8,

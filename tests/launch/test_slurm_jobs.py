@@ -14,15 +14,15 @@ from slurm_runs import (
     FIELDS,
     LAUNCH,
     call,
-    happened,
+    job_events,
     number,
     state,
     wait_for,
 )
 
 from megatron_ext.launch import slurm
-from megatron_ext.launch.job import jobs_of
-from megatron_ext.launch.status import events_of
+from megatron_ext.launch.job import list_jobs
+from megatron_ext.launch.status import read_job_events
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing() or "never")]
 
@@ -49,33 +49,35 @@ def program(folder: Path, text: str) -> Path:
     return path
 
 
-def test_a_job_that_is_cancelled_does_not_start_anew(cluster: SlurmCluster, config: Path, tmp_path: Path) -> None:
+def test_cancelled_job_is_not_requeued(cluster: SlurmCluster, config: Path, tmp_path: Path) -> None:
     folder = config.parent / "runs" / "cancelled"
     waits = program(tmp_path, "while :; do sleep 0.1; done")
     command = ["launch", str(config), "run.name=cancelled", "--python", str(waits), "--no-preflight"]
     call(cluster, *command)
-    wait_for(folder, lambda: happened(folder) and state(cluster, folder) == "RUNNING")
+    wait_for(folder, lambda: job_events(folder) and state(cluster, folder) == "RUNNING")
     with pytest.raises(
         RuntimeError, match=r"run.name: \S*cancelled has job \d+ \(running\); cancel it with `selectron"
     ):
         call(cluster, *command, "--resume")
     assert call(cluster, "cancel", str(folder)) == f"cancelled: job {number(folder)} was cancelled\n"
     wait_for(folder, lambda: state(cluster, folder) == "CANCELLED")
-    assert "starts anew" not in happened(folder)
+    assert "starts anew" not in job_events(folder)
 
 
-def test_a_scancel_after_the_warning_ends_the_job(cluster: SlurmCluster, config: Path, tmp_path: Path) -> None:
+def test_scancel_after_the_time_warning_ends_the_job(cluster: SlurmCluster, config: Path, tmp_path: Path) -> None:
     """scancel sends the same signal as a time limit, here to a program that ends only by SIGKILL."""
     folder = config.parent / "runs" / "warned"
     stuck = program(tmp_path, "trap '' USR1 TERM\necho ready\nwhile :; do sleep 0.1; done")
     options = ["--python", str(stuck), "--nodes", "2", "--processes-per-node", "1", "--time", "10"]
     call(cluster, *LAUNCH, str(config), "run.name=warned", *options)
-    wait_for(folder, lambda: jobs_of(folder)[0].log.exists() and jobs_of(folder)[0].log.read_text().count("ready") == 2)
+    wait_for(
+        folder, lambda: list_jobs(folder)[0].log.exists() and list_jobs(folder)[0].log.read_text().count("ready") == 2
+    )
     cluster.run("scancel", "--batch", "--signal=USR1", number(folder))
-    wait_for(folder, lambda: "asked to stop by USR1" in happened(folder))
+    wait_for(folder, lambda: "asked to stop by USR1" in job_events(folder))
     cluster.run("scancel", number(folder))
     wait_for(folder, lambda: state(cluster, folder) == "CANCELLED")
-    events = happened(folder)
+    events = job_events(folder)
     assert "asked to stop by TERM" in events
     assert not {"its time is up", "starts anew"} & set(events)
 
@@ -91,7 +93,7 @@ def sweep_of(folder: Path, config: Path, name: str, text: str, shell: str) -> tu
     return config.parent / "runs" / name, command
 
 
-def test_a_sweep_submits_what_is_not_finished(cluster: SlurmCluster, config: Path, tmp_path: Path) -> None:
+def test_sweep_submits_the_unfinished_runs(cluster: SlurmCluster, config: Path, tmp_path: Path) -> None:
     """Submit an array, and a second one for the runs that depend on the first."""
     branch = f"{config.parent}/runs/seeds/seed2/checkpoints/step_10"
     text = f"axes: {{training.seed: [1, 2, 3]}}\nruns: {{short: {{run.branch_from: {branch}, training.steps: 15}}}}"
@@ -104,7 +106,7 @@ def test_a_sweep_submits_what_is_not_finished(cluster: SlurmCluster, config: Pat
     assert numbers[3].endswith("_0, after seed2")
     assert printed[4] == f"follow: selectron status {folder}"
     for name, end in (("seed1", "finished"), ("seed2", "given up after 0 restarts"), ("seed3", "finished")):
-        wait_for(folder / name, lambda name=name, end=end: happened(folder / name)[-1:] == [end])
+        wait_for(folder / name, lambda name=name, end=end: job_events(folder / name)[-1:] == [end])
 
     def standings() -> list[str]:
         return [run["standing"] for run in json.loads(call(cluster, "status", str(folder), "--json"))]
@@ -112,10 +114,10 @@ def test_a_sweep_submits_what_is_not_finished(cluster: SlurmCluster, config: Pat
     wait_for(folder / "short", lambda: standings() == ["finished", "failed", "finished", "stopped"])
     (tmp_path / "mended").touch()
     assert len(call(cluster, *command).splitlines()) == 3
-    wait_for(folder / "short", lambda: happened(folder / "short")[-1:] == ["finished"])
-    jobs = {name: jobs_of(folder / name) for name in ("seed1", "seed2", "seed3", "short")}
+    wait_for(folder / "short", lambda: job_events(folder / "short")[-1:] == ["finished"])
+    jobs = {name: list_jobs(folder / name) for name in ("seed1", "seed2", "seed3", "short")}
     assert [len(found) for found in jobs.values()] == [1, 2, 1, 2]
-    ended, begun = events_of(jobs["seed2"][-1])[-1], events_of(jobs["short"][-1])[0]
+    ended, begun = read_job_events(jobs["seed2"][-1])[-1], read_job_events(jobs["short"][-1])[0]
     assert (ended.description, begun.is_start) == ("finished", True)
     assert ended.time <= begun.time
 
@@ -123,19 +125,19 @@ def test_a_sweep_submits_what_is_not_finished(cluster: SlurmCluster, config: Pat
 WAITS = "while [ ! -e {folder}/go ]; do sleep 0.1; done"
 
 
-def test_a_call_that_was_stopped_loses_no_job(cluster: SlurmCluster, config: Path, tmp_path: Path) -> None:
+def test_interrupted_submission_loses_no_job(cluster: SlurmCluster, config: Path, tmp_path: Path) -> None:
     folder, command = sweep_of(tmp_path, config, "lost", "axes: {training.seed: [1, 2]}", WAITS)
     numbers = [line.split(": job ")[1] for line in call(cluster, *command, "--parallel", "1").splitlines()[:2]]
-    jobs = [jobs_of(folder / name)[0] for name in ("seed1", "seed2")]
-    wait_for(folder / "seed1", lambda: happened(folder / "seed1"))
+    jobs = [list_jobs(folder / name)[0] for name in ("seed1", "seed2")]
+    wait_for(folder / "seed1", lambda: job_events(folder / "seed1"))
     for job in jobs:  # as if the call had ended right after sbatch
         (job.folder / "job_id").unlink()
     states = [f"seed1: job {numbers[0]} (running)", f"seed2: job {numbers[1]} (pending)"]
     assert call(cluster, *command).splitlines()[:2] == states
     (tmp_path / "go").touch()
     for job in jobs:
-        wait_for(job.run, lambda job=job: happened(job.run)[-1:] == ["finished"])
-    assert [len(jobs_of(job.run)) for job in jobs] == [1, 1]
+        wait_for(job.run, lambda job=job: job_events(job.run)[-1:] == ["finished"])
+    assert [len(list_jobs(job.run)) for job in jobs] == [1, 1]
 
 
 @pytest.mark.parametrize("dry", [[], ["--dry-run"]])
@@ -150,7 +152,7 @@ def test_a_call_that_was_stopped_loses_no_job(cluster: SlurmCluster, config: Pat
         ),
     ],
 )
-def test_what_the_cluster_has_not_is_refused_before_anything_is_written(
+def test_missing_resources_are_rejected_before_writing(
     cluster: SlurmCluster, config: Path, options: list[str], line: str, dry: list[str]
 ) -> None:
     with pytest.raises(RuntimeError, match=line):
@@ -158,7 +160,7 @@ def test_what_the_cluster_has_not_is_refused_before_anything_is_written(
     assert not (config.parent / "runs" / "refused").exists()
 
 
-def test_paths_that_a_shell_or_slurm_would_take_for_more(
+def test_paths_with_special_characters(
     cluster: SlurmCluster, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Hostile names of the runs folder and the working folder, which occur in scripts and log names."""
@@ -173,8 +175,8 @@ def test_paths_that_a_shell_or_slurm_would_take_for_more(
     call(cluster, "sweep", str(tmp_path / "sizes.yaml"), *options)
     for name in ("single", "sizes/seed1", "sizes/seed2"):
         folder = here / "my runs" / name
-        wait_for(folder, lambda folder=folder: happened(folder)[-1:] == ["finished"])
-        assert str(here) in jobs_of(folder)[0].log.read_text().splitlines()
+        wait_for(folder, lambda folder=folder: job_events(folder)[-1:] == ["finished"])
+        assert str(here) in list_jobs(folder)[0].log.read_text().splitlines()
     assert not list(tmp_path.rglob("canary"))
 
 
@@ -183,22 +185,22 @@ def test_processors_of_a_process_are_its_threads(cluster: SlurmCluster, config: 
     options = ["--python", str(says), "--no-preflight", "--cpus-per-task", "2"]
     call(cluster, "launch", str(config), "run.name=threads", *options)
     folder = config.parent / "runs" / "threads"
-    wait_for(folder, lambda: happened(folder)[-1:] == ["finished"])
-    assert "threads: 2 of 2" in jobs_of(folder)[0].log.read_text().splitlines()
+    wait_for(folder, lambda: job_events(folder)[-1:] == ["finished"])
+    assert "threads: 2 of 2" in list_jobs(folder)[0].log.read_text().splitlines()
 
 
-def test_a_mistake_that_only_the_ranks_find_ends_the_job(cluster: SlurmCluster, config: Path) -> None:
+def test_user_error_found_by_the_ranks_ends_the_job(cluster: SlurmCluster, config: Path) -> None:
     name = "mistaken"
     options = ["--nodes", "2", "--processes-per-node", "1", "data.train_domains=[Nowhere]", f"run.name={name}"]
     call(cluster, *LAUNCH, str(config), *FIELDS, *options)
     folder = config.parent / "runs" / name
-    wait_for(folder, lambda: any(event.startswith("refused") for event in happened(folder)))
-    errors = [line for line in jobs_of(folder)[-1].log.read_text().splitlines() if "selectron: error" in line]
+    wait_for(folder, lambda: any(event.startswith("refused") for event in job_events(folder)))
+    errors = [line for line in list_jobs(folder)[-1].log.read_text().splitlines() if "selectron: error" in line]
     assert len(errors) == 1
     assert "no domain Nowhere in the train split" in errors[0]
 
 
-def test_what_sinfo_says(cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slurm, "ask", cluster.run)
+def test_partitions_from_sinfo(cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slurm, "run_command", cluster.run)
     (main,) = slurm.partitions().values()
     assert main == slurm.Partition("main", 2, 0, 2, "infinite", True)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from launching import ROOT, curve, must_run
 from slurm_cluster import SlurmCluster, missing
-from slurm_runs import CLI, finished, happened
+from slurm_runs import CLI, finished, job_events
 
-from megatron_ext.launch.job import jobs_of
+from megatron_ext.launch.job import list_jobs
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing() or "never")]
 
@@ -55,9 +55,9 @@ def test_nodes_train_as_one_machine(
     where = ["--nodes", str(nodes), "--processes-per-node", str(PROCESSES // nodes), "--time", "10"]
     cluster.run(*CLI, "launch", str(QUICKSTART), *fields, f"run.name=nodes{nodes}", *where, *look)
     folder = finished(cluster, runs / f"nodes{nodes}")
-    (job,) = jobs_of(folder)
+    (job,) = list_jobs(folder)
     looked_at = [json.loads(path.read_text())["verdict"]["bad"] for path in job.folder.glob("preflight-*.json")]
     assert looked_at == ([{}] if nodes == 2 else [])
-    assert happened(folder) == [f"begun on {','.join(f'n{node + 1}' for node in range(nodes))}", "finished"]
+    assert job_events(folder) == [f"begun on {','.join(f'n{node + 1}' for node in range(nodes))}", "finished"]
     assert curve(folder) == curve(one_machine)
     assert len(curve(folder)) == STEPS

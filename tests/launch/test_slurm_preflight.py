@@ -17,8 +17,8 @@ from launching import write_config
 from slurm_cluster import SlurmCluster, missing
 from slurm_runs import call, release
 
-from megatron_ext.launch.job import Job, jobs_of
-from megatron_ext.launch.status import events_of
+from megatron_ext.launch.job import Job, list_jobs
+from megatron_ext.launch.status import read_job_events
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing() or "never")]
 
@@ -51,22 +51,22 @@ def launched(cluster: SlurmCluster, config: Path, name: str, *options: str, temp
     program = ["--python", str(config.parent / "program")]
     with patch.dict(cluster.environment, TMPDIR=temporary):
         call(cluster, "launch", str(config), f"run.name={name}", *program, *ANY_SPEED, *options)
-    (job,) = jobs_of(config.parent / "runs" / name)
+    (job,) = list_jobs(config.parent / "runs" / name)
     return job
 
 
-def happened(job: Job) -> list[str]:
-    return [event.description for event in events_of(job)]
+def job_events(job: Job) -> list[str]:
+    return [event.description for event in read_job_events(job)]
 
 
 def wait_for(cluster: SlurmCluster, job: Job, condition: Callable[[list[str]], object]) -> list[str]:
     """Wait for a condition on a job's events. Release the job if Slurm holds it after a requeue."""
     end = time.monotonic() + 300
-    while not condition(happened(job)):
-        assert time.monotonic() < end, (happened(job), job.log.read_text() if job.log.exists() else "no log")
+    while not condition(job_events(job)):
+        assert time.monotonic() < end, (job_events(job), job.log.read_text() if job.log.exists() else "no log")
         release(cluster, str(job.number))
         time.sleep(0.1)
-    return happened(job)
+    return job_events(job)
 
 
 def left(job: Job, start: int = 0) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def left(job: Job, start: int = 0) -> dict[str, Any]:
     return found
 
 
-def test_a_node_whose_disk_is_full_is_left_out(cluster: SlurmCluster, config: Path, tmp_path: Path) -> None:
+def test_node_with_a_full_disk_is_excluded(cluster: SlurmCluster, config: Path, tmp_path: Path) -> None:
     cluster.on_node("n2", "mount", "-t", "tmpfs", "-o", "size=4m", "none", str(tmp_path))
     try:
         job = launched(cluster, config, "full", "--nodes", "2", "--min-tmp", "50MB", temporary=str(tmp_path))
@@ -110,7 +110,7 @@ RULES = [
 ]
 
 
-def test_a_node_that_reaches_no_other_is_named(cluster: SlurmCluster, config: Path) -> None:
+def test_node_that_reaches_no_other_is_named(cluster: SlurmCluster, config: Path) -> None:
     """The node reaches Slurm and the first node's store, but no other process, as with a broken second network."""
     priorities = [str(10 + i) for i in range(len(RULES))]
     for priority, rule in zip(priorities, RULES, strict=True):
@@ -118,7 +118,11 @@ def test_a_node_that_reaches_no_other_is_named(cluster: SlurmCluster, config: Pa
     try:
         fields = ["training.global_batch_size=6", "training.micro_batch_size=1"]
         job = launched(cluster, config, "alone", *fields, "--nodes", "3", "--pair-timeout", "2")
-        events = wait_for(cluster, job, lambda notes: [note for note in notes if "given up" in note or "fin" in note])
+        events = wait_for(
+            cluster,
+            job,
+            lambda notes: [note for note in notes if "given up" in note or "fin" in note],
+        )
     finally:
         for priority in priorities:
             cluster.on_node("n2", "ip", "rule", "del", "priority", priority)

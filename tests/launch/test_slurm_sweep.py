@@ -15,10 +15,10 @@ import pytest
 from corpora import prepared
 from launching import records, write_config
 from slurm_cluster import SlurmCluster, missing
-from slurm_runs import call, happened, ranks_of, state, wait_for, wait_for_step
+from slurm_runs import call, job_events, ranks_of, state, wait_for, wait_for_step
 
 from megatron_ext.cli import main
-from megatron_ext.launch.job import jobs_of
+from megatron_ext.launch.job import list_jobs
 from megatron_ext.launch.status import is_finished
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing() or "never")]
@@ -59,7 +59,7 @@ def test_six_runs(cluster: SlurmCluster, tmp_path: Path) -> None:
     going = next(run for run in runs if run.name.endswith("long") and not records(run))
     wait_for_step(going, 24)  # training continues while checkpoints are written
     os.kill(ranks_of(going)[0], signal.SIGKILL)
-    wait_for(going, lambda: "starts anew" in happened(going))
+    wait_for(going, lambda: "starts anew" in job_events(going))
     # Slurm loses a cancel that arrives while it requeues the job.
     wait_for(going, lambda: state(cluster, going) == "PENDING")
     call(cluster, "cancel", str(folder))
@@ -71,9 +71,9 @@ def test_six_runs(cluster: SlurmCluster, tmp_path: Path) -> None:
     assert all(f"{run.name}: job" not in printed for run in before)
     for run in runs:
         wait_for(run, lambda run=run: is_finished(run), seconds=300)
-    assert [len(jobs_of(run)) for run in before] == [1] * len(before)
+    assert [len(list_jobs(run)) for run in before] == [1] * len(before)
     # The killed run resumed from a checkpoint, and has each step once.
-    first = int(re.search(r"(\d+)/60", jobs_of(going)[-1].log.read_text())[1])
+    first = int(re.search(r"(\d+)/60", list_jobs(going)[-1].log.read_text())[1])
     assert 6 <= first < 60
     assert [record["step"] for record in records(going)] == list(range(1, 61))
 

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_ext.cli import main
 from megatron_ext.launch import slurm, status
-from megatron_ext.launch.job import Job, claim
+from megatron_ext.launch.job import Job, acquire_local_lock
 from megatron_ext.launch.slurm import JobState
 from megatron_ext.launch.status import status_of, status_table
 
@@ -20,7 +20,7 @@ def job_of(run: Path, number: str | None, *events: str) -> Job:
     job.folder.mkdir(parents=True)
     (job.folder / "config.yaml").write_text("training: {steps: 50}\n")
     if number is not None:
-        job.keep_number(number)
+        job.write_number(number)
     if events:
         lines = "".join(f"2026-01-01T00:00:0{n}Z\t{number}\t0\t{event}\n" for n, event in enumerate(events))
         (job.folder / "events.tsv").write_text(lines)
@@ -28,7 +28,7 @@ def job_of(run: Path, number: str | None, *events: str) -> Job:
 
 
 @pytest.mark.parametrize(
-    ("number", "events", "state", "standing", "said"),
+    ("number", "events", "state", "standing", "expected_state"),
     [
         ("7_1", [], JobState("PENDING", "Dependency", ""), "waiting", "pending (Dependency)"),
         ("7", ["begun on n1"], JobState("RUNNING", "", "n1"), "running", "running"),
@@ -50,24 +50,24 @@ def test_standing(
     events: list[str],
     state: JobState | None,
     standing: str,
-    said: str,
+    expected_state: str,
 ) -> None:
     monkeypatch.setattr(status, "job_state", lambda _: state)
     job_of(tmp_path / "run", number, *events)
     found = status_of(tmp_path / "run")
-    assert (found.standing, found.state) == (standing, said)
+    assert (found.standing, found.state) == (standing, expected_state)
 
 
-def test_a_local_run_runs_as_long_as_it_holds_its_lock(tmp_path: Path) -> None:
+def test_local_run_counts_as_running_while_its_lock_is_held(tmp_path: Path) -> None:
     job_of(tmp_path / "run", None, "begun with 2 processes")
-    lock = claim(tmp_path / "run")
+    lock = acquire_local_lock(tmp_path / "run")
     assert lock is not None
     assert status_of(tmp_path / "run").standing == "running"
     os.close(lock)
     assert status_of(tmp_path / "run").standing == "failed"
 
 
-def test_a_dry_runs_job_is_none(tmp_path: Path) -> None:
+def test_job_of_a_dry_run_does_not_count(tmp_path: Path) -> None:
     job_of(tmp_path / "run", None, "begun with 1 processes", "finished")
     (tmp_path / "run" / "launch" / "2").mkdir()
     assert status_of(tmp_path / "run").standing == "finished"
@@ -94,7 +94,7 @@ def test_a_sweeps_summary_and_failures(sweep: Path) -> None:
     ]
 
 
-def test_for_programs(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_output(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", str(sweep), "--json"]) == 0
     runs = json.loads(capsys.readouterr().out)
     assert [run["standing"] for run in runs] == ["finished", "failed", "not begun"]
@@ -112,7 +112,7 @@ def test_for_programs(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert runs[2]["job"] is None
 
 
-def test_what_has_ended_on_this_machine_does_not_keep_jobs_from_being_cancelled(
+def test_ended_local_run_does_not_prevent_cancelling_jobs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job_of(tmp_path / "a", None, "begun with 2 processes", "finished")
@@ -125,7 +125,7 @@ def test_what_has_ended_on_this_machine_does_not_keep_jobs_from_being_cancelled(
     monkeypatch.setattr(slurm, "cancel", cancelled.append)
     assert main(["cancel", str(tmp_path)]) == 0
     assert (cancelled, capsys.readouterr()) == (["7"], ("c: job 7 was cancelled\n", ""))
-    lock = claim(tmp_path / "b")
+    lock = acquire_local_lock(tmp_path / "b")
     assert lock is not None
     assert main(["cancel", str(tmp_path)]) == 2  # Slurm's jobs are cancelled first
     os.close(lock)

@@ -11,17 +11,17 @@ import pytest
 from test_job import started, written
 from test_sweep import sweep_of
 
-from megatron_ext.launch.status import events_of, status_of
+from megatron_ext.launch.status import read_job_events, status_of
 from megatron_ext.utils import error_reporting
 from megatron_ext.utils.errors import EXIT_STOPPED
 
 
-def test_a_rank_of_no_batch_script_says_it_by_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stopped_rank_without_a_batch_script_returns_75(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(error_reporting.STOPPED_FILE, raising=False)
     assert error_reporting.stop_exit_code() == EXIT_STOPPED == 75
 
 
-def test_ranks_of_a_batch_script_say_it_by_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stopped_ranks_of_a_batch_script_create_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "stopped"
     monkeypatch.setenv(error_reporting.STOPPED_FILE, str(file))
     monkeypatch.setenv("RANK", "1")
@@ -39,7 +39,7 @@ COMMANDS = {
 }
 
 
-def test_a_batch_script_reads_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_script_reads_the_error_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = written(tmp_path, 'case "$*" in *train*) touch "$SELECTRON_STOPPED_FILE";; esac')
     for name, body in COMMANDS.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
@@ -49,14 +49,14 @@ def test_a_batch_script_reads_the_file(tmp_path: Path, monkeypatch: pytest.Monke
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     done = subprocess.run(["bash", str(job.script)], env=dict(os.environ), capture_output=True, text=True, check=False)
-    assert (done.returncode, [event.description for event in events_of(job)]) == (
+    assert (done.returncode, [event.description for event in read_job_events(job)]) == (
         EXIT_STOPPED,
         ["begun on n1", "stopped"],
     )
     assert not list(job.folder.glob("stopped-*"))
 
 
-def test_what_follows_a_stopped_script_does_not_begin(tmp_path: Path) -> None:
+def test_exit_code_of_a_stopped_script(tmp_path: Path) -> None:
     """Stopped scripts exit with a code that `&&` and an afterok dependency treat as failure."""
     with started(written(tmp_path, "exit 75")) as process:
         assert process.wait(60) == EXIT_STOPPED
@@ -73,14 +73,12 @@ def test_what_follows_a_stopped_script_does_not_begin(tmp_path: Path) -> None:
     ],
     ids=["one is stopped", "one is stopped, one fails", "one is refused", "all finish"],
 )
-def test_a_sweep_of_which_runs_were_stopped(
-    tmp_path: Path, program: str, code: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sweep_with_stopped_runs(tmp_path: Path, program: str, code: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert sweep_of(tmp_path, program, list("abc")).run(1, parallel=3) == code
     assert ("the same command continues them" in capsys.readouterr().err) == (code == EXIT_STOPPED)
 
 
-def test_the_codes_are_in_the_help() -> None:
+def test_exit_codes_are_in_the_help() -> None:
     command = [sys.executable, "-m", "megatron_ext.cli", "--help"]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert "75        train, launch --local, sweep --local, prepare: stopped on request" in said
+    help_text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "75        train, launch --local, sweep --local, prepare: stopped on request" in help_text

@@ -17,7 +17,7 @@ from launching import environment, records, write_config
 from megatron_ext.cli import main
 from megatron_ext.config.schema import DataConfig, RunConfig, RunSection
 from megatron_ext.config.sweep_file import read_sweep
-from megatron_ext.launch.job import claim, jobs_of
+from megatron_ext.launch.job import acquire_local_lock, list_jobs
 from megatron_ext.launch.resources import Resources
 from megatron_ext.launch.status import run_folders, status_of, status_table
 from megatron_ext.launch.sweep import Sweep
@@ -49,7 +49,7 @@ def written(folder: Path, text: str) -> Path:
     return path
 
 
-def test_a_run_for_each_combination(tmp_path: Path) -> None:
+def test_sweep_has_a_run_for_each_combination(tmp_path: Path) -> None:
     swept = read_sweep(written(tmp_path, SWEEP))
     assert swept.config == tmp_path / "base.yaml"
     rate, full = "optimizer.lr=0.001", 'model.pattern="attention*2"'
@@ -63,7 +63,7 @@ def test_a_run_for_each_combination(tmp_path: Path) -> None:
     }
 
 
-def test_budgets_are_short_in_names(tmp_path: Path) -> None:
+def test_budgets_in_run_names(tmp_path: Path) -> None:
     swept = read_sweep(written(tmp_path, "config: a.yaml\naxes: {plan.training_flops: [1e17, 3.5e+17, 5]}"))
     assert list(swept.runs) == ["training_flops1e17", "training_flops3.5e17", "training_flops5"]
 
@@ -116,7 +116,7 @@ def test_budgets_are_short_in_names(tmp_path: Path) -> None:
         ("config: a.yaml\nruns: {a: 3}", "runs.a: 3 is not a section of fields; "),
     ],
 )
-def test_what_is_no_sweep(tmp_path: Path, text: str, line: str) -> None:
+def test_invalid_sweep(tmp_path: Path, text: str, line: str) -> None:
     path = written(tmp_path, text)
     with pytest.raises(UserError) as caught:
         read_sweep(path)
@@ -136,7 +136,7 @@ def test_what_is_no_sweep(tmp_path: Path, text: str, line: str) -> None:
         ("config: a.yaml\nruns: {a: {}}", "sizes.yaml: run a: HERE/a.yaml: is not valid YAML "),
     ],
 )
-def test_files_that_are_not_there_or_no_yaml(
+def test_missing_and_invalid_yaml_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None, line: str
 ) -> None:
     (tmp_path / "a.yaml").write_text("data: [")
@@ -162,7 +162,7 @@ def sweep_of(folder: Path, program: str, names: list[str], off: Mapping[str, str
         for name in names
     }
     made = Sweep(runs, configs, Resources(nodes=1, job_name="runs", requeues=0), str(python))
-    made.note()
+    made.write_run_list()
     return made
 
 
@@ -172,7 +172,7 @@ touch $here/at-work-$name; sleep 0.5; ls $here | grep -c at-work >> $here/counts
 """
 
 
-def test_as_many_at_a_time_as_are_asked_for(tmp_path: Path) -> None:
+def test_number_of_concurrent_runs(tmp_path: Path) -> None:
     assert sweep_of(tmp_path, COUNTS, list("abcde")).run(1, parallel=2) == 0
     counts = [int(line) for line in (tmp_path / "counts").read_text().split()]
     assert len(counts) == 5
@@ -185,17 +185,17 @@ echo $name >> $here/called
 """
 
 
-def test_a_second_call_begins_what_is_not_finished(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_second_call_starts_the_unfinished_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sweep, runs = sweep_of(tmp_path, FAILS_ONCE, ["a", "b", "c"]), tmp_path / "runs"
     assert sweep.run(1, parallel=1) == 1
-    said = capsys.readouterr()
-    assert f"b: given up after 0 restarts; see {runs}/b/launch/1/job-local.log\n" in said.out
-    assert said.err == "selectron: 1 of 3 runs are not finished: b\n"
+    captured = capsys.readouterr()
+    assert f"b: given up after 0 restarts; see {runs}/b/launch/1/job-local.log\n" in captured.out
+    assert captured.err == "selectron: 1 of 3 runs are not finished: b\n"
     (tmp_path / "mended").touch()
     assert sweep.run(1, parallel=1) == 0
     assert sweep.run(1, parallel=1) == 0
     assert (tmp_path / "called").read_text().split() == ["a", "b", "c", "b"]
-    assert [len(jobs_of(runs / name)) for name in "abc"] == [1, 2, 1]
+    assert [len(list_jobs(runs / name)) for name in "abc"] == [1, 2, 1]
 
 
 NOTES_ITS_ORDER = """
@@ -204,7 +204,7 @@ echo begin-$name >> $here/order; sleep 0.3; echo end-$name >> $here/order
 """
 
 
-def test_a_run_waits_for_the_one_it_branches_off(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_branch_waits_for_its_trunk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     off = {"short": "trunk", "shorter": "trunk", "lost": "bad"}
     sweep = sweep_of(tmp_path, NOTES_ITS_ORDER, [*off, "trunk", "bad"], off)
     assert sweep.run(1, parallel=5) == 1
@@ -212,24 +212,24 @@ def test_a_run_waits_for_the_one_it_branches_off(tmp_path: Path, capsys: pytest.
     assert set(order[:2]) == {"begin-trunk", "begin-bad"}
     assert set(order[4:6]) == {"begin-short", "begin-shorter"}
     assert len(order) == 8
-    said = capsys.readouterr()
-    assert "lost: not started because bad is not finished\n" in said.out
-    assert said.err == "selectron: 2 of 5 runs are not finished: lost, bad\n"
+    captured = capsys.readouterr()
+    assert "lost: not started because bad is not finished\n" in captured.out
+    assert captured.err == "selectron: 2 of 5 runs are not finished: lost, bad\n"
 
 
-def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+def test_unwritable_folder_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("a file")
     with pytest.raises(UserError, match=r"runs: cannot be written \(File exists\); choose another run.dir"):
         sweep_of(tmp_path, "true", ["a"])
     with pytest.raises(
         UserError, match=r"runs/a/launch: cannot be written \(Not a directory\); choose another run.dir"
     ):
-        claim(tmp_path / "runs" / "a")
+        acquire_local_lock(tmp_path / "runs" / "a")
 
 
-def test_a_run_that_another_process_trains_is_not_launched(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_trained_by_another_process_is_not_launched(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = base.parent / "runs" / "held"
-    held = claim(folder)
+    held = acquire_local_lock(folder)
     assert held is not None
     try:
         assert main(["launch", str(base), "--local", "1", "run.name=held"]) == 2
@@ -237,12 +237,12 @@ def test_a_run_that_another_process_trains_is_not_launched(base: Path, capsys: p
         os.close(held)
     hint = "wait for it, or stop it with Ctrl-C"
     assert capsys.readouterr().err == f"selectron: error: run.name: another process trains {folder}; {hint}\n"
-    assert jobs_of(folder) == []
+    assert list_jobs(folder) == []
 
 
-def test_what_runs_already_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_running_run_is_not_started_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sweep = sweep_of(tmp_path, "true", ["a", "b"])
-    held = claim(tmp_path / "runs" / "a")
+    held = acquire_local_lock(tmp_path / "runs" / "a")
     assert held is not None
     assert sweep.run(1, parallel=1) == 1
     assert "a: is already running\n" in capsys.readouterr().out
@@ -250,7 +250,7 @@ def test_what_runs_already_is_left_alone(tmp_path: Path, capsys: pytest.CaptureF
     assert sweep.run(1, parallel=1) == 0
 
 
-def test_the_status_of_a_sweep_has_what_has_not_begun(tmp_path: Path) -> None:
+def test_status_of_a_sweep_lists_runs_that_have_not_started(tmp_path: Path) -> None:
     sweep_of(tmp_path, "true", ["b", "a"])
     lines = status_table([status_of(folder) for folder in run_folders([tmp_path / "runs"])])
     assert [[cell.strip() for cell in row.split("|")[1:4]] for row in lines[2:4]] == [
@@ -266,7 +266,7 @@ touch $here/begun-$name; sleep 60 & wait
 """
 
 
-def test_a_signal_stops_the_runs_and_begins_no_other(tmp_path: Path) -> None:
+def test_signal_stops_the_runs_and_starts_no_other(tmp_path: Path) -> None:
     sweep_of(tmp_path, WAITS, ["a", "b", "c"])
     script = (
         f"import sys; sys.path.insert(0, {str(git_info.ROOT / 'tests' / 'launch')!r});"
@@ -285,7 +285,7 @@ def test_a_signal_stops_the_runs_and_begins_no_other(tmp_path: Path) -> None:
     assert process.returncode == EXIT_STOPPED
     runs = tmp_path / "runs"
     assert {f"{name}: stopped; see {runs}/{name}/launch/1/job-local.log" for name in "ab"} <= set(out.splitlines())
-    assert jobs_of(runs / "c") == []
+    assert list_jobs(runs / "c") == []
 
 
 @pytest.fixture(scope="module")
@@ -294,7 +294,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_config(folder, prepared(folder), folder / "runs").rename(folder / "base.yaml")
 
 
-def test_runs_are_listed_before_they_begin(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_are_listed_before_they_start(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sweep", str(written(base.parent, SWEEP)), "--dry-run"]) == 0
     rows = [[cell.strip() for cell in row.split("|")[1:4]] for row in capsys.readouterr().out.splitlines()[2:]]
     assert rows[0] == ["full-seed1", "10", "2,560"]
@@ -302,7 +302,7 @@ def test_runs_are_listed_before_they_begin(base: Path, capsys: pytest.CaptureFix
     assert not (base.parent / "runs" / "sizes").exists()
 
 
-def test_a_mistake_in_one_run_is_named_before_any_begins(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_run_is_named_before_any_run_starts(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = written(base.parent, "config: base.yaml\naxes: {optimizer.lr: [1e-3, -1]}")
     assert main(["sweep", str(path), "--local", "1"]) == 2
     line = f"selectron: error: {path}: run lr-1: optimizer.lr: -1 is out of range; give a value greater than 0\n"
@@ -311,7 +311,7 @@ def test_a_mistake_in_one_run_is_named_before_any_begins(base: Path, capsys: pyt
 
 
 @pytest.mark.slow
-def test_a_sweep_is_trained_and_reported_as_a_folder_of_runs(base: Path, tmp_path: Path) -> None:
+def test_sweep_is_trained_and_reported(base: Path, tmp_path: Path) -> None:
     """Two training lengths from one run with a constant learning rate until its end."""
     branch = f"{base.parent}/runs/sizes/long/checkpoints/step_4"
     runs = f"{{short: {{training.steps: 6, run.branch_from: {branch}}}, long: {{training.steps: 8}}}}"

@@ -22,7 +22,7 @@ def adapter(monkeypatch: pytest.MonkeyPatch) -> Any:
     return megatron_cpu
 
 
-def test_torch_itself_is_not_altered_by_installing() -> None:
+def test_installing_does_not_change_torch() -> None:
     """In a separate process: only megatron.core's reference to torch may change, not torch itself."""
     run = subprocess.run([sys.executable, "-W", "ignore", "-c", _INSTALL_AND_COMPARE], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
@@ -75,7 +75,7 @@ def test_modules_imported_later_see_the_proxy_and_others_do_not(
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:3", 0, torch.device("cuda"), torch.device("cuda", 1), "cpu"])
-def test_factories_read_any_cuda_device_as_the_cpu(adapter: Any, device: Any) -> None:
+def test_factories_map_cuda_devices_to_the_cpu(adapter: Any, device: Any) -> None:
     proxy = adapter._proxy
     for made in (
         proxy.empty(2, device=device),
@@ -91,7 +91,7 @@ def test_factories_read_any_cuda_device_as_the_cpu(adapter: Any, device: Any) ->
     assert torch.equal(proxy.tensor([1, 2]), torch.tensor([1, 2]))
 
 
-def test_the_proxy_passes_on_what_it_does_not_answer(adapter: Any) -> None:
+def test_proxy_forwards_other_attributes(adapter: Any) -> None:
     proxy = adapter._proxy
     assert proxy.nn is torch.nn
     assert proxy.float32 is torch.float32
@@ -101,7 +101,7 @@ def test_the_proxy_passes_on_what_it_does_not_answer(adapter: Any) -> None:
         _ = proxy.no_such_thing
 
 
-def test_the_cuda_of_the_cpu(adapter: Any) -> None:
+def test_cuda_functions_on_the_cpu(adapter: Any) -> None:
     cuda = adapter._proxy.cuda
     assert cuda.current_device() == torch.device("cpu")
     assert cuda.device_count() == 1
@@ -118,7 +118,7 @@ def test_the_cuda_of_the_cpu(adapter: Any) -> None:
     assert torch.equal(torch.rand(3), drawn)
 
 
-def test_tensor_types_are_cudas_inside_and_their_own_outside(adapter: Any) -> None:
+def test_tensor_types_are_cuda_types_inside_the_context(adapter: Any) -> None:
     x = torch.zeros(2)
     methods = torch.Tensor.type, torch.Tensor.cuda
     with adapter.tensor_types_as_cuda():
@@ -130,20 +130,20 @@ def test_tensor_types_are_cudas_inside_and_their_own_outside(adapter: Any) -> No
     assert (torch.Tensor.type, torch.Tensor.cuda) == methods
 
 
-def test_tensor_types_are_given_back_after_an_error(adapter: Any) -> None:
+def test_tensor_types_are_restored_after_an_error(adapter: Any) -> None:
     methods = torch.Tensor.type, torch.Tensor.cuda
     with pytest.raises(KeyError), adapter.tensor_types_as_cuda():
         raise KeyError
     assert (torch.Tensor.type, torch.Tensor.cuda) == methods
 
 
-def test_without_the_adapter_types_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_types_are_unchanged_without_the_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(megatron_cpu, "_proxy", None)
     with megatron_cpu.tensor_types_as_cuda():
         assert torch.zeros(1).type() == "torch.FloatTensor"
 
 
-def test_the_tracker_forks_the_cpu_generator_and_puts_it_back(adapter: Any) -> None:
+def test_rng_tracker_forks_and_restores_the_cpu_generator(adapter: Any) -> None:
     from megatron.core.tensor_parallel import random
 
     tracker = random.CudaRNGStatesTracker()
@@ -162,7 +162,7 @@ def test_the_tracker_forks_the_cpu_generator_and_puts_it_back(adapter: Any) -> N
     assert not torch.equal(draws[0], draws[1])
 
 
-def test_the_norm_of_gradients_does_not_lose_digits(adapter: Any) -> None:
+def test_gradient_norm_is_accurate(adapter: Any) -> None:
     from megatron.core.optimizer.clip_grads import l2_norm_impl
 
     gradients = [torch.full((1_000_003,), 0.1), torch.ones(1)]

@@ -35,14 +35,14 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("device", ["auto", "cpu"])
-def test_without_a_gpu_it_is_the_cpu_with_gloo_and_the_adapter(machine: Any, device: Any) -> None:
+def test_cpu_with_gloo_and_adapter_without_a_gpu(machine: Any, device: Any) -> None:
     calls = machine(0)
     assert select_platform(device) == CPU
     assert calls == [-1]
 
 
 @pytest.mark.parametrize("device", ["auto", "cuda"])
-def test_with_gpus_each_local_process_takes_its_own_and_no_adapter(machine: Any, device: Any) -> None:
+def test_each_local_process_uses_its_own_gpu(machine: Any, device: Any) -> None:
     calls = machine(2)
     assert select_platform(device, 1) == Platform(torch.device("cuda", 1), "nccl")
     assert calls == [1]
@@ -57,7 +57,7 @@ def test_with_gpus_each_local_process_takes_its_own_and_no_adapter(machine: Any,
         ({"context": 4, "context_transport": "nccl"}, "32", "32"),
     ],
 )
-def test_streams_share_a_queue_but_for_copy_engines_alone(
+def test_streams_share_a_queue_except_with_copy_engines(
     machine: Any, monkeypatch: pytest.MonkeyPatch, parallel: Any, before: str | None, after: str | None
 ) -> None:
     machine(4)
@@ -100,7 +100,7 @@ def test_more_processes_than_gpus_are_refused(machine: Any, gpus: int, rank: int
         ("transformer_engine", True, GPU, "transformer_engine"),
     ],
 )
-def test_backend_is_what_is_asked_for_or_the_best_there_is(
+def test_backend_choice(
     monkeypatch: pytest.MonkeyPatch, asked: Any, installed: bool, where: Platform, chosen: str
 ) -> None:
     _transformer_engine(monkeypatch, installed)
@@ -110,7 +110,7 @@ def test_backend_is_what_is_asked_for_or_the_best_there_is(
 @pytest.mark.parametrize(
     ("installed", "where", "reason"), [(False, GPU, "is not installed"), (True, CPU, "needs a GPU")]
 )
-def test_transformer_engine_where_it_cannot_run_is_refused(
+def test_unavailable_transformer_engine_is_rejected(
     monkeypatch: pytest.MonkeyPatch, installed: bool, where: Platform, reason: str
 ) -> None:
     _transformer_engine(monkeypatch, installed)
@@ -128,7 +128,7 @@ def _transformer_engine(monkeypatch: pytest.MonkeyPatch, installed: bool) -> Non
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_peak_of_the_cpu_is_measured(dtype: torch.dtype) -> None:
+def test_peak_flops_of_the_cpu_are_measured(dtype: torch.dtype) -> None:
     peak = CPU.peak_flops(dtype)
     assert peak is not None
     assert 1e8 < peak < 1e15
@@ -138,7 +138,7 @@ def test_the_peak_of_the_cpu_is_measured(dtype: torch.dtype) -> None:
     ("name", "peak"),
     [("NVIDIA H200", 989e12), ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA B200", 2250e12), ("Some other GPU", None)],
 )
-def test_the_peak_of_a_gpu_is_its_data_sheets(monkeypatch: pytest.MonkeyPatch, name: str, peak: float | None) -> None:
+def test_peak_flops_of_a_gpu(monkeypatch: pytest.MonkeyPatch, name: str, peak: float | None) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
     assert GPU.peak_flops(torch.bfloat16) == peak
 
@@ -158,14 +158,14 @@ def test_synchronize_waits_for_the_own_device_only(monkeypatch: pytest.MonkeyPat
     assert waited == [GPU.device]
 
 
-def test_local_rank_is_torchruns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_rank_from_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     assert local_rank() == 0
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert local_rank() == 3
 
 
-def test_a_process_group_that_is_there_already_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_existing_process_group_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[SimpleNamespace] = []
     monkeypatch.setattr(platform.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(platform.dist, "init_process_group", lambda *a, **k: started.append(SimpleNamespace(a=a, k=k)))
@@ -178,7 +178,7 @@ def test_a_process_group_that_is_there_already_is_kept(monkeypatch: pytest.Monke
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Megatron has functions compiled there")
-def test_a_rank_starts_without_what_it_does_not_need() -> None:
+def test_rank_does_not_import_unneeded_modules() -> None:
     """torch's compiler, statistics and plotting libraries would take half of the import time."""
     needless = ("torch._inductor", "scipy.stats", "matplotlib")
     code = (

@@ -92,7 +92,7 @@ def test_a_second_demo_keeps_what_is_there(house):
     done, calls = demo(house)
     assert done.returncode == 0, done.stderr
     assert calls == [*map(train_call, MIXERS), REPORT]
-    assert "runs/quickstart/data is there and kept" in done.stdout
+    assert "runs/quickstart/data exists and is kept" in done.stdout
 
 
 def test_demo_ends_with_the_error_of_its_first_failing_command(house):
@@ -105,7 +105,7 @@ def test_demo_of_which_a_run_is_stopped_says_how_to_go_on(house):
     """Simulate a SIGTERM to the training command only."""
     done, calls = demo(house, FAILS_AT="train", CODE="75")
     assert done.returncode == 75
-    assert "make demo goes on from here" in done.stdout
+    assert "make demo continues from here" in done.stdout
     assert calls[-1] == train_call("attention")
 
 
@@ -129,7 +129,7 @@ def test_demo_interrupted_starts_nothing_more(house):
         if running.poll() is None:
             os.killpg(running.pid, signal.SIGKILL)
     assert running.returncode == 130
-    assert "make demo goes on from here" in output
+    assert "make demo continues from here" in output
     assert (house / "calls").read_text().splitlines()[-1] == train_call("attention")
 
 

@@ -27,7 +27,7 @@ GOING = HeartbeatRecord(
 WAITING = dataclasses.replace(GOING, further=900.0)
 
 
-def test_a_rank_says_how_far_it_is(tmp_path: Path) -> None:
+def test_heartbeat_records_progress(tmp_path: Path) -> None:
     heartbeat = Heartbeat(tmp_path, rank=3, seconds=0.02)
     heartbeat.step = 12
     for _ in range(5):
@@ -45,26 +45,26 @@ def test_a_rank_says_how_far_it_is(tmp_path: Path) -> None:
     assert read_heartbeats(tmp_path) == []
 
 
-def test_none_is_written_where_none_is_wanted(tmp_path: Path) -> None:
+def test_no_heartbeat_if_disabled(tmp_path: Path) -> None:
     heartbeat = Heartbeat(tmp_path, rank=0, seconds=0)
     heartbeat.beat()
     heartbeat.close()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_that_refuses_does_not_end_the_run(tmp_path: Path) -> None:
+def test_unwritable_heartbeat_does_not_end_the_run(tmp_path: Path) -> None:
     (tmp_path / FOLDER).write_text("no folder")
     heartbeat = Heartbeat(tmp_path, rank=0, seconds=0.02)
     time.sleep(0.1)
     heartbeat.close()
 
 
-def test_nothing_is_said_of_ranks_that_go_on_or_have_ended() -> None:
+def test_progressing_and_ended_ranks_are_not_reported() -> None:
     ended = dataclasses.replace(GOING, rank=1, written=10.0, ended=True)
     assert describe_stalled_ranks([GOING, ended], now=1000.0) == []
 
 
-def test_a_rank_that_is_gone_is_named() -> None:
+def test_rank_without_heartbeats_is_named() -> None:
     gone = dataclasses.replace(WAITING, rank=1, host="n2", written=950.0)
     (line,) = describe_stalled_ranks([WAITING, gone], now=1000.0)
     assert (
@@ -72,7 +72,7 @@ def test_a_rank_that_is_gone_is_named() -> None:
     )
 
 
-def test_a_rank_that_hangs_is_behind_those_that_wait_for_it() -> None:
+def test_hanging_rank_is_reported_as_behind() -> None:
     hangs = dataclasses.replace(WAITING, rank=2, host="n2", passes=29)
     found = [WAITING, dataclasses.replace(WAITING, rank=1), hangs]
     assert describe_stalled_ranks(found, now=1000.0) == [

@@ -58,7 +58,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "lock"
 
 
-def test_a_living_holder_of_this_machine_is_named_at_once(folder: Path) -> None:
+def test_live_local_holder_is_named_at_once(folder: Path) -> None:
     first, clock = acquire_lock(folder), FakeClock()
     with pytest.raises(UserError) as error:
         acquire_lock(folder, clock=clock)
@@ -76,14 +76,14 @@ def test_a_living_holder_of_this_machine_is_named_at_once(folder: Path) -> None:
     ],
     ids=["job", "no job", "no job's number"],
 )
-def test_the_hint_says_how_the_holder_is_ended(folder: Path, job: str | None, how: str) -> None:
+def test_hint_names_the_command_that_stops_the_holder(folder: Path, job: str | None, how: str) -> None:
     acquire_lock(folder, dataclasses.replace(HERE, job=job))
     with pytest.raises(UserError) as error:
         acquire_lock(folder)
     assert error.value.hint == f"wait until it exits, or stop it: {how}"
 
 
-def test_a_released_lock_is_taken_at_once(folder: Path) -> None:
+def test_released_lock_is_acquired_at_once(folder: Path) -> None:
     acquire_lock(folder, ELSEWHERE).release()
     clock = FakeClock()
     assert acquire_lock(folder, clock=clock).holder.number == 2
@@ -91,7 +91,7 @@ def test_a_released_lock_is_taken_at_once(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [{"pid": 2**22 + 1}, {"started": "1"}], ids=["no such pid", "pid used again"])
-def test_a_dead_process_of_this_machine_is_followed_at_once(folder: Path, change: dict[str, str | int]) -> None:
+def test_lock_of_a_dead_local_process_is_taken_over_at_once(folder: Path, change: dict[str, str | int]) -> None:
     acquire_lock(folder, dataclasses.replace(HERE, **change))
     clock = FakeClock()
     assert acquire_lock(folder, clock=clock).holder.number == 2
@@ -106,7 +106,7 @@ def test_a_zombie_is_dead(folder: Path) -> None:
         assert dataclasses.replace(HERE, pid=child.pid, started=fields[19]).exists() is False
 
 
-def test_a_holder_elsewhere_that_beats_is_refused_at_its_next_beat(folder: Path) -> None:
+def test_lock_of_a_live_remote_holder_is_refused_at_its_next_beat(folder: Path) -> None:
     other, messages = acquire_lock(folder, ELSEWHERE), list[str]()
     clock = FakeClock(lambda now: other.beat() if now == BEAT_SECONDS else None)
     with pytest.raises(UserError, match=r"is held by process \d+ on n2"):
@@ -116,7 +116,7 @@ def test_a_holder_elsewhere_that_beats_is_refused_at_its_next_beat(folder: Path)
     other.check()
 
 
-def test_a_silent_holder_elsewhere_is_followed_after_the_stated_time(folder: Path) -> None:
+def test_lock_of_a_silent_remote_holder_is_taken_over_after_the_timeout(folder: Path) -> None:
     other, clock = acquire_lock(folder, ELSEWHERE), FakeClock()
     lock = acquire_lock(folder, clock=clock)
     assert DEAD_SECONDS <= clock.time - 1000.0 < DEAD_SECONDS + 1
@@ -140,7 +140,7 @@ def test_clocks_of_machines_are_not_compared(folder: Path) -> None:
         other.release()
 
 
-def test_a_file_that_is_old_by_the_servers_clock_is_watched_for_a_short_time(folder: Path) -> None:
+def test_lock_that_is_old_by_the_servers_clock_is_observed_briefly(folder: Path) -> None:
     acquire_lock(folder, ELSEWHERE)
     os.utime(folder / "1", (1.0, 1.0))
     clock = FakeClock()
@@ -149,7 +149,7 @@ def test_a_file_that_is_old_by_the_servers_clock_is_watched_for_a_short_time(fol
     assert CONFIRM_SECONDS > 2 * BEAT_SECONDS  # else a servers' clock set ahead would take the lock from the living
 
 
-def test_a_file_from_the_future_is_watched_for_the_whole_time(folder: Path) -> None:
+def test_lock_with_a_future_timestamp_is_observed_for_the_full_timeout(folder: Path) -> None:
     acquire_lock(folder, ELSEWHERE)
     os.utime(folder / "1", (4e9, 4e9))
     clock = FakeClock()
@@ -158,7 +158,7 @@ def test_a_file_from_the_future_is_watched_for_the_whole_time(folder: Path) -> N
 
 
 @pytest.mark.parametrize(("ahead", "is_held"), [(-70.0, False), (-50.0, True), (50.0, True), (3600.0, False)])
-def test_a_look_takes_no_file_from_the_far_future_for_a_living_one(folder: Path, ahead: float, is_held: bool) -> None:
+def test_lock_state_depends_on_the_age_of_the_file(folder: Path, ahead: float, is_held: bool) -> None:
     acquire_lock(folder, ELSEWHERE)
     os.utime(folder / "1", (time.time() + ahead,) * 2)
     state = lock_state(folder)
@@ -166,7 +166,7 @@ def test_a_look_takes_no_file_from_the_far_future_for_a_living_one(folder: Path,
     assert state.is_held == is_held
 
 
-def test_a_requeued_job_fences_off_its_predecessor_at_once(folder: Path) -> None:
+def test_requeued_job_takes_over_the_lock_at_once(folder: Path) -> None:
     before, clock = acquire_lock(folder, JOB), FakeClock()
     again = acquire_lock(folder, dataclasses.replace(HERE, job="7", restarts=1), clock)
     assert clock.time == 1000.0
@@ -178,14 +178,14 @@ def test_a_requeued_job_fences_off_its_predecessor_at_once(folder: Path) -> None
     assert clock.time == 1000.0
 
 
-def test_another_job_does_not(folder: Path) -> None:
+def test_another_job_waits_for_the_timeout(folder: Path) -> None:
     acquire_lock(folder, JOB)
     clock = FakeClock()
     acquire_lock(folder, dataclasses.replace(HERE, job="8", restarts=1), clock)
     assert clock.time - 1000.0 >= DEAD_SECONDS
 
 
-def test_a_stopped_process_finds_its_lock_lost_when_it_goes_on(folder: Path) -> None:
+def test_suspended_process_finds_its_lock_lost(folder: Path) -> None:
     """The lock has passed to two later holders, so the file of the next number no longer exists."""
     slow = acquire_lock(folder, ELSEWHERE)
     for _ in range(3):
@@ -196,7 +196,7 @@ def test_a_stopped_process_finds_its_lock_lost_when_it_goes_on(folder: Path) -> 
 
 
 @pytest.mark.parametrize("what", ["lock", "whole run"])
-def test_a_removed_folder_ends_its_holder(tmp_path: Path, what: str) -> None:
+def test_removed_folder_is_a_lost_lock(tmp_path: Path, what: str) -> None:
     lock = acquire_lock(tmp_path / "run" / "lock")
     for path in sorted((tmp_path / "run").rglob("*"), reverse=True) + [tmp_path / "run"] * (what == "whole run"):
         path.rmdir() if path.is_dir() else path.unlink()
@@ -210,7 +210,7 @@ def test_a_removed_folder_ends_its_holder(tmp_path: Path, what: str) -> None:
     assert lock_state(tmp_path / "run" / "lock").is_held  # type: ignore[union-attr]
 
 
-def test_a_late_follower_of_a_number_long_gone_retreats(folder: Path) -> None:
+def test_stale_lock_number_cannot_be_created(folder: Path) -> None:
     """A slow process saw number 1 released. Meanwhile 2 was taken and released, and 3 removed its file."""
     for _ in range(2):
         acquire_lock(folder).release()
@@ -220,7 +220,7 @@ def test_a_late_follower_of_a_number_long_gone_retreats(folder: Path) -> None:
     assert os.listdir(folder) == ["3"]
 
 
-def test_a_link_whose_answer_was_lost_counts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_link_call_repeated_by_nfs_succeeds(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     link = os.link
 
     def twice(source: Path, target: Path) -> None:  # a network file system may repeat a call
@@ -231,7 +231,7 @@ def test_a_link_whose_answer_was_lost_counts(folder: Path, monkeypatch: pytest.M
     acquire_lock(folder).check()
 
 
-def test_without_links_the_lock_is_still_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lock_without_hard_links(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_links(source: Path, target: Path) -> None:
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
@@ -242,7 +242,7 @@ def test_without_links_the_lock_is_still_one(folder: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("content", [b"", b'{"number": 1, "tok', b"\0" * 1024, b"\xff\xfe", b"[]", b"[" * 2000])
-def test_a_damaged_file_is_followed_after_the_stated_time(folder: Path, content: bytes) -> None:
+def test_damaged_lock_is_taken_over_after_the_timeout(folder: Path, content: bytes) -> None:
     folder.mkdir()
     (folder / "1").write_bytes(content)
     clock, messages = FakeClock(), list[str]()
@@ -251,7 +251,7 @@ def test_a_damaged_file_is_followed_after_the_stated_time(folder: Path, content:
     assert "by an unidentified process" in messages[0]
 
 
-def test_a_damaged_file_that_changes_is_held(folder: Path) -> None:
+def test_damaged_lock_that_changes_is_held(folder: Path) -> None:
     folder.mkdir()
     (folder / "1").write_bytes(b"x")
     with pytest.raises(UserError, match="is held by an unidentified process"):
@@ -259,25 +259,25 @@ def test_a_damaged_file_that_changes_is_held(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["dangling link", "folder"])
-def test_what_is_no_file_is_refused_and_not_waited_for(folder: Path, kind: str) -> None:
+def test_lock_that_is_not_a_regular_file_is_rejected(folder: Path, kind: str) -> None:
     folder.mkdir()
     (folder / "1").mkdir() if kind == "folder" else (folder / "1").symlink_to("nowhere")
     with pytest.raises(UserError, match=r"cannot be written|could not be locked"):
         acquire_lock(folder)
 
 
-def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+def test_folder_that_cannot_be_created_is_named(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("a file")
     with pytest.raises(UserError, match=r"run/lock: cannot be written \(Not a directory\)"):
         acquire_lock(tmp_path / "run" / "lock")
 
 
-def test_a_run_of_which_nothing_was_written_leaves_no_folder(tmp_path: Path) -> None:
+def test_run_without_files_leaves_no_folder(tmp_path: Path) -> None:
     acquire_lock(tmp_path / "run" / "lock").release()
     assert os.listdir(tmp_path) == []
 
 
-def test_a_thread_beats_and_a_process_that_is_stuck_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thread_updates_the_lock_and_reports_its_loss(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock_module, "BEAT_SECONDS", 0.01)
     monkeypatch.setattr(lock_module, "GRACE_SECONDS", 0.01)
     stuck = threading.Event()
@@ -295,7 +295,7 @@ def test_a_thread_beats_and_a_process_that_is_stuck_is_told(folder: Path, monkey
     assert state.holder.process.restarts == 1
 
 
-def test_what_is_written_often_is_checked_once_a_second(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frequent_check_runs_once_per_second(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(lock_module.time, "monotonic", lambda: now[0])
     lock = acquire_lock(folder, JOB)
@@ -333,7 +333,7 @@ for number in range(rounds):
 """
 
 
-def test_of_three_processes_at_one_moment_one_gets_the_lock(tmp_path: Path) -> None:
+def test_one_of_three_concurrent_processes_gets_the_lock(tmp_path: Path) -> None:
     rounds, processes = 150, list[subprocess.Popen[str]]()
     for name in "abc":
         command = [sys.executable, "-c", CONTEND, str(rounds), str(tmp_path), name]

@@ -48,7 +48,7 @@ def _json(folder: Path) -> tuple[TextTokenizer, list[int]]:
 @pytest.mark.parametrize(
     ("make", "end"), [(_tiktoken, 258), (_rwkv, 0), (_json, 256)], ids=["tiktoken", "rwkv", "json"]
 )
-def test_a_run_keeps_every_kind(make, end: int, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_run_stores_every_kind_of_tokenizer(make, end: int, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     data, run = tmp_path / "data", tmp_path / "run"
     data.mkdir()
     run.mkdir()
@@ -64,7 +64,7 @@ def test_a_run_keeps_every_kind(make, end: int, tmp_path: Path) -> None:  # type
 
 
 @pytest.mark.parametrize("make", [_tiktoken, _rwkv, _json], ids=["tiktoken", "rwkv", "json"])
-def test_ids_that_are_no_token_are_no_text(make, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_unknown_token_ids_have_no_text(make, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     """The model has rows for these ids: gaps in the vocabulary, and the padding."""
     tokenizer, tokens = make(tmp_path)
     end = ("<|endoftext|>", 0 if make is _rwkv else 270 if make is _tiktoken else 256)
@@ -76,7 +76,7 @@ def test_ids_that_are_no_token_are_no_text(make, tmp_path: Path) -> None:  # typ
     assert coder.decode([265]) == ""
 
 
-def test_text_that_has_no_token_is_named(tmp_path: Path) -> None:
+def test_text_without_a_token_is_named(tmp_path: Path) -> None:
     library = Tokenizer(models.BPE(vocab={"a": 0, "b": 1, "<|endoftext|>": 2}, merges=[]))
     library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     library.save(str(tmp_path / "letters.json"))
@@ -90,14 +90,14 @@ def test_text_that_has_no_token_is_named(tmp_path: Path) -> None:
         coder.encode("ab bxa ba")
 
 
-def test_a_folder_without_a_tokenizer_or_with_a_broken_entry(tmp_path: Path) -> None:
+def test_missing_tokenizer_and_invalid_entry(tmp_path: Path) -> None:
     assert stored_tokenizer(tmp_path) is None
     (tmp_path / ENTRY).write_text(json.dumps({"file": "x"}))
     with pytest.raises(UserError, match=rf"{ENTRY}: cannot be read; copy it again"):
         stored_tokenizer(tmp_path)
 
 
-def test_an_end_that_nothing_names(tmp_path: Path) -> None:
+def test_unknown_end_of_document_token(tmp_path: Path) -> None:
     tokenizer, _ = _json(tmp_path)
     entry = TokenizerEntry("own.json", "", tokenizer.vocab_size, "[none]", 0)
     store_tokenizer(tmp_path / "own.json", entry, tmp_path)

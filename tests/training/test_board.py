@@ -75,13 +75,13 @@ def check(folder: Path, steps: int) -> None:
     assert [step for step, _ in shown["retrieval/mqar/64"]] == [one["step"] for one in lines(folder, SUITES)]
 
 
-def test_a_run_that_was_killed_and_went_on(tmp_path: Path) -> None:
+def test_run_killed_and_resumed(tmp_path: Path) -> None:
     killed(tmp_path, 0, 8, saved=6)
     train(tmp_path, 6, 10)
     check(tmp_path, 10)
 
 
-def test_a_run_that_was_killed_again_and_again(tmp_path: Path) -> None:
+def test_run_killed_repeatedly(tmp_path: Path) -> None:
     train(tmp_path, 0, 4)
     for first, last, saved in ((3, 7, 6), (6, 9, 8), (0, 2, 2), (2, 8, 8), (8, 11, 10)):
         killed(tmp_path, first, last, saved=saved, loss=10.0 + first)
@@ -89,7 +89,7 @@ def test_a_run_that_was_killed_again_and_again(tmp_path: Path) -> None:
     check(tmp_path, 12)
 
 
-def test_a_branch_begins_with_the_steps_of_its_trunk(tmp_path: Path) -> None:
+def test_branch_starts_with_its_trunks_records(tmp_path: Path) -> None:
     trunk, branch = tmp_path / "trunk", tmp_path / "branch"
     trunk.mkdir()
     train(trunk, 0, 9)
@@ -101,7 +101,7 @@ def test_a_branch_begins_with_the_steps_of_its_trunk(tmp_path: Path) -> None:
     check(trunk, 9)
 
 
-def test_a_branch_that_is_killed_before_its_first_checkpoint_begins_again(tmp_path: Path) -> None:
+def test_branch_killed_before_its_first_checkpoint_restarts(tmp_path: Path) -> None:
     trunk, branch = tmp_path / "trunk", tmp_path / "branch"
     trunk.mkdir()
     train(trunk, 0, 9)
@@ -113,7 +113,7 @@ def test_a_branch_that_is_killed_before_its_first_checkpoint_begins_again(tmp_pa
     check(branch, 7)
 
 
-def test_a_board_that_was_removed_is_made_again(tmp_path: Path) -> None:
+def test_removed_tensorboard_folder_is_recreated(tmp_path: Path) -> None:
     train(tmp_path, 0, 6)
     for path in (tmp_path / TENSORBOARD).iterdir():
         path.unlink()

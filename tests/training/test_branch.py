@@ -28,7 +28,7 @@ def trunk(pool: Any, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 @pytest.mark.parametrize("layout", [[], TP2, ["optimizer.sharding=zero3"]], ids=["dp2", "tp2_sp", "zero3"])
-def test_a_branch_is_the_run_from_the_start(
+def test_branch_equals_the_run_trained_from_scratch(
     pool: Any, data: Path, trunk: Path, tmp_path: Path, layout: list[str]
 ) -> None:
     before = snapshot(trunk)
@@ -54,9 +54,7 @@ def test_a_branch_is_the_run_from_the_start(
     assert snapshot(trunk) == before
 
 
-def test_a_branch_that_is_continued_goes_on_from_its_own_checkpoint(
-    pool: Any, data: Path, trunk: Path, tmp_path: Path
-) -> None:
+def test_resumed_branch_continues_from_its_own_checkpoint(pool: Any, data: Path, trunk: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path, data, tmp_path)
     step = f"run.branch_from={trunk}/checkpoints/step_3"
     pool.run(whole_run.run, 2, config, [*SHORT, *TP2, step, "training.checkpoint_every=2"])
@@ -68,7 +66,7 @@ def test_a_branch_that_is_continued_goes_on_from_its_own_checkpoint(
 
 
 @pytest.mark.parametrize(
-    ("step", "overrides", "said"),
+    ("step", "overrides", "message"),
     [
         (
             "step_12",
@@ -81,24 +79,24 @@ def test_a_branch_that_is_continued_goes_on_from_its_own_checkpoint(
         ("step_6", [*SHORT, "model.hidden_size=64"], "model.hidden_size: 64, but the checkpoint"),
     ],
 )
-def test_a_checkpoint_that_no_run_from_the_start_would_have_made(
-    pool: Any, data: Path, trunk: Path, tmp_path: Path, step: str, overrides: list[str], said: str
+def test_trunk_checkpoint_unreachable_from_scratch_is_rejected(
+    pool: Any, data: Path, trunk: Path, tmp_path: Path, step: str, overrides: list[str], message: str
 ) -> None:
     config = write_config(tmp_path, data, tmp_path)
-    with pytest.raises(WorkerFailed, match=said):
+    with pytest.raises(WorkerFailed, match=message):
         pool.run(whole_run.run, 1, config, [*overrides, f"run.branch_from={trunk}/checkpoints/{step}"])
     assert not (tmp_path / "run").exists()
 
 
-def test_what_is_no_checkpoint_is_refused_before_a_process_starts(
+def test_invalid_checkpoint_is_rejected_before_a_process_starts(
     data: Path, trunk: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = write_config(tmp_path, data, tmp_path)
-    for given, said in (
+    for given, message in (
         (trunk, f"run.branch_from: {trunk} is not a checkpoint of a run; give a checkpoint such as runs/trunk/"),
         (f"{trunk}/checkpoints/step_5", "step_5 is not a checkpoint of a run; "),
         (f"{trunk}/checkpoints/step_12", "step_12 is not before the run's end, training.steps 8; give an earlier"),
     ):
         assert call(config, *SHORT, f"run.branch_from={given}") == 2
-        assert said in capsys.readouterr().err
+        assert message in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

@@ -12,7 +12,7 @@ from continuing_runs import DATA_RECORD, a_run, identity_of, record_of, text
 
 from megatron_ext.checkpoint.folder import DamagedCheckpoint
 from megatron_ext.config.save import save_config
-from megatron_ext.training.continuing import Continuing
+from megatron_ext.training.continuing import Continuation
 from megatron_ext.utils.errors import UserError
 
 CHECKPOINT = Path("runs/run/checkpoints/step_6")
@@ -22,10 +22,10 @@ def changes(before: dict[str, Any], after: dict[str, Any], *, is_branch: bool = 
     """Result of resuming a run with changed fields from the checkpoint of step 6."""
     config = a_run(after)
     record = record_of(identity_of(a_run(before)))
-    return Continuing(config, identity_of(config, **data), is_branch).compare(record, CHECKPOINT)
+    return Continuation(config, identity_of(config, **data), is_branch).compare(record, CHECKPOINT)
 
 
-def test_an_equal_run_says_nothing() -> None:
+def test_unchanged_run_prints_nothing() -> None:
     found = changes({}, {})
     assert (found.messages, found.allowed, found.recorded) == ([], [], [])
 
@@ -52,9 +52,7 @@ def test_an_equal_run_says_nothing() -> None:
         ("optimizer.schedule", "constant", '"cosine"'),
     ],
 )
-def test_the_past_is_refused_by_the_name_of_the_field_and_allowed_by_it(
-    field: str, value: Any, was: str, is_branch: bool
-) -> None:
+def test_change_of_past_steps_must_be_allowed_by_field(field: str, value: Any, was: str, is_branch: bool) -> None:
     with pytest.raises(UserError) as raised:
         changes({}, {field: value}, is_branch=is_branch)
     assert raised.value.where == field
@@ -76,7 +74,7 @@ def test_another_model_is_never_allowed(field: str, value: Any, is_branch: bool)
     assert "allow_changed" not in raised.value.hint
 
 
-def test_all_refused_fields_are_named_at_once() -> None:
+def test_all_rejected_fields_are_named_at_once() -> None:
     with pytest.raises(UserError) as raised:
         changes({}, {"training.seed": 2, "optimizer.weight_decay": 0.3, "training.global_batch_size": 8})
     hint = "run.allow_changed=[training.global_batch_size, training.seed, optimizer.weight_decay]"
@@ -84,13 +82,13 @@ def test_all_refused_fields_are_named_at_once() -> None:
     assert "and 2 more: training.seed 1234 -> 2, optimizer.weight_decay 0.1 -> 0.3" in raised.value.problem
 
 
-def test_a_longer_cosine_says_which_rates_would_have_been_others() -> None:
+def test_longer_cosine_names_the_first_other_learning_rate() -> None:
     with pytest.raises(UserError, match=r"the learning rate of step \d+ was [\d.e-]+, and would have been [\d.e-]+"):
         changes({}, {"training.steps": 20})
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "said"),
+    ("before", "after", "message"),
     [
         ({}, {"parallel.tensor": 2}, "parallel.tensor 1 -> 2: the losses are not affected"),
         ({}, {"training.evaluate_every": 5}, "training.evaluate_every 0 -> 5: evaluations are affected"),
@@ -107,20 +105,20 @@ def test_a_longer_cosine_says_which_rates_would_have_been_others() -> None:
         ),
     ],
 )
-def test_what_leaves_the_past_alone_is_said(before: dict[str, Any], after: dict[str, Any], said: str) -> None:
+def test_change_of_future_steps_is_reported(before: dict[str, Any], after: dict[str, Any], message: str) -> None:
     found = changes(before, after)
     assert len(found.messages) == 1
     assert "selectron: changed at step 6: " in found.messages[0]
-    assert said in found.messages[0]
+    assert message in found.messages[0]
     assert found.allowed == []
 
 
-def test_what_a_run_was_begun_from_is_not_compared() -> None:
+def test_branch_origin_is_not_compared() -> None:
     """A branch that resumes from its own checkpoints does not need the original run."""
     assert changes({"run.branch_from": "runs/trunk/checkpoints/step_4"}, {}).messages == []
 
 
-def test_domains_and_weights_that_mean_the_same_are_no_change() -> None:
+def test_equivalent_domains_and_weights_are_not_changes() -> None:
     weights = {"data.weights": {"A": 1.0, "B": 2.0}}
     found = changes(weights, {"data.weights": {"B": 0.2, "A": 0.1}, "data.train_domains": ["A", "B"]})
     assert (found.messages, found.allowed) == ([], [])
@@ -132,7 +130,7 @@ OTHER = {**DATA_RECORD, "train": "other", "texts": [text("train", "A", documents
 
 
 @pytest.mark.parametrize("is_branch", [False, True], ids=["resume", "branch"])
-def test_other_training_text_is_refused_and_allowed_by_name(is_branch: bool) -> None:
+def test_other_training_text_must_be_allowed(is_branch: bool) -> None:
     with pytest.raises(UserError) as raised:
         changes({}, {}, is_branch=is_branch, record=OTHER)
     assert raised.value.where == "data.path"
@@ -142,7 +140,7 @@ def test_other_training_text_is_refused_and_allowed_by_name(is_branch: bool) -> 
     assert [one["field"] for one in found.allowed] == ["data"]
 
 
-def test_the_same_text_elsewhere_is_the_same() -> None:
+def test_same_text_in_another_folder_is_equal() -> None:
     assert changes({}, {"data.path": "s3://elsewhere"}).allowed == []
 
 
@@ -154,13 +152,13 @@ def test_other_text_under_equal_numbers_and_another_order_of_domains() -> None:
         changes({}, {}, record={**DATA_RECORD, "train": "other"})
 
 
-def test_a_new_domain_in_the_folder_is_blamed_on_the_data() -> None:
+def test_new_domain_is_attributed_to_the_data() -> None:
     record = {**OTHER, "texts": [*DATA_RECORD["texts"], text("train", "C")]}
     with pytest.raises(UserError, match=r"^data.path: .*C \(train\) is new"):
         changes({}, {}, record=record, train_domains=["A", "B", "C"])
 
 
-def test_fewer_domains_are_the_users_own_change() -> None:
+def test_fewer_domains_must_be_allowed() -> None:
     record = {**DATA_RECORD, "train": "fewer", "texts": DATA_RECORD["texts"][:1]}
     only_a = {"data.train_domains": ["A"]}
     with pytest.raises(UserError, match=r"^data.train_domains: "):
@@ -179,7 +177,7 @@ def test_another_tokenizer_is_never_allowed() -> None:
         changes({}, {"run.allow_other_data": True}, tokenizer="b" * 64)
 
 
-def test_other_text_to_evaluate_on_is_said() -> None:
+def test_other_evaluation_text_is_reported() -> None:
     record = {**DATA_RECORD, "evaluation": "other", "texts": [*DATA_RECORD["texts"][:2], text("test", "T", tokens=7)]}
     (line,) = changes({}, {}, record=record).messages
     assert "the evaluation text differs" in line
@@ -189,23 +187,23 @@ def test_other_text_to_evaluate_on_is_said() -> None:
 # --- what came before ------------------------------------------------------------------------------------------------
 
 
-def test_a_branch_of_a_run_that_was_changed_on_its_way_is_refused() -> None:
+def test_branch_of_a_changed_trunk_is_rejected() -> None:
     config = a_run({"optimizer.lr": 2e-3})
     changed = [{"step": 3, "field": "optimizer.lr", "before": 1e-3, "after": 2e-3}]
     record = record_of(identity_of(config) | {"changed": changed})
-    assert Continuing(config, identity_of(config)).compare(record, CHECKPOINT).recorded == changed
+    assert Continuation(config, identity_of(config)).compare(record, CHECKPOINT).recorded == changed
     problem = r"^run.branch_from: .* until step 3, optimizer.lr was 0.001; .*run.allow_changed=\[optimizer.lr\]"
     with pytest.raises(UserError, match=problem):
-        Continuing(config, identity_of(config), is_branch=True).compare(record, CHECKPOINT)
+        Continuation(config, identity_of(config), is_branch=True).compare(record, CHECKPOINT)
     allowing = a_run({"optimizer.lr": 2e-3, "run.allow_changed": ["optimizer.lr"]})
-    assert Continuing(allowing, identity_of(allowing), is_branch=True).compare(record, CHECKPOINT).recorded == changed
+    assert Continuation(allowing, identity_of(allowing), is_branch=True).compare(record, CHECKPOINT).recorded == changed
 
 
 OLD = {"config", "data", "changed"}
 """Entries missing in checkpoints of earlier versions."""
 
 
-def test_a_checkpoint_of_an_earlier_version_is_compared_with_the_configuration_beside_it(tmp_path: Path) -> None:
+def test_old_checkpoint_is_compared_by_the_runs_configuration_file(tmp_path: Path) -> None:
     checkpoint = tmp_path / "checkpoints" / "step_6"
     old = {key: value for key, value in identity_of(a_run({})).items() if key not in OLD}
     record = record_of(json.loads(json.dumps(old)))
@@ -213,7 +211,7 @@ def test_a_checkpoint_of_an_earlier_version_is_compared_with_the_configuration_b
 
     def compared(**fields: Any) -> Any:
         config = a_run({key.replace("__", "."): value for key, value in fields.items()})
-        return Continuing(config, identity_of(config)).compare(record, checkpoint)
+        return Continuation(config, identity_of(config)).compare(record, checkpoint)
 
     (line,) = compared().messages
     assert "does not record its training text" in line
@@ -226,52 +224,54 @@ def test_a_checkpoint_of_an_earlier_version_is_compared_with_the_configuration_b
         compared(optimizer__weight_decay=0.5)
 
 
-def test_without_any_configuration_only_the_record_is_compared(tmp_path: Path) -> None:
+def test_only_the_record_is_compared_without_a_configuration(tmp_path: Path) -> None:
     old = {key: value for key, value in identity_of(a_run({})).items() if key not in OLD}
     config = a_run({"optimizer.weight_decay": 0.5})
-    said = Continuing(config, identity_of(config)).compare(record_of(old), tmp_path / "checkpoints" / "step_6").messages
-    assert any("its run has no configuration file" in line for line in said)
+    messages = (
+        Continuation(config, identity_of(config)).compare(record_of(old), tmp_path / "checkpoints" / "step_6").messages
+    )
+    assert any("its run has no configuration file" in line for line in messages)
     config = a_run({"data.reset_attention": True})
     with pytest.raises(UserError, match=r"^data.reset_attention"):
-        Continuing(config, identity_of(config)).compare(record_of(old), tmp_path / "checkpoints" / "step_6")
+        Continuation(config, identity_of(config)).compare(record_of(old), tmp_path / "checkpoints" / "step_6")
 
 
-def test_a_schema_of_before_has_todays_defaults() -> None:
+def test_old_configuration_has_the_current_defaults() -> None:
     identity = identity_of(a_run({}))
     fields = {key: value for key, value in identity["config"].items() if key not in ("training.fp8", "run.device")}
     record = record_of(identity | {"config": fields})
-    assert Continuing(a_run({}), identity_of(a_run({}))).compare(record, CHECKPOINT).messages == []
+    assert Continuation(a_run({}), identity_of(a_run({}))).compare(record, CHECKPOINT).messages == []
     config = a_run({"training.fp8": "tensorwise"})
     with pytest.raises(UserError, match=r"^training.fp8"):
-        Continuing(config, identity_of(config)).compare(record, CHECKPOINT)
+        Continuation(config, identity_of(config)).compare(record, CHECKPOINT)
 
 
-def test_a_finished_run_is_compared_without_its_data() -> None:
+def test_finished_run_is_compared_without_its_data() -> None:
     config = replace(a_run({"optimizer.weight_decay": 0.5}))
     with pytest.raises(UserError, match=r"^optimizer.weight_decay"):
-        Continuing(config, None).compare(record_of(identity_of(a_run({}))), CHECKPOINT)
+        Continuation(config, None).compare(record_of(identity_of(a_run({}))), CHECKPOINT)
 
 
 @pytest.mark.parametrize("fields", [{"data.train_domains": ["b", "A"]}, {"data.weights": {"b": 0.2, "A": 0.1}}])
-def test_without_its_data_domains_are_known_by_the_checkpoints_names(fields: dict[str, Any]) -> None:
+def test_domains_without_data_are_matched_with_the_checkpoint(fields: dict[str, Any]) -> None:
     before = {key: {"A": 1.0, "B": 2.0} if key == "data.weights" else None for key in fields}
     record = record_of(identity_of(a_run(before)))
-    assert Continuing(a_run(fields), None).compare(record, CHECKPOINT).messages == []
+    assert Continuation(a_run(fields), None).compare(record, CHECKPOINT).messages == []
 
 
 @pytest.mark.parametrize(
     "fields", [{"data.train_domains": ["A"]}, {"data.train_domains": ["A", "C"]}, {"data.weights": {"A": 1, "B": 3}}]
 )
-def test_without_its_data_other_domains_are_refused(fields: dict[str, Any]) -> None:
+def test_other_domains_without_data_are_rejected(fields: dict[str, Any]) -> None:
     before = {key: {"A": 1.0, "B": 2.0} if key == "data.weights" else None for key in fields}
     with pytest.raises(UserError, match=rf"^{next(iter(fields))}: "):
-        Continuing(a_run(fields), None).compare(record_of(identity_of(a_run(before))), CHECKPOINT)
+        Continuation(a_run(fields), None).compare(record_of(identity_of(a_run(before))), CHECKPOINT)
 
 
-def test_a_field_that_only_another_version_has_is_said() -> None:
+def test_unknown_field_of_another_version_is_reported() -> None:
     identity = identity_of(a_run({}))
     record = record_of(identity | {"config": identity["config"] | {"optimizer.new": 3}})
-    (line,) = Continuing(a_run({}), identity).compare(record, CHECKPOINT).messages
+    (line,) = Continuation(a_run({}), identity).compare(record, CHECKPOINT).messages
     assert "This version does not have optimizer.new, and did not compare it" in line
 
 
@@ -290,7 +290,7 @@ def test_a_field_that_only_another_version_has_is_said() -> None:
     ids=json.dumps,
 )
 @pytest.mark.parametrize("is_branch", [False, True], ids=["resume", "branch"])
-def test_what_no_training_writes_is_a_damaged_checkpoint(entries: dict[str, Any], is_branch: bool) -> None:
+def test_invalid_identity_is_a_damaged_checkpoint(entries: dict[str, Any], is_branch: bool) -> None:
     identity = identity_of(a_run({}))
     with pytest.raises(DamagedCheckpoint, match=rf"checkpoint.json: entry {next(iter(entries))} of its identity"):
-        Continuing(a_run({}), identity, is_branch).compare(record_of(identity | entries), CHECKPOINT)
+        Continuation(a_run({}), identity, is_branch).compare(record_of(identity | entries), CHECKPOINT)

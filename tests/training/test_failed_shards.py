@@ -66,7 +66,7 @@ def flip_a_byte(path: Path) -> None:
     path.write_bytes(content)
 
 
-def said(capsys: pytest.CaptureFixture[str], start: str) -> list[str]:
+def printed(capsys: pytest.CaptureFixture[str], start: str) -> list[str]:
     return [line for line in capsys.readouterr().err.splitlines() if line.startswith(f"selectron: {start}: ")]
 
 
@@ -76,32 +76,32 @@ def skipped(folder: Path) -> list[tuple[int, list[str]]]:
     ]
 
 
-def test_a_disk_that_fails_later_is_left_out_by_the_next_start(
+def test_shard_on_a_failing_disk_is_skipped_by_the_next_start(
     tmp_path: Path, config: Path, disk: Disk, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"
     assert call(config, SKIP, AT_ONCE) == 2
-    (error,) = said(capsys, "error")
+    (error,) = printed(capsys, "error")
     assert f"{disk.path}: cannot be read (Input/output error); " in error
     assert error.endswith("start again with --resume=auto: a shard that is still damaged is skipped")
     assert read_failed(folder) == {SHARD}
     assert skipped(folder) == []
     assert call(config, SKIP, "--resume") == 0
-    assert f"{disk.path} or its index cannot be read (Input/output error): skipped" in said(capsys, "warning")[0]
+    assert f"{disk.path} or its index cannot be read (Input/output error): skipped" in printed(capsys, "warning")[0]
     assert [line["step"] for line in records(folder)] == list(range(1, 11))
     assert skipped(folder) == [(3, [SHARD])]
     disk.is_mended = True  # the next start reads it without error
     assert call(config, SKIP, *LONGER) == 0
-    assert said(capsys, "warning") == []
+    assert printed(capsys, "warning") == []
     assert skipped(folder) == [(3, [SHARD]), (10, [])]
     assert read_failed(folder) == set()
 
 
-def test_a_disk_that_fails_later_is_named_by_every_start_that_may_not_skip(
+def test_shard_on_a_failing_disk_is_named_without_skipping(
     tmp_path: Path, config: Path, disk: Disk, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert call(config, AT_ONCE) == 2
-    (error,) = said(capsys, "error")
+    (error,) = printed(capsys, "error")
     assert error.endswith(
         f"{disk.path}: cannot be read (Input/output error); copy it again or prepare the data again, then start again "
         "with --resume=auto, or skip the shard with --resume=auto data.on_damaged=skip"
@@ -109,7 +109,7 @@ def test_a_disk_that_fails_later_is_named_by_every_start_that_may_not_skip(
     before = snapshot(tmp_path)
     for _ in range(2):
         assert call(config, "--resume") == 2
-        (error,) = said(capsys, "error")
+        (error,) = printed(capsys, "error")
         assert f"{disk.path}: or its index cannot be read (Input/output error); copy it again" in error
         assert snapshot(tmp_path) == before
     disk.is_mended = True
@@ -124,33 +124,33 @@ def remote(tmp_path: Path, own_data: Path) -> list[str]:
     return [f"data.path=file://{own_data}", f"data.cache_dir={tmp_path / 'cache'}"]
 
 
-def test_a_shard_that_comes_damaged_is_left_out_by_the_next_start(
+def test_damaged_shard_is_skipped_by_the_next_start(
     tmp_path: Path, own_data: Path, config: Path, remote: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"
     assert call(config, SKIP, *remote) == 2
-    (error,) = said(capsys, "error")
+    (error,) = printed(capsys, "error")
     assert f"file://{own_data / SHARD}: sha256 differs: " in error
     assert error.endswith("a shard that is still damaged is skipped")
     for steps, arguments in ((10, ["--resume=auto"]), (12, LONGER)):  # remembered while the damage persists
         assert call(config, SKIP, *remote, *arguments) == 0
-        assert f"file://{own_data / SHARD} sha256 differs: " in said(capsys, "warning")[0]
+        assert f"file://{own_data / SHARD} sha256 differs: " in printed(capsys, "warning")[0]
         assert len(records(folder)) == steps
         assert [shards for _, shards in skipped(folder)] == [[SHARD]]
     flip_a_byte(own_data / SHARD)
     assert call(config, SKIP, *remote, "training.steps=13", "--resume") == 0
-    assert said(capsys, "warning") == []
+    assert printed(capsys, "warning") == []
     assert read_failed(folder) == set()
 
 
-def test_a_shard_that_comes_damaged_is_named_by_every_start_that_may_not_skip(
+def test_damaged_shard_is_named_without_skipping(
     tmp_path: Path, own_data: Path, config: Path, remote: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert call(config, *remote) == 2
-    assert "--resume=auto data.on_damaged=skip" in said(capsys, "error")[0]
+    assert "--resume=auto data.on_damaged=skip" in printed(capsys, "error")[0]
     for _ in range(2):
         assert call(config, *remote, "--resume=auto") == 2
-        (error,) = said(capsys, "error")
+        (error,) = printed(capsys, "error")
         assert f"file://{own_data / SHARD}: sha256 differs: " in error
     flip_a_byte(own_data / SHARD)
     assert call(config, *remote, "--resume=auto") == 0
@@ -158,7 +158,9 @@ def test_a_shard_that_comes_damaged_is_named_by_every_start_that_may_not_skip(
     assert read_failed(tmp_path / "run") == set()
 
 
-def test_any_rank_tells_the_next_start(tmp_path: Path, config: Path, remote: list[str]) -> None:
+def test_damage_found_by_any_rank_is_recorded_for_the_next_start(
+    tmp_path: Path, config: Path, remote: list[str]
+) -> None:
     code, errors = run(config, [SKIP, *remote], processes=2)
     assert code == 2, errors
     assert read_failed(tmp_path / "run") == {SHARD}

@@ -13,7 +13,7 @@ from megatron_ext.config.derive import derive
 from megatron_ext.config.schema import DataConfig, ModelConfig, ParallelConfig, RunConfig, TrainingConfig
 from megatron_ext.parallel.parameters import ParameterCount
 from megatron_ext.platform.device import Platform
-from megatron_ext.training.header import header
+from megatron_ext.training.header import format_header
 from megatron_ext.training.run_context import RunContext
 
 CPU = Platform(torch.device("cpu"), "gloo")
@@ -40,10 +40,10 @@ def _config(**parallel: int) -> RunConfig:
 
 
 def _header(config: RunConfig, data: Any, world_size: int, step: int = 0) -> list[str]:
-    return header(RunContext(config, Path("runs/a"), CPU), data, SIZE, Progress(step), world_size).splitlines()
+    return format_header(RunContext(config, Path("runs/a"), CPU), data, SIZE, Progress(step), world_size).splitlines()
 
 
-def test_it_says_what_is_trained_and_where_the_results_go() -> None:
+def test_header() -> None:
     assert _header(_config(tensor=2, context=2), _data(["A", "B"], ["C"]), 8) == [
         "run       runs/a, from the start to step 100",
         "model     attention*4: 5,000 parameters, 2,200 of them in embedding and output layer; fp32",
@@ -56,7 +56,7 @@ def test_it_says_what_is_trained_and_where_the_results_go() -> None:
     ]
 
 
-def test_one_process_goes_on_with_many_domains() -> None:
+def test_one_process_continues_with_many_domains() -> None:
     lines = _header(_config(), _data([*"ABCDEFGH"], []), 1, step=40)
     assert lines[0] == "run       runs/a, from step 40 to step 100"
     assert lines[2] == "layout    1 process: data 1; 4 x 2 samples per replica and step, on cpu"

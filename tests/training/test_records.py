@@ -46,20 +46,20 @@ def lines(folder: Path, name: str = METRICS) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 
 
-def test_records_are_kept_as_they_were_given(tmp_path: Path) -> None:
+def test_records_are_written_unchanged(tmp_path: Path) -> None:
     write(tmp_path, 0, 4)
     assert lines(tmp_path) == [metrics(step) for step in range(1, 5)]
     assert lines(tmp_path, EVALUATION) == evaluation(2) + evaluation(4)
 
 
-def test_a_record_is_on_disk_before_the_next_step(tmp_path: Path) -> None:
+def test_record_is_on_disk_before_the_next_step(tmp_path: Path) -> None:
     records = RunRecords(tmp_path, "run", 0, 10)
     records.step(metrics(1))
     assert lines(tmp_path) == [metrics(1)]
     records.close()
 
 
-def test_steps_that_are_done_again_are_dropped(tmp_path: Path) -> None:
+def test_repeated_steps_are_dropped(tmp_path: Path) -> None:
     write(tmp_path, 0, 6)
     write(tmp_path, 3, 5, loss=9.0)
     assert [r["step"] for r in lines(tmp_path)] == [1, 2, 3, 4, 5]
@@ -68,7 +68,7 @@ def test_steps_that_are_done_again_are_dropped(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", [1, 12, 40])
-def test_a_half_written_line_is_dropped(tmp_path: Path, cut: int) -> None:
+def test_incomplete_line_is_dropped(tmp_path: Path, cut: int) -> None:
     write(tmp_path, 0, 3)
     content = (tmp_path / METRICS).read_bytes()
     (tmp_path / METRICS).write_bytes(content[:-cut])  # a truncated line may end anywhere
@@ -77,7 +77,7 @@ def test_a_half_written_line_is_dropped(tmp_path: Path, cut: int) -> None:
 
 
 @pytest.mark.parametrize("kept", [1, 2, 5, 9])
-def test_a_line_of_which_hardly_anything_was_written_is_dropped(tmp_path: Path, kept: int) -> None:
+def test_line_with_few_written_bytes_is_dropped(tmp_path: Path, kept: int) -> None:
     write(tmp_path, 0, 2)
     with (tmp_path / METRICS).open("a") as file:
         file.write(json.dumps(metrics(3))[:kept])
@@ -85,11 +85,11 @@ def test_a_line_of_which_hardly_anything_was_written_is_dropped(tmp_path: Path, 
     assert lines(tmp_path) == [metrics(step) for step in range(1, 5)]
 
 
-def test_a_line_that_is_no_record_is_named_and_left(tmp_path: Path) -> None:
+def test_invalid_record_is_named_and_kept(tmp_path: Path) -> None:
     write(tmp_path, 0, 2)
     content = "edited by hand\n" + (tmp_path / METRICS).read_text()
     (tmp_path / METRICS).write_text(content)
-    with pytest.raises(UserError, match=r"metrics\.jsonl: has a line that is no record: 'edited by hand'"):
+    with pytest.raises(UserError, match=r"metrics\.jsonl: has a line that is not a record: 'edited by hand'"):
         RunRecords(tmp_path, "run", 2, 10)
     assert (tmp_path / METRICS).read_text() == content
 
@@ -111,7 +111,7 @@ def test_tensorboard_has_the_same_values(tmp_path: Path) -> None:
     assert found["test/Code"] == pytest.approx({2: 2.0, 4: 1.0})
 
 
-def test_tensorboard_shows_a_step_that_was_done_again_once(tmp_path: Path) -> None:
+def test_tensorboard_shows_a_repeated_step_once(tmp_path: Path) -> None:
     write(tmp_path, 0, 4)
     write(tmp_path, 2, 3, loss=9.0)
     assert scalars(tmp_path)["train/loss"] == pytest.approx({1: 5.0, 2: 2.5, 3: 9.0})

@@ -44,11 +44,11 @@ def resumed(run: Path, *arguments: str, how: str = "--resume") -> int:
     return call(run.parent / "config.yaml", how, *arguments)
 
 
-def said(capsys: pytest.CaptureFixture[str]) -> str:
+def printed(capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().err
 
 
-def test_every_place_says_what_was_trained_on(finished: Path) -> None:
+def test_identity_of_the_training_text_is_in_every_record(finished: Path) -> None:
     record = json.loads((finished / "checkpoints" / "step_2" / "checkpoint.json").read_text())["identity"]
     about = json.loads((finished / "model.json").read_text())
     assert about["data"] == record["data"]
@@ -58,24 +58,22 @@ def test_every_place_says_what_was_trained_on(finished: Path) -> None:
     assert {line["data"] for line in records(finished, "evaluation.jsonl")} == {about["data"]["evaluation"][:16]}
 
 
-def test_a_run_that_is_not_there_is_not_resumed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_run_is_not_resumed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert resumed(run, "run.name=runn") == 2
     place = run.parent / "runn"
-    assert said(capsys) == (
+    assert printed(capsys) == (
         f"selectron: error: --resume: {place} contains no checkpoint to resume from; did you mean run.name=run? "
         "--resume=auto starts a new run if there is none\n"
     )
     assert not place.exists()
 
 
-def test_a_run_without_a_checkpoint_begins_anew_where_that_is_asked_for(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_run_without_a_checkpoint_restarts_with_auto(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.rmtree(run / "checkpoints")
     assert resumed(run) == 2
-    assert "use --resume=auto to start the run from the beginning" in said(capsys)
+    assert "use --resume=auto to start the run from the beginning" in printed(capsys)
     assert call(run.parent / "config.yaml") == 2
-    assert "already contains a run without a checkpoint; add --resume=auto to start it" in said(capsys)
+    assert "already contains a run without a checkpoint; add --resume=auto to start it" in printed(capsys)
     assert resumed(run, how="--resume=auto") == 0
     assert [line["step"] for line in records(run)] == [1, 2, 3, 4]
 
@@ -90,24 +88,22 @@ def test_a_run_without_a_checkpoint_begins_anew_where_that_is_asked_for(
         ("training.steps=8", "training.steps: 8, but the checkpoint"),
     ],
 )
-def test_a_finished_run_is_compared_too(
-    run: Path, field: str, problem: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_finished_run_is_compared(run: Path, field: str, problem: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert resumed(run, field) == 2
-    assert said(capsys).startswith(f"selectron: error: {problem} {run}/checkpoints/step_4 has ")
+    assert printed(capsys).startswith(f"selectron: error: {problem} {run}/checkpoints/step_4 has ")
 
 
-def test_what_changes_nothing_is_said_of_a_finished_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_harmless_change_of_a_finished_run_is_reported(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert resumed(run, "training.micro_batch_size=1") == 0
-    changed, finished = said(capsys).splitlines()
+    changed, finished = printed(capsys).splitlines()
     assert "changed at step 4: training.micro_batch_size 2 -> 1: the losses are not affected" in changed
     assert finished == f"{run} is finished: step 4 of 4"
 
 
-def test_a_longer_cosine_goes_on_by_name_alone_and_is_noted(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_longer_cosine_must_be_allowed_by_name_and_is_recorded(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = records(run)
     assert resumed(run, "training.steps=6", "run.allow_changed=[training.steps]") == 0
-    assert "continued with training.steps 6, previously 4 (run.allow_changed)" in said(capsys)
+    assert "continued with training.steps 6, previously 4 (run.allow_changed)" in printed(capsys)
     assert records(run)[:4] == before
     assert [line["step"] for line in records(run)] == [1, 2, 3, 4, 5, 6]
     (decision,) = records(run, "decisions.jsonl")
@@ -120,7 +116,7 @@ def test_a_longer_cosine_goes_on_by_name_alone_and_is_noted(run: Path, capsys: p
     assert record["identity"]["changed"] == changed
 
 
-def test_a_run_that_was_taken_back_and_killed_goes_on_from_there(
+def test_run_continued_from_an_earlier_step_and_killed_resumes_there(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The checkpoint of step 4 still exists, and the records of steps 3 and 4 are from the new attempt."""
@@ -132,11 +128,11 @@ def test_a_run_that_was_taken_back_and_killed_goes_on_from_there(
     (run / "metrics.jsonl").write_text("".join(lines[:3]))
     capsys.readouterr()
     assert resumed(run) == 0
-    assert "from step 2 to step 4" in said(capsys)
+    assert "from step 2 to step 4" in printed(capsys)
     assert [line["step"] for line in records(run)] == [1, 2, 3, 4]
 
 
-def test_a_branch_has_the_decisions_that_its_checkpoint_came_about_by(run: Path) -> None:
+def test_branch_copies_decisions_up_to_its_checkpoint(run: Path) -> None:
     decided = [
         {"time": "t", "step": 2, "decision": "roll_back", "line": "before it", "to_step": 1, "samples": 4},
         {"time": "t", "step": 2, "decision": "skip", "line": "before it"},
@@ -170,7 +166,7 @@ def test_other_documents_under_the_same_names(
     (run / "checkpoints" / "latest").write_text("step_2\n")
     before = snapshot(run)
     assert resumed(run, f"data.path={again}") == 2
-    error = said(capsys)
+    error = printed(capsys)
     assert error.startswith(
         f"selectron: error: data.path: {again} contains different training text than {run}/checkpoints/step_2"
     )
@@ -179,7 +175,7 @@ def test_other_documents_under_the_same_names(
     assert "run.allow_other_data=true to continue with this data" in error
     assert snapshot(run) == before
     assert resumed(run, f"data.path={again}", "run.allow_other_data=true") == 0
-    assert "step 2: continued with different training text (run.allow_other_data): First (train)" in said(capsys)
+    assert "step 2: continued with different training text (run.allow_other_data): First (train)" in printed(capsys)
     (decision,) = records(run, "decisions.jsonl")
     assert (decision["step"], decision["field"]) == (2, "data")
     assert [line["data"] == records(run)[0]["data"] for line in records(run)] == [True, True, False, False]

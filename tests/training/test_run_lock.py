@@ -17,7 +17,7 @@ from megatron_ext.run_folder.lock import FOLDER, acquire
 from megatron_ext.run_folder.lock_file import lock_state
 from megatron_ext.run_folder.process_identity import this_process
 from megatron_ext.training.records import RunRecords
-from megatron_ext.training.run_lock import WRITTEN, holding
+from megatron_ext.training.run_lock import WRITTEN_PATHS, hold_run_lock
 from megatron_ext.utils.errors import UserError
 
 
@@ -33,45 +33,45 @@ def config(tmp_path: Path, data: Path) -> Path:
 
 def test_the_first_rank_holds_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
-    with holding(tmp_path / "run") as lock:
+    with hold_run_lock(tmp_path / "run") as lock:
         assert lock is None
         assert not (tmp_path / "run").exists()
     monkeypatch.setenv("RANK", "0")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").touch()
-    with holding(tmp_path / "run") as lock:
+    with hold_run_lock(tmp_path / "run") as lock:
         assert lock is not None
         assert lock_state(tmp_path / "run" / FOLDER).is_held  # type: ignore[union-attr]
     assert not lock_state(tmp_path / "run" / FOLDER).is_held  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("name", WRITTEN)
-def test_a_folder_of_a_run_that_leads_elsewhere_is_refused(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", WRITTEN_PATHS)
+def test_run_folder_with_a_link_out_of_it_is_rejected(tmp_path: Path, name: str) -> None:
     """A stranger's run folder may contain such a link. Files at its target would be replaced and removed."""
     run, outside = tmp_path / "run", tmp_path / "outside"
     run.mkdir()
     outside.mkdir()
     (outside / "1").write_text("a letter")
     (run / name).symlink_to(outside)
-    with pytest.raises(UserError, match="where a link leads out of"), holding(run):
+    with pytest.raises(UserError, match="where a link leads out of"), hold_run_lock(run):
         pass
     assert [path.name for path in outside.iterdir()] == ["1"]
 
 
 @pytest.mark.parametrize("resume", [[], ["--resume=auto"]], ids=["begun", "resumed"])
-def test_a_second_process_is_refused_by_name(
+def test_second_process_is_rejected(
     config: Path, tmp_path: Path, resume: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     acquire(tmp_path / "run" / FOLDER, "run")
     before = snapshot(tmp_path / "run")
     assert call(config, *resume) == 2
     me = this_process()
-    said = f"selectron: error: {tmp_path}/run: is held by process {me.pid} on {me.host}, since "
-    assert said in capsys.readouterr().err
+    message = f"selectron: error: {tmp_path}/run: is held by process {me.pid} on {me.host}, since "
+    assert message in capsys.readouterr().err
     assert snapshot(tmp_path / "run") == before
 
 
-def test_a_run_that_is_taken_over_ends_and_writes_nothing_more(
+def test_run_that_lost_its_lock_exits_and_writes_nothing(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slurm requeued the job on another node while this start was cut off."""
@@ -98,7 +98,7 @@ def test_a_run_that_is_taken_over_ends_and_writes_nothing_more(
 
 
 @pytest.mark.parametrize("asynchronous", ["true", "false"])
-def test_a_checkpoint_that_was_begun_before_gets_no_name(
+def test_pending_checkpoint_is_not_published_after_the_lock_is_lost(
     config: Path, tmp_path: Path, asynchronous: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from megatron_ext.checkpoint.saving import AsyncSave

@@ -57,7 +57,7 @@ def a_config(**training: Any) -> RunConfig:
 
 @pytest.mark.parametrize("dp_size", [1, 2, 4])
 @pytest.mark.parametrize("cp_size", [1, 2, 3])
-def test_the_ranks_together_read_a_step_once(dp_size: int, cp_size: int) -> None:
+def test_ranks_together_read_each_sample_once(dp_size: int, cp_size: int) -> None:
     config = replace(a_config(), parallel=ParallelConfig(context=cp_size))
     layout = layout_of(config, dp_size * cp_size)
     inputs, labels = [], []
@@ -90,7 +90,7 @@ def run_data(sha256: str = "a" * 64) -> RunData:
     return RunData(Path("data"), manifest, Path("tokenizer.json"), ["First"], ["Other"], samples, record=record)
 
 
-def test_a_checkpoint_says_what_the_run_is() -> None:
+def test_checkpoint_records_the_runs_identity() -> None:
     """The model at the top, for readers without a configuration; all fields; and what the domains' names mean."""
     config = a_config()
     base = identity(config, run_data())
@@ -108,7 +108,7 @@ def test_a_checkpoint_says_what_the_run_is() -> None:
 # --- what a step's metrics say ---------------------------------------------------------------------------------------
 
 
-A_STEP = StepResult(loss=2.5, tokens=1000, predicted=990, grad_norm=0.5, is_sound_here=True)
+A_STEP = StepResult(loss=2.5, tokens=1000, predicted=990, grad_norm=0.5, is_local_loss_finite=True)
 
 
 def a_loop(peak_flops: float | None) -> TrainingLoop:
@@ -147,7 +147,7 @@ def test_metrics_by_hand() -> None:
     }
 
 
-def test_utilisation_is_unknown_where_the_peak_is() -> None:
+def test_mfu_is_unknown_without_a_peak() -> None:
     found = a_loop(peak_flops=None)._metrics(A_STEP, 1e-3, 4.0, 123)
     assert found["mfu"] is None
 
@@ -156,7 +156,7 @@ def test_utilisation_is_unknown_where_the_peak_is() -> None:
     ("every", "step", "finished", "due"),
     [(0, 10, True, False), (5, 5, False, True), (5, 6, False, False), (5, 7, True, True), (1, 7, False, True)],
 )
-def test_rhythm(every: int, step: int, finished: bool, due: bool) -> None:
+def test_evaluation_and_checkpoint_intervals(every: int, step: int, finished: bool, due: bool) -> None:
     loop = a_loop(None)
     loop.progress = Progress(step=step)
     assert loop._is_due(every, finished) == due
@@ -166,55 +166,55 @@ class ScriptedLoop(TrainingLoop):
     """Steps and evaluations that only leave their number; asked to stop after the steps in `stops`."""
 
     stops: set[int]
-    told: list[str]
+    actions: list[str]
 
     def _step(self, stop: StopRequest) -> bool:
         self.progress = Progress(step=self.progress.step + 1)
         return self.progress.step in self.stops
 
     def _evaluate(self) -> None:
-        self.told.append(f"evaluation {self.progress.step}")
+        self.actions.append(f"evaluation {self.progress.step}")
 
 
 def scripted(first: int, last_evaluation: int, stops: set[int]) -> ScriptedLoop:
     plain = a_loop(None)
     loop = ScriptedLoop(**{field.name: getattr(plain, field.name) for field in fields(plain)})
-    loop.stops, loop.told = stops, []
+    loop.stops, loop.actions = stops, []
     loop.training = Training(steps=7, evaluate_every=3, checkpoint_every=2)
     loop.progress, loop.last_evaluation = Progress(step=first), last_evaluation
     loop.trainer = cast(Any, SimpleNamespace(optimizer=None))
-    save = lambda _, progress: loop.told.append(f"checkpoint {progress.step}")  # noqa: E731
-    tell = lambda what: lambda: loop.told.append(what)  # noqa: E731
+    save = lambda _, progress: loop.actions.append(f"checkpoint {progress.step}")  # noqa: E731
+    record = lambda action: lambda: loop.actions.append(action)  # noqa: E731
     loop.store = cast(
         Any,
-        SimpleNamespace(save=save, wait=tell("wait"), abandon=tell("abandon"), check_writable=lambda: None),
+        SimpleNamespace(save=save, wait=record("wait"), abandon=record("abandon"), check_writable=lambda: None),
     )
     return loop
 
 
-def test_an_evaluation_that_a_stop_came_before_is_made_up_for() -> None:
+def test_evaluation_skipped_by_a_stop_is_done_after_resuming() -> None:
     stopped = scripted(0, 0, stops={3})
     assert not stopped.run(StopRequest())
-    assert stopped.told == ["checkpoint 2", "checkpoint 3", "wait"]
+    assert stopped.actions == ["checkpoint 2", "checkpoint 3", "wait"]
     resumed = scripted(3, 0, stops=set())
     assert resumed.run(StopRequest())
-    told = ["evaluation 3", "checkpoint 4", "evaluation 6", "checkpoint 6", "evaluation 7", "checkpoint 7"]
-    assert resumed.told == [*told, "wait"]
+    actions = ["evaluation 3", "checkpoint 4", "evaluation 6", "checkpoint 6", "evaluation 7", "checkpoint 7"]
+    assert resumed.actions == [*actions, "wait"]
 
 
-def test_an_evaluation_that_was_made_is_not_made_again() -> None:
+def test_recorded_evaluation_is_not_repeated() -> None:
     resumed = scripted(3, 3, stops={7})
     assert resumed.run(StopRequest())
-    assert resumed.told == ["checkpoint 4", "evaluation 6", "checkpoint 6", "evaluation 7", "checkpoint 7", "wait"]
+    assert resumed.actions == ["checkpoint 4", "evaluation 6", "checkpoint 6", "evaluation 7", "checkpoint 7", "wait"]
 
 
 @pytest.mark.parametrize("error", [UserError("run", "cannot be written", "make room"), KeyboardInterrupt()])
-def test_an_error_leaves_no_save_behind(error: BaseException) -> None:
+def test_error_abandons_the_pending_save(error: BaseException) -> None:
     loop = scripted(0, 0, stops=set())
     loop._evaluate = cast(Any, Mock(side_effect=error))  # type: ignore[method-assign]
     with pytest.raises(type(error)):
         loop.run(StopRequest())
-    assert loop.told == ["checkpoint 2", "abandon"]
+    assert loop.actions == ["checkpoint 2", "abandon"]
 
 
 # --- the schedule ----------------------------------------------------------------------------------------------------

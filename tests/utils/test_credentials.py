@@ -48,18 +48,18 @@ def test_redacted(address, shown):
         "",
     ],
 )
-def test_what_holds_no_secret_stays(text):
+def test_text_without_secrets_is_unchanged(text):
     assert redact(text) == text
 
 
-def test_trees():
+def test_redact_tree():
     tree = {"data": {"path": f"s3://K:{SECRET}@b", "lengths": [1, 2.5, None, True], "names": [f"https://{SECRET}@h"]}}
     clean = {"data": {"path": "s3://***@b", "lengths": [1, 2.5, None, True], "names": ["https://***@h"]}}
     assert redact_tree(tree) == clean
 
 
-def test_a_library_s_own_words():
+def test_remove_secrets_from_a_library_message():
     address = f"s3://KEY:{SECRET}@bucket/data?token=abc123"
-    said = remove_secrets(address, f"no /KEY:{SECRET}@bucket/data with abc123")
-    assert said == "no /***@bucket/data with ***"
+    cleaned = remove_secrets(address, f"no /KEY:{SECRET}@bucket/data with abc123")
+    assert cleaned == "no /***@bucket/data with ***"
     assert remove_secrets("sftp://user@host/x", "user unknown") == "user unknown"

@@ -34,9 +34,7 @@ def test_content_is_written_and_replaced(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_a_reader_sees_the_old_content_until_the_new_is_on_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_readers_see_the_old_content_until_the_new_is_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, seen = tmp_path / "file", []
     path.write_bytes(b"old")
 
@@ -49,7 +47,7 @@ def test_a_reader_sees_the_old_content_until_the_new_is_on_disk(
     assert seen == [(".file.partial", b"new", b"old"), (tmp_path.name, None, b"new")]
 
 
-def test_a_full_disk_leaves_the_old_content_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_keeps_the_previous_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"old")
 
@@ -63,7 +61,7 @@ def test_a_full_disk_leaves_the_old_content_and_nothing_else(tmp_path: Path, mon
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_what_an_interrupted_writer_left_is_replaced(tmp_path: Path) -> None:
+def test_partial_file_of_a_killed_writer_is_replaced(tmp_path: Path) -> None:
     (tmp_path / ".file.partial").write_bytes(b"half of somethi")
     write_atomically(tmp_path / "file", b"whole")
     assert os.listdir(tmp_path) == ["file"]
@@ -79,7 +77,7 @@ def fails(*_: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # like errors of write, without a file name
 
 
-def test_a_write_that_fails_names_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_write_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(atomic_files, "open_to_write", fails)
     with pytest.raises(OSError, match="No space left") as caught:
         write_atomically(tmp_path / "file", b"x")
@@ -112,7 +110,7 @@ def test_private_files(tmp_path: Path) -> None:
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_a_full_disk_is_one_line_of_every_command(
+def test_full_disk_is_a_one_line_error_of_every_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def write(*_: object) -> int:
@@ -126,7 +124,7 @@ def test_a_full_disk_is_one_line_of_every_command(
     assert capsys.readouterr().err == where + "free disk space, or choose another location\n"
 
 
-def test_a_full_disk_of_a_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_during_a_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def copy(*_: object, **__: object) -> None:
         raise shutil.Error([("a", "b", "[Errno 28] No space left on device: 'b'")])
 
@@ -135,7 +133,7 @@ def test_a_full_disk_of_a_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         copy_code(tmp_path / "code")
 
 
-def test_a_link_of_a_stranger_leads_no_content_elsewhere(tmp_path: Path) -> None:
+def test_foreign_link_does_not_redirect_writes(tmp_path: Path) -> None:
     """A stranger's run folder may have a link with the name of the temporary file."""
     outside, folder = tmp_path / "outside", tmp_path / "run"
     outside.write_bytes(b"precious")
@@ -148,7 +146,7 @@ def test_a_link_of_a_stranger_leads_no_content_elsewhere(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("there", [True, False], ids=["file", "dangling"])
-def test_a_link_is_not_followed_to_append(tmp_path: Path, there: bool) -> None:
+def test_appending_does_not_follow_a_link(tmp_path: Path, there: bool) -> None:
     outside, link = tmp_path / "outside", tmp_path / "metrics.jsonl"
     if there:
         outside.write_bytes(b"precious")
@@ -159,7 +157,7 @@ def test_a_link_is_not_followed_to_append(tmp_path: Path, there: bool) -> None:
     assert not there or outside.read_bytes() == b"precious"
 
 
-def test_a_pipe_is_neither_read_nor_written(tmp_path: Path) -> None:
+def test_pipe_is_neither_read_nor_written(tmp_path: Path) -> None:
     """Reading or writing would block until the other end opens."""
     os.mkfifo(pipe := tmp_path / "pipe")
     with pytest.raises(OSError, match="is not a regular file"):

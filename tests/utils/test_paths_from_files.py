@@ -68,7 +68,7 @@ def array(folder: Path, name: str) -> None:
     own = folder / "launch" / "arrays" / "1"
     own.mkdir(parents=True)
     (own / "jobs.json").write_text(json.dumps([name]))
-    Array(own).keep_number("5")
+    Array(own).write_number("5")
 
 
 def domain(folder: Path, name: str) -> None:
@@ -97,7 +97,7 @@ def test_refused(tmp_path, read, name):
     assert [path.name for path in outside.rglob("*")] == ["x"]
 
 
-def test_an_arrays_jobs_elsewhere_get_no_number(tmp_path):
+def test_jobs_outside_the_sweep_get_no_number(tmp_path):
     """Records have absolute paths. Those of the sweep's own runs are accepted, also through a link to the sweep."""
     runs = tmp_path / "runs"
     own, job = runs / "launch" / "arrays" / "1", runs / "a" / "launch" / "1"
@@ -105,17 +105,17 @@ def test_an_arrays_jobs_elsewhere_get_no_number(tmp_path):
         folder.mkdir(parents=True)
     (tmp_path / "link").symlink_to(runs)
     (own / "jobs.json").write_text(json.dumps([str(job)]))
-    Array(tmp_path / "link" / "launch" / "arrays" / "1").keep_number("5")
+    Array(tmp_path / "link" / "launch" / "arrays" / "1").write_number("5")
     assert Job(job).number == "5_0"
     (runs / "b").symlink_to(tmp_path)
     (own / "jobs.json").write_text(json.dumps([str(runs / "b")]))
     with pytest.raises(UserError, match="is not a relative path"):
-        Array(own).keep_number("5")
+        Array(own).write_number("5")
     assert not (tmp_path / "job_id").exists()
 
 
 @pytest.mark.parametrize("text", ["../../x", "-u root", "5; reboot", "5\n6", "5_", "", "\u0665", "x" * 10_000])
-def test_a_jobs_number_is_a_number(tmp_path, text):
+def test_job_number_must_be_a_number(tmp_path, text):
     (tmp_path / "job_id").write_text(text)
     for ask in (lambda: Job(tmp_path).number, lambda: Job(tmp_path).log):
         with pytest.raises(UserError, match="is not a Slurm job number") as caught:
@@ -125,13 +125,13 @@ def test_a_jobs_number_is_a_number(tmp_path, text):
 
 
 @pytest.mark.parametrize("text", ["step_" + "9" * 5000, "step_\u0665", "../step_5", "step_", "step_5x", "\xff"])
-def test_latest_names_a_step(tmp_path, text):
+def test_latest_file_must_name_a_step(tmp_path, text):
     (tmp_path / LATEST).write_text(text, encoding="latin-1" if text == "\xff" else "utf-8")
     with pytest.raises(UserError, match="is not a checkpoint; "):
         CheckpointFolder(tmp_path).latest()
 
 
-def test_a_kept_tokenizer_takes_no_other_files_name(tmp_path):
+def test_stored_tokenizer_does_not_overwrite_other_files(tmp_path):
     """The manifest's file name of a tokenizer may collide with a file of the run."""
     (tmp_path / "config.yaml").write_text("kept")
     given = tmp_path / "given.txt"
@@ -151,7 +151,7 @@ def test_a_vocabulary_smaller_than_its_tokenizer(tmp_path):
         check_vocabulary(tmp_path / "tokenizer.json", TokenizerEntry("t", "", 2, "<|endoftext|>", 1))
 
 
-def test_downloaded_models_are_folders_of_links(tmp_path):
+def test_links_of_downloaded_models_are_allowed(tmp_path):
     """In the cache of huggingface_hub, files named by the index are links to files beside the folder."""
     from safetensors.numpy import save_file
 

@@ -25,7 +25,7 @@ def test_printable(text, shown):
     assert not control_characters(printable(text))
 
 
-def test_keep():
+def test_keep_folder():
     assert printable("a\n\x1bb", keep="\n") == "a\n\\x1bb"
     assert control_characters("a\n\x1bb") == "\n\x1b"
 

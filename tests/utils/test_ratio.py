@@ -10,15 +10,15 @@ from scipy import stats
 from megatron_ext.utils.ratio_interval import ratio_interval, ratio_variance
 
 
-def drawn(documents: int, seed: int = 3) -> tuple[np.ndarray, np.ndarray]:
-    dice = np.random.default_rng(seed)
-    tokens = np.ceil(np.exp(dice.normal(6.0, 1.2, documents)))
-    return tokens * dice.normal(3.0, 0.5, documents), tokens
+def random_losses(documents: int, seed: int = 3) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    tokens = np.ceil(np.exp(rng.normal(6.0, 1.2, documents)))
+    return tokens * rng.normal(3.0, 0.5, documents), tokens
 
 
 @pytest.mark.parametrize("documents", [3, 8, 40])
-def test_variance_and_freedom_are_those_of_the_matrices(documents: int) -> None:
-    nats, tokens = drawn(documents)
+def test_variance_and_degrees_of_freedom_in_matrix_form(documents: int) -> None:
+    nats, tokens = random_losses(documents)
     total = tokens.sum()
     rest_of = np.eye(documents) - np.outer(tokens, np.ones(documents)) / total  # residuals of the ratio
     reduce = np.diag(1 / np.sqrt(1 - tokens / total))
@@ -33,7 +33,7 @@ def test_variance_and_freedom_are_those_of_the_matrices(documents: int) -> None:
     assert (high - low) / 2 == pytest.approx(stats.t.ppf(0.95, degrees_of_freedom) * np.sqrt(nats @ form @ nats))
 
 
-def test_documents_of_one_length_have_the_interval_of_a_mean() -> None:
+def test_documents_of_equal_length_have_the_interval_of_a_mean() -> None:
     losses = np.random.default_rng(1).normal(3.0, 0.4, 9)
     expected = stats.t.interval(0.95, 8, losses.mean(), losses.std(ddof=1) / 3)
     assert ratio_interval(50 * losses, np.full(9, 50.0), 0.95) == pytest.approx(expected)
@@ -41,13 +41,13 @@ def test_documents_of_one_length_have_the_interval_of_a_mean() -> None:
 
 @pytest.mark.parametrize("documents", [1, 2])
 def test_one_or_two_documents_have_no_interval(documents: int) -> None:
-    nats, tokens = drawn(documents)
+    nats, tokens = random_losses(documents)
     assert ratio_interval(nats, tokens, 0.95) is None
     assert ratio_interval(np.append(nats, 0.0), np.append(tokens, 0.0), 0.95) is None  # a document without tokens
 
 
-def test_a_sum_of_independent_spreads() -> None:
-    one, other = (ratio_variance(*drawn(n, n)) for n in (5, 30))
+def test_variance_of_a_sum_of_independent_estimates() -> None:
+    one, other = (ratio_variance(*random_losses(n, n)) for n in (5, 30))
     both = one + other
     assert float(both.variance) == pytest.approx(float(one.variance + other.variance))
     assert (
@@ -55,10 +55,10 @@ def test_a_sum_of_independent_spreads() -> None:
         < float(both.degrees_of_freedom)
         < float(one.degrees_of_freedom + other.degrees_of_freedom)
     )
-    assert np.isnan((one + ratio_variance(*drawn(2))).half_width(0.95))
+    assert np.isnan((one + ratio_variance(*random_losses(2))).half_width(0.95))
 
 
 @pytest.mark.parametrize("documents", [5, 20, 200])
-def test_intervals_hold_the_truth_as_often_as_they_say(documents: int) -> None:
+def test_interval_coverage(documents: int) -> None:
     """Coverage over 400 corpora of varied documents. A percentile bootstrap has 0.77 with five and 0.86 with twenty."""
     assert 0.92 <= coverage_of_documents.ratio_coverage(documents, 400) <= 0.99

@@ -21,14 +21,14 @@ def cells(text: str) -> list[list[str]]:
     return rows
 
 
-def test_a_table_has_the_cells_that_went_in() -> None:
+def test_table_cells() -> None:
     lines = markdown.table(("op", "said"), [("a|b", "fails:\n  no\tmemory"), ("", "1.00")])
     assert len(lines) == 4
     assert cells("\n".join(lines)) == [["op", "said"], ["a|b", "fails: no memory"], ["", "1.00"]]
 
 
 @pytest.mark.parametrize(
-    ("x", "said"), [(0.0, "0.0"), (0.0123456, "0.0123"), (1.0, "1.00"), (12.34, "12.3"), (4321.6, "4322")]
+    ("x", "expected"), [(0.0, "0.0"), (0.0123456, "0.0123"), (1.0, "1.00"), (12.34, "12.3"), (4321.6, "4322")]
 )
-def test_three_digits(x: float, said: str) -> None:
-    assert markdown.format_number(x) == said
+def test_three_digits(x: float, expected: str) -> None:
+    assert markdown.format_number(x) == expected

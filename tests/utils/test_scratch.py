@@ -46,7 +46,7 @@ def held_by_another() -> Iterator[tuple[subprocess.Popen[str], Path]]:
         process.communicate()
 
 
-def test_it_is_gone_after_the_block_and_after_an_error(disk: Path) -> None:
+def test_folder_is_removed_after_the_block_and_after_an_error(disk: Path) -> None:
     with scratch_folder("kind") as folder:
         assert folder.parent == disk
         (folder / "content").touch()
@@ -57,7 +57,7 @@ def test_it_is_gone_after_the_block_and_after_an_error(disk: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT], ids=str)
-def test_a_signal_that_ends_the_process_takes_it_along(disk: Path, number: signal.Signals) -> None:
+def test_signal_that_ends_the_process_removes_the_folder(disk: Path, number: signal.Signals) -> None:
     with held_by_another() as (process, folder):
         assert (folder / "content").exists()
         process.send_signal(number)
@@ -65,7 +65,7 @@ def test_a_signal_that_ends_the_process_takes_it_along(disk: Path, number: signa
     assert list(disk.iterdir()) == []
 
 
-def test_what_a_killed_process_left_goes_with_the_next_call(disk: Path) -> None:
+def test_folder_of_a_killed_process_is_removed_by_the_next_call(disk: Path) -> None:
     with held_by_another() as (process, folder):
         process.kill()
         process.wait(timeout=30)
@@ -76,7 +76,7 @@ def test_what_a_killed_process_left_goes_with_the_next_call(disk: Path) -> None:
             assert [path for path in disk.iterdir() if path.is_dir()] == [own]
 
 
-def test_what_is_in_use_stays(disk: Path) -> None:
+def test_folder_in_use_is_kept(disk: Path) -> None:
     with scratch_folder("kind") as own, held_by_another() as (_, folder), scratch_folder("kind") as more:
         assert sorted(disk.iterdir()) == sorted([own, folder, more])
         assert (folder / "content").exists()
@@ -99,7 +99,7 @@ def test_folders_of_another_machine_and_links_stay(disk: Path, monkeypatch: pyte
         assert (folder / "content").exists()
 
 
-def test_what_is_kept_stays_and_no_call_removes_it(disk: Path) -> None:
+def test_kept_folder_is_never_removed(disk: Path) -> None:
     with scratch_folder("kind") as folder:
         (folder / "log").touch()
         keep_folder(folder)
@@ -108,16 +108,14 @@ def test_what_is_kept_stays_and_no_call_removes_it(disk: Path) -> None:
     assert [path.name for path in folder.iterdir()] == ["log"]
 
 
-def test_a_folder_in_another_place_is_this_users_alone(tmp_path: Path) -> None:
+def test_folder_elsewhere_is_private_to_the_user(tmp_path: Path) -> None:
     with scratch_folder("kind", tmp_path / "..") as folder:
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         assert folder.parent.resolve() == tmp_path.parent.resolve()
     assert not folder.exists()
 
 
-def test_what_others_put_in_the_way_is_neither_followed_nor_removed(
-    disk: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_foreign_files_are_neither_followed_nor_removed(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Links to our folders and files, and another user's folder, with names of leftover temporary folders."""
     start, victim = f"selectron-kind-{socket.gethostname()}-", disk / "victim"
     victim.mkdir()
@@ -144,7 +142,7 @@ def test_what_others_put_in_the_way_is_neither_followed_nor_removed(
 
 
 @pytest.mark.parametrize("kind", ["link", "file", "open"])
-def test_a_users_folder_that_is_not_his_alone(disk: Path, kind: str) -> None:
+def test_user_folder_accessible_to_others_is_rejected(disk: Path, kind: str) -> None:
     assert stat.S_IMODE(user_folder().stat().st_mode) == 0o700
     assert user_folder() == disk / f"selectron-{os.getuid()}"
     user_folder().rmdir()

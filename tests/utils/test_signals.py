@@ -10,7 +10,7 @@ import pytest
 from megatron_ext.utils.signals import handle_signals
 
 
-def test_a_handler_has_its_signals_for_a_while() -> None:
+def test_signal_handler_is_temporary() -> None:
     outer: list[int] = []
     inner: list[int] = []
     with handle_signals([signal.SIGUSR1, signal.SIGUSR2], lambda number, _: outer.append(number)):
@@ -21,7 +21,7 @@ def test_a_handler_has_its_signals_for_a_while() -> None:
     assert (inner, outer) == ([signal.SIGUSR1], [signal.SIGUSR2, signal.SIGUSR1])
 
 
-def test_an_error_gives_signals_back() -> None:
+def test_signal_handlers_are_restored_after_an_error() -> None:
     before = signal.getsignal(signal.SIGUSR1)
     with pytest.raises(RuntimeError), handle_signals([signal.SIGUSR1], lambda *_: None):
         raise RuntimeError

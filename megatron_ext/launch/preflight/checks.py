@@ -19,7 +19,7 @@ from megatron_ext.utils import git_info
 PACKAGES = ("megatron_ext", "kernels", "data_prep")
 DISTRIBUTIONS = ("torch", "megatron-core", "transformer-engine", "deepspeed", "triton", "flash-linear-attention")
 _SUFFIXES = {".py", ".sbatch", ".txt", ".html", ".j2"}
-_PRODUCT = 512
+_MATRIX_SIZE = 512
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,7 @@ class NodeReport:
     versions: dict[str, str] = field(default_factory=dict)
 
 
-def look_around(folder: Path, environment: Mapping[str, str] = os.environ) -> NodeReport:
+def check_node(folder: Path, environment: Mapping[str, str] = os.environ) -> NodeReport:
     """Check the node of this process.
 
     Args:
@@ -93,7 +93,7 @@ def look_around(folder: Path, environment: Mapping[str, str] = os.environ) -> No
     import torch
 
     processes, local_rank = int(environment["LOCAL_WORLD_SIZE"]), int(environment["LOCAL_RANK"])
-    seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     # Not `tempfile.gettempdir()`, which chooses another folder if the disk is full. C libraries do not.
     folders = {"run": folder, "temporary": Path(environment.get("TMPDIR", "/tmp")), "shared memory": Path("/dev/shm")}
     return NodeReport(
@@ -102,10 +102,10 @@ def look_around(folder: Path, environment: Mapping[str, str] = os.environ) -> No
         node=node_name(environment),
         processes=processes,
         gpus_asked=int(environment.get("SLURM_GPUS_ON_NODE") or 0),
-        gpus_seen=seen,
-        gpus=[_gpu(index) for index in range(local_rank, seen, processes)],
+        gpus_seen=num_gpus,
+        gpus=[_check_gpu(index) for index in range(local_rank, num_gpus, processes)],
         memory=psutil.virtual_memory().available,
-        spaces={use: Space(path=str(path), free=_free(path)) for use, path in folders.items()},
+        spaces={use: Space(path=str(path), free=_free_bytes(path)) for use, path in folders.items()},
         versions=_versions(),
     )
 
@@ -115,26 +115,26 @@ def node_name(environment: Mapping[str, str] = os.environ) -> str:
     return environment.get("SLURMD_NODENAME") or socket.gethostname().split(".")[0]
 
 
-def _free(path: Path) -> int | None:
+def _free_bytes(path: Path) -> int | None:
     try:
         return shutil.disk_usage(path).free
     except OSError:
         return None
 
 
-def _gpu(index: int) -> Gpu:
+def _check_gpu(index: int) -> Gpu:
     """Compare a matrix product on a GPU with the CPU's. The factors are small integers, so all fp32 sums are exact."""
     import torch
 
     try:
         free, total = torch.cuda.mem_get_info(index)
         name = torch.cuda.get_device_name(index)
-        a, b = (torch.randint(-4, 5, (_PRODUCT, _PRODUCT)).float() for _ in range(2))
-        there = (a.to(f"cuda:{index}") @ b.to(f"cuda:{index}")).cpu()
+        a, b = (torch.randint(-4, 5, (_MATRIX_SIZE, _MATRIX_SIZE)).float() for _ in range(2))
+        product = (a.to(f"cuda:{index}") @ b.to(f"cuda:{index}")).cpu()
     except RuntimeError as error:  # base class of torch's errors
         return Gpu(index=index, error=str(error).splitlines()[0])
-    wrong = int((there != a @ b).sum())
-    problem = f"{wrong} of {_PRODUCT**2} numbers of a matrix product are wrong" if wrong else ""
+    num_wrong = int((product != a @ b).sum())
+    problem = f"{num_wrong} of {_MATRIX_SIZE**2} numbers of a matrix product are wrong" if num_wrong else ""
     return Gpu(index=index, name=name, free=free, total=total, error=problem)
 
 

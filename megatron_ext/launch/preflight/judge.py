@@ -59,92 +59,97 @@ def judge_nodes(
         limits: requirements for a node.
     """
     by_node: dict[str, list[NodeReport]] = {node: [] for node in nodes}
-    for report in sorted(reports, key=lambda one: one.rank):
+    for report in sorted(reports, key=lambda report: report.rank):
         by_node.setdefault(report.node, []).append(report)
-    found = _silent(by_node, processes, limits)
-    speaking = {node: there for node, there in by_node.items() if there and node not in found}
-    gpus = max(
-        (one.gpus_asked or min(one.gpus_seen, one.processes) for all_ in speaking.values() for one in all_), default=0
-    )
-    usual = _usual_versions(speaking)
+    missing = _blame_missing_reports(by_node, processes, limits)
+    reporting = {node: node_reports for node, node_reports in by_node.items() if node_reports and node not in missing}
+    all_reports = [report for node_reports in reporting.values() for report in node_reports]
+    gpus = max((report.gpus_asked or min(report.gpus_seen, report.processes) for report in all_reports), default=0)
+    common_versions = _common_versions(reporting)
     failed: dict[str, dict[str, str]] = {}  # check -> node -> problem
-    for node, there in speaking.items():
-        for check, problem in _problems(there, clocks.get(node), gpus, usual, limits):
+    for node, node_reports in reporting.items():
+        for check, problem in _problems(node_reports, clocks.get(node), gpus, common_versions, limits):
             failed.setdefault(check, {}).setdefault(node, problem)
-    verdict = Verdict(bad=found)
-    for check, where in failed.items():
-        everywhere = len(where) == len(speaking) and (len(speaking) > 1 or check == RUN_FOLDER)
-        if everywhere:
-            verdict.refusals.append(next(iter(where.values())) + (" on every node" if len(speaking) > 1 else ""))
+    verdict = Verdict(bad=missing)
+    for check, problems in failed.items():
+        is_everywhere = len(problems) == len(reporting) and (len(reporting) > 1 or check == RUN_FOLDER)
+        if is_everywhere:
+            verdict.refusals.append(next(iter(problems.values())) + (" on every node" if len(reporting) > 1 else ""))
             continue
-        for node, problem in where.items():
+        for node, problem in problems.items():
             verdict.bad[node] = f"{verdict.bad[node]}, {problem}" if node in verdict.bad else problem
     return verdict
 
 
-def _silent(by_node: Mapping[str, Sequence[NodeReport]], processes: int, limits: Limits) -> dict[str, str]:
+def _blame_missing_reports(
+    by_node: Mapping[str, Sequence[NodeReport]], processes: int, limits: Limits
+) -> dict[str, str]:
     """Return the nodes blamed for processes without a report."""
-    silent = {node: processes - len(there) for node, there in by_node.items() if len(there) < processes}
+    missing = {node: processes - len(reports) for node, reports in by_node.items() if len(reports) < processes}
     first = next(iter(by_node))
-    if first not in silent and len(silent) == len(by_node) - 1 > 1 and set(silent.values()) == {processes}:
+    if first not in missing and len(missing) == len(by_node) - 1 > 1 and set(missing.values()) == {processes}:
         return {first: f"no other node reached it within {limits.node_timeout:.0f} s"}
-    said = f"sent no report within {limits.node_timeout:.0f} s"
-    return {node: said if n == processes else f"{n} of its {processes} processes {said}" for node, n in silent.items()}
+    reason = f"sent no report within {limits.node_timeout:.0f} s"
+    return {
+        node: reason if count == processes else f"{count} of its {processes} processes {reason}"
+        for node, count in missing.items()
+    }
 
 
 def _problems(
     reports: Sequence[NodeReport],
     clock: tuple[float, float] | None,
     gpus: int,
-    usual: Mapping[str, str],
+    common_versions: Mapping[str, str],
     limits: Limits,
 ) -> Iterator[tuple[str, str]]:
     """Yield the checks that a node fails, each with the problem."""
-    yield from _of_gpus(reports, gpus, limits)
+    yield from _gpu_problems(reports, gpus, limits)
     if reports[0].memory < limits.min_memory:
-        yield "memory", f"{amount(reports[0].memory)} of memory is free, less than {amount(limits.min_memory)}"
-    yield from _of_spaces(reports[0], limits)
+        memory = format_bytes(reports[0].memory)
+        yield "memory", f"{memory} of memory is free, less than {format_bytes(limits.min_memory)}"
+    yield from _space_problems(reports[0], limits)
     if clock is not None and abs(clock[0]) - clock[1] > limits.max_clock_offset:
-        how = f"{abs(clock[0]):.1f} s {'ahead of' if clock[0] > 0 else 'behind'} the first node's"
-        yield "clock", f"its clock is {how}, more than {limits.max_clock_offset:g} s"
-    for one in reports:
-        for name in sorted({*usual, *one.versions}):
-            here, there = one.versions.get(name, "none"), usual.get(name, "none")
-            if here != there:
-                yield f"version of {name}", f"{name} is {here}, but {there} on the other nodes"
+        difference = f"{abs(clock[0]):.1f} s {'ahead of' if clock[0] > 0 else 'behind'} the first node's"
+        yield "clock", f"its clock is {difference}, more than {limits.max_clock_offset:g} s"
+    for report in reports:
+        for name in sorted({*common_versions, *report.versions}):
+            version, expected = report.versions.get(name, "none"), common_versions.get(name, "none")
+            if version != expected:
+                yield f"version of {name}", f"{name} is {version}, but {expected} on the other nodes"
 
 
-def _of_gpus(reports: Sequence[NodeReport], gpus: int, limits: Limits) -> Iterator[tuple[str, str]]:
-    seen = min(one.gpus_seen for one in reports)
-    if seen < gpus:
-        yield "GPUs", f"{seen} of {gpus} GPUs are visible"
-    for gpu in (gpu for one in reports for gpu in one.gpus):
+def _gpu_problems(reports: Sequence[NodeReport], gpus: int, limits: Limits) -> Iterator[tuple[str, str]]:
+    num_visible = min(report.gpus_seen for report in reports)
+    if num_visible < gpus:
+        yield "GPUs", f"{num_visible} of {gpus} GPUs are visible"
+    for gpu in (gpu for report in reports for gpu in report.gpus):
         if gpu.error:
             yield "GPU", f"GPU {gpu.index}: {gpu.error}"
         elif gpu.free < limits.min_gpu_memory * gpu.total:
-            there = f"{amount(gpu.free)} of {amount(gpu.total)} free"
-            yield "GPU memory", f"GPU {gpu.index}: {there}, less than {limits.min_gpu_memory:.0%}"
+            free = f"{format_bytes(gpu.free)} of {format_bytes(gpu.total)} free"
+            yield "GPU memory", f"GPU {gpu.index}: {free}, less than {limits.min_gpu_memory:.0%}"
 
 
-def _of_spaces(report: NodeReport, limits: Limits) -> Iterator[tuple[str, str]]:
-    least = {"run": limits.min_disk, "temporary": limits.min_tmp, "shared memory": limits.min_shm}
+def _space_problems(report: NodeReport, limits: Limits) -> Iterator[tuple[str, str]]:
+    minimum = {"run": limits.min_disk, "temporary": limits.min_tmp, "shared memory": limits.min_shm}
     for use, space in report.spaces.items():
         check = RUN_FOLDER if use == "run" else use
         if space.free is None:
             yield check, f"there is no folder {space.path}"
-        elif space.free < least[use]:
-            yield check, f"{amount(space.free)} free in {space.path}, less than {amount(least[use])}"
+        elif space.free < minimum[use]:
+            yield check, f"{format_bytes(space.free)} free in {space.path}, less than {format_bytes(minimum[use])}"
 
 
-def _usual_versions(speaking: Mapping[str, Sequence[NodeReport]]) -> dict[str, str]:
+def _common_versions(reporting: Mapping[str, Sequence[NodeReport]]) -> dict[str, str]:
     """Return the most common version of each component. Among equally common versions, the first node's wins."""
-    reports = [one for there in speaking.values() for one in there]
-    names = {name for one in reports for name in one.versions}
-    counts = {name: Counter(one.versions.get(name, "none") for one in reports) for name in names}
+    reports = [report for node_reports in reporting.values() for report in node_reports]
+    names = {name for report in reports for name in report.versions}
+    counts = {name: Counter(report.versions.get(name, "none") for report in reports) for name in names}
     return {name: count.most_common(1)[0][0] for name, count in counts.items()}
 
 
-def amount(size: float) -> str:
+def format_bytes(size: float) -> str:
     """Format a number of bytes with a decimal unit."""
     for unit, bytes_ in (("TB", 1e12), ("GB", 1e9)):
         if size >= bytes_:
@@ -165,7 +170,7 @@ class Links:
     limits: Limits
 
     @staticmethod
-    def of(links: Iterable[Link], limits: Limits) -> Links:
+    def from_links(links: Iterable[Link], limits: Limits) -> Links:
         """Keep the slowest link of each pair; a failed link counts as slowest."""
         slowest: dict[Pair, Link] = {}
         for link in links:
@@ -180,9 +185,9 @@ class Links:
         if link.error:
             return f"no all-reduce ({link.error})"
         others = [other.bandwidth for key, other in self.slowest.items() if key != pair and not other.error]
-        least = max(self.limits.min_bandwidth, self.limits.min_bandwidth_fraction * median(others) if others else 0)
-        if link.bandwidth < least:
-            return f"{link.bandwidth:.3g} GB/s, less than {least:.3g}"
+        minimum = max(self.limits.min_bandwidth, self.limits.min_bandwidth_fraction * median(others) if others else 0)
+        if link.bandwidth < minimum:
+            return f"{link.bandwidth:.3g} GB/s, less than {minimum:.3g}"
         return ""
 
     def failed(self, pair: Pair) -> bool:
@@ -203,23 +208,23 @@ def _speed(link: Link) -> float:
     return -1.0 if link.error else link.bandwidth
 
 
-def second_tries(first: Links) -> list[Pair]:
+def pairs_to_repeat(first: Links) -> list[Pair]:
     """Return the pairs to measure after the ring; empty if no pair has a problem.
 
     All suspect pairs are measured again. In addition, a node without a good pair is measured with a good node, if there
     is a good node with which it does not form a suspect pair.
     """
     suspects, good = first.suspects(), first.good_nodes()
-    lonely = [node for node in dict.fromkeys(node for pair in suspects for node in pair) if node not in good]
-    more = []
-    for i, node in enumerate(lonely):
-        strangers = [other for other in good if not any({node, other} == set(pair) for pair in suspects)]
-        if strangers:
-            more.append((strangers[i % len(strangers)], node))
-    return [*more, *suspects]
+    isolated = [node for node in dict.fromkeys(node for pair in suspects for node in pair) if node not in good]
+    new_pairs = []
+    for i, node in enumerate(isolated):
+        candidates = [other for other in good if not any({node, other} == set(pair) for pair in suspects)]
+        if candidates:
+            new_pairs.append((candidates[i % len(candidates)], node))
+    return [*new_pairs, *suspects]
 
 
-def judge_links(first: Links, again: Links) -> Verdict:
+def judge_links(first: Links, repeated: Links) -> Verdict:
     """Judge nodes by the measurements of their pairs.
 
     A node is bad if it has no good pair in either measurement. If an all-reduce fails between two nodes that both have
@@ -229,23 +234,23 @@ def judge_links(first: Links, again: Links) -> Verdict:
 
     Args:
         first: pairs of the ring.
-        again: pairs of `second_tries`, and the good pairs of the ring for comparison.
+        repeated: pairs of `pairs_to_repeat`, and the good pairs of the ring for comparison.
     """
     verdict = Verdict()
-    good = {*first.good_nodes(), *again.good_nodes()}
-    for pair in dict.fromkeys([*first.suspects(), *again.suspects()]):
-        problem = again.problem(pair) if pair in again.slowest else first.problem(pair)
-        lonely = [node for node in pair if node not in good]
-        said = f"{pair[0]} and {pair[1]}: {problem}"
+    good = {*first.good_nodes(), *repeated.good_nodes()}
+    for pair in dict.fromkeys([*first.suspects(), *repeated.suspects()]):
+        problem = repeated.problem(pair) if pair in repeated.slowest else first.problem(pair)
+        isolated = [node for node in pair if node not in good]
+        message = f"{pair[0]} and {pair[1]}: {problem}"
         if not problem:
             verdict.warnings.append(f"{pair[0]} and {pair[1]}: {first.problem(pair)} at first, normal when repeated")
-        elif good and lonely:
-            for node in lonely:
+        elif good and isolated:
+            for node in isolated:
                 verdict.bad.setdefault(node, f"with {pair[pair[0] == node]}: {problem}")
-        elif not again.failed(pair):
-            verdict.warnings.append(said)
+        elif not repeated.failed(pair):
+            verdict.warnings.append(message)
         elif good:
             verdict.bad.setdefault(pair[1], f"with {pair[0]}, although both reach other nodes: {problem}")
         else:
-            verdict.troubles.append(f"{said}; the faulty node cannot be determined")
+            verdict.troubles.append(f"{message}; the faulty node cannot be determined")
     return verdict

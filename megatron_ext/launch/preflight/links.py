@@ -24,7 +24,7 @@ _REPEATS, _SMALL_REPEATS = 5, 20
 _THREAD = "pair"
 
 
-def longest(seconds: float) -> float:
+def max_seconds(seconds: float) -> float:
     """Return the seconds after which a measurement with a limit of `seconds` is abandoned.
 
     The margin is needed because libraries time out later than requested.
@@ -52,37 +52,37 @@ class Link:
     error: str = ""
 
 
-def rounds(pairs: Iterable[Pair]) -> list[list[Pair]]:
+def schedule_rounds(pairs: Iterable[Pair]) -> list[list[Pair]]:
     """Distribute pairs over rounds of disjoint pairs, so that all pairs of a round can run in parallel."""
-    shared: list[list[Pair]] = []
+    schedule: list[list[Pair]] = []
     for pair in pairs:
-        free = (one for one in shared if not any(set(pair) & set(other) for other in one))
+        free = (round_pairs for round_pairs in schedule if not any(set(pair) & set(other) for other in round_pairs))
         chosen = next(free, None)
         if chosen is None:
-            shared.append([pair])
+            schedule.append([pair])
         else:
             chosen.append(pair)
-    return shared
+    return schedule
 
 
-def ring(nodes: Sequence[str]) -> list[Pair]:
+def ring_pairs(nodes: Sequence[str]) -> list[Pair]:
     """Return the pairs of a ring: each node with the next node, and the last node with the first.
 
-    The order of the pairs lets `rounds` distribute them over the fewest rounds.
+    The order of the pairs lets `schedule_rounds` distribute them over the fewest rounds.
     """
     if len(nodes) < 3:
         return [(nodes[0], nodes[1])] if len(nodes) == 2 else []
-    around = [(one, nodes[(i + 1) % len(nodes)]) for i, one in enumerate(nodes)]
-    return [*around[::2], *around[1::2]]
+    pairs = [(node, nodes[(i + 1) % len(nodes)]) for i, node in enumerate(nodes)]
+    return [*pairs[::2], *pairs[1::2]]
 
 
-def measure(pair: Pair, local_rank: int, end: int, store: Store, device: torch.device, seconds: float) -> Link:
+def measure_link(pair: Pair, local_rank: int, side: int, store: Store, device: torch.device, seconds: float) -> Link:
     """Measure the link to the process of the same local rank on the other node, in a process group of these two.
 
     Args:
         pair: names of the two nodes.
         local_rank: local rank of both processes.
-        end: 0 or 1, this node's index in the pair.
+        side: 0 or 1, this node's index in the pair.
         store: store that only these two processes use.
         device: device of the tensors; selects NCCL (GPU) or gloo (CPU).
         seconds: time limit for the measurement.
@@ -91,7 +91,7 @@ def measure(pair: Pair, local_rank: int, end: int, store: Store, device: torch.d
 
     def work() -> None:
         try:
-            bandwidth, latency = _all_reduces(store, end, device, seconds)
+            bandwidth, latency = _all_reduces(store, side, device, seconds)
             found.append(Link(pair=pair, local_rank=local_rank, bandwidth=bandwidth, latency=latency))
         except RuntimeError as error:  # base class of the errors of gloo, NCCL and the store
             found.append(Link(pair=pair, local_rank=local_rank, error=_first_line(error)))
@@ -99,12 +99,12 @@ def measure(pair: Pair, local_rank: int, end: int, store: Store, device: torch.d
     # A call into NCCL may never return. The daemon thread then ends with the process.
     thread = threading.Thread(target=work, daemon=True, name=_THREAD)
     thread.start()
-    thread.join(longest(seconds))
-    late = Link(pair=pair, local_rank=local_rank, error=f"no answer within {longest(seconds):.0f} s")
-    return found[0] if found else late
+    thread.join(max_seconds(seconds))
+    timed_out = Link(pair=pair, local_rank=local_rank, error=f"no answer within {max_seconds(seconds):.0f} s")
+    return found[0] if found else timed_out
 
 
-def hanging() -> bool:
+def is_hanging() -> bool:
     """Return True if a measurement has not returned."""
     return any(thread.name == _THREAD for thread in threading.enumerate())
 
@@ -114,11 +114,11 @@ def _first_line(error: Exception) -> str:
     return text.rpartition("] ")[2][:120] or type(error).__name__
 
 
-def _all_reduces(store: Store, end: int, device: torch.device, seconds: float) -> tuple[float, float]:
+def _all_reduces(store: Store, side: int, device: torch.device, seconds: float) -> tuple[float, float]:
     """Return the bandwidth in GB/s and the latency in seconds."""
     import torch
 
-    group = _group(store, end, device, timedelta(seconds=seconds))
+    group = _group(store, side, device, timedelta(seconds=seconds))
     large = torch.ones(BYTES[device.type] // 4, device=device)
     small = torch.ones(1, device=device)
 
@@ -140,17 +140,17 @@ def _all_reduces(store: Store, end: int, device: torch.device, seconds: float) -
     return large.numel() * 4 / best / 1e9, latencies[len(latencies) // 2]
 
 
-def _group(store: Store, end: int, device: torch.device, limit: timedelta) -> Any:
+def _group(store: Store, side: int, device: torch.device, limit: timedelta) -> Any:
     import torch.distributed as dist
 
     if device.type == "cpu":
-        return dist.ProcessGroupGloo(store, end, 2, limit)
+        return dist.ProcessGroupGloo(store, side, 2, limit)
     # By default, NCCL's watchdog would end this process when a pair fails, and a wait would only enqueue the work.
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
     os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = limit
-    return dist.ProcessGroupNCCL(store, end, 2, options)
+    return dist.ProcessGroupNCCL(store, side, 2, options)
 
 
 def _synchronize(device: torch.device) -> None:
@@ -160,7 +160,9 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def offset(ask: Callable[[], float], times: int = 5, clock: Callable[[], float] = time.time) -> tuple[float, float]:
+def measure_clock_offset(
+    read_other_clock: Callable[[], float], times: int = 5, clock: Callable[[], float] = time.time
+) -> tuple[float, float]:
     """Return the offset of another clock from this one, estimated as NTP does.
 
     The other clock is read between two readings of this one. The offset is the other
@@ -168,7 +170,7 @@ def offset(ask: Callable[[], float], times: int = 5, clock: Callable[[], float] 
     two readings. The result with the smallest error bound is returned.
 
     Args:
-        ask: returns the other clock's time.
+        read_other_clock: returns the other clock's time.
         times: number of readings.
         clock: returns this clock's time.
 
@@ -178,8 +180,8 @@ def offset(ask: Callable[[], float], times: int = 5, clock: Callable[[], float] 
     readings = []
     for _ in range(times):
         before = clock()
-        there = ask()
+        other_time = read_other_clock()
         after = clock()
-        readings.append(((after - before) / 2, there - (before + after) / 2))
-    error, ahead = min(readings)
-    return ahead, error
+        readings.append(((after - before) / 2, other_time - (before + after) / 2))
+    error, offset = min(readings)
+    return offset, error

@@ -26,18 +26,19 @@ class JsonLines(Logger):
         self._files: dict[str, IO[str]] = {}
 
     def start(self, start: Start) -> None:
-        """Open the files. Their records of later steps were dropped by `drop_later`."""
+        """Open the files. Their records of later steps were dropped by `drop_later_records`."""
         self._files = {name: open_to_append(self.run.folder / name) for name in FILES}
 
-    def drop_later(self, step: int) -> Start:
+    def drop_later_records(self, step: int) -> Start:
         """Drop the records of later steps and an incomplete last line, and return the start of all loggers."""
         self.close()
-        counts = [_cut(self.run.folder / name, step) for name in FILES]
-        return Start(step, self._history, sum(kept for kept, _ in counts), any(dropped for _, dropped in counts))
+        counts = [_drop_later_lines(self.run.folder / name, step) for name in FILES]
+        num_kept, has_dropped = sum(kept for kept, _ in counts), any(dropped for _, dropped in counts)
+        return Start(step, self._history, num_kept, has_dropped)
 
     def _history(self) -> Iterator[tuple[str, dict[str, Any]]]:
         for name in FILES:
-            yield from ((name, record) for record in records_of(self.run.folder / name))
+            yield from ((name, record) for record in read_records(self.run.folder / name))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Do nothing: the files contain records."""
@@ -55,7 +56,7 @@ class JsonLines(Logger):
             file.close()
 
 
-def _cut(path: Path, last_step: int) -> tuple[int, bool]:
+def _drop_later_lines(path: Path, last_step: int) -> tuple[int, bool]:
     """Remove later steps, which will be repeated, and an incomplete last line.
 
     Returns:
@@ -64,29 +65,29 @@ def _cut(path: Path, last_step: int) -> tuple[int, bool]:
     if not path.exists():
         return 0, False
     lines = read_regular(path).decode().splitlines(keepends=True)
-    kept = [line for line in lines if step_of(line, path) <= last_step]
-    write_atomically(path, "".join(f"{line.rstrip()}\n" for line in kept).encode())
-    complete = [line for line in lines if line.endswith("\n")]
-    return len(kept), len(complete) > len(kept)
+    kept_lines = [line for line in lines if parse_step(line, path) <= last_step]
+    write_atomically(path, "".join(f"{line.rstrip()}\n" for line in kept_lines).encode())
+    complete_lines = [line for line in lines if line.endswith("\n")]
+    return len(kept_lines), len(complete_lines) > len(kept_lines)
 
 
-def records_of(path: Path) -> Iterator[dict[str, Any]]:
+def read_records(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the complete records of a file; none if it does not exist."""
     if not path.exists():
         return
     for line in read_regular(path).decode().splitlines(keepends=True):
         if line.endswith("\n"):
-            step_of(line, path)
+            parse_step(line, path)
             yield parse_json(line)
 
 
-def last_step(path: Path) -> int:
+def read_last_step(path: Path) -> int:
     """Return the last step in a file; 0: it is empty."""
     lines = read_regular(path).decode().splitlines(keepends=True)
-    return int(max((step_of(line, path) for line in lines), default=0))
+    return int(max((parse_step(line, path) for line in lines), default=0))
 
 
-def step_of(line: str, path: Path) -> float:
+def parse_step(line: str, path: Path) -> float:
     """Return the step of a line; infinity if the line is incomplete.
 
     Raises:
@@ -98,5 +99,5 @@ def step_of(line: str, path: Path) -> float:
         if not line.endswith("\n"):  # incomplete line of a killed run
             return float("inf")
         raise UserError(
-            str(path), f"has a line that is no record: {line.rstrip()[:60]!r}", "remove that line"
+            str(path), f"has a line that is not a record: {line.rstrip()[:60]!r}", "remove that line"
         ) from None

@@ -12,7 +12,7 @@ from megatron_ext.run_folder.layout import MLFLOW
 from megatron_ext.training.loggers.core.registry import register
 from megatron_ext.training.loggers.core.tracker import PROJECT, Point, Tracker
 
-_OTHER = re.compile(r"[^\w\-. :/]", re.ASCII)
+_INVALID_CHARACTERS = re.compile(r"[^\w\-. :/]", re.ASCII)
 """Characters that MLflow does not allow in names of metrics and parameters."""
 
 METRICS_PER_CALL, PARAMS_PER_CALL, PARAM_LENGTH = 1000, 100, 6000
@@ -50,27 +50,29 @@ class MLflow(Tracker):
     def _send_params(self) -> None:
         from mlflow.entities import Param
 
-        params = [Param(_name(key), str(value)[:PARAM_LENGTH]) for key, value in self.run.settings.items()]
-        for part in _parts(params, PARAMS_PER_CALL):
-            self._client.log_batch(self._run_id, params=part)
+        params = [Param(_valid_name(key), str(value)[:PARAM_LENGTH]) for key, value in self.run.settings.items()]
+        for batch in _batches(params, PARAMS_PER_CALL):
+            self._client.log_batch(self._run_id, params=batch)
 
     def send(self, points: Sequence[Point]) -> None:
         """Log the values with their steps and the present time."""
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        found = [Metric(_name(tag), value, now, point.step) for point in points for tag, value in point.metrics.items()]
-        for part in _parts(found, METRICS_PER_CALL):
-            self._client.log_batch(self._run_id, metrics=part)
+        metrics = [
+            Metric(_valid_name(tag), value, now, point.step) for point in points for tag, value in point.metrics.items()
+        ]
+        for batch in _batches(metrics, METRICS_PER_CALL):
+            self._client.log_batch(self._run_id, metrics=batch)
 
     def finish(self, *, finished: bool) -> None:
         """Set the state of the MLflow run: FINISHED, or KILLED if steps are left."""
         self._client.set_terminated(self._run_id, "FINISHED" if finished else "KILLED")
 
 
-def _name(tag: str) -> str:
-    return _OTHER.sub("_", tag)
+def _valid_name(tag: str) -> str:
+    return _INVALID_CHARACTERS.sub("_", tag)
 
 
-def _parts(items: list[Any], size: int) -> Iterator[list[Any]]:
+def _batches(items: list[Any], size: int) -> Iterator[list[Any]]:
     return (items[first : first + size] for first in range(0, len(items), size))

@@ -47,11 +47,11 @@ class ProgressLine(Logger):
         self._bar.update()
 
     def record(self, name: str, record: Mapping[str, Any]) -> None:
-        """Advance by the record of a step. Records of evaluations are shown by `evaluations`."""
+        """Advance by the record of a step. Records of evaluations are shown by `print_evaluations`."""
         if name == METRICS:
             super().record(name, record)
 
-    def evaluations(self, name: str, records: Sequence[Mapping[str, Any]]) -> None:
+    def print_evaluations(self, name: str, records: Sequence[Mapping[str, Any]]) -> None:
         """Print the results of one evaluation.
 
         Args:
@@ -59,13 +59,15 @@ class ProgressLine(Logger):
             records: results of each domain, or of each suite.
         """
         if name == EVALUATION and records:
-            losses = ", ".join(f"{one['domain']} ({one['split']}) {one['loss']:.4f}" for one in records)
-            self.say(f"step {records[0]['step']}: {losses}")
+            losses = ", ".join(f"{record['domain']} ({record['split']}) {record['loss']:.4f}" for record in records)
+            self.print_line(f"step {records[0]['step']}: {losses}")
         for record in records if name == SUITES else ():
-            self.say(f"step {record['step']}: {record['suite']}: {len(record['scores'])} scores, see evaluation/")
+            self.print_line(
+                f"step {record['step']}: {record['suite']}: {len(record['scores'])} scores, see evaluation/"
+            )
 
-    def say(self, line: str) -> None:
-        """Print a line above the progress line. An empty line is left out."""
+    def print_line(self, line: str) -> None:
+        """Print a line above the progress line, unless it is empty."""
         if line and self._bar is not None:
             self._bar.write(line, file=sys.stderr)
 

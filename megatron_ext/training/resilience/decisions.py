@@ -16,10 +16,10 @@ from megatron_ext.utils.atomic_files import read_regular, write_atomically
 from megatron_ext.utils.errors import UserError
 from megatron_ext.utils.json_text import parse_json
 
-AGAIN, SKIP, ROLL_BACK, STOP, WENT_ON = "again", "skip", "roll_back", "stop", "changed"
+RETRY, SKIP, ROLL_BACK, STOP, ALLOWED_CHANGE = "again", "skip", "roll_back", "stop", "changed"
 
 
-def note(records: RunRecords, decision: str, step: int, line: str, **details: Any) -> None:
+def record_decision(records: RunRecords, decision: str, step: int, line: str, **details: Any) -> None:
     """Record a decision and print it.
 
     Args:
@@ -32,24 +32,24 @@ def note(records: RunRecords, decision: str, step: int, line: str, **details: An
     Raises:
         UserError: decisions.jsonl cannot be written.
     """
-    numbers = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in details.items()}
+    finite_details = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in details.items()}
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    records.keep(DECISIONS, {"time": now, "step": step, "decision": decision, "line": line, **numbers})
-    records.say(f"selectron: warning: step {step}: {line}")
+    records.append_record(DECISIONS, {"time": now, "step": step, "decision": decision, "line": line, **finite_details})
+    records.print_line(f"selectron: warning: step {step}: {line}")
 
 
 def read_decisions(folder: Path) -> list[dict[str, Any]]:
     """Return the decisions of a run in order. An incomplete last line, left by a killed run, is ignored."""
     path = folder / DECISIONS
     lines = read_regular(path).decode().split("\n")[:-1] if path.exists() else []
-    return [_decision(f"{path}:{number}", line) for number, line in enumerate(lines, start=1)]
+    return [_parse_decision(f"{path}:{number}", line) for number, line in enumerate(lines, start=1)]
 
 
-def _decision(where: str, line: str) -> dict[str, Any]:
+def _parse_decision(where: str, line: str) -> dict[str, Any]:
     try:
         record: dict[str, Any] = parse_json(line)
-        numbers = ("step", "to_step", "samples") if record["decision"] == ROLL_BACK else ("step",)
-        if all(type(record[name]) is int for name in numbers):
+        integer_fields = ("step", "to_step", "samples") if record["decision"] == ROLL_BACK else ("step",)
+        if all(type(record[name]) is int for name in integer_fields):
             return dict(record)
     except (ValueError, TypeError, KeyError):
         pass
@@ -75,15 +75,15 @@ def copy_decisions(source: Path, folder: Path, step: int) -> None:
 def _is_before(record: Mapping[str, Any], step: int) -> bool:
     if record["decision"] == ROLL_BACK:
         return bool(record["to_step"] < step)
-    return bool(record["step"] < step or (record["step"] == step and record["decision"] in (AGAIN, SKIP)))
+    return bool(record["step"] < step or (record["step"] == step and record["decision"] in (RETRY, SKIP)))
 
 
-def interventions(folder: Path) -> int:
+def count_interventions(folder: Path) -> int:
     """Return the number of steps of a run that were skipped or rolled back."""
     return len({record["step"] for record in read_decisions(folder) if record["decision"] in (SKIP, ROLL_BACK)})
 
 
-def place_in_data(folder: Path, progress: Progress) -> Progress:
+def resumed_progress(folder: Path, progress: Progress) -> Progress:
     """Return the progress from which a run continues at a checkpoint.
 
     After a roll-back to this checkpoint, samples up to the faulty step are skipped.

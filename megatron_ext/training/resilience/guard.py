@@ -37,13 +37,13 @@ class StepGuard:
 
     def __init__(self, config: ResilienceConfig, history: Iterable[tuple[float, float]] = ()) -> None:
         self._config = config
-        self.remember(history)
+        self.replace_history(history)
 
-    def remember(self, history: Iterable[tuple[float, float]]) -> None:
+    def replace_history(self, history: Iterable[tuple[float, float]]) -> None:
         """Replace the history with which steps are compared."""
         self._window = deque(history, maxlen=self._config.spike_window)
 
-    def judge(self, loss: float, grad_norm: float) -> Fault | None:
+    def find_fault(self, loss: float, grad_norm: float) -> Fault | None:
         """Return the fault of a step, or None.
 
         Args:
@@ -56,10 +56,11 @@ class StepGuard:
                 return Fault("nonfinite", f"the {name} is not finite ({value})")
         if self._config.on_spike == "ignore" or len(self._window) < self._config.spike_window:
             return None
-        for (name, value), past in zip(values.items(), zip(*self._window, strict=True), strict=True):
-            mean, far = fmean(past), self._config.spike_deviations * pstdev(past)
-            if value > mean + far:
-                problem = f"the {name} is {value:.4g}, more than {mean + far:.4g}, which {len(past)} steps before allow"
+        for (name, value), previous_values in zip(values.items(), zip(*self._window, strict=True), strict=True):
+            mean, margin = fmean(previous_values), self._config.spike_deviations * pstdev(previous_values)
+            if value > mean + margin:
+                limit = f"{mean + margin:.4g}, the limit from the previous {len(previous_values)} steps"
+                problem = f"the {name} is {value:.4g}, more than {limit}"
                 return Fault("spike", problem)
         return None
 

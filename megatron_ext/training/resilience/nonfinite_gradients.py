@@ -21,7 +21,7 @@ _LAYER = re.compile(r"(.*layers\.)\d+")
 
 
 @contextmanager
-def watched_gradients(chunks: Sequence[torch.nn.Module]) -> Iterator[Callable[[], str | None]]:
+def checked_gradients(chunks: Sequence[torch.nn.Module]) -> Iterator[Callable[[], str | None]]:
     """Context manager that checks the gradients of model chunks while the backward pass computes them.
 
     Args:
@@ -31,22 +31,22 @@ def watched_gradients(chunks: Sequence[torch.nn.Module]) -> Iterator[Callable[[]
         Function to call after the backward pass. It returns the name of the parameter with the first non-finite
         gradient, or None if all gradients were finite.
     """
-    seen: list[tuple[str, Tensor]] = []
+    results: list[tuple[str, Tensor]] = []
 
-    def look(name: str) -> Callable[[Tensor], None]:
-        return lambda gradient: seen.append((name, gradient.isfinite().all()))
+    def make_hook(name: str) -> Callable[[Tensor], None]:
+        return lambda gradient: results.append((name, gradient.isfinite().all()))
 
-    named = [pair for chunk in chunks for pair in named_in_model(chunk) if pair[1].requires_grad]
-    hooks = [parameter.register_hook(look(name)) for name, parameter in named]
+    parameters = [pair for chunk in chunks for pair in named_parameters_in_model(chunk) if pair[1].requires_grad]
+    hooks = [parameter.register_hook(make_hook(name)) for name, parameter in parameters]
     try:
         # The results stay on the device until the end, because reading each one would synchronize with the device.
-        yield lambda: next((name for name, is_finite in seen if not is_finite), None)
+        yield lambda: next((name for name, is_finite in results if not is_finite), None)
     finally:
         for hook in hooks:
             hook.remove()
 
 
-def named_in_model(chunk: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+def named_parameters_in_model(chunk: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield parameters with their names in the whole model, with layers numbered across pipeline stages."""
     layers = {
         name: f"{found[1]}{module.layer_number - 1}"
@@ -54,6 +54,6 @@ def named_in_model(chunk: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
         if (found := _LAYER.fullmatch(name)) and isinstance(getattr(module, "layer_number", None), int)
     }
     for name, parameter in chunk.named_parameters():
-        within = next((layer for layer in layers if name.startswith(f"{layer}.")), None)
-        whole = name if within is None else layers[within] + name.removeprefix(within)
-        yield re.sub(r"^(module\.)+", "", whole), parameter
+        stage_layer = next((layer for layer in layers if name.startswith(f"{layer}.")), None)
+        full_name = name if stage_layer is None else layers[stage_layer] + name.removeprefix(stage_layer)
+        yield re.sub(r"^(module\.)+", "", full_name), parameter

@@ -11,10 +11,10 @@ from types import FrameType
 
 from megatron_ext.utils.signals import handle_signals
 
-AGAIN_SECONDS = 1.0
+DUPLICATE_SIGINT_SECONDS = 1.0
 """Seconds within which a second SIGINT is ignored. On Ctrl-C, the terminal and the launcher may each send a SIGINT."""
 
-_SAID = b"selectron: stopping with a checkpoint after this step; Ctrl-C once more ends at once, without one\n"
+_MESSAGE = b"selectron: stopping with a checkpoint after this step; press Ctrl-C again to exit at once without one\n"
 
 
 class StopRequest:
@@ -38,12 +38,12 @@ class StopRequest:
         if number != signal.SIGINT:
             return
         now = time.monotonic()
-        if self._interrupted is not None and now - self._interrupted > AGAIN_SECONDS:
+        if self._interrupted is not None and now - self._interrupted > DUPLICATE_SIGINT_SECONDS:
             raise KeyboardInterrupt
         if self._interrupted is None:
             self._interrupted = now
             if os.environ.get("RANK", "0") == "0":
-                os.write(2, _SAID)  # unbuffered: the handler may have interrupted a write to Python's buffers
+                os.write(2, _MESSAGE)  # unbuffered: the handler may have interrupted a write to Python's buffers
 
 
 @contextlib.contextmanager

@@ -13,12 +13,12 @@ from megatron_ext.platform.device import DTYPES, Platform
 from megatron_ext.run_folder.layout import STRAGGLERS
 from megatron_ext.training.records import RunRecords
 
-_COUNTS = 0.01
+_MIN_READ_SECONDS = 0.01
 """Minimum seconds per step of waiting for samples for a rank to count as slow."""
 
 
 @dataclass(frozen=True)
-class Pace:
+class RankSpeed:
     """Speed of a rank.
 
     Attributes:
@@ -55,42 +55,45 @@ class Stragglers:
     ) -> None:
         self._config, self._dtype, self._platform, self._rank = config, DTYPES[precision], platform, rank
         self._records = records
-        self._steps, self._reading = 0, 0.0
+        self._steps, self._read_seconds = 0, 0.0
 
-    def after_step(self, step: int, reading: float) -> None:
+    def after_step(self, step: int, read_seconds: float) -> None:
         """Count a step, and compare the ranks if a comparison is due. All ranks must call this method.
 
         Args:
             step: number of the completed step.
-            reading: seconds in which this rank waited for its samples.
+            read_seconds: seconds in which this rank waited for its samples.
         """
-        self._steps, self._reading = self._steps + 1, self._reading + reading
+        self._steps, self._read_seconds = self._steps + 1, self._read_seconds + read_seconds
         if not self._config.straggler_every or step % self._config.straggler_every:
             return
         product = self._platform.product_seconds(self._dtype)
-        pace = Pace(self._rank, socket.gethostname(), product, self._reading / self._steps)
-        paces = [Pace(**one) for one in gather_objects(asdict(pace))]
-        self._steps, self._reading = 0, 0.0
-        slow = slow_ones(paces, self._config.straggler_factor)
+        speed = RankSpeed(self._rank, socket.gethostname(), product, self._read_seconds / self._steps)
+        speeds = [RankSpeed(**fields) for fields in gather_objects(asdict(speed))]
+        self._steps, self._read_seconds = 0, 0.0
+        messages = describe_slow_ranks(speeds, self._config.straggler_factor)
         if self._records is not None:
-            record = {"step": step, "slow": slow, "ranks": [asdict(pace) for pace in paces]}
-            self._records.keep(STRAGGLERS, record)
-            for line in slow:
-                self._records.say(f"selectron: warning: step {step}: {line}")
+            record = {"step": step, "slow": messages, "ranks": [asdict(speed) for speed in speeds]}
+            self._records.append_record(STRAGGLERS, record)
+            for line in messages:
+                self._records.print_line(f"selectron: warning: step {step}: {line}")
 
 
-def slow_ones(paces: Sequence[Pace], factor: float) -> list[str]:
+def describe_slow_ranks(speeds: Sequence[RankSpeed], factor: float) -> list[str]:
     """Return a message for each rank that is slower than the others by `factor` in either measure.
 
     Each rank is compared with the median of the other ranks. The median over all ranks would include the rank's own
     time. With two ranks, no rank could then be twice as slow as the median.
     """
     lines = []
-    for what, name, least in (("product", "a matrix product", 0.0), ("reading", "reading a step's samples", _COUNTS)):
-        times = [getattr(pace, what) for pace in paces]
-        for number, (pace, seconds) in enumerate(zip(paces, times, strict=True)):
-            others = times[:number] + times[number + 1 :]
-            if others and seconds > factor * (usual := median(others)) and seconds > least:
-                took = f"{1e3 * seconds:.3g} ms for {name}, the others {1e3 * usual:.3g}"
-                lines.append(f"rank {pace.rank} on {pace.host} is slow: it took {took}")
+    for field, name, minimum in (
+        ("product", "a matrix product", 0.0),
+        ("reading", "reading a step's samples", _MIN_READ_SECONDS),
+    ):
+        times = [getattr(speed, field) for speed in speeds]
+        for index, (speed, seconds) in enumerate(zip(speeds, times, strict=True)):
+            others = times[:index] + times[index + 1 :]
+            if others and seconds > factor * (typical := median(others)) and seconds > minimum:
+                took = f"{1e3 * seconds:.3g} ms for {name}, the others {1e3 * typical:.3g}"
+                lines.append(f"rank {speed.rank} on {speed.host} is slow: it took {took}")
     return lines

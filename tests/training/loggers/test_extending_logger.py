@@ -20,7 +20,7 @@ def write(folder: Path, first: int, last: int) -> None:
     records.close()
 
 
-def test_the_pages_logger(tmp_path: Path) -> None:
+def test_logger_of_the_documentation(tmp_path: Path) -> None:
     load_all()
     (code,) = code_blocks("logger.md")
     exec(compile(code, "logger.md", "exec"), {"__name__": "logger_page"})

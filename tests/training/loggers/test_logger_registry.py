@@ -15,7 +15,7 @@ from megatron_ext.training.loggers.core.registry import check_loggers, load_all,
 from megatron_ext.utils.errors import UserError
 
 
-def test_each_file_is_a_logger_and_imports_no_optional_package() -> None:
+def test_each_module_is_a_logger_without_optional_imports() -> None:
     assert set(load_all()) == {"jsonl", "progress", "tensorboard", "wandb", "mlflow", "trackio"}
     assert [one.name for one in check_loggers(["tensorboard", "jsonl", "tensorboard"])] == ["tensorboard"]
 

@@ -79,7 +79,7 @@ def test_a_resumed_run_continues_its_run_at_the_service(tmp_path: Path) -> None:
     assert Service.ends == (False, True)
 
 
-def test_a_run_that_repeats_steps_gets_a_new_run_that_is_complete(tmp_path: Path) -> None:
+def test_repeated_steps_are_sent_to_a_new_tracked_run(tmp_path: Path) -> None:
     write(tmp_path, 0, 7)
     write(tmp_path, 3, 5)
     assert [expected(7), expected(5)] == RUNS
@@ -87,7 +87,7 @@ def test_a_run_that_repeats_steps_gets_a_new_run_that_is_complete(tmp_path: Path
     assert [expected(7), expected(6)] == RUNS
 
 
-def test_a_start_that_was_killed_is_not_continued(tmp_path: Path) -> None:
+def test_killed_start_is_not_continued_at_the_service(tmp_path: Path) -> None:
     write(tmp_path, 0, 4)
     step(open_records(tmp_path, 4), 5)  # the service may have received it, but no checkpoint contains it
     open_records(tmp_path, 4)
@@ -106,7 +106,7 @@ def test_a_rollback_begins_a_new_run(tmp_path: Path) -> None:
     assert [expected(5), expected(4)] == RUNS
 
 
-def test_steps_of_a_start_without_the_service_are_sent_too(tmp_path: Path) -> None:
+def test_steps_logged_without_the_service_are_sent_later(tmp_path: Path) -> None:
     write(tmp_path, 0, 2)
     records = RunRecords(tmp_path, "run", 2, STEPS, backends=[])
     step(records, 3)
@@ -115,7 +115,7 @@ def test_steps_of_a_start_without_the_service_are_sent_too(tmp_path: Path) -> No
     assert [expected(2), expected(4)] == RUNS
 
 
-def test_a_branch_has_its_own_run_with_the_trunks_steps(tmp_path: Path) -> None:
+def test_branch_has_its_own_tracked_run_with_the_trunks_steps(tmp_path: Path) -> None:
     trunk, branch = tmp_path / "trunk", tmp_path / "branch"
     trunk.mkdir()
     branch.mkdir()
@@ -133,7 +133,7 @@ def test_an_error_of_the_service_is_one_line_and_the_next_start_sends_all(
     write(tmp_path, 0, 4)
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
     problem = "ConnectionError: no route to https://***@host"
-    assert line == f"selectron: warning: fake: {problem}; training goes on, and the next start sends all steps"
+    assert line == f"selectron: warning: fake: {problem}; training continues, and the next start sends all steps"
     assert not (tmp_path / tracker_file_name("fake")).exists()
     Service.broken = False
     write(tmp_path, 4, 5)

@@ -22,6 +22,6 @@ def run(rank: int, world_size: int, path: Path, overrides: list[str], seconds: f
             time.sleep(seconds)
         return step_batches(*arguments, **named)
 
-    with patch("megatron_ext.training.loop.step_batches", late), redirect_stderr(io.StringIO()) as said:
+    with patch("megatron_ext.training.loop.step_batches", late), redirect_stderr(io.StringIO()) as errors:
         whole_run.run(rank, world_size, path, overrides)
-    return said.getvalue()
+    return errors.getvalue()

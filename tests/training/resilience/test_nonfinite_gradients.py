@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext.training.resilience.nonfinite_gradients import named_in_model, watched_gradients
+from megatron_ext.training.resilience.nonfinite_gradients import checked_gradients, named_parameters_in_model
 
 
 class Layer(torch.nn.Module):
@@ -49,8 +49,8 @@ class Chunk(torch.nn.Module):
 INPUT = torch.arange(6.0).view(2, 3)
 
 
-def test_names_are_those_of_the_whole_model() -> None:
-    assert [name for name, _ in named_in_model(Chunk())] == [
+def test_parameter_names_are_those_of_the_whole_model() -> None:
+    assert [name for name, _ in named_parameters_in_model(Chunk())] == [
         "first.weight",
         "first.bias",
         "layers.10.linear.weight",
@@ -64,11 +64,11 @@ def test_names_are_those_of_the_whole_model() -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize(("broken_before", "first"), [("11", "layers.10.linear."), ("10", "first.")])
-def test_the_first_is_where_the_backward_pass_went_wrong(broken_before: str, first: str, value: float) -> None:
+def test_first_nonfinite_gradient_is_found(broken_before: str, first: str, value: float) -> None:
     """All gradients after the fault are non-finite, so only the first one identifies it."""
     torch.manual_seed(1)
     chunk = Chunk()
-    with watched_gradients([chunk]) as first_unsound:
+    with checked_gradients([chunk]) as first_unsound:
         chunk(INPUT.clone().requires_grad_(), broken_before, value).backward()
     found = first_unsound()
     assert found is not None
@@ -76,11 +76,11 @@ def test_the_first_is_where_the_backward_pass_went_wrong(broken_before: str, fir
     assert not chunk.module.module["first"].weight.grad.isfinite().all()
 
 
-def test_sound_gradients_have_none_and_nothing_stays() -> None:
+def test_finite_gradients_and_removal_of_the_hooks() -> None:
     torch.manual_seed(1)
     chunk = Chunk()
     chunk.module.module["last"].weight.requires_grad_(False)
-    with watched_gradients([chunk]) as first_unsound:
+    with checked_gradients([chunk]) as first_unsound:
         chunk(INPUT).backward()
     assert first_unsound() is None
     chunk(INPUT.clone().requires_grad_(), "10").backward()
@@ -91,7 +91,7 @@ def test_sound_gradients_have_none_and_nothing_stays() -> None:
 def test_any_micro_batch_counts() -> None:
     torch.manual_seed(1)
     chunk = Chunk()
-    with watched_gradients([chunk]) as first_unsound:
+    with checked_gradients([chunk]) as first_unsound:
         chunk(INPUT).backward()
         chunk(INPUT.clone().requires_grad_(), "11").backward()
         chunk(INPUT).backward()

@@ -68,13 +68,13 @@ def losses(folder: Path) -> dict[int, float]:
 
 
 @pytest.mark.parametrize("sharding", [*SHARDINGS, UNCLIPPED])
-def test_what_is_right_when_computed_again_leaves_no_trace(runs: Runs, sharding: str) -> None:
+def test_successful_retry_does_not_change_the_run(runs: Runs, sharding: str) -> None:
     folder = runs.broken(f"again_{sharding}", _of(sharding), [4])
     assert curve(folder) == curve(runs.undisturbed(sharding))
     assert decisions(folder) == [(4, "again"), (4, "again")]
     first, second = (record["line"] for record in records(folder, "decisions.jsonl"))
     assert first.startswith("the gradient's norm is not finite")
-    assert second.startswith("right when computed again")
+    assert second.startswith("correct when computed again")
     assert "rank" not in first + second  # no diagnosis ran, or it found nothing
 
 
@@ -126,7 +126,7 @@ def test_the_run_stops_with_a_checkpoint(runs: Runs) -> None:
     assert curve(folder) == curve(runs.undisturbed("megatron"))
 
 
-def test_a_rolled_back_run_that_ends_before_its_next_checkpoint(runs: Runs) -> None:
+def test_rolled_back_run_that_ends_before_its_next_checkpoint(runs: Runs) -> None:
     """A resumed run continues with the samples after the skipped ones."""
     back = ["resilience.on_nonfinite=roll_back", "resilience.retries=0"]
     whole = curve(runs.broken("back", back, [5]))

@@ -12,14 +12,14 @@ from megatron_ext.training.resilience.stopping import StopRequest, stop_on_signa
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_is_remembered(number: signal.Signals) -> None:
+def test_signal_is_recorded(number: signal.Signals) -> None:
     with stop_on_signals() as stop:
         assert stop.signal_name is None
         os.kill(os.getpid(), number)
         assert stop.signal_name == number.name
 
 
-def test_the_handlers_before_come_back_even_after_an_error() -> None:
+def test_previous_handlers_are_restored_after_an_error() -> None:
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
 
     def fail() -> None:
@@ -32,13 +32,13 @@ def test_the_handlers_before_come_back_even_after_an_error() -> None:
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
 
 
-def test_a_request_can_be_made_without_a_signal() -> None:
+def test_stop_request_without_a_signal() -> None:
     request = StopRequest()
     request(signal.SIGTERM, None)
     assert request.signal_name == "SIGTERM"
 
 
-def test_a_second_interrupt_ends_the_process_at_once(
+def test_second_interrupt_ends_the_process_at_once(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     now = [100.0]
@@ -52,11 +52,14 @@ def test_a_second_interrupt_ends_the_process_at_once(
         os.kill(os.getpid(), signal.SIGTERM)  # schedulers repeat SIGTERM
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
-    said = capfd.readouterr().err
-    assert said == "selectron: stopping with a checkpoint after this step; Ctrl-C once more ends at once, without one\n"
+    errors = capfd.readouterr().err
+    assert (
+        errors
+        == "selectron: stopping with a checkpoint after this step; press Ctrl-C again to exit at once without one\n"
+    )
 
 
-def test_one_rank_says_that_a_run_stops(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_one_rank_prints_that_the_run_stops(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("RANK", "1")
     with stop_on_signals():
         os.kill(os.getpid(), signal.SIGINT)

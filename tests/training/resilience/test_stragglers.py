@@ -11,44 +11,44 @@ import slow_rank
 from corpora import prepared
 from launching import write_config
 
-from megatron_ext.training.resilience.stragglers import Pace, slow_ones
+from megatron_ext.training.resilience.stragglers import RankSpeed, describe_slow_ranks
 
 
-def paces(products: list[float], readings: list[float]) -> list[Pace]:
-    return [Pace(rank, "n1", *pair) for rank, pair in enumerate(zip(products, readings, strict=True))]
+def paces(products: list[float], readings: list[float]) -> list[RankSpeed]:
+    return [RankSpeed(rank, "n1", *pair) for rank, pair in enumerate(zip(products, readings, strict=True))]
 
 
-def test_who_is_slow() -> None:
-    assert slow_ones(paces([1.0, 1.2, 1.4], [0.0, 0.0, 0.0]), 1.5) == []
-    (line,) = slow_ones(paces([0.010, 0.016, 0.010], [0.02, 0.02, 0.02]), 1.5)
+def test_slow_ranks() -> None:
+    assert describe_slow_ranks(paces([1.0, 1.2, 1.4], [0.0, 0.0, 0.0]), 1.5) == []
+    (line,) = describe_slow_ranks(paces([0.010, 0.016, 0.010], [0.02, 0.02, 0.02]), 1.5)
     assert line == "rank 1 on n1 is slow: it took 16 ms for a matrix product, the others 10"
-    (line,) = slow_ones(paces([0.01, 0.01, 0.01], [0.001, 0.001, 0.2]), 1.5)
+    (line,) = describe_slow_ranks(paces([0.01, 0.01, 0.01], [0.001, 0.001, 0.2]), 1.5)
     assert line == "rank 2 on n1 is slow: it took 200 ms for reading a step's samples, the others 1"
-    assert slow_ones(paces([0.01] * 3, [0.001, 0.001, 0.008]), 1.5) == []  # too short to matter
+    assert describe_slow_ranks(paces([0.01] * 3, [0.001, 0.001, 0.008]), 1.5) == []  # too short to matter
 
 
 def test_one_of_two_is_compared_with_the_other() -> None:
-    assert slow_ones(paces([0.01, 0.014], [0.02, 0.02]), 1.5) == []
-    (line,) = slow_ones(paces([0.01, 0.016], [0.02, 0.02]), 1.5)
+    assert describe_slow_ranks(paces([0.01, 0.014], [0.02, 0.02]), 1.5) == []
+    (line,) = describe_slow_ranks(paces([0.01, 0.016], [0.02, 0.02]), 1.5)
     assert line == "rank 1 on n1 is slow: it took 16 ms for a matrix product, the others 10"
-    assert len(slow_ones(paces([0.01, 0.4], [0.02, 0.9]), 30.0)) == 2
+    assert len(describe_slow_ranks(paces([0.01, 0.4], [0.02, 0.9]), 30.0)) == 2
 
 
-def test_half_of_the_ranks_may_be_slow() -> None:
-    lines = slow_ones(paces([0.01, 0.02, 0.01, 0.02], [0.0] * 4), 1.5)
+def test_half_of_the_ranks_slow() -> None:
+    lines = describe_slow_ranks(paces([0.01, 0.02, 0.01, 0.02], [0.0] * 4), 1.5)
     assert [line.partition(" on ")[0] for line in lines] == ["rank 1", "rank 3"]
 
 
 def test_one_rank_has_no_others() -> None:
-    assert slow_ones(paces([0.01], [9.0]), 1.5) == []
+    assert describe_slow_ranks(paces([0.01], [9.0]), 1.5) == []
 
 
 @pytest.mark.slow
-def test_a_rank_that_reads_slowly(pool: Any, tmp_path: Path) -> None:
+def test_slowly_reading_rank_is_reported(pool: Any, tmp_path: Path) -> None:
     config = write_config(tmp_path, prepared(tmp_path), tmp_path)
     # Ranks that share a core wait for one another, but hardly a third as long as the last one sleeps.
     fields = ["training.evaluate_every=0", "resilience.straggler_every=5", "resilience.straggler_factor=3"]
-    said = pool.run(slow_rank.run, 4, config, [*fields, "training.micro_batch_size=1"], 0.6)
+    errors = pool.run(slow_rank.run, 4, config, [*fields, "training.micro_batch_size=1"], 0.6)
     records = [json.loads(line) for line in (tmp_path / "run" / "stragglers.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == [5, 10]
     for record in records:
@@ -59,5 +59,5 @@ def test_a_rank_that_reads_slowly(pool: Any, tmp_path: Path) -> None:
         (line,) = (line for line in record["slow"] if "samples" in line)
         took = f"it took {1e3 * last['reading']:.3g} ms for reading a step's samples, the others "
         assert line.startswith(f"rank 3 on {last['host']} is slow: {took}")
-        assert f"selectron: warning: step {record['step']}: {line}\n" in said[0]
-    assert "selectron: warning" not in "".join(said[1:])  # only the first rank prints the warning
+        assert f"selectron: warning: step {record['step']}: {line}\n" in errors[0]
+    assert "selectron: warning" not in "".join(errors[1:])  # only the first rank prints the warning

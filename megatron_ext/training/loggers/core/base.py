@@ -13,7 +13,7 @@ from megatron_ext.run_folder.layout import EVALUATION, METRICS
 DATA = "data"
 """Field of a record with the first digits of a digest of the text that the record refers to."""
 
-_NO_SCALARS = ("step", DATA)
+_NON_SCALAR_FIELDS = ("step", DATA)
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,8 @@ def scalars(name: str, record: Mapping[str, Any]) -> dict[str, float]:
         record: fields by name.
     """
     if name == METRICS:
-        kept = {key: value for key, value in record.items() if key not in _NO_SCALARS and value is not None}
-        return {f"train/{key}": value for key, value in kept.items()}
+        values = {key: value for key, value in record.items() if key not in _NON_SCALAR_FIELDS and value is not None}
+        return {f"train/{key}": value for key, value in values.items()}
     if name == EVALUATION:
         return {f"{record['split']}/{record['domain']}": record["loss"]}
     return {f"{record['suite']}/{score}": value for score, value in record["scores"].items()}

@@ -13,7 +13,7 @@ from megatron_ext.utils.registration import add_entry, import_modules
 
 FIELD = "logging.backends"
 
-ALWAYS = ("jsonl", "progress")
+ALWAYS_ON = ("jsonl", "progress")
 """Loggers that every run has. Naming them in `logging.backends` has no further effect."""
 
 
@@ -74,9 +74,9 @@ def check_loggers(names: Sequence[str]) -> list[LoggerEntry]:
     known = load_all()
     for name in names:
         if name not in known:
-            choices = ", ".join(sorted(known.keys() - set(ALWAYS)))
+            choices = ", ".join(sorted(known.keys() - set(ALWAYS_ON)))
             raise UserError(FIELD, f"no logger {name!r}", f"choose from: {choices}")
         package = known[name].package
         if package is not None and find_spec(package) is None:
             raise UserError(FIELD, f"{name} needs the package {package}, which is not installed", known[name].install)
-    return [known[name] for name in dict.fromkeys(names) if name not in ALWAYS]
+    return [known[name] for name in dict.fromkeys(names) if name not in ALWAYS_ON]

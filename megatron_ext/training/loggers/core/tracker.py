@@ -38,7 +38,7 @@ class Point:
 
 
 @checked_dataclass(frozen=True, config=ConfigDict(extra="ignore", strict=True))
-class Tracked:
+class TrackedRun:
     """Run at a service, as recorded in the run folder.
 
     Attributes:
@@ -93,22 +93,24 @@ class Tracker(Logger):
     def start(self, start: Start) -> None:
         """Begin or continue a run at the service. See the class."""
         if self._thread is None:
-            tracked = self._read()
+            tracked = self._read_tracked_run()
             # A process that is killed leaves no file: what the service has received is then unknown.
             (self.run.folder / tracker_file_name(self.service)).unlink(missing_ok=True)
-            continues = tracked is not None and tracked.records == start.records and not start.has_dropped
-            run_id = tracked.run if tracked is not None and continues else None
-            self._thread = threading.Thread(target=self._work, name=f"{self.service} logger", daemon=True)
+            is_continuable = tracked is not None and tracked.records == start.records and not start.has_dropped
+            run_id = tracked.run if tracked is not None and is_continuable else None
+            self._thread = threading.Thread(target=self._process_jobs, name=f"{self.service} logger", daemon=True)
             self._thread.start()
         elif start.has_dropped:
             run_id = None
         else:  # rolled back without repeating a recorded step
             return
-        earlier = [] if run_id else [Point(int(one["step"]), scalars(name, one)) for name, one in start.history()]
-        earlier.sort(key=lambda point: point.step)
+        earlier_points = (
+            [] if run_id else [Point(int(record["step"]), scalars(name, record)) for name, record in start.history()]
+        )
+        earlier_points.sort(key=lambda point: point.step)
         self._records = start.records
         self._last_step = start.step
-        self._jobs.put((True, lambda: self._begin(run_id, earlier)))
+        self._jobs.put((True, lambda: self._begin(run_id, earlier_points)))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Queue the values for the thread."""
@@ -123,40 +125,40 @@ class Tracker(Logger):
         finished = self._last_step >= self.run.steps
         self._jobs.put((False, lambda: self.finish(finished=finished)))
         self._jobs.put(None)
-        patience = CLOSE_SECONDS if finished else STOP_SECONDS
-        self._thread.join(patience)
+        timeout = CLOSE_SECONDS if finished else STOP_SECONDS
+        self._thread.join(timeout)
         if self._thread.is_alive():
-            self._warn(f"did not receive the last values within {patience:.0f} s")
+            self._warn(f"did not receive the last values within {timeout:.0f} s")
         elif not self._failed and self._id is not None:
-            tracked = json.dumps(asdict(Tracked(self._id, self._records)))
+            tracked = json.dumps(asdict(TrackedRun(self._id, self._records)))
             write_atomically(self.run.folder / tracker_file_name(self.service), (tracked + "\n").encode())
 
-    def _read(self) -> Tracked | None:
+    def _read_tracked_run(self) -> TrackedRun | None:
         """Return the run at the service that the run folder records; None without a record, or if it is damaged."""
         path = self.run.folder / tracker_file_name(self.service)
         try:
-            found: Tracked = TypeAdapter(Tracked).validate_json(read_regular(path))
+            found: TrackedRun = TypeAdapter(TrackedRun).validate_json(read_regular(path))
         except (FileNotFoundError, ValidationError):
             return None
         return found
 
-    def _begin(self, run_id: str | None, earlier: Sequence[Point]) -> None:
+    def _begin(self, run_id: str | None, earlier_points: Sequence[Point]) -> None:
         if self._id is not None and not self._failed:
             self.finish(finished=False)
         self._id, self._failed = None, False
         self._id = self.begin(run_id)
-        if earlier:
-            self.send(earlier)
+        if earlier_points:
+            self.send(earlier_points)
 
-    def _work(self) -> None:
+    def _process_jobs(self) -> None:
         """Do queued jobs until None. After an error only a job that begins a run is tried."""
         while (queued := self._jobs.get()) is not None:
-            begins, job = queued
-            if self._failed and not begins:
+            is_begin, job = queued
+            if self._failed and not is_begin:
                 continue
             try:
                 job()
-            except Exception as error:  # any error of a service: training goes on
+            except Exception as error:  # no error of a service may stop training
                 self._failed = True
                 self._warn(f"{type(error).__name__}: {error}")
 
@@ -166,7 +168,7 @@ class Tracker(Logger):
             return
         self._warned = True
         text = printable(redact(" ".join(problem.split())[:200].rstrip(".")))
-        line = f"selectron: warning: {self.service}: {text}; training goes on, and the next start sends all steps"
+        line = f"selectron: warning: {self.service}: {text}; training continues, and the next start sends all steps"
         tqdm.write(line, file=sys.stderr)
 
 
