@@ -60,7 +60,7 @@ def test_invalid_time(time: str) -> None:
             "--time: 3 is not longer than --save-before, 180 s; increase it, or reduce --save-before",
         ),
         (
-            {"more": ["account=x"]},
+            {"extra_options": ["account=x"]},
             "--sbatch: 'account=x' is not an sbatch option; give one like --sbatch=--account=mine",
         ),
         (
