@@ -1,11 +1,11 @@
 """Conversion of datatrove's duplicate pairs to links between documents with keys, in constant memory.
 
 datatrove writes a group of equal signatures as pairs (a, b), (b, c), ..., in an order that is independent of splits.
-Here, the documents of a group are linked so that the test documents are connected without validation and training
-documents, and the validation documents without training documents. In each block of rows, every document is linked to
-the smallest document of its group in the block. That document is linked to the smallest document of the group in all
-earlier blocks. Two passes attach the keys to the documents: one by ranges of documents, whose keys are read in order,
-and one by ranges of groups.
+Here, the documents of a group are linked so that no path between two of its test documents contains a validation or
+training document, and no path between two validation documents contains a training document. In each block of rows,
+every document is linked to the smallest document of its group in the block. That document is linked to the smallest
+document of the group in all earlier blocks. There are two passes: the first attaches the keys by ranges of documents,
+because keys are read in order. The second links the documents by ranges of groups.
 """
 
 from __future__ import annotations

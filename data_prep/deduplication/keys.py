@@ -64,7 +64,7 @@ def read_keys(folder: DataFolder, rank: int) -> Iterator[int]:
 
 
 class DocumentKeys:
-    """Keys of the documents of all tasks. The index of a document counts the documents of all tasks, task by task.
+    """Keys of the documents of all tasks. Documents are numbered from 0 over all tasks, in the order of the tasks.
 
     Attributes:
         offsets: index of each task's first document, then the number of documents, int64, shape (tasks + 1,).

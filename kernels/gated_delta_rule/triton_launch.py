@@ -20,8 +20,8 @@ class Tuning(NamedTuple):
 
     Attributes:
         num_warps, num_stages: launch options of Triton.
-        block: maximum value columns per program, or maximum key columns for `multiply_pairs` and `write_gradients`. For
-            the scans it must be below WIDE. None for all columns.
+        block: maximum columns per program. These are value columns, but key columns for `write_gradients`, and the
+            columns of its factors for `multiply_pairs`. For the scans it must be below WIDE. None: all columns.
         inner: maximum value columns that `write_gradients` loads at a time.
     """
 
@@ -81,7 +81,7 @@ class Problem(NamedTuple):
         return wide if programs >= multiprocessors(x) else self.value_block_constants(SCAN_FEW_PROGRAMS)
 
     def key_block_constants(self, tuning: Tuning) -> dict[str, Any]:
-        """Return the constants of a kernel with a block of key columns that iterates over all value columns."""
+        """Return the constants of a kernel with a block of key columns per program that iterates over value columns."""
         blocks = {"BLOCK_D": tile(self.key, tuning.block), "BLOCK_E": tile(self.value, tuning.inner)}
         return self.launch(tuning, D=self.key, E=self.value, **blocks)
 
@@ -94,7 +94,13 @@ def limit_warps(constants: dict[str, Any]) -> dict[str, Any]:
 
 
 class Solved(NamedTuple):
-    """Outputs of `solve`; `triton_forward.solve_chunks` describes them."""
+    """Outputs of `solve`, passed to the other kernels.
+
+    Attributes:
+        below: argument `solved` of `triton_forward.solve_chunks`, [b * h, chunks, CHUNK, CHUNK].
+        totals: argument `totals` of the same kernel, fp32 [b, t, h]. Without decays it is `beta`, which no kernel reads
+            then.
+    """
 
     below: Tensor
     totals: Tensor

@@ -1,4 +1,4 @@
-"""Memory of compiled functions on meta tensors: a compiled function counts as one kernel without intermediates.
+"""Memory use of compiled functions on meta tensors: such a function counts as one kernel without intermediates.
 
 The layers of a model call the same functions with the same shapes. If a result depends only on its arguments, it is
 cached, and later calls allocate the outputs without running the function.

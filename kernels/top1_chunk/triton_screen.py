@@ -21,15 +21,16 @@ from kernels.top1_chunk.triton_attend import COLUMNS, first_slot, head_rows, own
 
 LEVELS = tl.constexpr(127)
 SMALLEST, LARGEST = tl.constexpr(1e-30), tl.constexpr(1e30)
-"""Range of a query's or chunk's largest absolute value within which norms are bounded. Outside this range, squares in
-fp32 may overflow or underflow, and norms count as infinite.
+"""Range of a query's or chunk's largest absolute value within which norms have a finite bound. Outside this range,
+squares in fp32 may overflow or underflow, and norms count as infinite.
 """
 
 MARGIN = tl.constexpr(1 + 2**-10)
 """Factor that makes a computed norm an upper bound despite the rounding of fp32 sums of up to 256 squares."""
 
 PRODUCT_ERROR = tl.constexpr(2**-13)
-"""Upper bound, relative to |q| |k|, of the rounding errors of an fp32 product (summed in any order) and its bounds."""
+"""Upper bound, relative to |q| |k|, of two rounding errors: that of an fp32 product, summed in any order, and that of
+its computed bounds."""
 
 INDEX_BITS = tl.constexpr(16)
 MAX_CHUNKS = 2**16
@@ -38,7 +39,7 @@ MAX_CHUNKS = 2**16
 
 @triton.jit
 def _round(x, highest):
-    """Return (x / scale, x / scale rounded to integers as fp32, scale); `highest` is max |x|, by row or of all rows."""
+    """Return x / scale, its rounding to integers (as fp32), and scale. `highest` is max |x|, by row or of all rows."""
     scale = tl.where((highest > SMALLEST) & (highest < LARGEST), highest / LEVELS, 1.0)
     scaled = x / scale
     return scaled, tl.floor(scaled + 0.5), scale
@@ -46,9 +47,9 @@ def _round(x, highest):
 
 @triton.jit
 def _norms(x, highest):
-    """Return an upper bound of each row's norm; infinite if `highest` is out of range and not 0, or for NaN.
+    """Return an upper bound of each row's norm.
 
-    `highest` as in `_round`.
+    It is infinite for rows with NaN, and if `highest` (as in `_round`) is neither 0 nor within the range.
     """
     norm = tl.sqrt(tl.sum(x * x, 1)) * MARGIN
     norm = tl.where(((highest > SMALLEST) & (highest < LARGEST)) | (highest == 0), norm, float("inf"))
@@ -150,7 +151,7 @@ def upper_bound(entry):
     """Return an fp32 upper bound of the bound packed by `_entry`.
 
     `_entry` drops the lower bits of the bound. They are replaced by ones in a positive bound and by zeros in a negative
-    bound. Infinity and NaN become NaN.
+    bound. So +inf and NaN become NaN, and -inf stays.
     """
     bits = entry & -(2**INDEX_BITS)
     return tl.where(bits >= 0, bits | (2**INDEX_BITS - 1), bits).to(tl.float32, bitcast=True)
@@ -196,8 +197,9 @@ def screen(
 ):  # fmt: skip
     """Collect each row's candidates in one pass. Grid (slots * TILES, heads), the last slots first.
 
-    A chunk becomes a candidate if its upper bound is not below the highest lower bound so far. Later, the final lower
-    bounds in `floors` exclude candidates that were added early. All scores of a row are divided by sq.
+    A chunk becomes a candidate if its upper bound is not below the highest lower bound so far. By the final lower
+    bounds in `floors`, `triton_recheck` excludes candidates that were added early. All scores of a row are divided by
+    sq.
 
     Args:
         q8, query_bounds, k8, chunk_bounds: outputs of `quantise_queries` and `quantise_keys`.

@@ -137,7 +137,7 @@ def _slow_ranks(timings: Iterable[RankTimings]) -> dict[str, list[tuple[int, str
 
 
 def data_differences(run_decisions: Sequence[RunDecisions]) -> list[str]:
-    """Describe the data that each run skipped, one line per run; empty if all runs skipped the same data."""
+    """Describe the data that each run skipped, a line per run that skipped any; empty if all runs skipped the same."""
     skipped_data = [(_skipped_steps(entry), _rolled_back(entry), _skipped_shards(entry.run)) for entry in run_decisions]
     if len(set(skipped_data)) == 1:
         return []
@@ -149,7 +149,7 @@ def data_differences(run_decisions: Sequence[RunDecisions]) -> list[str]:
 
 
 def _skipped_steps(entry: RunDecisions) -> tuple[int, ...]:
-    """Return the skipped steps that the run has not completed later, after a resume from an earlier checkpoint."""
+    """Return the skipped steps, without those that the run repeated and completed after a resume."""
     completed = set(entry.run.steps.tolist())
     return tuple(sorted({decision.step for decision in entry.decisions if decision.decision == "skip"} - completed))
 
@@ -162,7 +162,10 @@ def _rolled_back(entry: RunDecisions) -> tuple[tuple[int, int], ...]:
 
 
 def _skipped_shards(run: Run) -> tuple[tuple[tuple[str, ...], int, int | None], ...]:
-    """Return (shards, first step, last step or None) for each range of steps in which a run skipped the same shards."""
+    """Return (shards, step, until) for each range of steps in which a run skipped the same shards.
+
+    The range begins after step `step`. It ends at step `until`, or lasts to the end of the run if that is None.
+    """
     return tuple(
         (tuple(sorted(shard.shard for shard in step_range.record.shards)), step_range.record.step, step_range.until)
         for step_range in read_skipped(run)

@@ -43,9 +43,9 @@ class RunData:
         samples: training samples in the run's order.
         weights: sampling weights of the training domains, if configured.
         damages: damaged training shards, which no sample reads.
-        verified: files whose sha256 was compared, on all ranks; see `ShardVerifier`.
-        num_unchanged: number of verified files that were not read again, because an earlier start of the run verified
-            them and they have not changed since.
+        verified: files of all ranks whose sha256 was compared at this start or an earlier one; see `ShardVerifier`.
+        num_unchanged: number of these files that were not read again, because they have not changed since an earlier
+            start of the run verified them.
         warnings: lines to print.
         record: identification of the training and evaluation text; see `data_record`.
     """
@@ -180,9 +180,9 @@ def _check_arguments(
 ) -> list[dict[str, Any]]:
     """Return the keyword arguments of each call of `verify_shards` or `find_damage`: check, threads and ranks.
 
-    The ranks divide the shards. For remote data, only the existence and size of training shards are checked, at their
-    URL. Evaluation shards are downloaded to every machine. A shard that an earlier start failed to read is verified in
-    full by one rank of each machine, because each machine may have its own copy.
+    The ranks divide the shards, except evaluation shards of remote data, which are downloaded to every machine. Only
+    the existence and size of remote training shards are checked, at their URL. A shard that an earlier start failed to
+    read is verified in full by one rank of each machine, because each machine may have its own copy.
     """
     shared: dict[str, Any] = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
     normal_check: Check = verified.check
@@ -240,7 +240,7 @@ def _select_domains(manifest: Manifest, split: str, requested: list[str] | None)
 
 
 def packing_from_config(data: DataConfig) -> Packing:
-    """Return the document information that the run's batches contain."""
+    """Return which arrays about documents a batch contains: boundaries, positions, and documents kept apart."""
     apart = data.reset_attention
     return Packing(data.document_boundaries or apart, data.reset_positions or apart, apart)
 

@@ -29,8 +29,8 @@ BuildShards = Callable[[RunConfig, int, int, Sequence[int]], "list[Shard]"]
 
 
 COPY_ENGINE_ROUNDS = 2
-"""Preferred number of rounds for a head exchange by copy engines, if the configuration allows this number. More rounds
-do not shorten the step (docs/benchmarks/training.md).
+"""Preferred number of rounds in which copy engines exchange heads, a group of heads at a time, if the configuration
+allows this number. More rounds do not shorten the step (docs/benchmarks/training.md).
 """
 
 
@@ -105,10 +105,10 @@ def search(
     mixers: Mixers,
     report_progress: Callable[[str], None] = lambda _: None,
 ) -> list[PlannedLayout]:
-    """Plan all layouts of a configuration, and return those that fit first, sorted by speed.
+    """Plan all layouts of a configuration. Return them sorted by speed, all that fit before the others.
 
     If the configured context transport is NCCL, each layout that fits and exchanges heads is also planned with copy
-    engines as transport, if they are valid for it.
+    engines as transport, if the rules allow copy engines for that layout.
 
     Args:
         config: configuration of the run. Its layout, micro-batch size and recomputation are replaced.
@@ -162,7 +162,7 @@ def _plan_until_one_fits(
     If the one that fits exchanges heads and `copy_engine_rounds` is given, also plan it with copy engines as transport.
 
     Args:
-        alternatives: configurations, the best first.
+        alternatives: configurations that differ only in recomputation, the fastest first.
         copy_engine_rounds: number of rounds of a head exchange by copy engines; None: do not plan copy engines.
         vocab_size: vocabulary size of the tokenizer.
         machine: to plan for.

@@ -120,7 +120,7 @@ def _mixer(name: str) -> str:
 
 
 def _is_within(name: str, other: str, layout: str) -> bool:
-    """Whether a model of several mixers has all that a model of one has, the exchanges under this layout included."""
+    """Return True if a model of several mixers covers a model of one, its exchanges under this layout included."""
     one, several, mixer, parallel = MODELS[name], MODELS[other], _mixer(name), LAYOUTS[layout][1]
     return (
         len({*parse_pattern(one.pattern)}) == 1 < len({*parse_pattern(several.pattern)})

@@ -111,7 +111,7 @@ TIME_APART = {
 
 
 def _planned_from(row: dict[str, Any]) -> str:
-    """What `as_measured` takes from a row, but for `training`."""
+    """Fields of a row that `as_measured` reads, except `training`, as a sort key."""
     configuration = row["configuration"]
     parallel = {field: value for field, value in configuration["parallel"].items() if value is not None}
     overrides = [one for one in row["overrides"] if not one.startswith("parallel.")]

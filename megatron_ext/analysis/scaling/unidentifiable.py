@@ -18,11 +18,11 @@ MIN_VALUES = 3
 E + A / N^alpha through both losses for every E."""
 
 FLAT_TOLERANCE = float(np.sqrt(np.finfo(np.float64).eps))
-"""Singular value, relative to the largest, below which a direction is flat. The objective depends on the square of the
-singular value, which is then as small as a rounding error."""
+"""Singular value of the normalized derivatives, relative to the largest, below which a direction of the constants is
+flat. The objective depends on its square, which is then as small as a rounding error."""
 
 MIN_COMPONENT = 1e-6
-"""Minimum absolute component in a flat direction (a unit vector) above which a constant counts as undetermined."""
+"""Absolute component in a flat direction (a unit vector) above which a constant counts as undetermined."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def _undetermined_by_few_values(points: Points) -> Iterator[Undetermined]:
 
 
 def _flat_constants(fitted: Fit) -> tuple[str, ...]:
-    """Return the constants that change along a direction in which the losses do not change to first order."""
+    """Return the constants with a component in a flat direction: to first order, no loss changes along it."""
     slopes_pc = _slopes(fitted)
     _, values_c, directions_cc = np.linalg.svd(slopes_pc)
     flat_c = np.concatenate([values_c, np.zeros(len(CONSTANTS) - len(values_c))]) < FLAT_TOLERANCE * values_c[0]
@@ -88,8 +88,8 @@ def _flat_constants(fitted: Fit) -> tuple[str, ...]:
 def _slopes(fitted: Fit) -> FloatArray:
     """Return the derivatives [points, constants] of the log losses, with columns normalized to length 1 or 0.
 
-    With L = E + a exp(-alpha n) + b exp(-beta d), where n and d are centered logarithms, the derivatives are
-    proportional to
+    Write L = E + a exp(-alpha n) + b exp(-beta d), where n and d are the logarithms of N and D minus their means. Here
+    a and b are A / N^alpha and B / D^beta at n = 0 and d = 0. The derivatives are proportional to
 
         1 / L,   exp(-alpha n) / L,   exp(-beta d) / L,   -n a exp(-alpha n) / L,   -d b exp(-beta d) / L.
     """

@@ -25,7 +25,7 @@ from megatron_ext.platform.device import Platform
 from megatron_ext.utils.atomic_files import fsync_path
 
 WARM_UP_STEPS = 2
-"""Steps before the first timed one, and first saves: all ranks still plan these saves together."""
+"""Number of untimed steps at the start, and of untimed saves: in the first saves all ranks plan together."""
 
 _BLOCK_SIZE = 64 << 20
 
@@ -47,18 +47,18 @@ class Save:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Measurements in seconds on the first rank, and in bytes over all ranks.
+    """Measurements of a run. Times are in seconds on the first rank.
 
     Attributes:
-        parameters: of the model shard of the first rank.
-        size: bytes of a checkpoint.
+        parameters: number of parameters of the first rank's model shard.
+        size: bytes of a checkpoint, over all ranks.
         step: a training step without a save in progress; median.
         first: the first save, which includes planning.
-        saves: those from the third on.
+        saves: saves from the third on.
         at_once: a synchronous save; median.
         floor_write: writing plain files of the same sizes concurrently, with fsync; median.
         check: reading every file without page cache and comparing its checksum; median.
-        load: reading the state after that; median.
+        load: reading the state after `check`, again without page cache; median.
         floor_read: reading the plain files without page cache; median.
     """
 

@@ -57,7 +57,7 @@ def bench(
 
 
 def _empty_rows(plan: LayerPlan) -> list[LayerRow]:
-    """Return empty rows: each of our mixers, followed by the peers that have such a layer."""
+    """Return empty rows: each of our mixers, followed by the peers if they have such a layer."""
     rows = []
     for shape, mixer in itertools.product(plan.shapes, plan.mixers):
         rows.append(LayerRow(mixer=mixer, shape=shape, maker=OURS))
