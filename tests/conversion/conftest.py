@@ -1,18 +1,12 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-# The pool of processes and the models of the parity tests, even if those tests are not collected.
-sys.path.append(str(Path(__file__).parents[1] / "distributed"))
-# The replacements of flash-linear-attention's kernels are a module of the mixers' tests.
-sys.path.append(str(Path(__file__).parents[1] / "mixers"))
 
 
 @pytest.fixture(scope="session")

@@ -92,7 +92,7 @@ def test_what_suites_find_stands_in_the_report(run: Path, tmp_path: Path) -> Non
     ("arguments", "line"),
     [
         (
-            ["retrieval.lengths=[4096]"],
+            ["retrieval.tasks=[passkey]", "retrieval.lengths=[4096]"],
             "retrieval.lengths: 4096 does not fit passkey: the model supports at most 64 tokens",
         ),
         (["retrieval.lengths=[64]", "retrieval.haystack=/nowhere"], "retrieval.haystack: /nowhere does not exist"),

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from launching import environment
-from test_job import RESOURCES, ended
+from test_job import RESOURCES, run_to_end
 
 from megatron_ext.cli import main
 from megatron_ext.config.schema import DataConfig, RunConfig
@@ -137,7 +137,7 @@ def test_local_job_checks_this_machine(tmp_path: Path) -> None:
 
     def job(*options: str) -> tuple[int, str, list[str]]:
         resources = replace(RESOURCES, preflight=list(options))
-        return ended(write_job(RunConfig(data=DataConfig(path="data")), tmp_path / "run", resources, str(python)))
+        return run_to_end(write_job(RunConfig(data=DataConfig(path="data")), tmp_path / "run", resources, str(python)))
 
     assert job("--node-timeout", "30") == (0, "", ["begun with 1 processes", "finished"])
     code, errors, events = job("--min-tmp", "900TB")

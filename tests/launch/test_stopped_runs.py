@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_job import started, written
+from test_job import start_job, written
 from test_sweep import sweep_of
 
 from megatron_ext.launch.status import read_job_events, status_of
@@ -58,7 +58,7 @@ def test_batch_script_reads_the_error_file(tmp_path: Path, monkeypatch: pytest.M
 
 def test_exit_code_of_a_stopped_script(tmp_path: Path) -> None:
     """Stopped scripts exit with a code that `&&` and an afterok dependency treat as failure."""
-    with started(written(tmp_path, "exit 75")) as process:
+    with start_job(written(tmp_path, "exit 75")) as process:
         assert process.wait(60) == EXIT_STOPPED
     assert status_of(tmp_path / "run").standing == "stopped"
 
