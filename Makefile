@@ -32,7 +32,7 @@ clean-demo: ## remove what the demo made
 test: $(INSTALLED_DEV) ## lint, types and all tests
 	@$(MAKE) --no-print-directory lint
 	@$(MAKE) --no-print-directory types
-	$(PYTEST) --durations=15 --numprocesses 3 --dist worksteal
+	$(PYTEST) --durations=15 --numprocesses 2 --dist worksteal
 
 test-exhaustive: $(INSTALLED_DEV) ## every mixer by itself under every layout, every measured step
 	SELECTRON_TEST_EXHAUSTIVE=1 $(PYTEST) --durations=15 --numprocesses 2 --dist worksteal \
