@@ -239,7 +239,8 @@ def fill_disk(cluster: SlurmCluster, config: Path, disk: Path, values: Sequence[
         wait_for(folder, lambda before=before: (_newest(folder) or 0) > before)
         wait_for(folder, lambda: _is_filled(filler))
         caused, inode = time.monotonic(), _inode(folder)
-        wait_for(folder, lambda: job_events(folder)[-1].startswith("refused"))
+        # The next checkpoint could take the place of an old one that is deleted after the disk was filled.
+        wait_for(folder, lambda: job_events(folder)[-1].startswith("refused") or _fill_freed_space(filler))
         detected, newest, events = time.monotonic(), _newest(folder), job_events(folder)
         filler.unlink()
         again = time.monotonic()
@@ -258,6 +259,14 @@ def _is_filled(filler: Path) -> bool:
         os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(filler.parent).free - MIB // 8)
         return True
     return False
+
+
+def _fill_freed_space(filler: Path) -> None:
+    """Extend the file by space that has become free since, except for room for some records."""
+    free = shutil.disk_usage(filler.parent).free - MIB // 8
+    if free > MIB // 8:
+        with filler.open("ab") as file, contextlib.suppress(OSError):
+            os.posix_fallocate(file.fileno(), filler.stat().st_size, free)
 
 
 def _newest(folder: Path) -> int | None:
