@@ -234,13 +234,18 @@ def fill_disk(cluster: SlurmCluster, config: Path, disk: Path, values: Sequence[
     fields = [*FIELDS, "training.keep_checkpoints=2", f"run.name={folder.name}"]
     command = [*CLI, *LAUNCH, str(config), *fields, "--nodes", "2", "--processes-per-node", "1", "--time", "10"]
     cluster.run(*command, f"training.async_checkpoints={values[0]}")
+
+    def is_refused() -> bool:
+        # The next checkpoint could take the place of an old one that is deleted after the disk was filled.
+        _fill(filler)
+        return job_events(folder)[-1].startswith("refused")
+
     courses, before = [], CHECKPOINT_EVERY
     for following in [*values[1:], "true"]:
         wait_for(folder, lambda before=before: (_newest(folder) or 0) > before)
-        wait_for(folder, lambda: _is_filled(filler))
+        wait_for(folder, lambda: _fill(filler))
         caused, inode = time.monotonic(), _inode(folder)
-        # The next checkpoint could take the place of an old one that is deleted after the disk was filled.
-        wait_for(folder, lambda: job_events(folder)[-1].startswith("refused") or _fill_freed_space(filler))
+        wait_for(folder, is_refused)
         detected, newest, events = time.monotonic(), _newest(folder), job_events(folder)
         filler.unlink()
         again = time.monotonic()
@@ -253,20 +258,15 @@ def fill_disk(cluster: SlurmCluster, config: Path, disk: Path, values: Sequence[
     return finished(cluster, folder), courses
 
 
-def _is_filled(filler: Path) -> bool:
-    """Fill a disk with a file, except for room for some records. Return False if the space is taken meanwhile."""
-    with filler.open("wb") as file, contextlib.suppress(OSError):
-        os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(filler.parent).free - MIB // 8)
+def _fill(filler: Path) -> bool:
+    """Extend a file over a disk's free space, except for room for some records. Return False if that fails.
+
+    It fails if the space is taken meanwhile, or if no more than that room is free.
+    """
+    with filler.open("ab") as file, contextlib.suppress(OSError):
+        os.posix_fallocate(file.fileno(), file.tell(), shutil.disk_usage(filler.parent).free - MIB // 8)
         return True
     return False
-
-
-def _fill_freed_space(filler: Path) -> None:
-    """Extend the file by space that has become free since, except for room for some records."""
-    free = shutil.disk_usage(filler.parent).free - MIB // 8
-    if free > MIB // 8:
-        with filler.open("ab") as file, contextlib.suppress(OSError):
-            os.posix_fallocate(file.fileno(), filler.stat().st_size, free)
 
 
 def _newest(folder: Path) -> int | None:
