@@ -34,9 +34,8 @@ test: $(INSTALLED_DEV) ## lint, types and all tests
 	@$(MAKE) --no-print-directory types
 	$(PYTEST) --durations=15 --numprocesses 2 --dist worksteal
 
-test-exhaustive: $(INSTALLED_DEV) ## every mixer by itself under every layout, every measured step
-	SELECTRON_TEST_EXHAUSTIVE=1 $(PYTEST) --durations=15 --numprocesses 2 --dist worksteal \
-		tests/distributed/test_parity.py tests/planning/test_measured_steps.py
+test-exhaustive: $(INSTALLED_DEV) ## all tests with all their cases: every mixer by itself under every layout, ...
+	SELECTRON_TEST_EXHAUSTIVE=1 $(PYTEST) --durations=15 --numprocesses 2 --dist worksteal
 
 quick: $(INSTALLED_DEV) ## the tests without the slow ones
 	$(PYTEST) -m "not slow" --durations=5

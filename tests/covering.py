@@ -1,11 +1,29 @@
-"""Greedy choice of test cases that hold every pair of values of a full product."""
+"""Which cases of a test run by default: a covering array, or chosen ones, instead of the full product.
+
+`make test-exhaustive` sets SELECTRON_TEST_EXHAUSTIVE and runs every case.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Hashable, Iterable, Sequence, Set
 from typing import TypeVar
 
 Case = TypeVar("Case")
+
+EXHAUSTIVE = "SELECTRON_TEST_EXHAUSTIVE" in os.environ
+
+
+def cases(every: Iterable[Case], default: Iterable[Case]) -> list[Case]:
+    """Return the default cases, or every case in `make test-exhaustive`.
+
+    Raises:
+        ValueError: a default case is not one of every case.
+    """
+    every, default = list(every), list(default)
+    if unknown := [case for case in default if case not in every]:
+        raise ValueError(f"not among every case: {unknown}")
+    return every if EXHAUSTIVE else default
 
 
 def cover(

@@ -8,12 +8,12 @@ could change a Top-1 choice. With the seed in parity.py no two scores are that c
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict
 from typing import Any
 
 import parity
 import pytest
+from covering import EXHAUSTIVE
 from parity import Outcome
 from parity_cases import LAYOUTS, MODELS, Model, chunks
 from parity_covering import Case, chosen, exchanges, full_product
@@ -73,7 +73,7 @@ def _check(outcome: Outcome, reference: Outcome, loss: float = LOSS, norm: float
 def _cases() -> list[Any]:
     return [
         pytest.param(case, id=case.id, marks=() if case.models == ("hybrid",) else pytest.mark.slow)
-        for case in dict.fromkeys([*chosen(), *(full_product() if "SELECTRON_TEST_EXHAUSTIVE" in os.environ else ())])
+        for case in dict.fromkeys([*chosen(), *(full_product() if EXHAUSTIVE else ())])
     ]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import combinations
@@ -12,7 +11,7 @@ from typing import Any
 
 import dry_runs
 import pytest
-from covering import cover
+from covering import EXHAUSTIVE, cover
 from dry_runs import as_measured
 
 from megatron_ext.config.schema import RunConfig
@@ -151,7 +150,7 @@ def _rows() -> list[Any]:
         for row in json.loads((TRAINING / f"{report.file}.json").read_text())["rows"]
         if "measured" in row and not row.get("plain_megatron")
     ]
-    if "SELECTRON_TEST_EXHAUSTIVE" not in os.environ:
+    if not EXHAUSTIVE:
         rows = cover(rows, _pairs)
     rows.sort(key=lambda case: _planned_from(case[1]))
     return [pytest.param(report, row, id=f"{report.file}-{row['variant']}") for report, row in rows]
