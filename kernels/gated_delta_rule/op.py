@@ -27,32 +27,33 @@ def gated_delta_rule_triton(
     if initial_state is None:
         initial_state = q.new_zeros(samples, heads, key, v.shape[3], dtype=torch.float32)
     g = None if g is None else g.float().contiguous()
-    first = initial_state.float().contiguous()
-    return _DeltaRule.apply(scale, q.contiguous(), k.contiguous(), v.contiguous(), g, beta.float().contiguous(), first)
+    initial_state = initial_state.float().contiguous()
+    return _DeltaRule.apply(
+        scale, q.contiguous(), k.contiguous(), v.contiguous(), g, beta.float().contiguous(), initial_state
+    )
 
 
 class _DeltaRule(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, scale: float, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, first: Tensor
+        ctx: Any, scale: float, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, initial_state: Tensor
     ) -> tuple[Tensor, Tensor]:
         from kernels.gated_delta_rule import triton_launch
 
         samples, length, heads, key = q.shape
         ctx.problem = triton_launch.Problem(samples, length, heads, key, v.shape[3], g is not None, scale)
         solved = triton_launch.solve(ctx.problem, k, beta, g)
-        scanned = triton_launch.scan(ctx.problem, k, v, beta, solved, first)
+        scanned = triton_launch.scan(ctx.problem, k, v, beta, solved, initial_state)
         # States and updates are recomputed in the backward pass: they take as much memory as four of the inputs.
-        ctx.save_for_backward(q, k, v, beta, *solved, first)
-        return triton_launch.read(ctx.problem, q, k, solved, scanned), scanned.last
+        ctx.save_for_backward(q, k, v, beta, *solved, initial_state)
+        return triton_launch.compute_output(ctx.problem, q, k, solved, scanned), scanned.final_state
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor, dfinal_state: Tensor) -> tuple[Tensor | None, ...]:
         from kernels.gated_delta_rule import triton_launch
 
-        q, k, v, beta, *solved, first = ctx.saved_tensors
-        found = triton_launch.backward(
-            ctx.problem, dout.contiguous(), dlast.contiguous(), q, k, v, beta, triton_launch.Solved(*solved), first
-        )
-        return None, *found
+        q, k, v, beta, *solved_tensors, initial_state = ctx.saved_tensors
+        solved = triton_launch.SolvedChunks(*solved_tensors)
+        dout, dfinal_state = dout.contiguous(), dfinal_state.contiguous()
+        return None, *triton_launch.backward(ctx.problem, dout, dfinal_state, q, k, v, beta, solved, initial_state)

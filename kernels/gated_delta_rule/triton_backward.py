@@ -21,7 +21,7 @@ import triton.language as tl
 from kernels.common.triton_math import load_rows, load_token_scalars, product
 from kernels.gated_delta_rule.triton_tile import (
     column_offsets,
-    load_totals,
+    load_log_decays,
     rows_of_chunk,
     scan_position,
     split_program,
@@ -31,7 +31,8 @@ from kernels.gated_delta_rule.triton_tile import (
 
 @triton.jit
 def scan_chunks_back(
-    dout, dlast, q, k, beta, totals, solved, pairs, updates, dstates, dv, dbeta, dfirst, length, chunks, scale,
+    dout, dfinal_state, q, k, beta, log_decays, inverses, pairs, updates, dstates, dv, dbeta,
+    dinitial_state, length, chunks, scale,
     H: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, C: tl.constexpr,
     DECAYS: tl.constexpr,
 ):  # fmt: skip
@@ -39,16 +40,16 @@ def scan_chunks_back(
 
     Tensors as in `triton_forward`, and:
         dout: [samples, length, H, E], gradient of o.
-        dlast: fp32 [samples, H, D, E], gradient of the final state.
+        dfinal_state: fp32 [samples, H, D, E], gradient of the final state.
         dstates: [samples, H, chunks, D, E] in k's dtype, written: gradient of the state after each chunk.
         dv: [samples, length, H, E], written.
         dbeta: fp32 [blocks of E, samples, length, H], written; the caller sums over the blocks.
-        dfirst: fp32 [samples, H, D, E], written.
+        dinitial_state: fp32 [samples, H, D, E], written.
     """
     sequence, sample, head, e, state_mask, state_offsets = scan_position(H, D, E, BLOCK_D, BLOCK_E)
     i, samples = tl.arange(0, C), tl.num_programs(1) // H
     dbeta += tl.program_id(0).to(tl.int64) * samples * length * H
-    dstate = tl.load(dlast + sequence * D * E + state_offsets, mask=state_mask, other=0.0)
+    dstate = tl.load(dfinal_state + sequence * D * E + state_offsets, mask=state_mask, other=0.0)
     for step in range(chunks):
         chunk = chunks - 1 - step
         rows, valid = rows_of_chunk(sample, chunk, length, C)
@@ -57,33 +58,33 @@ def scan_chunks_back(
         token_mask, token_offsets = transposed_column_offsets(rows, valid, e, head, H, E)
         do = tl.load(dout + token_offsets, mask=token_mask, other=0.0)
         u = tl.load(updates + token_offsets, mask=token_mask, other=0.0)
-        below = load_rows(solved + (sequence * chunks + chunk) * C * C, i, i >= 0, C, C, C)
+        lower_inverse = load_rows(inverses + (sequence * chunks + chunk) * C * C, i, i >= 0, C, C, C)
         pairs_ij = load_rows(pairs + (sequence * chunks + chunk) * C * C, i, i >= 0, C, C, C)
-        strength = load_token_scalars(beta, rows, valid, head, H)
-        total, end = load_totals(totals, sample, chunk, length, head, H, C, DECAYS)
+        beta_i = load_token_scalars(beta, rows, valid, head, H)
+        log_decay, end = load_log_decays(log_decays, sample, chunk, length, head, H, C, DECAYS)
         dstate_rounded = dstate.to(k_id.dtype)
         tl.store(dstates + (sequence * chunks + chunk) * D * E + state_offsets, dstate_rounded, mask=state_mask)
         du = product(dstate_rounded, tl.trans(k_id))
         if DECAYS:
-            du *= tl.exp2(end - total)[None, :]
+            du *= tl.exp2(end - log_decay)[None, :]
         du += scale * product(do, pairs_ij)
-        y = du + product(du.to(k_id.dtype), below)
-        dbeta_i = tl.sum(y * u, 0) / tl.where(strength == 0, 1.0, strength)
+        y = du + product(du.to(k_id.dtype), lower_inverse)
+        dbeta_i = tl.sum(y * u, 0) / tl.where(beta_i == 0, 1.0, beta_i)
         tl.store(dbeta + rows * H + head, dbeta_i, mask=valid)
-        dv_ei = strength[None, :] * y
+        dv_ei = beta_i[None, :] * y
         tl.store(dv + token_offsets, dv_ei.to(dv.dtype.element_ty), mask=token_mask)
         if DECAYS:
-            decay_from_start = tl.exp2(total)[None, :]
+            decay_from_start = tl.exp2(log_decay)[None, :]
             do, dv_ei = (do * decay_from_start).to(do.dtype), dv_ei * decay_from_start
             dstate *= tl.exp2(end)
         dstate += scale * product(do, q_id)
         dstate -= product(dv_ei.to(k_id.dtype), k_id)
-    tl.store(dfirst + sequence * D * E + state_offsets, dstate, mask=state_mask)
+    tl.store(dinitial_state + sequence * D * E + state_offsets, dstate, mask=state_mask)
 
 
 @triton.jit
 def write_gradients(
-    dout, q, k, totals, ds, dm, states, dstates, updates, dv, dq, dk, dg, length, chunks, scale,
+    dout, q, k, log_decays, ds, dm, states, dstates, updates, dv, dq, dk, dg, length, chunks, scale,
     H: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, C: tl.constexpr,
     DECAYS: tl.constexpr,
 ):  # fmt: skip
@@ -120,12 +121,12 @@ def write_gradients(
     token_mask, token_offsets = column_offsets(rows, valid, d, head, H, D)
     q_id = tl.load(q + token_offsets, mask=token_mask, other=0.0)
     k_id = tl.load(k + token_offsets, mask=token_mask, other=0.0)
-    total, end = load_totals(totals, sample, chunk, length, head, H, C, DECAYS)
+    log_decay, end = load_log_decays(log_decays, sample, chunk, length, head, H, C, DECAYS)
     if DECAYS:
-        decay_from_start = tl.exp2(total)[:, None]
+        decay_from_start = tl.exp2(log_decay)[:, None]
         dq_id *= decay_from_start
         dk_later_id *= decay_from_start
-        dk_earlier_id *= tl.exp2(end - total)[:, None]
+        dk_earlier_id *= tl.exp2(end - log_decay)[:, None]
         dlog_decay = dlog_decay * tl.exp2(end) + tl.sum(k_id * dk_earlier_id)
     pair_offset = tl.program_id(0).to(tl.int64) * C * C
     ds_ij = load_rows(ds + pair_offset, i, i >= 0, C, C, C)

@@ -27,7 +27,7 @@ import triton.language as tl
 from kernels.common.triton_math import LOG2E, load_rows, load_token_scalars, product, store_rows
 from kernels.gated_delta_rule.triton_tile import (
     column_offsets,
-    load_totals,
+    load_log_decays,
     mask_and_decay,
     rows_of_chunk,
     scan_position,
@@ -39,7 +39,7 @@ from kernels.gated_delta_rule.triton_tile import (
 
 @triton.jit
 def solve_chunks(
-    k, beta, g, solved, totals, length, chunks,
+    k, beta, g, inverses, log_decays, length, chunks,
     H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr,
     DECAYS: tl.constexpr,
 ):  # fmt: skip
@@ -48,27 +48,27 @@ def solve_chunks(
     Tensors:
         k: [samples, length, H, D].
         beta, g: fp32 [samples, length, H].
-        solved: [samples, H, chunks, C, C] in k's dtype, written.
-        totals: fp32 [samples, length, H], written: running sum of g within the chunk, in units of log2.
+        inverses: [samples, H, chunks, C, C] in k's dtype, written.
+        log_decays: fp32 [samples, length, H], written: running sum of g within the chunk, in units of log2.
     """
     sample, head, chunk = split_program(tl.program_id(0), chunks, H)
     rows, valid = rows_of_chunk(sample, chunk, length, C)
     i = tl.arange(0, C)
     k_id = load_rows(k + head * D, rows, valid, H * D, D, BLOCK_D)
-    strength = load_token_scalars(beta, rows, valid, head, H)
-    total = tl.zeros([C], tl.float32)
+    beta_i = load_token_scalars(beta, rows, valid, head, H)
+    log_decay = tl.zeros([C], tl.float32)
     if DECAYS:
-        total = tl.cumsum(load_token_scalars(g, rows, valid, head, H), 0) * LOG2E
-        tl.store(totals + rows * H + head, total, mask=valid)
-    pairs = mask_and_decay(product(k_id, tl.trans(k_id)), total, True, DECAYS, C)
-    inverse = unit_lower_inverse(strength[:, None] * pairs, C)
-    below = tl.where(i[:, None] > i[None, :], inverse, 0.0)
-    store_rows(solved + tl.program_id(0).to(tl.int64) * C * C, i, i >= 0, C, below, C, C)
+        log_decay = tl.cumsum(load_token_scalars(g, rows, valid, head, H), 0) * LOG2E
+        tl.store(log_decays + rows * H + head, log_decay, mask=valid)
+    pairs = mask_and_decay(product(k_id, tl.trans(k_id)), log_decay, True, DECAYS, C)
+    inverse = unit_lower_inverse(beta_i[:, None] * pairs, C)
+    lower_inverse = tl.where(i[:, None] > i[None, :], inverse, 0.0)
+    store_rows(inverses + tl.program_id(0).to(tl.int64) * C * C, i, i >= 0, C, lower_inverse, C, C)
 
 
 @triton.jit
 def multiply_pairs(
-    x, y, out, totals, length, chunks, scale,
+    x, y, out, log_decays, length, chunks, scale,
     H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr,
     STRICT: tl.constexpr, DECAYS: tl.constexpr,
 ):  # fmt: skip
@@ -89,15 +89,15 @@ def multiply_pairs(
         x_id = tl.load(x + token_offsets, mask=token_mask, other=0.0)
         y_id = tl.load(y + token_offsets, mask=token_mask, other=0.0)
         pairs += product(x_id, tl.trans(y_id))
-    total, _ = load_totals(totals, sample, chunk, length, head, H, C, DECAYS)
-    pairs = mask_and_decay(pairs * scale, total, STRICT, DECAYS, C)
+    log_decay, _ = load_log_decays(log_decays, sample, chunk, length, head, H, C, DECAYS)
+    pairs = mask_and_decay(pairs * scale, log_decay, STRICT, DECAYS, C)
     i = tl.arange(0, C)
     store_rows(out + tl.program_id(0).to(tl.int64) * C * C, i, i >= 0, C, pairs, C, C)
 
 
 @triton.jit
 def scan_chunks(
-    k, v, beta, totals, solved, first, states, updates, last, length, chunks,
+    k, v, beta, log_decays, inverses, initial_state, states, updates, final_state, length, chunks,
     H: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, C: tl.constexpr,
     DECAYS: tl.constexpr,
 ):  # fmt: skip
@@ -105,40 +105,40 @@ def scan_chunks(
 
     Tensors as in `solve_chunks`, and:
         v: [samples, length, H, E].
-        first: fp32 [samples, H, D, E], the state before the first token.
+        initial_state: fp32 [samples, H, D, E], the state before the first token.
         states: [samples, H, chunks, D, E] in k's dtype, written: the state before each chunk.
         updates: [samples, length, H, E], written: u.
-        last: fp32 [samples, H, D, E], written: the final state.
+        final_state: fp32 [samples, H, D, E], written: the final state.
     """
     sequence, sample, head, e, state_mask, state_offsets = scan_position(H, D, E, BLOCK_D, BLOCK_E)
     i = tl.arange(0, C)
-    state = tl.load(first + sequence * D * E + state_offsets, mask=state_mask, other=0.0)
+    state = tl.load(initial_state + sequence * D * E + state_offsets, mask=state_mask, other=0.0)
     for chunk in range(chunks):
         rows, valid = rows_of_chunk(sample, chunk, length, C)
         k_id = load_rows(k + head * D, rows, valid, H * D, D, BLOCK_D)
         token_mask, token_offsets = transposed_column_offsets(rows, valid, e, head, H, E)
         v_ei = tl.load(v + token_offsets, mask=token_mask, other=0.0)
-        below = load_rows(solved + (sequence * chunks + chunk) * C * C, i, i >= 0, C, C, C)
-        strength = load_token_scalars(beta, rows, valid, head, H)
-        total, end = load_totals(totals, sample, chunk, length, head, H, C, DECAYS)
+        lower_inverse = load_rows(inverses + (sequence * chunks + chunk) * C * C, i, i >= 0, C, C, C)
+        beta_i = load_token_scalars(beta, rows, valid, head, H)
+        log_decay, end = load_log_decays(log_decays, sample, chunk, length, head, H, C, DECAYS)
         rounded = state.to(k_id.dtype)
         tl.store(states + (sequence * chunks + chunk) * D * E + state_offsets, rounded, mask=state_mask)
         predicted = product(rounded, tl.trans(k_id))
         if DECAYS:
-            predicted *= tl.exp2(total)[None, :]
-        scaled_error = strength[None, :] * (v_ei - predicted)
-        u = scaled_error + product(scaled_error.to(k_id.dtype), tl.trans(below))
+            predicted *= tl.exp2(log_decay)[None, :]
+        scaled_error = beta_i[None, :] * (v_ei - predicted)
+        u = scaled_error + product(scaled_error.to(k_id.dtype), tl.trans(lower_inverse))
         tl.store(updates + token_offsets, u.to(k_id.dtype), mask=token_mask)
         if DECAYS:
-            u *= tl.exp2(end - total)[None, :]
+            u *= tl.exp2(end - log_decay)[None, :]
             state *= tl.exp2(end)
         state += product(u.to(k_id.dtype), k_id)
-    tl.store(last + sequence * D * E + state_offsets, state, mask=state_mask)
+    tl.store(final_state + sequence * D * E + state_offsets, state, mask=state_mask)
 
 
 @triton.jit
 def read_states(
-    q, totals, pairs, states, updates, out, length, chunks, scale,
+    q, log_decays, pairs, states, updates, out, length, chunks, scale,
     H: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, C: tl.constexpr,
     DECAYS: tl.constexpr,
 ):  # fmt: skip
@@ -154,11 +154,11 @@ def read_states(
     index = tl.program_id(0).to(tl.int64)
     d, e, i = tl.arange(0, BLOCK_D), tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E), tl.arange(0, C)
     q_id = load_rows(q + head * D, rows, valid, H * D, D, BLOCK_D)
-    total, _ = load_totals(totals, sample, chunk, length, head, H, C, DECAYS)
+    log_decay, _ = load_log_decays(log_decays, sample, chunk, length, head, H, C, DECAYS)
     state_mask, state_offsets = (d < D)[:, None] & (e < E)[None, :], d[:, None] * E + e[None, :]
     o = product(q_id, tl.load(states + index * D * E + state_offsets, mask=state_mask, other=0.0))
     if DECAYS:
-        o *= tl.exp2(total)[:, None]
+        o *= tl.exp2(log_decay)[:, None]
     token_mask, token_offsets = column_offsets(rows, valid, e, head, H, E)
     u = tl.load(updates + token_offsets, mask=token_mask, other=0.0)
     o += product(load_rows(pairs + index * C * C, i, i >= 0, C, C, C), u)

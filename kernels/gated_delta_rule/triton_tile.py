@@ -58,7 +58,7 @@ def scan_position(H: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl
 
 
 @triton.jit
-def load_totals(totals, sample, chunk, length, head, heads, C: tl.constexpr, DECAYS: tl.constexpr):
+def load_log_decays(log_decays, sample, chunk, length, head, heads, C: tl.constexpr, DECAYS: tl.constexpr):
     """Load the running sums of the log2 decay of a chunk's tokens [C], and the sum at the chunk's last token.
 
     Positions beyond the last token repeat its sum, so that they do not decay.
@@ -66,38 +66,38 @@ def load_totals(totals, sample, chunk, length, head, heads, C: tl.constexpr, DEC
     if DECAYS:
         t = tl.minimum(chunk * C + tl.arange(0, C), length - 1)
         end = tl.minimum(chunk * C + C, length) - 1
-        total = tl.load(totals + (sample * length + t) * heads + head)
-        return total, tl.load(totals + (sample * length + end) * heads + head)
+        log_decay = tl.load(log_decays + (sample * length + t) * heads + head)
+        return log_decay, tl.load(log_decays + (sample * length + end) * heads + head)
     return tl.zeros([C], tl.float32), 0.0
 
 
 @triton.jit
-def mask_and_decay(pairs, total, STRICT: tl.constexpr, DECAYS: tl.constexpr, C: tl.constexpr):
+def mask_and_decay(pairs, log_decay, STRICT: tl.constexpr, DECAYS: tl.constexpr, C: tl.constexpr):
     """Multiply the products of token pairs (i, j), [C, C], by the decay from j to i. Set products with j > i to 0.
 
     If STRICT, also set the diagonal to 0.
     """
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     if DECAYS:
-        pairs *= tl.exp2(total[:, None] - total[None, :])
+        pairs *= tl.exp2(log_decay[:, None] - log_decay[None, :])
     return tl.where(i > j if STRICT else i >= j, pairs, 0.0)
 
 
 @triton.jit
-def unit_lower_inverse(below, C: tl.constexpr):
-    """Invert the identity plus `below`, an fp32 [C, C] matrix that is zero on and above its diagonal.
+def unit_lower_inverse(lower, C: tl.constexpr):
+    """Invert the identity plus `lower`, an fp32 [C, C] matrix that is zero on and above its diagonal.
 
     The diagonal blocks are inverted by substitution. Then pairs of adjacent blocks are joined, twice. Let D be the
-    inverse of a pair of diagonal blocks, and L the block of `below` that connects them. The inverse of the joined block
+    inverse of a pair of diagonal blocks, and L the block of `lower` that connects them. The inverse of the joined block
     is D - D L D.
 
     Args:
-        below: the matrix.
+        lower: the matrix.
         C: 64.
     """
     i, r = tl.arange(0, C), tl.arange(0, DIAGONAL_BLOCK)
     in_block = (i // DIAGONAL_BLOCK)[:, None] == tl.arange(0, C // DIAGONAL_BLOCK)[None, :]
-    blocks = tl.sum(tl.where(in_block[:, :, None], tl.reshape(below, [C, C // DIAGONAL_BLOCK, DIAGONAL_BLOCK]), 0.0), 1)
+    blocks = tl.sum(tl.where(in_block[:, :, None], tl.reshape(lower, [C, C // DIAGONAL_BLOCK, DIAGONAL_BLOCK]), 0.0), 1)
     blocks = tl.reshape(blocks, [C // DIAGONAL_BLOCK, DIAGONAL_BLOCK, DIAGONAL_BLOCK])
     inverse = tl.zeros_like(blocks) + (r[:, None] == r[None, :]).to(tl.float32)[None]
     for step in range(1, DIAGONAL_BLOCK):
@@ -110,6 +110,6 @@ def unit_lower_inverse(below, C: tl.constexpr):
     for join in tl.static_range(2):
         row_block, column_block = i[:, None] // (DIAGONAL_BLOCK << join), i[None, :] // (DIAGONAL_BLOCK << join)
         is_connection = (row_block // 2 == column_block // 2) & (row_block != column_block)
-        left = product_tf32(inverse, tl.where(is_connection, below, 0.0))
+        left = product_tf32(inverse, tl.where(is_connection, lower, 0.0))
         inverse -= product_tf32(left, inverse)
     return inverse
