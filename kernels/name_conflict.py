@@ -49,7 +49,7 @@ def find_conflict(path: Iterable[str] | None = None) -> str | None:
         return f"{owner} also provides the Python package '{IMPORT_NAME}', which is selectron's: {hint}"
     shadow = _find_shadow()
     if shadow is not None:
-        hint = "remove that folder from PYTHONPATH, or rename it"
+        hint = f"remove {_import_folder(shadow)} from PYTHONPATH, or rename the package"
         return f"'import {IMPORT_NAME}' finds {shadow} before selectron's package of that name: {hint}"
     return None
 
@@ -107,6 +107,12 @@ def _find_shadow() -> str | None:
     if spec.origin is None:  # a namespace package without __init__.py: any regular package takes precedence
         return None
     return spec.origin
+
+
+def _import_folder(file: str) -> Path:
+    """Return the folder of sys.path from which this module, or the `__init__.py` of a package, is imported."""
+    path = Path(file)
+    return path.parent.parent if path.name == "__init__.py" else path.parent
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
 from data_prep.contamination.ngrams import Hashes
-from data_prep.deduplication.keys import SPLIT_BIT
+from data_prep.deduplication.keys import HASH_BITS
 from data_prep.deduplication.partitions import Partitions
 
 _PREFIX_BITS = 30
@@ -43,7 +43,7 @@ class Links:
 
     Args:
         folder: folder for the links, created here.
-        vertices: number of vertices of each level. The level of a vertex is the split in its key (`SPLIT_BIT`).
+        vertices: number of vertices of each level. The level of a vertex is the split in its key (`HASH_BITS`).
         block: number of links read at once, and approximate number of vertices per range. The number of vertices is
             approximate because ranges are chosen by hash.
     """
@@ -86,13 +86,13 @@ class Links:
         has_smaller = smallest != np.arange(len(vertices))
         in_range = ranges == index
         level = int(np.searchsorted(self._bases, index, side="right")) - 1
-        below = ~in_range & (vertices[:, 0] >> np.uint64(SPLIT_BIT) == level)
+        below = ~in_range & (vertices[:, 0] >> np.uint64(HASH_BITS) == level)
         self._partitions.add(star_links[has_smaller & below], ranges[has_smaller & below])
         return star_links[has_smaller & in_range]
 
     def _range_of(self, keys: Hashes) -> npt.NDArray[np.int64]:
-        levels = (keys >> np.uint64(SPLIT_BIT)).astype(np.int64)
-        hash_prefix = keys >> np.uint64(SPLIT_BIT - _PREFIX_BITS) & np.uint64((1 << _PREFIX_BITS) - 1)
+        levels = (keys >> np.uint64(HASH_BITS)).astype(np.int64)
+        hash_prefix = keys >> np.uint64(HASH_BITS - _PREFIX_BITS) & np.uint64((1 << _PREFIX_BITS) - 1)
         return (self._bases[levels] + (hash_prefix * self._ranges[levels] >> np.uint64(_PREFIX_BITS))).astype(np.int64)
 
 

@@ -19,7 +19,7 @@ from datatrove.io import DataFolder
 
 from data_prep.contamination.ngrams import Hashes
 from data_prep.deduplication.elimination import Links
-from data_prep.deduplication.keys import SPLIT_BIT, SPLIT_PRIORITY, DocumentKeys
+from data_prep.deduplication.keys import HASH_BITS, SPLIT_PRIORITY, DocumentKeys
 from data_prep.deduplication.partitions import Partitions
 
 _PAIR_BYTES = 16
@@ -91,7 +91,7 @@ def _attach_keys(members: Partitions, target: Partitions, keys: DocumentKeys, st
         target.add(np.stack([rows[:, 1], keys_in_range[positions], rows[:, 0]], axis=1), rows[:, 1] // np.uint64(block))
     if keys_in_range is None:
         return {}
-    splits, counts = np.unique(keys_in_range[seen[: len(keys_in_range)]] >> np.uint64(SPLIT_BIT), return_counts=True)
+    splits, counts = np.unique(keys_in_range[seen[: len(keys_in_range)]] >> np.uint64(HASH_BITS), return_counts=True)
     return dict(zip(splits.tolist(), counts.tolist(), strict=True))
 
 

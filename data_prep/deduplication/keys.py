@@ -18,7 +18,7 @@ from megatron_ext.utils.errors import UserError
 SPLIT_PRIORITY = ("test", "validation", "train")
 """Splits in order of priority. Of duplicates in different splits, the document of the earlier split is kept."""
 
-SPLIT_BIT = 62
+HASH_BITS = 62
 """Number of hash bits in a key. The two bits above are the split's index in `SPLIT_PRIORITY`."""
 
 KEY_BLOCK = 1 << 16
@@ -30,7 +30,7 @@ _KEY_BYTES = 8
 def document_key(document: Document) -> int:
     """Return a document's 64-bit rank among its duplicates: the document with the smallest key is kept."""
     split = SPLIT_PRIORITY.index(document.metadata["split"])
-    return split << SPLIT_BIT | xxhash.xxh3_64_intdigest(document.id.encode()) >> (64 - SPLIT_BIT)
+    return split << HASH_BITS | xxhash.xxh3_64_intdigest(document.id.encode()) >> (64 - HASH_BITS)
 
 
 class WriteKeys(PipelineStep):

@@ -25,7 +25,7 @@ from datatrove.pipeline.dedup.minhash import MinhashDedupFilter
 
 from data_prep.deduplication.elimination import Links
 from data_prep.deduplication.groups import link_groups
-from data_prep.deduplication.keys import SPLIT_BIT, SPLIT_PRIORITY, DocumentKeys, document_key, read_keys
+from data_prep.deduplication.keys import HASH_BITS, SPLIT_PRIORITY, DocumentKeys, document_key, read_keys
 from data_prep.deduplication.partitions import Partitions, scratch_folder_beside
 from data_prep.ledger import DropCounter
 from megatron_ext.utils.errors import UserError
@@ -78,7 +78,7 @@ class ChooseSurvivors(PipelineStep):
         """Partition the indices of removed documents by range. Return the number of removed documents per split."""
         removed = np.zeros(len(SPLIT_PRIORITY), np.int64)
         for vertices in links.eliminate():
-            splits = (vertices[:, 0] >> np.uint64(SPLIT_BIT)).astype(np.int64)
+            splits = (vertices[:, 0] >> np.uint64(HASH_BITS)).astype(np.int64)
             removed += np.bincount(splits, minlength=len(SPLIT_PRIORITY))
             removed_documents.add(vertices[:, 1:], vertices[:, 1] // np.uint64(self.block))
         return removed.tolist()

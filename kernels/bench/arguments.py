@@ -38,7 +38,7 @@ def resolve_seed(args: argparse.Namespace) -> int:
     return seed
 
 
-def at_least_one(option: str, value: int) -> int:
+def require_positive(option: str, value: int) -> int:
     """Return the value of an option if it is at least 1.
 
     Raises:

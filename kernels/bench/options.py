@@ -5,9 +5,9 @@ import re
 
 from kernels.bench.arguments import (
     add_run_arguments,
-    at_least_one,
     parse_names,
     print_progress,
+    require_positive,
     resolve_seed,
     save_into,
     split_list,
@@ -59,9 +59,9 @@ def make_plan(args: argparse.Namespace) -> KernelPlan:
         peers=peers,
         passes=tuple(name for name in PASSES if name in passes),
         choices=args.choices,
-        repeat=at_least_one("--repeat", args.repeat),
-        chunk_size=at_least_one("--chunk-size", args.chunk_size),
-        top_k=at_least_one("--top-k", args.top_k),
+        repeat=require_positive("--repeat", args.repeat),
+        chunk_size=require_positive("--chunk-size", args.chunk_size),
+        top_k=require_positive("--top-k", args.top_k),
         seed=resolve_seed(args),
         output=args.output,
     )
@@ -75,7 +75,7 @@ def make_shapes(lengths: str, heads: str, groups: int | None) -> tuple[Shape, ..
     """
     shapes = []
     for num_heads, head_dim in _pairs("--heads", heads, "HEADSxDIM, as 16x128"):
-        num_groups = num_heads if groups is None else at_least_one("--groups", groups)
+        num_groups = num_heads if groups is None else require_positive("--groups", groups)
         if num_heads % num_groups:
             raise OptionError("--groups", f"{num_groups} does not divide {num_heads} heads", "give a divisor")
         for length, batch in _pairs("--lengths", lengths, "LENGTHxBATCH, as 2048x50"):

@@ -38,21 +38,21 @@ MAX_CHUNKS = 2**16
 
 
 @triton.jit
-def _round(x, highest):
-    """Return x / scale, its rounding to integers (as fp32), and scale. `highest` is max |x|, by row or of all rows."""
-    scale = tl.where((highest > SMALLEST) & (highest < LARGEST), highest / LEVELS, 1.0)
+def _round(x, max_abs):
+    """Return x / scale, its rounding to integers (as fp32), and scale. `max_abs` is max |x|, per row or overall."""
+    scale = tl.where((max_abs > SMALLEST) & (max_abs < LARGEST), max_abs / LEVELS, 1.0)
     scaled = x / scale
     return scaled, tl.floor(scaled + 0.5), scale
 
 
 @triton.jit
-def _norms(x, highest):
+def _norms(x, max_abs):
     """Return an upper bound of each row's norm.
 
-    It is infinite for rows with NaN, and if `highest` (as in `_round`) is neither 0 nor within the range.
+    It is infinite for rows with NaN, and if `max_abs` (as in `_round`) is neither 0 nor within the range.
     """
     norm = tl.sqrt(tl.sum(x * x, 1)) * MARGIN
-    norm = tl.where(((highest > SMALLEST) & (highest < LARGEST)) | (highest == 0), norm, float("inf"))
+    norm = tl.where(((max_abs > SMALLEST) & (max_abs < LARGEST)) | (max_abs == 0), norm, float("inf"))
     # A maximum ignores NaN, so NaN is replaced here.
     return tl.where(norm == norm, norm, float("inf"))
 
@@ -75,10 +75,10 @@ def quantise_queries(
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     valid = row < rows
     x = load_rows(q, head_rows(row, g, G, R), valid, HEAD_DIM, HEAD_DIM, BLOCK_D).to(tl.float32)
-    highest = tl.max(tl.abs(x), 1)
-    scaled, rounded, scale = _round(x, highest[:, None])
-    error = _norms(scaled - rounded, highest)
-    norm = _norms(scaled, highest)
+    max_abs = tl.max(tl.abs(x), 1)
+    scaled, rounded, scale = _round(x, max_abs[:, None])
+    error = _norms(scaled - rounded, max_abs)
+    norm = _norms(scaled, max_abs)
     store_rows(q8, g.to(tl.int64) * rows + row, valid, BLOCK_D, rounded, BLOCK_D, BLOCK_D)
     index = g.to(tl.int64) * 2 * rows + row
     tl.store(query_bounds + index, error, mask=valid)
@@ -117,21 +117,21 @@ def quantise_keys(
     slot, g = tl.program_id(0), tl.program_id(1)
     start, count = tl.load(table + slot * COLUMNS), tl.load(table + slot * COLUMNS + 1)
     head_keys, head_centre = k + g * HEAD_DIM, centre + g * HEAD_DIM
-    highest = 0.0
+    max_abs = 0.0
     for j in range(0, CHUNK, BLOCK_N):
         n = j + tl.arange(0, BLOCK_N)
         _, x = _load_centred(head_keys, head_centre, start, n, count, G * HEAD_DIM, HEAD_DIM, BLOCK_D)
-        highest = tl.maximum(highest, tl.max(tl.abs(x)))
+        max_abs = tl.maximum(max_abs, tl.max(tl.abs(x)))
     # Norms are in units of the scale, because squares of small values would underflow.
     scale, norm, error, product_error = 1.0, 0.0, 0.0, 0.0
     for j in range(0, CHUNK, BLOCK_N):
         n = j + tl.arange(0, BLOCK_N)
         keys, x = _load_centred(head_keys, head_centre, start, n, count, G * HEAD_DIM, HEAD_DIM, BLOCK_D)
-        scaled, rounded, scale = _round(x, highest)
-        norm_n = _norms(scaled, highest)
+        scaled, rounded, scale = _round(x, max_abs)
+        norm_n = _norms(scaled, max_abs)
         norm = tl.maximum(norm, tl.max(norm_n))
-        error = tl.maximum(error, tl.max(_norms(scaled - rounded, highest)))
-        product_error = tl.maximum(product_error, tl.max(norm_n + _norms(keys / scale, highest)) * PRODUCT_ERROR)
+        error = tl.maximum(error, tl.max(_norms(scaled - rounded, max_abs)))
+        product_error = tl.maximum(product_error, tl.max(norm_n + _norms(keys / scale, max_abs)) * PRODUCT_ERROR)
         store_rows(k8, g.to(tl.int64) * tokens + start + n, n < count, BLOCK_D, rounded, BLOCK_D, BLOCK_D)
     bound = chunk_bounds + g * slots + slot
     heads = tl.num_programs(1)

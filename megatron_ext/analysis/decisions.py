@@ -29,7 +29,7 @@ ACTIONS: dict[DecisionKind, str] = {
 COUNT_COLUMNS: dict[DecisionKind, str] = {
     "again": "steps computed again",
     "skip": "steps skipped",
-    "roll_back": "steps rolled back",
+    "roll_back": "roll-backs",
     "stop": "stops",
     "changed": "changes during the run",
 }
@@ -53,7 +53,7 @@ class Decision:
 
 
 @checked_dataclass(frozen=True, config=_LINE)
-class RankTimings:
+class RankComparison:
     """Line of stragglers.jsonl: a comparison of the ranks after a step, with a message for each slow rank."""
 
     step: NonNegativeInt
@@ -62,27 +62,27 @@ class RankTimings:
 
 @dataclass(frozen=True)
 class RunDecisions:
-    """Decisions and rank timings of a run.
+    """Decisions and comparisons of ranks of a run.
 
     Attributes:
         run: the run.
         decisions: decisions of the run, in the order of the file.
-        timings: comparisons of the ranks' timings, in the order of the file.
+        comparisons: comparisons of the ranks, in the order of the file.
     """
 
     run: Run
     decisions: Sequence[Decision]
-    timings: Sequence[RankTimings]
+    comparisons: Sequence[RankComparison]
 
 
 def read_decisions(runs: Iterable[Run]) -> list[RunDecisions]:
-    """Read decisions and rank timings of each run, in the order of the runs.
+    """Read decisions and comparisons of ranks of each run, in the order of the runs.
 
     Raises:
         UserError: a line is invalid.
     """
     return [
-        RunDecisions(run, _read_lines(run, DECISIONS, Decision), _read_lines(run, STRAGGLERS, RankTimings))
+        RunDecisions(run, _read_lines(run, DECISIONS, Decision), _read_lines(run, STRAGGLERS, RankComparison))
         for run in runs
     ]
 
@@ -108,7 +108,7 @@ def decision_table(run_decisions: Sequence[RunDecisions]) -> Table:
         for entry in run_decisions
         for decision in entry.decisions
     ]
-    caption = "Failed steps, the action taken for each, and the reason"
+    caption = "Decisions about failed steps and changes during a run, with the reasons"
     return Table(caption, ["run", "time", "step", "action", "reason"], rows)
 
 
@@ -116,8 +116,8 @@ def slow_table(run_decisions: Sequence[RunDecisions]) -> Table:
     """Return a table with a row per rank that was slow at least once."""
     rows = []
     for entry in run_decisions:
-        compared = len({timing.step for timing in entry.timings})
-        for rank, messages in _slow_ranks(entry.timings).items():
+        compared = len({comparison.step for comparison in entry.comparisons})
+        for rank, messages in _slow_ranks(entry.comparisons).items():
             steps = sorted({step for step, _message in messages})
             frequency = Cell(f"{count(len(steps)).text} of {count(compared).text}", len(steps))
             _, last = messages[-1]
@@ -126,13 +126,13 @@ def slow_table(run_decisions: Sequence[RunDecisions]) -> Table:
     return Table("Ranks that were slower than the others", columns, rows)
 
 
-def _slow_ranks(timings: Iterable[RankTimings]) -> dict[str, list[tuple[int, str]]]:
+def _slow_ranks(comparisons: Iterable[RankComparison]) -> dict[str, list[tuple[int, str]]]:
     """Return the steps and messages of each slow rank."""
     by_rank: dict[str, list[tuple[int, str]]] = {}
-    for timing in timings:
-        for line in timing.slow:
+    for comparison in comparisons:
+        for line in comparison.slow:
             rank, _, message = line.partition(" is slow: ")
-            by_rank.setdefault(rank, []).append((timing.step, message))
+            by_rank.setdefault(rank, []).append((comparison.step, message))
     return by_rank
 
 

@@ -88,21 +88,20 @@ def open_data(
     """
     root, manifest, cache = _open_manifest(data)
     tokenizer_file = check_tokenizer(root, manifest, Path(data.tokenizer) if data.tokenizer else None)
-    first_rank = partial(check_vocabulary, tokenizer_file, manifest.tokenizer) if dist.get_rank() == 0 else partial(int)
-    raise_on_all_ranks(first_rank)
+    raise_on_all_ranks(partial(_check_tokenizer_on_rank_0, tokenizer_file, manifest))
     train, test = select_domains(data, manifest)
     weights = None if data.weights is None else domain_weights(data.weights, train, manifest)
     suspect = frozenset(chain.from_iterable(gather_objects(sorted(failed))))
-    verified = ShardVerifier(root, {} if data.verify == "sha256_always" else known or {}, suspect)
+    verifier = ShardVerifier(root, {} if data.verify == "sha256_always" else known or {}, suspect)
     splits = {"train": train, "validation": train, "test": test}
-    damages = _check_splits(verified, manifest, splits, data, cache, suspect)
+    damages = _check_splits(verifier, manifest, splits, data, cache, suspect)
     size_warning = None if cache is None else cache.size_warning(_readable_shards(manifest, train, damages))
     # An open file keeps its disk space after the cache has evicted it. If the training shards exceed the cache's limit,
     # only one shard may therefore be open at a time.
     max_open = None if size_warning is None else 1
     store = TokenStore(root, manifest, "train", train, None if cache is None else cache.pin_shard, max_open)
     samples = TrainingSamples(store, data.seq_length, seed, weights, [damage.shard for damage in damages])
-    gathered = gather_objects((verified.stamps, verified.num_unchanged))
+    gathered = gather_objects((verifier.stamps, verifier.num_unchanged))
     found = {path: stamp for stamps, _ in gathered for path, stamp in stamps.items()}
     num_unchanged = sum(count for _, count in gathered)
     warnings = [] if size_warning is None else [f"selectron: warning: {size_warning}"]
@@ -135,10 +134,15 @@ def select_domains(data: DataConfig, manifest: Manifest) -> tuple[list[str], lis
     Raises:
         UserError: a named domain or a split does not exist.
     """
-    train = _select_domains(manifest, "train", data.train_domains)
+    train = _domains_of_split(manifest, "train", data.train_domains)
     untrained = set(manifest.domain_names("train")).difference(train)
     default = [name for name in manifest.domain_names("test") if name not in untrained]
-    return train, _select_domains(manifest, "test", default if data.test_domains is None else data.test_domains)
+    return train, _domains_of_split(manifest, "test", default if data.test_domains is None else data.test_domains)
+
+
+def _check_tokenizer_on_rank_0(tokenizer_file: Path, manifest: Manifest) -> None:
+    if dist.get_rank() == 0:
+        check_vocabulary(tokenizer_file, manifest.tokenizer)
 
 
 def _open_manifest(data: DataConfig) -> tuple[Path, Manifest, ShardCache | None]:
@@ -149,7 +153,7 @@ def _open_manifest(data: DataConfig) -> tuple[Path, Manifest, ShardCache | None]
 
 
 def _check_splits(
-    verified: ShardVerifier,
+    verifier: ShardVerifier,
     manifest: Manifest,
     domains: dict[str, list[str]],
     data: DataConfig,
@@ -166,17 +170,17 @@ def _check_splits(
         present = [domain for domain in names if domain in manifest.domain_names(split)]
         if not present:
             continue
-        calls = _check_arguments(verified, split, data, cache, suspect)
+        calls = _check_arguments(verifier, split, data, cache, suspect)
         for arguments in calls:
             if split == "train" and data.on_damaged == "skip":
-                damages += _gather_damages(partial(find_damage, verified.root, manifest, split, present, **arguments))
+                damages += _gather_damages(partial(find_damage, verifier.root, manifest, split, present, **arguments))
             else:
-                raise_on_all_ranks(partial(verify_shards, verified.root, manifest, [split], present, **arguments))
+                raise_on_all_ranks(partial(verify_shards, verifier.root, manifest, [split], present, **arguments))
     return sorted(damages, key=lambda damage: damage.shard)
 
 
 def _check_arguments(
-    verified: ShardVerifier, split: str, data: DataConfig, cache: ShardCache | None, suspect: frozenset[str]
+    verifier: ShardVerifier, split: str, data: DataConfig, cache: ShardCache | None, suspect: frozenset[str]
 ) -> list[dict[str, Any]]:
     """Return the keyword arguments of each call of `verify_shards` or `find_damage`: check, threads and ranks.
 
@@ -185,8 +189,8 @@ def _check_arguments(
     read is verified in full by one rank of each machine, because each machine may have its own copy.
     """
     shared: dict[str, Any] = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
-    normal_check: Check = verified.check
-    full_check: Check = verified.check
+    normal_check: Check = verifier.check
+    full_check: Check = verifier.check
     threads = THREADS
     if cache is not None:
         full_check = cache.refetch
@@ -195,8 +199,8 @@ def _check_arguments(
         else:
             normal_check, shared = cache.fetch, {}
     elif data.verify == "size":
-        normal_check = partial(check_here, verified.root, "size")
-        full_check = partial(check_here, verified.root, "sha256")
+        normal_check = partial(check_here, verifier.root, "size")
+        full_check = partial(check_here, verifier.root, "sha256")
     if not suspect:
         return [{"check": normal_check, "threads": threads, **shared}]
     check_others = _restrict_check(lambda shard: shard not in suspect, normal_check)
@@ -229,7 +233,7 @@ def _readable_shards(manifest: Manifest, domains: list[str], damages: Sequence[D
     return [shard for entry in entries for shard in entry.shards if shard.file not in damaged]
 
 
-def _select_domains(manifest: Manifest, split: str, requested: list[str] | None) -> list[str]:
+def _domains_of_split(manifest: Manifest, split: str, requested: list[str] | None) -> list[str]:
     """Return the requested domains of a split by the manifest's names, sorted; all domains if `requested` is None."""
     present = manifest.domain_names(split)
     for name in (requested or []) if present else []:
@@ -241,8 +245,8 @@ def _select_domains(manifest: Manifest, split: str, requested: list[str] | None)
 
 def packing_from_config(data: DataConfig) -> Packing:
     """Return which arrays about documents a batch contains: boundaries, positions, and documents kept apart."""
-    apart = data.reset_attention
-    return Packing(data.document_boundaries or apart, data.reset_positions or apart, apart)
+    separate = data.reset_attention
+    return Packing(data.document_boundaries or separate, data.reset_positions or separate, separate)
 
 
 def step_batches(

@@ -63,7 +63,7 @@ def test_steps_are_counted_once(tmp_path: Path) -> None:
     assert found == {
         "steps computed again": 2,
         "steps skipped": 1,
-        "steps rolled back": 1,
+        "roll-backs": 1,
         "stops": None,
         "changes during the run": None,
     }
@@ -158,7 +158,7 @@ def test_the_report_says_it_at_the_top_and_below(tmp_path: Path) -> None:
     history = text[text.index('<h2 id="history">') : text.index('<h2 id="definitions">')]
     assert "&lt;the gradient&#39;s norm&gt; is not finite: skip" in history
     assert "steps skipped" in history
-    assert "steps rolled back" not in history
+    assert "roll-backs" not in history
     assert "an upright tick at each faulty step: 1 of &lt;i&gt;chunk" in text
     rows = list(csv.DictReader((page.parent / "training_loss_decisions.csv").open()))
     assert [(row["run"], row["step"], row["done"]) for row in rows] == [

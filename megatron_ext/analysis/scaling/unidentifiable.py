@@ -50,7 +50,7 @@ def unidentifiable(fitted: Fit) -> list[Undetermined]:
     undetermined = {name for group in found for name in group.constants}
     flat = _flat_constants(fitted)
     if not undetermined.issuperset(flat):
-        found.append(Undetermined(flat, "other constants give the same losses to all digits"))
+        found.append(Undetermined(flat, "other values give the same losses to first order"))
     return found
 
 

@@ -6,7 +6,7 @@ import argparse
 import shutil
 from pathlib import Path
 
-from kernels.bench.arguments import at_least_one
+from kernels.bench.arguments import require_positive
 from megatron_ext.bench.processes import add_run_options, load_run_config, process_groups, run_identity
 
 
@@ -33,8 +33,8 @@ def run(args: argparse.Namespace) -> int:
         UserError: the configuration is invalid, or the disk is full.
         OptionError: an option or the output folder is invalid.
     """
-    steps, saves = at_least_one("--steps", args.steps), at_least_one("--saves", args.saves)
-    vocabulary = at_least_one("--vocabulary", args.vocabulary)
+    steps, saves = require_positive("--steps", args.steps), require_positive("--saves", args.saves)
+    vocabulary = require_positive("--vocabulary", args.vocabulary)
     config = load_run_config(args)
     from kernels.bench.bench_report import describe_machine
     from megatron_ext.bench.checkpoints.report import CheckpointReport, host

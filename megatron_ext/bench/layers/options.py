@@ -7,9 +7,9 @@ import re
 
 from kernels.bench.arguments import (
     add_run_arguments,
-    at_least_one,
     parse_names,
     print_progress,
+    require_positive,
     resolve_seed,
     save_into,
     split_list,
@@ -46,9 +46,11 @@ def make_plan(args: argparse.Namespace) -> LayerPlan:
     return LayerPlan(
         shapes=make_shapes(args.shapes),
         peers=parse_names("--peers", args.peers, PEERS),
-        repeat=at_least_one("--repeat", args.repeat),
+        repeat=require_positive("--repeat", args.repeat),
         seed=resolve_seed(args),
-        configurations=None if args.configurations is None else at_least_one("--configurations", args.configurations),
+        configurations=None
+        if args.configurations is None
+        else require_positive("--configurations", args.configurations),
         output=args.output,
         mixers=_mixers(args.mixers),  # last, as it imports torch
     )

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from kernels.bench.arguments import at_least_one, print_progress, save_into, split_list
+from kernels.bench.arguments import print_progress, require_positive, save_into, split_list
 from kernels.bench.cases import OptionError
 from megatron_ext.utils.atomic_files import os_error_reason
 from megatron_ext.utils.temp_dirs import scratch_folder
@@ -45,9 +45,9 @@ def run(args: argparse.Namespace) -> int:
     lengths, ranks = _numbers("--lengths", args.lengths, 1), _numbers("--ranks", args.ranks, 1)
     first_samples, batch_tokens = (
         _numbers("--samples", args.samples, 0),
-        at_least_one("--batch-tokens", args.batch_tokens),
+        require_positive("--batch-tokens", args.batch_tokens),
     )
-    shard_tokens = at_least_one("--shard-tokens", args.shard_tokens)
+    shard_tokens = require_positive("--shard-tokens", args.shard_tokens)
     if not args.seconds > 0:
         raise OptionError("--seconds", f"{args.seconds} is not above 0", "give a positive number")
     import torch

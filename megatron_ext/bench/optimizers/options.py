@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from kernels.bench.arguments import at_least_one, split_list
+from kernels.bench.arguments import require_positive, split_list
 from megatron_ext.bench.processes import add_run_options, load_run_config, process_groups, run_identity
 from megatron_ext.utils.errors import UserError
 
@@ -41,8 +41,8 @@ def run(args: argparse.Namespace) -> int:
         UserError: the configuration is invalid.
         OptionError: an option or the output folder is invalid.
     """
-    rounds, steps = at_least_one("--rounds", args.rounds), at_least_one("--steps", args.steps)
-    vocabulary, names = at_least_one("--vocabulary", args.vocabulary), split_list(args.optimizers)
+    rounds, steps = require_positive("--rounds", args.rounds), require_positive("--steps", args.steps)
+    vocabulary, names = require_positive("--vocabulary", args.vocabulary), split_list(args.optimizers)
     if not names:
         raise UserError("--optimizers", "no optimizer is given", f"give e.g. {DEFAULT}")
     configs = {name: load_run_config(args, [f"optimizer.sharding={name}"]) for name in names}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from kernels.bench.arguments import at_least_one, save_into
+from kernels.bench.arguments import require_positive, save_into
 from kernels.bench.cases import OptionError
 from megatron_ext.utils.atomic_files import os_error_reason
 
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
         OptionError: an option or the output folder is invalid.
         UserError: the input or the tokenizer cannot be read.
     """
-    workers, rounds = at_least_one("--workers", args.workers), at_least_one("--rounds", args.rounds)
+    workers, rounds = require_positive("--workers", args.workers), require_positive("--rounds", args.rounds)
     if not args.megabytes > 0:
         raise OptionError("--megabytes", f"{args.megabytes} is not above 0", "give a positive number")
     if args.megatron_lm and not (args.megatron_lm / "tools" / "preprocess_data.py").is_file():

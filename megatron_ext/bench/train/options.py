@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kernels.bench.arguments import at_least_one, print_progress, save_into
+from kernels.bench.arguments import print_progress, require_positive, save_into
 from kernels.bench.cases import OptionError
 from megatron_ext.bench.processes import VOCABULARY, add_config_options, run_identity
 from megatron_ext.utils import gc_control
@@ -70,14 +70,14 @@ def make_plan(args: argparse.Namespace) -> TrainingPlan:
     if "RANK" in os.environ:
         hint = "run the command without a launcher, with --processes"
         raise UserError("RANK", "is set by a launcher, but this command starts its own processes", hint)
-    at_least_one("--processes", args.processes)
-    at_least_one("--steps", args.steps)
-    at_least_one("--warmup", args.warmup)
+    require_positive("--processes", args.processes)
+    require_positive("--steps", args.steps)
+    require_positive("--warmup", args.warmup)
     if args.profile < 0:
         raise OptionError("--profile", f"{args.profile} is less than 0", "give 0 or more")
     prepared, vocabulary = args.data == "prepared", args.vocabulary
     if vocabulary is not None:
-        at_least_one("--vocabulary", vocabulary)
+        require_positive("--vocabulary", vocabulary)
     from megatron_ext.bench.train.measure import StepCounts
     from megatron_ext.bench.train.run import TrainingPlan
 

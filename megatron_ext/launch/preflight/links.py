@@ -94,7 +94,7 @@ def measure_link(pair: Pair, local_rank: int, side: int, store: Store, device: t
             bandwidth, latency = _all_reduces(store, side, device, seconds)
             found.append(Link(pair=pair, local_rank=local_rank, bandwidth=bandwidth, latency=latency))
         except RuntimeError as error:  # base class of the errors of gloo, NCCL and the store
-            found.append(Link(pair=pair, local_rank=local_rank, error=_first_line(error)))
+            found.append(Link(pair=pair, local_rank=local_rank, error=_short_message(error)))
 
     # A call into NCCL may never return. The daemon thread then ends with the process.
     thread = threading.Thread(target=work, daemon=True, name=_THREAD)
@@ -109,7 +109,7 @@ def is_hanging() -> bool:
     return any(thread.name == _THREAD for thread in threading.enumerate())
 
 
-def _first_line(error: Exception) -> str:
+def _short_message(error: Exception) -> str:
     text = " ".join(str(error).split())
     return text.rpartition("] ")[2][:120] or type(error).__name__
 

@@ -63,7 +63,7 @@ def test_what_a_grid_does_not_tell(
 def test_a_term_that_is_not_there_says_nothing_of_its_constants() -> None:
     (one,) = unidentifiable(Fit(ScalingLaw(1.7, 1e-80, 1500.0, 0.34, 0.36), 0.0, grid(4, 4)))
     assert one.constants == ("A", "alpha")
-    assert str(one) == "other constants give the same losses to all digits: A and alpha cannot be determined"
+    assert str(one) == "other values give the same losses to first order: A and alpha cannot be determined"
 
 
 def test_a_term_that_does_not_fall_is_one_with_the_lowest_loss() -> None:
