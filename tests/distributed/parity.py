@@ -44,8 +44,8 @@ from megatron_ext.training.build import build_trainer
 from megatron_ext.training.trainer import Trainer
 
 VOCABULARY, LENGTH, SEED = 117, 32, 1234  # padded to 128 rows, on the last tensor-parallel rank
-# The second step starts from updated parameters, and the third from moments of two gradients. More steps repeat these.
-STEPS = 3
+# The second step starts from updated parameters, and updates them by moments of two gradients. More steps repeat this.
+STEPS = 2
 CLIP = 0.5  # below the first gradient norm of every model, so that steps are clipped
 
 # Dimension that tensor parallelism splits, by suffix of the weight's name. All other weights are replicated.
@@ -113,6 +113,7 @@ def run_config(
     recompute: str = "none",
     sharding: str = "megatron",
     micro_batch_size: int = 2,
+    global_batch_size: int = 8,
     **optimizer: Any,
 ) -> RunConfig:
     """Configuration of the small model and batch of all parity cases."""
@@ -124,7 +125,7 @@ def run_config(
             parallel=ParallelConfig(**parallel),
             training=TrainingConfig(
                 steps=STEPS,
-                global_batch_size=8,
+                global_batch_size=global_batch_size,
                 micro_batch_size=micro_batch_size,
                 precision=cast(Any, precision),
                 seed=SEED,

@@ -1,6 +1,7 @@
-"""Parity of every mixer and layout with one process: losses, gradient norms and parameters over a few steps.
+"""Parity of every mixer and layout with one process: losses, gradient norms and parameters over two steps.
 
-Several mixers share a model: see `parity_covering.py`. `make test-exhaustive` compares each by itself, too.
+Several mixers share a model: see `parity_covering.py`. `make test-exhaustive` compares each by itself under every
+layout, too.
 
 Runs are in fp32, and the reference never recomputes activations. In principle, rounding differences between layouts
 could change a Top-1 choice. With the seed in parity.py no two scores are that close.
@@ -13,7 +14,7 @@ from typing import Any
 
 import parity
 import pytest
-from covering import EXHAUSTIVE
+from covering import EXHAUSTIVE, cases
 from parity import Outcome
 from parity_cases import LAYOUTS, MODELS, Model, chunks
 from parity_covering import Case, chosen, exchanges, full_product
@@ -33,9 +34,9 @@ BF16_NORMS = {"linear_attention": 3e-2}
 _references: dict[str, Outcome] = {}
 
 
-def _reference(pool: WorkerPool, model: Model, precision: str = "fp32") -> Outcome:
-    """Train in one process without recomputation, once per session for each model."""
-    config = parity.run_config(model.pattern, model.mixers, model.model, {}, precision=precision)
+def _reference(pool: WorkerPool, model: Model, **fields: Any) -> Outcome:
+    """Train in one process without recomputation, over two micro-batches. Once per session for each model."""
+    config = parity.run_config(model.pattern, model.mixers, model.model, {}, **{"micro_batch_size": 4, **fields})
     key = repr(config)
     if key not in _references:
         _references[key] = pool.run(parity.train, 1, config)[0]
@@ -49,10 +50,10 @@ def _train(pool: WorkerPool, model: Model, world_size: int, parallel: dict[str, 
 
 
 def _micro_batch_size(world_size: int, parallel: dict[str, Any]) -> int:
-    """Micro-batch size with which every rank accumulates over two micro-batches, or four to fill a pipeline."""
-    fills = parallel.get("pipeline", 1) > 1
-    shares_out = world_size > parallel.get("tensor", 1) * parallel.get("context", 1)
-    return 2 if fills or shares_out else 4
+    """Micro-batch size with which every rank accumulates over two micro-batches, or over four if only pipelines."""
+    stages = parallel.get("pipeline", 1)
+    replicas = world_size // (parallel.get("tensor", 1) * parallel.get("context", 1) * stages)
+    return 2 if replicas == 2 or stages == world_size else 4
 
 
 def _check(outcome: Outcome, reference: Outcome, loss: float = LOSS, norm: float = NORM, parameter: float = PARAMETER):
@@ -80,7 +81,10 @@ def _cases() -> list[Any]:
 @pytest.mark.parametrize("case", _cases())
 def test_a_layout_gives_the_numbers_of_one_process(pool: WorkerPool, case: Case) -> None:
     world_size, parallel = LAYOUTS[case.layout]
-    outcome = _train(pool, case.model, world_size, parallel, recompute=case.recompute, sharding=case.sharding)
+    fields: dict[str, Any] = {"recompute": case.recompute, "sharding": case.sharding}
+    if case.models != ("hybrid",) and parallel.keys() & {"tensor", "context"} and "pipeline" not in parallel:
+        fields["micro_batch_size"] = 8  # mixers accumulate gradients over micro-batches in the cases with a pipeline
+    outcome = _train(pool, case.model, world_size, parallel, **fields)
     _check(outcome, _reference(pool, case.model))
     if parallel.get("context", 1) > 1:
         assert set(outcome.exchanges) - {"heads_to_sequence", "to_zigzag"} == exchanges(case.model, parallel)
@@ -96,32 +100,28 @@ def test_feed_forwards_and_norms_are_recomputed(pool: WorkerPool, name: str, lay
     _check(_train(pool, MODELS[name], world_size, parallel, recompute="mlp"), _reference(pool, MODELS[name]))
 
 
-@pytest.mark.parametrize(
-    "name", ["rwkv7_block", *(pytest.param(name, marks=pytest.mark.slow) for name in ("rwkv6", "rwkv7"))]
-)
+SHIFTED = ["rwkv7_block", "rwkv6", "rwkv7"]  # the first model has a layer of the last
+
+
+@pytest.mark.parametrize("name", cases(every=SHIFTED, default=SHIFTED[:2]))
 def test_tokens_are_shifted_over_sequence_and_context_parallel_ranks(pool: WorkerPool, name: str) -> None:
     """The row before a rank's first is on the previous tensor-parallel or context-parallel rank."""
     parallel = {"tensor": 2, "sequence": True, "context": 2}
     _check(_train(pool, MODELS[name], 4, parallel), _reference(pool, MODELS[name]))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("top1_chunk_exact", "hybrid"),
-        # Mixers with several feature tensors, with features shared by all heads, and with a token shift.
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("attention", "mamba", "mamba2", "rwkv6", "rwkv7_block")
-        ),
-    ],
-)
+# Mixers with several feature tensors, with features shared by all heads, and with a token shift.
+IN_ROUNDS = ["top1_chunk_exact", "hybrid", "mamba", "mamba2", "rwkv7_block"]
+
+
+@pytest.mark.parametrize("name", cases(every=[*IN_ROUNDS, "attention", "rwkv6"], default=IN_ROUNDS))
 def test_heads_are_exchanged_in_rounds(pool: WorkerPool, name: str) -> None:
     """Rounds are groups of heads if a micro-batch is one sample, else samples."""
     parallel = {"context": 2, "context_exchange": "heads", "context_exchange_rounds": 2}
-    for micro_batch_size, sent in ((1, 1), (4, 2)):
-        outcome = _train(pool, MODELS[name], 2, parallel, micro_batch_size=micro_batch_size)
-        _check(outcome, _reference(pool, MODELS[name]))
+    for micro_batch_size, sent in ((1, 1), (2, 2)):
+        sizes = {"micro_batch_size": micro_batch_size, "global_batch_size": 2}
+        outcome = _train(pool, MODELS[name], 2, parallel, **sizes)
+        _check(outcome, _reference(pool, MODELS[name], micro_batch_size=2, global_batch_size=2))
         there, back = (outcome.exchanges[exchange] for exchange in ("sequence_to_heads", "heads_to_sequence"))
         rounds = 1 if name == "mamba" else 2 // sent  # its heads are not independent
         assert back == rounds * there > 0
@@ -131,8 +131,9 @@ def test_heads_are_exchanged_in_rounds(pool: WorkerPool, name: str) -> None:
 def test_samples_are_exchanged_in_rounds_and_their_heads_in_more(pool: WorkerPool) -> None:
     model = Model(MODELS["hybrid"].pattern, MODELS["hybrid"].mixers, {"num_attention_heads": 8})
     parallel = {"context": 2, "context_exchange": "heads", "context_exchange_rounds": 4}
-    outcome = _train(pool, model, 2, parallel, micro_batch_size=2)
-    _check(outcome, _reference(pool, model))
+    sizes = {"micro_batch_size": 2, "global_batch_size": 2}
+    outcome = _train(pool, model, 2, parallel, **sizes)
+    _check(outcome, _reference(pool, model, **sizes))
     assert outcome.exchanges["heads_to_sequence"] == 2 * outcome.exchanges["sequence_to_heads"] > 0
 
 
@@ -147,17 +148,15 @@ GATHERING = [
 KEEPING_QUERIES = {"attention_window_gqa", "nsa_gqa"}
 
 
+GATHERED = [
+    *(("attention", "none"), ("attention_alibi", "none"), ("attention_window_gqa", "full"), ("nsa_gqa", "full")),
+    *(("top1_chunk_exact", "none"), ("top1_element", "none"), ("moba", "none")),
+]
+
+
 @pytest.mark.parametrize(
     ("name", "recompute"),
-    [
-        *(("attention", "none"), ("top1_chunk_exact", "none")),
-        *(pytest.param(n, "full", marks=pytest.mark.slow) for n in ("attention", "attention_window_gqa", "nsa_gqa")),
-        *(
-            pytest.param(n, "none", marks=pytest.mark.slow)
-            for n in GATHERING
-            if n not in ("attention", "top1_chunk_exact")
-        ),
-    ],
+    cases(every=[*((name, "none") for name in GATHERING), *GATHERED[2:4], ("attention", "full")], default=GATHERED),
 )
 def test_groups_that_do_not_divide_by_the_context_gather_keys_and_values(
     pool: WorkerPool, name: str, recompute: str
@@ -185,11 +184,6 @@ def test_groups_that_do_not_divide_by_the_context_fetch_chunks_where_they_can(
     outcome = _train(pool, model, context, {"context": context})
     _check(outcome, _reference(pool, model))
     assert set(outcome.exchanges) - {"to_zigzag"} == {exchange}
-
-
-@pytest.mark.parametrize("sharding", ["none", "megatron"])
-def test_gradients_of_data_parallel_ranks_are_summed_with_or_without_sharding(pool: WorkerPool, sharding: str) -> None:
-    _check(_train(pool, MODELS["hybrid"], 2, {}, sharding=sharding), _reference(pool, MODELS["hybrid"]))
 
 
 @pytest.mark.parametrize(
@@ -227,23 +221,34 @@ def test_every_layout_counts_the_parameters_of_the_whole_model(pool: WorkerPool,
 
 
 # Without Top-1 Element: rounding changes its choices, and each changed choice is a finite step.
-IN_BF16 = ["attention", "top1_chunk_exact", "moba", "nsa_gqa", "deltanet", "gated_deltanet", "gla", "linear_attention"]
-IN_BF16 += ["retnet", "based", "mamba", "mamba2", "rwkv6", "rwkv7_block"]
+IN_BF16 = [
+    ("attention", "top1_chunk_exact", "moba"),
+    ("nsa_gqa",),
+    ("deltanet", "gated_deltanet", "gla", "retnet"),
+    ("linear_attention",),
+    ("based", "mamba", "mamba2", "rwkv6"),
+    ("rwkv7_block",),
+]
+BF16_CASES = [*((names, "tp2") for names in IN_BF16), (("gated_deltanet",), "cp2"), (("gated_deltanet",), "pp2")]
+ALONE_IN_BF16 = [((name,), "tp2") for names in IN_BF16 if len(names) > 1 for name in names]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "layout"),
-    [(name, "tp2") for name in IN_BF16]
-    + [("top1_chunk_exact", "cp2"), ("gated_deltanet", "cp2"), ("gated_deltanet", "pp2")],
+    ("names", "layout"),
+    cases(every=[*BF16_CASES, (("top1_chunk_exact",), "cp2"), *ALONE_IN_BF16], default=BF16_CASES),
+    ids=lambda value: value if isinstance(value, str) else "+".join(value),
 )
-def test_layouts_in_bf16_are_as_close_as_its_rounding_lets_them(pool: WorkerPool, name: str, layout: str) -> None:
-    reference = _reference(pool, MODELS[name], precision="bf16")
-    outcome = _train(pool, MODELS[name], *LAYOUTS[layout], precision="bf16")
+def test_layouts_in_bf16_are_as_close_as_its_rounding_lets_them(
+    pool: WorkerPool, names: tuple[str, ...], layout: str
+) -> None:
+    model = Case(names, layout, "none").model
+    reference = _reference(pool, model, precision="bf16")
+    outcome = _train(pool, model, *LAYOUTS[layout], precision="bf16")
     loss, norm, parameter = BF16
-    _check(outcome, reference, loss, BF16_NORMS.get(name, norm), parameter)
+    _check(outcome, reference, loss, BF16_NORMS.get(names[0], norm), parameter)
     # Check that the run is really in bf16: it is closer to the bf16 reference than a run in fp32 would be.
-    exact = _reference(pool, MODELS[name])
+    exact = _reference(pool, model)
     assert outcome.losses == pytest.approx(exact.losses, abs=0.05)
     assert outcome.losses != pytest.approx(exact.losses, abs=1e-5)
 
