@@ -21,6 +21,8 @@ from megatron_ext.platform.device import select_platform
 VOCABULARY = 61
 END = 3
 LENGTH = 64
+MAX_TOKENS = 6
+"""Largest number of tokens of a continuation."""
 
 
 class Numbers:
@@ -74,20 +76,20 @@ def ask(
     precision: str = "fp32",
     tied: bool = False,
 ) -> tuple[list[Score], list[list[int]]]:
-    """Return scores, and continuations of at most 9 tokens that stop after a token above 50."""
+    """Return scores, and continuations of at most MAX_TOKENS tokens that stop after a token above 50."""
     chunks, groups, platform = _chunks(parallel, precision, tied)
     model = ParallelTextModel(
         chunks, Numbers(), groups, platform, max_length=LENGTH, micro_batch_size=3, multiple=8 * world_size
     )
     scores = model.scores(requests)
     assert all(chunk.training for chunk in chunks)
-    return scores, model.generate(prompts, 9, lambda tokens: tokens[-1] > 50)
+    return scores, model.generate(prompts, MAX_TOKENS, lambda tokens: tokens[-1] > 50)
 
 
 def foretell(
     rank: int, world_size: int, parallel: dict[str, Any], texts: list[TeacherForcedQuery], prompts: list[list[int]]
 ) -> tuple[list[int], int, list[list[int]], int]:
-    """Return each text's number of mispredicted tokens, continuations of 9 tokens, and the forward passes of both."""
+    """Return mispredicted tokens per text, continuations of MAX_TOKENS tokens, and the forward passes of both."""
     chunks, groups, platform = _chunks(parallel, "fp32", False)
     model = ParallelTextModel(
         chunks, Numbers(), groups, platform, max_length=LENGTH, micro_batch_size=3, multiple=8 * world_size
@@ -96,7 +98,7 @@ def foretell(
     chunks[0].register_forward_hook(lambda *_: passes.append(1))
     misses = model.misses(texts)
     reading = len(passes)
-    return misses, reading, model.generate(prompts, 9, lambda _: False), len(passes) - reading
+    return misses, reading, model.generate(prompts, MAX_TOKENS, lambda _: False), len(passes) - reading
 
 
 def continue_with(
@@ -108,14 +110,14 @@ def continue_with(
     block: str,
     prompts: list[list[int]],
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Return continuations of at most 9 tokens by greedy decoding and by a search with four beams."""
+    """Return continuations of at most MAX_TOKENS tokens by greedy decoding and by a search with four beams."""
     chunks, groups, platform = _chunks(parallel, "fp32", False, pattern, mixers, block)
     model = ParallelTextModel(chunks, Numbers(), groups, platform, max_length=LENGTH, micro_batch_size=3, multiple=1)
 
     def is_done(tokens: Sequence[int]) -> bool:
         return tokens[-1] > 50
 
-    return model.generate(prompts, 9, is_done), model.generate(prompts, 9, is_done, num_beams=4)
+    return model.generate(prompts, MAX_TOKENS, is_done), model.generate(prompts, MAX_TOKENS, is_done, num_beams=4)
 
 
 def searched_by_hand(rank: int, world_size: int, prompts: list[list[int]], *of_model: Any) -> list[list[int]]:
@@ -124,7 +126,7 @@ def searched_by_hand(rank: int, world_size: int, prompts: list[list[int]], *of_m
     model.eval()
     found = []
     for prompt in prompts:
-        beams, texts = Beams(4, 9, END, lambda tokens: tokens[-1] > 50), [prompt] * 4
+        beams, texts = Beams(4, MAX_TOKENS, END, lambda tokens: tokens[-1] > 50), [prompt] * 4
         while beams.is_open:
             positions_t = torch.arange(len(texts[0]))
             with torch.no_grad():
@@ -138,10 +140,10 @@ def searched_by_hand(rank: int, world_size: int, prompts: list[list[int]], *of_m
 def drawn(
     rank: int, world_size: int, parallel: dict[str, Any], prompts: list[list[int]], draws: list[SamplingParameters]
 ) -> list[list[int]]:
-    """Return sampled continuations of at most 9 tokens that stop after a token above 50."""
+    """Return sampled continuations of at most MAX_TOKENS tokens that stop after a token above 50."""
     chunks, groups, platform = _chunks(parallel, "fp32", False)
     model = ParallelTextModel(chunks, Numbers(), groups, platform, max_length=LENGTH, micro_batch_size=3, multiple=1)
-    return model.generate(prompts, 9, lambda tokens: tokens[-1] > 50, draws)
+    return model.generate(prompts, MAX_TOKENS, lambda tokens: tokens[-1] > 50, draws)
 
 
 def drawn_by_hand(
@@ -153,7 +155,7 @@ def drawn_by_hand(
     texts = []
     for prompt, draw in zip(prompts, draws, strict=True):
         sampler, text = Sampler(draw), []
-        while len(text) < 9 and (not text or text[-1] <= 50):
+        while len(text) < MAX_TOKENS and (not text or text[-1] <= 50):
             tokens = [*prompt, *text]
             with torch.no_grad():
                 logits_btv = model(torch.tensor([tokens]), torch.arange(len(tokens))[None], attention_mask=None)
@@ -212,7 +214,7 @@ def by_hand(
     texts = []
     for prompt in prompts:
         text: list[int] = []
-        while len(text) < 9 and (not text or text[-1] <= 50):
+        while len(text) < MAX_TOKENS and (not text or text[-1] <= 50):
             token = int(log_p([*prompt, *text]).argmax())
             if token == END:
                 break

@@ -18,8 +18,17 @@ from megatron_ext.cli import main
 from megatron_ext.parallel.groups import destroy_process_groups
 
 
-def _evaluate(*arguments: str) -> str:
-    command = [sys.executable, "-m", "megatron_ext.cli", "evaluate", *arguments]
+def _evaluate(*arguments: str) -> None:
+    """Evaluate in the process of the tests."""
+    with patch.dict(os.environ, environment(), clear=True):
+        try:
+            assert main(["evaluate", *arguments]) == 0
+        finally:
+            destroy_process_groups()
+
+
+def _evaluate_in_two_processes(*arguments: str) -> str:
+    command = [sys.executable, "-m", "megatron_ext.cli", "evaluate", *arguments, "--processes", "2"]
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -35,16 +44,16 @@ def _losses(path: Path) -> dict[tuple[str, str], float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [["--processes", "1"], ["--processes", "2", "parallel.pipeline=2"]], ids=str)
-def test_losses_are_those_of_training(run: Path, tmp_path: Path, layout: list[str]) -> None:
+def test_losses_are_those_of_training(run: Path, tmp_path: Path) -> None:
     """The run evaluated six windows per domain at its end, with TP2 and sequence parallelism."""
-    said = _evaluate(str(run), "domains.sequences=6", "--output", str(tmp_path / "out"), *layout)
+    output = ["--output", str(tmp_path / "out")]
+    printed = _evaluate_in_two_processes(str(run), "domains.sequences=6", *output, "parallel.pipeline=2")
     assert _losses(tmp_path / "out" / "domains.json") == pytest.approx(_in_training(run), abs=2e-6)
-    assert said == (tmp_path / "out" / "domains.md").read_text() + "\n"
+    assert printed == (tmp_path / "out" / "domains.md").read_text() + "\n"
 
 
 @pytest.mark.slow
-def test_data_at_an_address_give_what_the_folder_gives(run: Path, tmp_path: Path) -> None:
+def test_losses_of_one_process_with_data_at_an_address_are_those_of_training(run: Path, tmp_path: Path) -> None:
     data = YAML(typ="safe").load(run / "config.yaml")["data"]["path"]
     address = [f"data.path=file://{data}", f"data.cache_dir={tmp_path / 'cache'}"]
     _evaluate(str(run), "domains.sequences=6", "--output", str(tmp_path / "out"), *address)
@@ -61,12 +70,14 @@ def test_a_checkpoints_folder_says_its_step(run: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_suites_find_stands_in_the_report(run: Path, tmp_path: Path) -> None:
+def test_what_suites_find_stands_in_the_report(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Run two suites at once into the run's own folder, and read the results in the report."""
     options = ["retrieval.lengths=[64]", "retrieval.tasks=[mqar, induction]", "retrieval.depths=[0.5]"]
-    said = _evaluate(str(run), "--suite", "domains,retrieval", *options, "retrieval.samples=3")
+    _evaluate(str(run), "--suite", "domains,retrieval", *options, "retrieval.samples=3")
     results = run / "evaluation" / "step_4"
-    assert said == "".join((results / f"{suite}.md").read_text() + "\n" for suite in ("domains", "retrieval"))
+    assert capsys.readouterr().out == "".join(
+        (results / f"{suite}.md").read_text() + "\n" for suite in ("domains", "retrieval")
+    )
     found = json.loads((results / "retrieval.json").read_text())
     assert (found["run"], found["step"]) == ("run", 4)
     assert {(one["task"], one["length"], one["samples"]) for one in found["by_length"]} == {

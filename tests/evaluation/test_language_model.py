@@ -20,7 +20,7 @@ def _tokens(draw: random.Random, shortest: int, longest: int) -> list[int]:
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
     draw = random.Random(7)
-    return [_tokens(draw, 1, 50) for _ in range(11)]
+    return [_tokens(draw, 1, 50) for _ in range(7)]
 
 
 LAYOUTS: dict[str, dict[str, Any] | None] = {
@@ -42,7 +42,7 @@ EVERY_KIND = pytest.mark.parametrize("parallel", KINDS.values(), ids=KINDS)
 def requests_and_expected(pool: Any, prompts: list[list[int]]) -> tuple[list[Request], Any]:
     """Requests of many lengths, some with greedy continuations, and their expected results."""
     draw = random.Random(8)
-    requests = [Request(_tokens(draw, 1, 40), _tokens(draw, 1, 20)) for _ in range(14)]
+    requests = [Request(_tokens(draw, 1, 40), _tokens(draw, 1, 20)) for _ in range(8)]
     _, texts = pool.run(asked.by_hand, 1, [], prompts)[0]
     requests += [Request(prompt, text) for prompt, text in zip(prompts, texts, strict=True) if text]
     return requests, pool.run(asked.by_hand, 1, requests, prompts)[0]
@@ -75,10 +75,10 @@ def texts_and_misses(pool: Any) -> tuple[list[TeacherForcedQuery], list[int]]:
     whole = [_tokens(draw, 20, 60) for _ in range(7)]
     _, greedy = pool.run(asked.by_hand, 1, [], [text[:20] for text in whole])[0]
     whole = [[*text[:20], *more, *text[20:50]] for text, more in zip(whole, greedy, strict=True)]  # some are found
-    texts = [TeacherForcedQuery(text, sorted(draw.sample(range(1, len(text)), 12))) for text in whole]
+    texts = [TeacherForcedQuery(text, sorted(draw.sample(range(1, len(text)), 6))) for text in whole]
     requests = [Request(one.tokens[:at], [one.tokens[at]]) for one in texts for at in one.positions]
     right = [is_greedy for _, is_greedy in pool.run(asked.by_hand, 1, requests, [])[0][0]]
-    return texts, [12 - sum(right[12 * number : 12 * number + 12]) for number in range(len(texts))]
+    return texts, [6 - sum(right[6 * number : 6 * number + 6]) for number in range(len(texts))]
 
 
 @pytest.mark.parametrize("parallel", [None, {"tensor": 2, "sequence": True}, {"context": 2}, {"pipeline": 2}], ids=str)
@@ -111,8 +111,8 @@ def test_prompts_of_like_lengths_are_continued_together(
     world_size = 1 if parallel is None else 2
     _, _, together, passes = pool.run(asked.foretell, world_size, parallel or {}, [], some)[0]
     assert together == [texts[0] for _, _, texts, _ in alone]
-    assert passes <= 1 + 3 + 9 < sum(passes for *_, passes in alone)
-    assert sum(map(len, together)) > 20
+    assert passes <= 1 + 3 + asked.MAX_TOKENS < sum(passes for *_, passes in alone)
+    assert sum(map(len, together)) > 15
 
 
 OTHERS = {
@@ -137,10 +137,11 @@ OTHERS = {
 @pytest.mark.parametrize("others", OTHERS.values(), ids=OTHERS)
 def test_every_mixer_remembers_under_every_layout(others: tuple[Any, ...], prompts: Any, pool: Any) -> None:
     """Greedy decoding and a search with four beams, in which a beam continues from another beam's decode cache."""
+    prompts = [prompts[index] for index in (0, 2, 5, 6, 3)]  # two micro-batches
     _, expected = pool.run(asked.by_hand, 1, [], prompts, False, *others)[0]
     searched = pool.run(asked.searched_by_hand, 1, prompts, *others)[0]
-    assert len({tuple(text) for text in expected}) > 5
-    assert sum(one != two for one, two in zip(expected, searched, strict=True)) >= 4
+    assert len({tuple(text) for text in expected}) > 3
+    assert sum(one != two for one, two in zip(expected, searched, strict=True)) >= 3
     for parallel in ({"tensor": 2, "sequence": True}, {"context": 2}, {"pipeline": 2}):
         assert pool.run(asked.continue_with, 2, parallel, *others, prompts)[0] == (expected, searched), parallel
 
