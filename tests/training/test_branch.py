@@ -14,7 +14,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 pytestmark = pytest.mark.slow
 
-SCHEDULE = ["optimizer.schedule=wsd", "training.evaluate_every=2"]
+MODEL = ["model.pattern=gated_deltanet,attention"]
+SCHEDULE = ["optimizer.schedule=wsd", "training.evaluate_every=4", "training.evaluation_sequences=2", *MODEL]
 TRUNK = [*SCHEDULE, "training.steps=12", "optimizer.decay_steps=2", "run.name=trunk"]
 SHORT = [*SCHEDULE, "training.steps=8", "optimizer.decay_steps=2"]
 
@@ -27,16 +28,23 @@ def trunk(pool: Any, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return folder / "trunk"
 
 
+@pytest.fixture(scope="module")
+def direct(pool: Any, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a run with the configuration of the branches from the start."""
+    folder = tmp_path_factory.mktemp("direct")
+    pool.run(whole_run.run, 2, write_config(folder, data, folder), [*SHORT, *TP2, "run.name=direct"])
+    return folder / "direct"
+
+
 @pytest.mark.parametrize("layout", [[], TP2, ["optimizer.sharding=zero3"]], ids=["dp2", "tp2_sp", "zero3"])
 def test_branch_equals_the_run_trained_from_scratch(
-    pool: Any, data: Path, trunk: Path, tmp_path: Path, layout: list[str]
+    pool: Any, data: Path, trunk: Path, direct: Path, tmp_path: Path, layout: list[str]
 ) -> None:
     before = snapshot(trunk)
     config = write_config(tmp_path, data, tmp_path)
-    pool.run(whole_run.run, 2, config, [*SHORT, *TP2, "run.name=direct"])
     step = f"run.branch_from={trunk}/checkpoints/step_6"
     pool.run(whole_run.run, 2, config, [*SHORT, *layout, step, "run.name=branch"])
-    direct, branch = tmp_path / "direct", tmp_path / "branch"
+    branch = tmp_path / "branch"
     assert [line["step"] for line in records(branch)] == list(range(1, 9))
     assert [line["lr"] for line in records(branch)] == [line["lr"] for line in records(direct)]
     assert records(branch)[:6] == records(trunk)[:6]
@@ -70,10 +78,10 @@ def test_resumed_branch_continues_from_its_own_checkpoint(pool: Any, data: Path,
     [
         (
             "step_12",
-            [*SHORT[:1], "training.steps=20", "optimizer.decay_steps=2"],
+            [*SCHEDULE, "training.steps=20", "optimizer.decay_steps=2"],
             "step 11 was .*, and would have been",
         ),
-        ("step_6", ["optimizer.schedule=cosine", "training.steps=8"], "branch off before the rate decays"),
+        ("step_6", [*MODEL, "optimizer.schedule=cosine", "training.steps=8"], "branch off before the rate decays"),
         ("step_6", [*SHORT, "optimizer.weight_decay=0.2"], "optimizer.weight_decay: 0.2, but the checkpoint"),
         ("step_6", [*SHORT, "training.global_batch_size=2"], "training.global_batch_size: 2, but the checkpoint"),
         ("step_6", [*SHORT, "model.hidden_size=64"], "model.hidden_size: 64, but the checkpoint"),
