@@ -16,6 +16,7 @@ from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
+from matplotlib.image import imsave
 from matplotlib.legend import Legend
 from matplotlib.lines import Line2D
 from matplotlib.text import Text
@@ -162,12 +163,17 @@ def png(figure: Figure) -> bytes:
     """Render a figure as PNG; equal figures give equal bytes."""
     # Names of domains and architectures may contain a $, which would begin a formula.
     titles = {ax.get_title("left") for ax in figure.axes}
-    in_legends = {id(text) for legend in figure.findobj(Legend) for text in legend.get_texts()}
-    for text in cast("list[Text]", figure.findobj(Text)):
-        if id(text) in in_legends or text.get_text() in titles:
-            text.set_parse_math(False)
+    for artist in figure.findobj():
+        if isinstance(artist, Legend):
+            for text in artist.get_texts():
+                text.set_parse_math(False)
+        elif isinstance(artist, Text) and artist.get_text() in titles:
+            artist.set_parse_math(False)
+    # `Figure.savefig` would draw twice, first without output for the layout. `draw` computes the layout itself.
+    canvas = cast("FigureCanvasAgg", figure.canvas)
+    canvas.draw()
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", metadata={"Software": None})
+    imsave(buffer, canvas.buffer_rgba(), format="png", dpi=figure.dpi, metadata={"Software": None})  # type: ignore[dict-item]
     return buffer.getvalue()
 
 

@@ -16,6 +16,7 @@ from matplotlib.ticker import MaxNLocator, NullLocator, StrMethodFormatter
 from megatron_ext.analysis.run_files import FloatArray
 from megatron_ext.analysis.scaling.isoflop import Budget
 from megatron_ext.analysis.scaling.law import Fit, ScalingLaw
+from megatron_ext.analysis.scaling.points import Points
 from megatron_ext.analysis.scaling.transfer import Line
 from megatron_ext.analysis.scaling.uncertainty import Uncertainty
 from megatron_ext.analysis.style import (
@@ -60,16 +61,18 @@ interval."""
 
 def law_picture(name: str, fitted: Fit, uncertainty: Uncertainty, title: str) -> Picture:
     """Build the figure of a law: loss over parameters and tokens, shaded by its uncertainty, and over compute."""
+    grid = _surface(fitted, uncertainty)
+    curve = _frontier(fitted, uncertainty) if fitted.law.is_decreasing else None
 
     def draw(theme: Theme, stacked: bool) -> bytes:
         figure, (surface, frontier) = _figure(2, title, theme, stacked)
-        _draw_surface(surface, fitted, uncertainty, theme)
-        _draw_frontier(frontier, fitted, uncertainty, theme)
+        _draw_surface(surface, fitted, grid if uncertainty.is_band_known else None, theme)
+        _draw_frontier(frontier, fitted.points, curve, uncertainty, theme)
         return png(figure)
 
     interval = "with its 95 % interval" if uncertainty.is_band_known else "whose interval is unknown"
     alt = f"{title}: loss over parameters and tokens, and over compute at the best size, {interval}"
-    return Picture(name, alt, {f"{name}.csv": as_csv(LAW_COLUMNS, _law_rows(fitted, uncertainty))}, draw)
+    return Picture(name, alt, {f"{name}.csv": as_csv(LAW_COLUMNS, _law_rows(fitted.points, curve, grid))}, draw)
 
 
 def budgets_picture(name: str, budgets: Sequence[Budget], title: str) -> Picture:
@@ -136,11 +139,13 @@ def _figure(panels: int, title: str, theme: Theme, stacked: bool) -> tuple[Figur
     return figure, axes
 
 
-def _draw_surface(ax: Axes, fitted: Fit, uncertainty: Uncertainty, theme: Theme) -> None:
+def _draw_surface(ax: Axes, fitted: Fit, uncertain: Sequence[FloatArray] | None, theme: Theme) -> None:
+    """Draw contours of the loss, shaded by the intervals of `_surface` where these are known."""
     points, law = fitted.points, fitted.law
     n, d = _axis_values(fitted, 120)
     ax.set(xscale="log", yscale="log", xlim=(n[0], n[-1]), ylim=(d[0], d[-1]), xlabel="parameters", ylabel="tokens")
-    _shade(ax, fitted, uncertainty, theme)
+    if uncertain is not None:
+        _shade(ax, uncertain, theme)
     loss_dn = law.loss(n[None], d[:, None])
     norm = Normalize(float(points.losses.min()), float(np.percentile(points.losses, 95)))
     levels = np.linspace(norm.vmin, norm.vmax, 12)  # type: ignore[arg-type]
@@ -154,7 +159,7 @@ def _draw_surface(ax: Axes, fitted: Fit, uncertainty: Uncertainty, theme: Theme)
     if law.is_decreasing:
         flops = 6 * np.array([n[0] * d[0], n[-1] * d[-1]])
         best = law.best_params(flops)
-        label = f"best size for a compute{_interval_note(uncertainty)}"
+        label = f"best size for a compute{_interval_note(uncertain is not None)}"
         ax.plot(best, flops / 6 / best, "--", color=theme.ink, linewidth=1.2, label=label)
         legend = ax.legend(fontsize=8.5, loc="lower right", labelcolor=theme.ink, framealpha=0.85)
         legend.get_frame().set(facecolor=theme.paper, edgecolor="none")
@@ -174,11 +179,9 @@ def _label_positions(law: ScalingLaw, n: FloatArray, d: FloatArray, levels: Floa
     return [(float(x[i]), float(y[i])) for i in np.flatnonzero((above[1:] != above[:-1]).any(axis=1))]
 
 
-def _shade(ax: Axes, fitted: Fit, uncertainty: Uncertainty, theme: Theme) -> None:
+def _shade(ax: Axes, surface: Sequence[FloatArray], theme: Theme) -> None:
     """Shade the plot by the width of the loss's 95 % interval in per cent, stronger for wider intervals."""
-    if not uncertainty.is_band_known:
-        return
-    params, tokens, losses, low, high = _surface(fitted, uncertainty)
+    params, tokens, losses, low, high = surface
     width = np.clip(100 * (high - low) / losses, WIDTH_LEVELS[0], WIDTH_LEVELS[-1])
     if width.max() <= WIDTH_LEVELS[0]:
         return
@@ -218,15 +221,16 @@ def _surface(fitted: Fit, uncertainty: Uncertainty) -> tuple[FloatArray, ...]:
     return (params, tokens, fitted.law.loss(params, tokens), *uncertainty.band(params, tokens))
 
 
-def _draw_frontier(ax: Axes, fitted: Fit, uncertainty: Uncertainty, theme: Theme) -> None:
-    points = fitted.points
+def _draw_frontier(
+    ax: Axes, points: Points, frontier: Sequence[FloatArray] | None, uncertainty: Uncertainty, theme: Theme
+) -> None:
     shown_losses = points.losses
-    if fitted.law.is_decreasing:
-        _params, _tokens, grid, losses, low, high = _frontier(fitted, uncertainty)
+    if frontier is not None:
+        _params, _tokens, grid, losses, low, high = frontier
         shown_losses = np.concatenate([shown_losses, losses])
         if uncertainty.is_band_known:
             ax.fill_between(grid, low, high, color=theme.palette[0], alpha=0.25, linewidth=0, label="95 % interval")
-        label = f"law, at the best size{_interval_note(uncertainty)}"
+        label = f"law, at the best size{_interval_note(uncertainty.is_band_known)}"
         ax.plot(grid, losses, color=theme.palette[0], linewidth=1.6, label=label)
         ax.legend(frameon=False, fontsize=8.5, labelcolor=theme.ink)
     flops_p = 6 * points.params * points.tokens
@@ -242,8 +246,8 @@ def _draw_frontier(ax: Axes, fitted: Fit, uncertainty: Uncertainty, theme: Theme
     ax.set_title("the points, and the law where it is lowest", loc="left", fontsize=10, color=theme.ink)
 
 
-def _interval_note(uncertainty: Uncertainty) -> str:
-    return "" if uncertainty.is_band_known else " (interval unknown)"
+def _interval_note(is_band_known: bool) -> str:
+    return "" if is_band_known else " (interval unknown)"
 
 
 def _frontier(fitted: Fit, uncertainty: Uncertainty) -> tuple[FloatArray, ...]:
@@ -259,14 +263,15 @@ def _frontier(fitted: Fit, uncertainty: Uncertainty) -> tuple[FloatArray, ...]:
     return (params, tokens, grid, law.loss(params, tokens), *uncertainty.band(params, tokens))
 
 
-def _law_rows(fitted: Fit, uncertainty: Uncertainty) -> Iterator[tuple[Any, ...]]:
-    points = fitted.points
+def _law_rows(
+    points: Points, frontier: Sequence[FloatArray] | None, surface: Sequence[FloatArray]
+) -> Iterator[tuple[Any, ...]]:
     for n, d, loss in zip(points.params, points.tokens, points.losses, strict=True):
         yield "point", float(n), float(d), float(6 * n * d), float(loss), "", ""
-    if fitted.law.is_decreasing:
-        for row in zip(*_frontier(fitted, uncertainty), strict=True):
+    if frontier is not None:
+        for row in zip(*frontier, strict=True):
             yield "law", *_cells(row)
-    params, tokens, losses, low, high = (x.ravel() for x in _surface(fitted, uncertainty))
+    params, tokens, losses, low, high = (x.ravel() for x in surface)
     for row in zip(params, tokens, 6 * params * tokens, losses, low, high, strict=True):
         yield "surface", *_cells(row)
 

@@ -133,16 +133,17 @@ class _Objective:
         self._n, self._d = self._log_n - self.center_n, self._log_d - self.center_d
 
     def __call__(self, at: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """Return values [...] and gradients [..., 5] at arguments [..., 5]."""
-        u, v, e, alpha, beta = np.moveaxis(at, -1, 0)[..., None]
+        """Return the value and the gradient [5] at arguments [5], or values [S] and gradients [S, 5] at [S, 5]."""
+        u, v, e, alpha, beta = at.T[..., None]
         params_term, tokens_term = u - alpha * self._n, v - beta * self._d
         log_sum_p = np.logaddexp(np.logaddexp(params_term, tokens_term), e)
-        share_3p = np.stack([np.exp(x - log_sum_p) for x in (params_term, tokens_term, e)], axis=-2)
         residuals_p = log_sum_p - self._log_l
-        slope_p = np.clip(residuals_p, -self._delta, self._delta)
-        weighted_3p = share_3p * slope_p[..., None, :]
-        exponents_2 = np.stack([-(weighted_3p[..., 0, :] @ self._n), -(weighted_3p[..., 1, :] @ self._d)], axis=-1)
-        gradient_5 = np.concatenate([weighted_3p.sum(-1), exponents_2], axis=-1)
+        slope_p = np.minimum(np.maximum(residuals_p, -self._delta), self._delta)
+        by_params, by_tokens, by_constant = (
+            np.exp(term - log_sum_p) * slope_p for term in (params_term, tokens_term, e)
+        )
+        slopes = [weighted_p.sum(-1) for weighted_p in (by_params, by_tokens, by_constant)]
+        gradient_5 = np.array([*slopes, -(by_params @ self._n), -(by_tokens @ self._d)]).T
         return (slope_p * (residuals_p - slope_p / 2.0)).sum(-1), gradient_5
 
     def residuals(self, at: FloatArray) -> FloatArray:

@@ -17,7 +17,7 @@ pseudo-observations, see `robust`. Without outliers, these equal the losses or n
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, product
 
@@ -42,8 +42,8 @@ about a hundredth of the interval's length."""
 MAX_MOVES = 24
 """Maximum number of moves of the search grid."""
 
-BLOCK_ELEMENTS = 2**21
-"""Maximum elements of an array over functions and nodes (16 MiB). More functions are evaluated in several blocks."""
+BLOCK_ELEMENTS = 2**15
+"""Maximum elements of an array over functions and nodes: 256 KiB, so that a block's arrays stay in the CPU's cache."""
 
 FACES = tuple(face for size in (1, 2, 3) for face in combinations(range(3), size))
 """Sets of non-zero terms, as indices into (E, A, B)."""
@@ -173,7 +173,8 @@ class Region:
 
     def irreducible_loss(self) -> tuple[float, float]:
         """Return the interval of E."""
-        low, high = self._extremes(np.broadcast_to([1.0, 0.0, 0.0], (1, len(self.alpha), 3)))
+        ones_k, zeros_k = np.ones_like(self.alpha), np.zeros_like(self.alpha)
+        low, high = self._extremes(1, lambda _: (ones_k, zeros_k, zeros_k))
         return float(low[0]), float(high[0])
 
     def factor(self, index: int) -> tuple[float, float]:
@@ -181,46 +182,93 @@ class Region:
 
         Where the interval of its exponent is open, the lower end is 0 and the upper end infinite.
         """
-        exponent = (self.alpha, self.beta)[index]
-        row = np.zeros((1, len(exponent), 3))
-        row[..., 1 + index] = np.exp(exponent * self.centers[index])
-        low, high = self._extremes(row)
+        rows_3k = np.zeros((3, len(self.alpha)))
+        rows_3k[1 + index] = np.exp((self.alpha, self.beta)[index] * self.centers[index])
+        low, high = self._extremes(1, lambda _: list(rows_3k))
         below, above = self.is_open[2 * index : 2 * index + 2]
         return 0.0 if below else float(low[0]), math.inf if above else float(high[0])
 
     def band(self, params: FloatArray, tokens: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Return the interval of the law's loss for each model, without the noise of a single run; arguments [...]."""
         n, d = np.log(params).ravel() - self.centers[0], np.log(tokens).ravel() - self.centers[1]
-        params_term, tokens_term = np.exp(-np.outer(n, self.alpha)), np.exp(-np.outer(d, self.beta))
-        rows = np.stack([np.ones_like(params_term), params_term, tokens_term], axis=-1)
-        low, high = self._extremes(rows)
+        ones_k = np.ones_like(self.alpha)
+
+        def rows(block: slice) -> tuple[FloatArray, ...]:
+            return ones_k, np.exp(-np.outer(n[block], self.alpha)), np.exp(-np.outer(d[block], self.beta))
+
+        low, high = self._extremes(len(n), rows)
         return low.reshape(np.shape(params)), high.reshape(np.shape(params))
 
-    def _extremes(self, rows_pk3: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """Return minimum and maximum [P] over the region of linear functions of (E, A, B), given as rows [P, K, 3]."""
-        num_rows, block = len(rows_pk3), max(1, BLOCK_ELEMENTS // rows_pk3.shape[1])
-        low, high = np.full(num_rows, np.inf), np.full(num_rows, -np.inf)
-        for face in self.faces:
-            nodes = np.flatnonzero(face.squares_k <= self.limit)
-            if not len(nodes):
-                continue
-            selected = face.take(nodes)
-            slack_k = np.sqrt(self.limit - selected.squares_k)
-            for start in range(0, num_rows, block):
-                chosen = slice(start, start + block)
-                rows_pkf = rows_pk3[chosen][:, nodes][..., list(face.terms)]
-                centre_pk = np.einsum("pkf,kf->pk", rows_pkf, selected.terms_kf)
-                gradients_pkf = np.einsum("pkf,kfg->pkg", rows_pkf, selected.inverse_kff)
-                norms_pk = np.linalg.norm(gradients_pkf, axis=-1)
-                unit = gradients_pkf / np.maximum(norms_pk, np.finfo(float).tiny)[..., None]
-                offsets_pkf = slack_k[:, None] * np.einsum("kfg,pkg->pkf", selected.inverse_kff, unit)
-                for sign, ends in ((-1.0, low), (1.0, high)):
-                    # An extreme with a negative term is invalid. The valid extreme is then on another face.
-                    inside = (selected.terms_kf + sign * offsets_pkf >= 0).all(-1)
-                    values = np.where(inside, centre_pk + sign * slack_k * norms_pk, -sign * np.inf)
-                    best = values.min(-1) if sign < 0 else values.max(-1)
-                    ends[chosen] = (np.minimum if sign < 0 else np.maximum)(ends[chosen], best)
+    def _extremes(self, number: int, rows: Callable[[slice], Sequence[FloatArray]]) -> tuple[FloatArray, FloatArray]:
+        """Compute the extremes over the region of linear functions of (E, A, B).
+
+        Args:
+            number: P, the number of functions.
+            rows: returns the coefficients of E, A and B of a block of functions, each [block, K] or [K].
+
+        Returns:
+            Minima and maxima, [P] each.
+        """
+        low, high = np.full(number, np.inf), np.full(number, -np.inf)
+        parts = [part for face in self.faces for part in _parts(face, self.limit)]
+        block = max(1, BLOCK_ELEMENTS // len(self.alpha))
+        for start in range(0, number, block):
+            chosen = slice(start, start + block)
+            rows_3pk = rows(chosen)
+            for part in parts:
+                minima, maxima = part.extremes(rows_3pk)
+                low[chosen], high[chosen] = np.minimum(low[chosen], minima), np.maximum(high[chosen], maxima)
         return low, high
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Ellipsoids of one face at M nodes of the region.
+
+    Attributes:
+        face: solutions at the M nodes.
+        nodes: int64 [M], indices of the nodes.
+        slack_m: square root of the distance of the residual sums of squares to the limit.
+        has_negative: True if points of the ellipsoids may have negative terms.
+    """
+
+    face: _Face
+    nodes: np.ndarray
+    slack_m: FloatArray
+    has_negative: bool
+
+    def extremes(self, rows_3pk: Sequence[FloatArray]) -> tuple[FloatArray, FloatArray]:
+        """Return minima and maxima [P] over the ellipsoids of functions with coefficients [3] x [P, K].
+
+        An extreme with a negative term is invalid. The valid extreme is then on another face.
+        """
+        rows_fpm = [rows_3pk[term][..., self.nodes] for term in self.face.terms]
+        terms_fm, inverse_ffm = self.face.terms_kf.T.copy(), np.moveaxis(self.face.inverse_kff, 0, -1).copy()
+        terms = range(len(rows_fpm))
+        center_pm = sum(rows_fpm[f] * terms_fm[f] for f in terms)
+        # The inverse is upper triangular.
+        gradients_fpm = [sum(rows_fpm[f] * inverse_ffm[f, g] for f in terms[: g + 1]) for g in terms]
+        norms_pm = np.sqrt(sum(gradient_pm**2 for gradient_pm in gradients_fpm))
+        reach_pm = self.slack_m * norms_pm
+        minima_pm, maxima_pm = center_pm - reach_pm, center_pm + reach_pm
+        if self.has_negative:
+            step_pm = self.slack_m / np.maximum(norms_pm, np.finfo(float).tiny)
+            for f in terms:
+                offsets_pm = step_pm * sum(inverse_ffm[f, g] * gradients_fpm[g] for g in terms[f:])
+                minima_pm[terms_fm[f] - offsets_pm < 0] = np.inf
+                maxima_pm[terms_fm[f] + offsets_pm < 0] = -np.inf
+        return minima_pm.min(-1), maxima_pm.max(-1)
+
+
+def _parts(face: _Face, limit: float) -> Iterator[_Part]:
+    """Divide the nodes of a face that are in the region by whether their ellipsoids may have negative terms."""
+    is_inside = face.squares_k <= limit
+    slack_k = np.sqrt(np.where(is_inside, limit - face.squares_k, 0))
+    reach_kf = slack_k[:, None] * np.linalg.norm(face.inverse_kff, axis=-1)
+    has_negative = (face.terms_kf < reach_kf * (1 + 1e-9)).any(-1)
+    for selection, negative in ((is_inside & ~has_negative, False), (is_inside & has_negative, True)):
+        if len(nodes := np.flatnonzero(selection)):
+            yield _Part(face.take(nodes), nodes, slack_k[nodes], negative)
 
 
 def confidence_region(fitted: Fit) -> Region | None:
