@@ -1,12 +1,16 @@
-"""Run folders whose curves have a closed form."""
+"""Run folders whose curves have a closed form, and a way to draw fewer pictures of them."""
 
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 from ruamel.yaml import YAML
+
+from megatron_ext.analysis.style import Picture
 
 TOKENS_A_STEP = 4096
 
@@ -95,3 +99,14 @@ def evaluation_lines(run: Synthetic):
             record |= {"loss": float(nats.sum() / count.sum()), "num_tokens": int(count.sum())}
             record |= {"documents": list(range(len(count))), "document_loss": nats.tolist()}
             yield json.dumps(record | {"document_tokens": count.tolist()}) + "\n"
+
+
+def drawn_by(patch: pytest.MonkeyPatch, change: Callable[[Any], Callable[..., bytes]]) -> None:
+    """Replace the drawing function of every picture, until `patch` is undone."""
+    made = Picture.__post_init__
+
+    def make(picture: Picture) -> None:
+        made(picture)
+        object.__setattr__(picture, "draw", change(picture.draw))
+
+    patch.setattr(Picture, "__post_init__", make)

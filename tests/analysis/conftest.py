@@ -3,32 +3,22 @@
 This file also lets tests in subfolders import `analysis_synthetic`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from io import BytesIO
-from typing import Any
 
 import numpy as np
 import pytest
+from analysis_synthetic import drawn_by
 from PIL import Image
 
 from megatron_ext.analysis.scaling import law
-from megatron_ext.analysis.style import LIGHT, Picture
+from megatron_ext.analysis.style import LIGHT
 
 
 def pixel() -> bytes:
     file = BytesIO()
     Image.new("RGB", (1, 1)).save(file, "PNG")
     return file.getvalue()
-
-
-def drawn_by(patch: pytest.MonkeyPatch, change: Callable[[Any], Callable[..., bytes]]) -> None:
-    made = Picture.__post_init__
-
-    def make(picture: Picture) -> None:
-        made(picture)
-        object.__setattr__(picture, "draw", change(picture.draw))
-
-    patch.setattr(Picture, "__post_init__", make)
 
 
 @pytest.fixture

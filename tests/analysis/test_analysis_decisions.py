@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from analysis_synthetic import TOKENS_A_STEP, Synthetic, write_run
+from analysis_synthetic import TOKENS_A_STEP, Synthetic, drawn_by, write_run
 from browser import Browser, browser, missing
 
 from megatron_ext.analysis.cells import NOTHING
@@ -24,6 +24,7 @@ from megatron_ext.analysis.decisions import (
 from megatron_ext.analysis.page import _skipped_table
 from megatron_ext.analysis.report import write_report
 from megatron_ext.analysis.runs import read_run
+from megatron_ext.analysis.style import LIGHT
 from megatron_ext.utils.errors import UserError
 
 CHUNK = {"pattern": "top1_chunk*4"}
@@ -206,7 +207,9 @@ def of_many_decisions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("many")
     plain, chunk = a_run(folder), a_run(folder, "chunk", **CHUNK)
     note(chunk, *((step, "skip") for step in range(21, 34)))
-    return write_report([plain, chunk], folder / "report")
+    with pytest.MonkeyPatch.context() as patch:
+        drawn_by(patch, lambda draw: lambda *_: draw(LIGHT, False))
+        return write_report([plain, chunk], folder / "report")
 
 
 @pytest.mark.skipif(bool(missing()), reason=missing() or "never")

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 import struct
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from megatron_ext.analysis.scaling import law as law_module
+from megatron_ext.analysis.scaling.fit_output import write_fit
+from megatron_ext.analysis.scaling.fitting import Options, ScalingFit, fit_all
 from megatron_ext.analysis.scaling.law import ScalingLaw
+from megatron_ext.analysis.scaling.points import read_points
 from megatron_ext.cli import main
+from megatron_ext.utils.errors import UserError
 
 LAWS = {
     "attention": ScalingLaw(1.7, 400.0, 1500.0, 0.34, 0.36),
@@ -40,11 +48,49 @@ def size_of_picture(path: Path) -> tuple[int, int]:
     return struct.unpack(">II", content[16:24])  # type: ignore[return-value]
 
 
+def with_test_loss(path: Path) -> Path:
+    """Add a test loss: a power of the training loss with some noise, slightly higher for the second mixer."""
+    dice = np.random.default_rng(7)
+    lines = path.read_text().splitlines()
+    for number, line in enumerate(lines[1:], start=1):
+        loss, mixer = float(line.split(",")[2]), line.split(",")[3]
+        factor = 1.2 if mixer == "attention" else 1.3
+        lines[number] += f",{factor * loss**0.9 * np.exp(0.002 * dice.normal())}"
+    path.write_text("\n".join([f"{lines[0]},test_loss", *lines[1:]]) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def two_mixers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Output folder and printed text of a fit of two mixers with test losses."""
+    folder, printed = tmp_path_factory.mktemp("two_mixers"), StringIO()
+    points = with_test_loss(write(folder / "points.csv", LAWS))
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
+        for name in ("alpha", "beta"):
+            patch.setitem(law_module.STARTS, name, np.array([0.5]))
+        assert main(["fit", str(points), "--output", str(folder / "fit")]) == 0
+    return folder / "fit", printed.getvalue()
+
+
+@pytest.fixture(scope="module")
+def fitted(tmp_path_factory: pytest.TempPathFactory) -> ScalingFit:
+    """Fit of a single law, for tests of the output folder."""
+    points = tmp_path_factory.mktemp("one_law") / "points.csv"
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("alpha", "beta"):
+            patch.setitem(law_module.STARTS, name, np.array([0.5]))
+        return fit_all(read_points(without_mixer(write(points, {"a": LAWS["attention"]}))), "points", Options())
+
+
 def test_one_law(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     points = without_mixer(write(tmp_path / "points.csv", {"attention": LAWS["attention"]}))
     output = tmp_path / "new" / "fit"
-    assert main(["fit", str(points), "--output", str(output), "--json"]) == 0
-    results = json.loads(capsys.readouterr().out)
+    former = ["--bootstrap", "1000", "--seed", "3"]  # options of the former bootstrap
+    assert main(["fit", str(points), "--output", str(output), "--json", *former]) == 0
+    printed = capsys.readouterr()
+    for option in ("--bootstrap", "--seed"):
+        assert f"warning: {option} has no effect: intervals are computed without random draws\n" in printed.err
+    results = json.loads(printed.out)
     files = {"files": ["scaling.png", "scaling.csv", "isoflop.png", "isoflop.csv"]}
     assert results | files == json.loads((output / "fit.json").read_text())
     law = LAWS["attention"]
@@ -113,20 +159,17 @@ def test_the_surface_has_intervals(tmp_path: Path) -> None:
     assert min(size_of_picture(tmp_path / "fit" / "scaling.png")) > 600
 
 
-@pytest.mark.usefixtures("few_starts")
-def test_a_law_for_each_mixer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    points = write(tmp_path / "points.csv", LAWS)
-    assert main(["fit", str(points), "--output", str(tmp_path / "fit")]) == 0
-    printed_text = capsys.readouterr().out
-    assert printed_text == (tmp_path / "fit" / "fit.md").read_text() + "\n"
+def test_a_law_for_each_mixer(two_mixers: tuple[Path, str]) -> None:
+    output, printed_text = two_mixers
+    assert printed_text == (output / "fit.md").read_text() + "\n"
     assert "| attention | 20 | 1.7 (" in printed_text
     assert "Back-test: mamba/2 (new): the law without the 2 largest models (from " in printed_text
     assert (
         "IsoFLOP: attention: 4 of 4 budgets have a lowest loss among their sizes; the best number of param"
         in printed_text
     )
-    assert list(json.loads((tmp_path / "fit" / "fit.json").read_text())["mixers"]) == list(LAWS)
-    assert (tmp_path / "fit" / "scaling_mamba_2_new_.png").is_file()
+    assert list(json.loads((output / "fit.json").read_text())["mixers"]) == list(LAWS)
+    assert min(size_of_picture(output / "scaling_mamba_2_new_.png")) > 600
 
 
 @pytest.mark.usefixtures("unpainted")
@@ -162,34 +205,9 @@ def test_ends_that_points_do_not_bound_are_said(tmp_path: Path, capsys: pytest.C
     assert "(at least " in capsys.readouterr().out or interval[0] is None
 
 
-@pytest.mark.usefixtures("few_starts", "unpainted")
-def test_options_of_the_former_bootstrap_are_passed_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    points = without_mixer(write(tmp_path / "points.csv", {"attention": LAWS["attention"]}))
-    arguments = ["fit", str(points), "--output", str(tmp_path / "fit"), "--bootstrap", "1000", "--seed", "3"]
-    assert main(arguments) == 0
-    printed_text = capsys.readouterr().err
-    for option in ("--bootstrap", "--seed"):
-        assert f"warning: {option} has no effect: intervals are computed without random draws\n" in printed_text
-
-
-def with_test_loss(path: Path) -> Path:
-    """Add a test loss: a power of the training loss with some noise, slightly higher for the second mixer."""
-    dice = np.random.default_rng(7)
-    lines = path.read_text().splitlines()
-    for number, line in enumerate(lines[1:], start=1):
-        loss, mixer = float(line.split(",")[2]), line.split(",")[3]
-        factor = 1.2 if mixer == "attention" else 1.3
-        lines[number] += f",{factor * loss**0.9 * np.exp(0.002 * dice.normal())}"
-    path.write_text("\n".join([f"{lines[0]},test_loss", *lines[1:]]) + "\n")
-    return path
-
-
-@pytest.mark.usefixtures("few_starts")
-def test_test_loss_over_training_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    points = with_test_loss(write(tmp_path / "points.csv", LAWS))
-    assert main(["fit", str(points), "--output", str(tmp_path / "fit")]) == 0
-    printed_text = capsys.readouterr().out
-    results = json.loads((tmp_path / "fit" / "fit.json").read_text())
+def test_test_loss_over_training_loss(two_mixers: tuple[Path, str]) -> None:
+    output, printed_text = two_mixers
+    results = json.loads((output / "fit.json").read_text())
     for mixer, factor in zip(LAWS, (1.2, 1.3), strict=True):
         line = results["mixers"][mixer]["test_loss"]
         assert line["exponent"] == pytest.approx(0.9, abs=0.02)
@@ -204,7 +222,7 @@ def test_test_loss_over_training_loss(tmp_path: Path, capsys: pytest.CaptureFixt
         f"| attention | mamba/2 (new) | {difference['p_value']:.2g} | {difference['train_loss']:.4g} | +8."
         in printed_text
     )
-    assert min(size_of_picture(tmp_path / "fit" / "test_loss.png")) > 600
+    assert min(size_of_picture(output / "test_loss.png")) > 600
 
 
 def test_losses_that_do_not_fall_are_told_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -218,9 +236,8 @@ def test_losses_that_do_not_fall_are_told_of(tmp_path: Path, capsys: pytest.Capt
 
 
 @pytest.mark.usefixtures("few_starts", "unpainted")
-def test_a_folder_of_an_earlier_fit_keeps_none_of_its_pictures(tmp_path: Path) -> None:
-    points, output = with_test_loss(write(tmp_path / "points.csv", LAWS)), tmp_path / "fit"
-    assert main(["fit", str(points), "--output", str(output)]) == 0
+def test_a_folder_of_an_earlier_fit_keeps_none_of_its_pictures(tmp_path: Path, two_mixers: tuple[Path, str]) -> None:
+    output = Path(shutil.copytree(two_mixers[0], tmp_path / "fit"))
     assert {path.name for path in output.glob("*.png")} == {
         "scaling_attention.png",
         "scaling_mamba_2_new_.png",
@@ -234,31 +251,25 @@ def test_a_folder_of_an_earlier_fit_keeps_none_of_its_pictures(tmp_path: Path) -
     assert {path.name for path in output.glob("*.png")} == {"scaling.png", "isoflop.png", "scaling_of_mine.png"}
 
 
-@pytest.mark.usefixtures("few_starts", "unpainted")
 @pytest.mark.parametrize("names", [["../../mine.png", "/etc/x.png", 7, "notes.csv"], "scaling.png", None])
-def test_an_earlier_fit_removes_its_own_files_alone(tmp_path: Path, names: object) -> None:
-    points, output = without_mixer(write(tmp_path / "points.csv", {"a": LAWS["attention"]})), tmp_path / "a" / "fit"
+def test_an_earlier_fit_removes_its_own_files_alone(tmp_path: Path, fitted: ScalingFit, names: object) -> None:
+    output = tmp_path / "a" / "fit"
     output.mkdir(parents=True)
     (output / "notes.csv").touch()
     (tmp_path / "mine.png").touch()
     (output / "fit.json").write_text(json.dumps({"files": names}))
-    assert main(["fit", str(points), "--output", str(output)]) == 0
+    write_fit(fitted, output)
     assert (tmp_path / "mine.png").exists()
     assert (output / "notes.csv").exists()
 
 
-@pytest.mark.usefixtures("few_starts", "unpainted")
-def test_points_of_an_earlier_fit_of_runs_go_but_not_those_that_are_read(tmp_path: Path) -> None:
-    points, output = without_mixer(write(tmp_path / "one.csv", {"a": LAWS["attention"]})), tmp_path / "fit"
-    output.mkdir()
-    (output / "fit.json").write_text(json.dumps({"files": ["points.csv"]}))
-    copy = output / "points.csv"
-    copy.write_bytes(points.read_bytes())
-    assert main(["fit", str(copy), "--output", str(output)]) == 0
-    assert copy.read_bytes() == points.read_bytes()
-    (output / "fit.json").write_text(json.dumps({"files": ["points.csv"]}))
-    assert main(["fit", str(points), "--output", str(output)]) == 0
-    assert not copy.exists()
+def test_points_of_an_earlier_fit_of_runs_go_but_not_those_that_are_read(tmp_path: Path, fitted: ScalingFit) -> None:
+    points = tmp_path / "points.csv"
+    for keep, is_left in ((points, True), (None, False)):
+        points.touch()
+        (tmp_path / "fit.json").write_text(json.dumps({"files": ["points.csv"]}))
+        write_fit(fitted, tmp_path, keep=keep)
+        assert points.exists() == is_left
 
 
 @pytest.mark.usefixtures("few_starts", "unpainted")
@@ -280,7 +291,7 @@ def test_the_points_are_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFi
     assert points.read_bytes() == before
 
 
-@pytest.mark.usefixtures("unpainted")
+@pytest.mark.usefixtures("few_starts", "unpainted")
 def test_the_highest_losses_can_be_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     points = without_mixer(write(tmp_path / "points.csv", {"attention": LAWS["attention"]}))
     points.write_text(points.read_text() + "1e9,2e10,50\n")
@@ -319,9 +330,7 @@ def test_a_mixer_without_a_law_stops_all(tmp_path: Path, capsys: pytest.CaptureF
     )
 
 
-@pytest.mark.usefixtures("few_starts", "unpainted")
-def test_an_output_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    points = without_mixer(write(tmp_path / "points.csv", {"attention": LAWS["attention"]}))
+def test_an_output_that_cannot_be_written(tmp_path: Path, fitted: ScalingFit) -> None:
     (tmp_path / "file").touch()
-    assert main(["fit", str(points), "--output", str(tmp_path / "file" / "fit")]) == 2
-    assert "cannot be written (Not a directory); give another folder" in capsys.readouterr().err
+    with pytest.raises(UserError, match=r"file/fit: cannot be written \(Not a directory\); give another folder"):
+        write_fit(fitted, tmp_path / "file" / "fit")

@@ -69,7 +69,7 @@ def test_a_test_loss_is_that_of_all_documents_after_the_last_step(tmp_path: Path
 EMBEDDINGS = {"embedding_parameters": 1, "output_layer_parameters": 1}
 
 
-@pytest.mark.usefixtures("unpainted")
+@pytest.mark.usefixtures("few_starts", "unpainted")
 def test_a_law_for_each_mixer_of_a_folder_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, output = sweep(tmp_path / "sweep"), tmp_path / "fit"
     arguments = ["fit", str(folder), "--output", str(output), "--json", "--without-embeddings"]
@@ -97,7 +97,7 @@ def test_a_law_for_each_mixer_of_a_folder_of_runs(tmp_path: Path, capsys: pytest
     assert (output / "points.csv").is_file()
 
 
-@pytest.mark.usefixtures("unpainted")
+@pytest.mark.usefixtures("few_starts", "unpainted")
 def test_some_runs_without_a_test_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = sweep(tmp_path / "sweep")
     (folder / "mamba_4_20" / "evaluation.jsonl").unlink()
@@ -132,7 +132,7 @@ def cut(run: Path, steps: int) -> None:
         (run / name).write_text("".join(line for line in lines if json.loads(line)["step"] <= steps))
 
 
-@pytest.mark.usefixtures("unpainted")
+@pytest.mark.usefixtures("few_starts", "unpainted")
 def test_runs_of_a_folder_that_are_not_finished_are_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -81,6 +81,7 @@ def refused(constant: str) -> None:
     raise AssertionError(f"{constant} is no JSON")
 
 
+@pytest.mark.usefixtures("few_starts", "unpainted")
 @pytest.mark.parametrize(
     ("shape", "reasons", "unknown"),
     [((3, 2), FEW_TOKENS, ("E", "B", "beta")), ((2, 3), FEW_SIZES, ("E", "A", "alpha")), ((4, 4), "", ())],
