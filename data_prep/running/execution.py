@@ -7,6 +7,7 @@ import importlib.util
 import shutil
 import signal
 import time
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -153,14 +154,34 @@ def _executor(stage: Stage, root: Path, execution: Execution) -> PipelineExecuto
 class QuietExecutor(LocalPipelineExecutor):
     """Executor that runs tasks in local processes with one thread each, without datatrove's messages."""
 
+    pipeline: list[PipelineStep]
+
     def run(self) -> Any:
         """Run every task that is not finished."""
+        with silence_datatrove():
+            return self._run_in_pool() if self.workers > 1 else self._run_in_this_process()
+
+    def _run_in_this_process(self) -> PipelineStats | None:
+        # datatrove would start a manager process for its queue even here, which takes longer than a small stage.
+        ranks = self.get_incomplete_ranks(range(self.tasks))
+        if not ranks:
+            return None
+        self.save_executor_as_json()
+        configure_worker()
+        steps, stats = self.pipeline, PipelineStats()
+        for rank in ranks:
+            self.pipeline = deepcopy(steps)
+            stats += self._run_for_rank(rank)
+        with self.logging_dir.open("stats.json", "wt") as file:
+            stats.save_to_disk(file)
+        return stats
+
+    def _run_in_pool(self) -> Any:
         # Workers are forked from a server process. With this preload it imports the modules once for all workers.
         multiprocess.get_context(self.start_method).set_forkserver_preload(["data_prep.stages"])
         # The helper process that datatrove forks would otherwise survive a kill of this process.
         multiprocess.util.register_after_fork(self, _die_with_parent)
-        with silence_datatrove():
-            return super().run()
+        return super().run()
 
     def _run_for_rank(self, rank: int, *arguments: Any, **options: Any) -> PipelineStats:
         # A process of a killed run may still execute this task. When it releases the lock, the task is finished.

@@ -6,10 +6,9 @@ from copy import deepcopy
 from pathlib import Path
 
 from datatrove.data import Document
-from datatrove.executor import LocalPipelineExecutor
 from datatrove.pipeline.base import PipelineStep
 
-from data_prep.running.execution import Stage
+from data_prep.running.execution import QuietExecutor, Stage
 
 
 def document(text: str, name: str, split: str = "train", domain: str = "C4") -> Document:
@@ -50,9 +49,9 @@ class FailsOnce(PipelineStep):
 
 
 def run(stages: Sequence[Stage], logs: Path, workers: int = 1) -> None:
-    """Run stages in sequence with datatrove's local executor."""
+    """Run stages in sequence with the executor of `selectron prepare`."""
     for stage in stages:
-        LocalPipelineExecutor(stage.steps, stage.tasks, workers, logging_dir=str(logs / stage.name)).run()
+        QuietExecutor(stage.steps, stage.tasks, workers, logging_dir=str(logs / stage.name)).run()
 
 
 def run_here(stages: Sequence[Stage]) -> dict[str, dict[str, float]]:

@@ -5,11 +5,8 @@ suite kills before a few of them, spread evenly. With SELECTRON_EVERY_KILL=1, it
 """
 
 import os
-import queue
 from pathlib import Path
-from unittest.mock import patch
 
-import multiprocess
 import pytest
 from kills import DONE, KILLED, changes
 from prep_fakes import lines, options, write_jsonl
@@ -20,15 +17,6 @@ from data_prep.stages import Filtering
 
 EVERY = bool(os.environ.get("SELECTRON_EVERY_KILL"))
 KILLS = 4
-
-
-class NoManager:
-    """Replacement for the manager process of datatrove's executor, whose start takes as long as all the rest."""
-
-    Queue = queue.Queue
-
-    def shutdown(self) -> None:
-        pass
 
 
 def everything(root: Path) -> dict[str, bytes]:
@@ -52,8 +40,7 @@ def test_resume_after_a_kill(tmp_path, filtering):
     given = {"vocab_size": 260, "tasks": 2, "filtering": filtering}
 
     def call(root: Path) -> None:
-        with patch.object(multiprocess, "Manager", NoManager):
-            prepare(options(tmp_path / "raw", root / "out", "train", **given))
+        prepare(options(tmp_path / "raw", root / "out", "train", **given))
 
     root = tmp_path / "whole"
     root.mkdir()
