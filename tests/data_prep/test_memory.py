@@ -1,4 +1,4 @@
-"""Memory of a worker is independent of its input: peaks of separate processes with small and large inputs.
+"""Memory of a worker is independent of its input: peaks of a process after a small input, and then after a large one.
 
 The larger input is ten times the smaller one. Records are random letters, so that they barely compress.
 """
@@ -6,8 +6,10 @@ The larger input is ten times the smaller one. Records are random letters, so th
 import io
 import json
 import random
+import subprocess
 import sys
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -19,25 +21,41 @@ import zstandard
 from data_prep.documents import Problems
 from data_prep.reading.corpus import open_files
 from data_prep.reading.fields import Fields
-from megatron_ext.bench.supervise import measure_command
 from megatron_ext.utils.errors import UserError
 
-READ = """
+PEAK = """
+from pathlib import Path
+def print_peak(*found):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    print(next(line.split()[1] for line in lines if line.startswith("VmHWM")), *found)
+"""
+READ = f"""{PEAK}
 import sys
 from data_prep.documents import Problems
 from data_prep.reading.corpus import open_files
 from data_prep.reading.fields import Fields
-problems = Problems("skip")
-corpus = open_files(sys.argv[1], Fields(default="Text"))
-letters = sum(len(document.text) for document in corpus.documents(problems))
-print(letters, dict(problems.counts))
+for folder in sys.argv[1:]:
+    problems = Problems("skip")
+    corpus = open_files(folder, Fields(default="Text"))
+    letters = sum(len(document.text) for document in corpus.documents(problems))
+    print_peak(letters, dict(problems.counts))
 """
-CHOOSE = """
+CHOOSE = f"""{PEAK}
 import sys
 from data_prep.deduplication.survivors import ChooseSurvivors
-step = ChooseSurvivors(*(f"{sys.argv[1]}/{name}" for name in ("pairs", "keys", "removed")), 1, block=10_000)
-step.run()
-print(int(step.stats.stats["removed"].total))
+for folder in sys.argv[1:]:
+    step = ChooseSurvivors(*(f"{{folder}}/{{name}}" for name in ("pairs", "keys", "removed")), 1, block=10_000)
+    step.run()
+    print_peak(int(step.stats.stats["removed"].total))
+"""
+PREPARE = f"""{PEAK}
+import sys
+from megatron_ext.cli import main
+tokenizer, *folders = sys.argv[1:]
+options = ["--train-domains", "Text", "--domain", "Text", "--workers", "1", "--tasks", "1", "--tokenizer", tokenizer]
+for folder in folders:
+    code = main(["prepare", "--input", folder, "--output", folder + ".out", *options])
+    print_peak("exit", code)
 """
 MEBIBYTE = 1 << 20
 FIELDS = Fields(default="Text")
@@ -50,8 +68,17 @@ def texts(number: int) -> list[str]:
 
 
 def write_records(folder: Path, number: int) -> None:
-    content = "".join(json.dumps({"text": text}) + "\n" for text in texts(number)).encode()
-    (folder / "x.jsonl.zst").write_bytes(zstandard.compress(content))
+    write_lines(folder, texts(number))
+
+
+def write_words(folder: Path, number: int) -> None:
+    """Write records of words of 20 letters, which are encoded far faster than a single long word."""
+    write_lines(folder, [" ".join(text[at : at + 20] for at in range(0, len(text), 20)) for text in texts(number)])
+
+
+def write_lines(folder: Path, content: list[str]) -> None:
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in content)
+    (folder / "x.jsonl.zst").write_bytes(zstandard.compress(lines.encode()))
 
 
 def write_table(folder: Path, number: int) -> None:
@@ -83,9 +110,21 @@ def _train_keys(number: int, generator: np.random.Generator) -> np.ndarray:
     return generator.integers(2 << 62, 3 << 62, number, np.uint64)
 
 
-def peak(folder: Path, code: str = READ) -> tuple[int, str]:
-    cost, output = measure_command([sys.executable, "-c", code, str(folder)], {})
-    return cost.peak_bytes, output
+def peaks(code: str, *arguments: Path) -> list[tuple[int, str]]:
+    """Run a program. Return the peak in bytes and the text of each line that it printed with `print_peak`."""
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    lines = [line.split(maxsplit=1) for line in output.splitlines() if line[:1].isdigit()]
+    return [(1024 * int(kibibytes), rest) for kibibytes, rest in lines]
+
+
+def folders(tmp_path: Path, write: Callable[[Path, int], None], numbers: tuple[int, int]) -> list[Path]:
+    """Write an input of each size to a folder."""
+    found = [tmp_path / str(number) for number in numbers]
+    for folder, number in zip(found, numbers, strict=True):
+        folder.mkdir()
+        write(folder, number)
+    return found
 
 
 @pytest.mark.parametrize(
@@ -94,39 +133,23 @@ def peak(folder: Path, code: str = READ) -> tuple[int, str]:
 )
 def test_memory_of_reading_is_constant(tmp_path, write, small, growth):
     """4 and 40 MB, or tables of 16 and 160 MB, because Arrow's pool only fills after about 10 batches of 8 MB."""
-    found = {}
-    for number in (small, 10 * small):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        write(folder, number)
-        found[number], output = peak(folder)
-        assert output.split()[0] == str(number * 20_000)
-    assert found[10 * small] < found[small] + growth, found
+    (first, few), (second, many) = peaks(READ, *folders(tmp_path, write, (small, 10 * small)))
+    assert (few.split()[0], many.split()[0]) == (str(small * 20_000), str(10 * small * 20_000))
+    assert second < first + growth, (first, second)
 
 
 def test_memory_of_a_preparation_is_constant(tmp_path, tokenizer_file):
-    found = {}
-    for number in (30, 300):  # 0.6 and 6 MB: one batch and twelve
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        write_records(folder, number)
-        options = ["--input", folder, "--output", tmp_path / f"out{number}", "--tokenizer", tokenizer_file]
-        options += ["--train-domains", "Text", "--domain", "Text", "--workers", "1", "--tasks", "1"]
-        command = [sys.executable, "-m", "megatron_ext.cli", "prepare", *map(str, options)]
-        found[number] = measure_command(command, {})[0].peak_bytes
-    assert found[300] < found[30] + 160 * MEBIBYTE, found
+    """0.6 and 6 MB: one batch and twelve."""
+    (first, few), (second, many) = peaks(PREPARE, tokenizer_file, *folders(tmp_path, write_words, (30, 300)))
+    assert few == many == "exit 0"
+    assert second < first + 160 * MEBIBYTE, (first, second)
 
 
 def test_memory_of_choosing_survivors_is_constant(tmp_path):
     """40,000 and 400,000 documents, with 10,000 rows at a time. 130 bytes per document would add 45 MiB."""
-    found = {}
-    for number in (40_000, 400_000):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        write_chain(folder, number)
-        found[number], output = peak(folder, CHOOSE)
-        assert int(output) == number - 1
-    assert found[400_000] < found[40_000] + 12 * MEBIBYTE, found
+    (first, few), (second, many) = peaks(CHOOSE, *folders(tmp_path, write_chain, (40_000, 400_000)))
+    assert (few, many) == ("39999", "399999")
+    assert second < first + 12 * MEBIBYTE, (first, second)
 
 
 def test_line_of_200_megabytes_is_not_kept_in_memory(tmp_path):
@@ -135,7 +158,7 @@ def test_line_of_200_megabytes_is_not_kept_in_memory(tmp_path):
         for _ in range(200):
             file.write("a b " * (MEBIBYTE // 4))
         file.write('"}\n{"text": "after"}\n')
-    large, output = peak(tmp_path / "x.jsonl")
+    ((large, output),) = peaks(READ, tmp_path / "x.jsonl")
     assert output.startswith("11 {")  # "before" and "after" are read
     assert "'too long'): 1" in output
     assert large < 600 * MEBIBYTE  # half of it is used by imports

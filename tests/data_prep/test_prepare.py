@@ -1,5 +1,6 @@
 import errno
 import io
+import json
 import os
 import re
 import signal
@@ -13,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import webdataset
-from prep_fakes import lines, options, record, text, write_jsonl
+from prep_fakes import ONE_PASS, lines, options, record, text, write_jsonl
 from tokenizers import Tokenizer
 
 from data_prep import prepare as module
@@ -23,9 +24,6 @@ from data_prep.prepare import prepare
 from data_prep.stages import Filtering
 from data_prep.tokenization.tokenizer import JsonTokenizer
 from megatron_ext.utils.errors import UserError
-
-ONE_PASS = Filtering(cleaning=None, duplicates="keep", overlap=None)
-"""Options for a single stage, for tests of that stage or of stages in general."""
 
 
 def samples(root: Path, split: str, domain: str) -> list[dict]:
@@ -112,7 +110,8 @@ def test_reproducible_bytes_and_tokens(records, tmp_path, tokenizer_file):
 def test_folders_determine_the_split(tmp_path, tokenizer_file):
     for folder in ("train", "validation", "test"):
         write_jsonl(tmp_path / "raw" / folder / "x.jsonl.zst", lines(["C4", "ArXiv"], 6, folder))
-    manifest = prepare(options(tmp_path / "raw", tmp_path / "out", tokenizer_file, train_domains=["c4"]))
+    chosen = {"train_domains": ["c4"], "filtering": ONE_PASS}
+    manifest = prepare(options(tmp_path / "raw", tmp_path / "out", tokenizer_file, **chosen))
     sources = {
         (entry.split, entry.domain): {
             item["json"]["source"] for item in samples(tmp_path / "out", entry.split, entry.domain)
@@ -131,7 +130,8 @@ def test_folders_determine_the_split(tmp_path, tokenizer_file):
 def test_equal_texts_are_kept_once(tmp_path, tokenizer_file):
     content = lines(["C4"], 30) * 2 + lines(["ArXiv"], 5) + [record("ArXiv", text("C43", 8))]
     source = write_jsonl(tmp_path / "x.jsonl", content)
-    manifest = prepare(options(source, tmp_path / "out", tokenizer_file, train_domains=["C4"]))
+    chosen = {"train_domains": ["C4"], "filtering": Filtering(overlap=None)}
+    manifest = prepare(options(source, tmp_path / "out", tokenizer_file, **chosen))
     counts = {entry.split: entry.documents for entry in manifest.domains}
     assert manifest.duplicates == 31
     assert counts["train"] + counts["validation"] == 29
@@ -153,9 +153,11 @@ def test_validation_fraction(tmp_path, tokenizer_file):
 
 
 def test_large_vocabulary_is_stored_as_uint32(records, tmp_path, tokenizer_file):
-    tokenizer = Tokenizer.from_file(str(tokenizer_file))
-    tokenizer.add_tokens([f"never-{i}-seen" for i in range(65536 - tokenizer.get_vocab_size())])
-    tokenizer.save(str(tmp_path / "large.json"))
+    content = json.loads(tokenizer_file.read_bytes())
+    vocabulary = content["model"]["vocab"]
+    size = max(vocabulary.values(), default=-1) + 1
+    vocabulary |= {f"never-{number}-seen": number for number in range(size, 65536)}
+    (tmp_path / "large.json").write_text(json.dumps(content))
     manifest = prepare(options(records, tmp_path / "out", tmp_path / "large.json", filtering=ONE_PASS))
     assert (manifest.dtype, manifest.tokenizer.vocab_size) == ("uint32", 65536)
     assert samples(tmp_path / "out", "test", "ArXiv")[0]["tokens.npy"].dtype == np.uint32
@@ -164,7 +166,7 @@ def test_large_vocabulary_is_stored_as_uint32(records, tmp_path, tokenizer_file)
 def test_tokenizer_is_trained_on_the_train_split_alone(records, tmp_path):
     trained = []
     for name in ("a", "b"):
-        prepare(options(records, tmp_path / name, "train", vocab_size=300))
+        prepare(options(records, tmp_path / name, "train", vocab_size=300, filtering=ONE_PASS))
         trained.append((tmp_path / name / "tokenizer.json").read_bytes())
         write_jsonl(records / "c.jsonl", [record("ArXiv", "zzzzqqqq " * 500), record("Book", "xxxxjjjj " * 500)])
     assert trained[0] == trained[1]
@@ -173,9 +175,9 @@ def test_tokenizer_is_trained_on_the_train_split_alone(records, tmp_path):
 def test_malformed_records_stop_or_are_reported(records, tmp_path, tokenizer_file):
     bad = write_jsonl(records / "bad.jsonl", ['{"text": 1}', "{", "{"])
     with pytest.raises(UserError, match=rf"^{re.escape(str(bad))}:1: no text \(`text` is a number\); "):
-        prepare(options(records, tmp_path / "out", tokenizer_file))
+        prepare(options(records, tmp_path / "out", tokenizer_file, filtering=ONE_PASS))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["raw"]
-    manifest = prepare(options(records, tmp_path / "out", tokenizer_file, on_error="skip"))
+    manifest = prepare(options(records, tmp_path / "out", tokenizer_file, on_error="skip", filtering=ONE_PASS))
     assert [(item.file, item.reason, item.records) for item in manifest.skipped] == [
         (str(bad), "no text", 1),
         (str(bad), "not JSON", 2),
@@ -214,8 +216,9 @@ def test_options_at_fault(records, tmp_path, tokenizer_file, changes, message):
 def test_domain_that_is_in_no_used_folder(tmp_path, tokenizer_file):
     write_jsonl(tmp_path / "raw/train/x.jsonl", lines(["C4", "ArXiv"], 3))
     write_jsonl(tmp_path / "raw/test/x.jsonl", lines(["Book"], 3))
+    chosen = {"train_domains": ["C4"], "filtering": ONE_PASS}
     with pytest.raises(UserError, match=r"^--test-domains: ArXiv has no document in the test split; "):
-        prepare(options(tmp_path / "raw", tmp_path / "out", tokenizer_file, train_domains=["C4"]))
+        prepare(options(tmp_path / "raw", tmp_path / "out", tokenizer_file, **chosen))
     assert not (tmp_path / "out").exists()
 
 
@@ -230,7 +233,7 @@ def test_what_is_there_is_not_touched(records, tmp_path, tokenizer_file):
         prepare(options(records, tmp_path / "other", tokenizer_file))
     assert everything(out) == everything(foreign) == {"precious": b"mine"}
     (tmp_path / "empty").mkdir()
-    prepare(options(records, tmp_path / "empty", tokenizer_file))  # an empty folder may be replaced
+    prepare(options(records, tmp_path / "empty", tokenizer_file, filtering=ONE_PASS))  # an empty folder may be replaced
 
 
 def test_full_disk_keeps_the_work(records, tmp_path, tokenizer_file, monkeypatch):
@@ -282,14 +285,15 @@ def test_stopped_work_is_not_gone_on_with_otherwise(records, tmp_path, tokenizer
     with monkeypatch.context() as patch:
         patch.setattr(writing, "load_saved_tokenizer", stop)
         with pytest.raises(KeyboardInterrupt):
-            prepare(options(records, tmp_path / "out", mine))
+            prepare(options(records, tmp_path / "out", mine, filtering=ONE_PASS))
     if change == "input":
         write_jsonl(records / "b.jsonl", lines(["C4"], 40))
     elif change == "tokenizer":
         mine.write_text(mine.read_text() + " ")
     before = everything(tmp_path / "out.partial")
+    changes = change if isinstance(change, dict) else {}
     with pytest.raises(UserError) as caught:
-        prepare(options(records, tmp_path / "out", mine, **(change if isinstance(change, dict) else {})))
+        prepare(options(records, tmp_path / "out", mine, filtering=ONE_PASS, **changes))
     assert str(caught.value).startswith(f"{tmp_path / 'out.partial'}: ")
     assert message in str(caught.value)
     assert everything(tmp_path / "out.partial") == before

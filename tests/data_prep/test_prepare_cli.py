@@ -15,6 +15,9 @@ from data_prep.manifest import load_manifest
 from data_prep.stages import Filtering
 from megatron_ext.utils.errors import UserError
 
+NO_FILTERS = ["--no-clean", "--duplicates", "keep", "--decontaminate", "off", "--workers", "1"]
+"""Options for a single stage in this process, for tests of everything else."""
+
 
 def parse(*arguments: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
@@ -51,6 +54,7 @@ def test_message_after_an_interruption(records, tmp_path, tokenizer_file, capsys
 
     out = tmp_path / "out"
     given = ["--input", str(records), "--output", str(out), "--tokenizer", str(tokenizer_file), "--train-domains", "C4"]
+    given += NO_FILTERS
     with monkeypatch.context() as patch:
         patch.setattr("data_prep.prepare.run_stages", interrupt)
         assert cli.run(parse(*given)) == 75
@@ -59,7 +63,7 @@ def test_message_after_an_interruption(records, tmp_path, tokenizer_file, capsys
         patch.setattr("data_prep.prepare.open_corpus", interrupt)
         with pytest.raises(KeyboardInterrupt):
             cli.run(parse(*given[:3], f"{out}2", *given[4:]))
-    assert cli.run(parse(*given, "--workers", "1")) == 0
+    assert cli.run(parse(*given)) == 0
 
 
 HANGS = """
@@ -82,7 +86,7 @@ sys.exit(main(sys.argv[2:]))
 def test_exit_code_after_sigterm(records, tmp_path, tokenizer_file):
     out, reached = tmp_path / "out", tmp_path / "reached"
     given = ["--input", str(records), "--output", str(out), "--tokenizer", str(tokenizer_file), "--train-domains", "C4"]
-    given += ["--workers", "1"]
+    given += NO_FILTERS
     command = [sys.executable, "-c", HANGS, str(reached), "prepare", *given]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
@@ -120,8 +124,7 @@ def test_filters_from_arguments():
         near=NearOptions(ngram_words=3, buckets=20, hashes_per_bucket=5),
         overlap=OverlapOptions(action="drop_train", threshold=0.1, ngram_words=8),
     )
-    bare = ["--no-clean", "--duplicates", "keep", "--decontaminate", "off"]
-    filtering = cli._options(parse("--input", "x", "--output", "y", "--tokenizer", "z", *bare)).filtering
+    filtering = cli._options(parse("--input", "x", "--output", "y", "--tokenizer", "z", *NO_FILTERS)).filtering
     assert (filtering.cleaning, filtering.duplicates, filtering.overlap) == (None, "keep", None)
 
 
@@ -143,7 +146,7 @@ def test_invalid_filters(arguments, message):
 
 def test_exports_with_the_preparation_or_afterwards(records, tmp_path, tokenizer_file, capsys):
     out = str(tmp_path / "out")
-    domains = ["--train-domains", "C4", "--test-domains", "ArXiv", "--workers", "1"]
+    domains = ["--train-domains", "C4", "--test-domains", "ArXiv", *NO_FILTERS]
     given = ["--input", str(records), "--output", out, "--tokenizer", str(tokenizer_file), *domains]
     assert cli.run(parse(*given, "--export-megatron", str(tmp_path / "a/x"))) == 0
     assert f"exported: {tmp_path / 'a/x_train_C4_text_document'}.bin and .idx" in capsys.readouterr().out

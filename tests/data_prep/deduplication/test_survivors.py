@@ -150,9 +150,9 @@ def test_large_graphs_of_any_shape(tmp_path: Path, shape: Callable[[list[Node], 
 @pytest.mark.parametrize("level", range(3))
 def test_long_chain(tmp_path: Path, level: int):
     generator = random.Random(level)
-    keys = {node: level << 62 | key & (2**62 - 1) for node, key in some_keys([5000], generator).items()}
-    write(tmp_path, keys, chain(generator.sample(list(keys), 5000), generator), 1)
-    found, _ = choose(tmp_path, 1, 200)
+    keys = {node: level << 62 | key & (2**62 - 1) for node, key in some_keys([1500], generator).items()}
+    write(tmp_path, keys, chain(generator.sample(list(keys), 1500), generator), 1)
+    found, _ = choose(tmp_path, 1, 60)
     assert [node for node in keys if node not in set(found)] == [min(keys, key=keys.__getitem__)]
 
 

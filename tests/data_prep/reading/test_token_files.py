@@ -13,7 +13,7 @@ import fsspec
 import numpy as np
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from prep_fakes import options
+from prep_fakes import ONE_PASS, options
 from read_documents import read
 from tokenizers import Tokenizer
 
@@ -54,54 +54,69 @@ def test_token_files_at_a_url(tokens, tokenizer_file, tmp_path, monkeypatch):
 
 
 READS_A_PAIR = """
-import sys, time
+import os, sys, time
 import fsspec
+import data_prep.reading.indexed  # imports Megatron, which takes seconds: once for all processes
 from data_prep.documents import Problems
 from data_prep.reading.corpus import open_files
-from data_prep.reading.fields import Fields
 from data_prep.tokenization.vocabularies import open_tokenizer
 
-folder, tokenizer, stops_at = sys.argv[1:]
+folder, tokenizer = sys.argv[1:]
 memory = fsspec.filesystem("memory")
 for suffix in ("bin", "idx"):
     memory.put_file(f"{folder}/Law.{suffix}", f"/in/Law.{suffix}")
 
 def stop():
-    print("now", flush=True)
+    print(os.getpid(), flush=True)
     time.sleep(60)
 
-get_file = type(memory).get_file
-def copied(self, source, target, **given):
-    get_file(self, source, target, **given)
-    if stops_at == "copying":
+def read(stops_at):
+    get_file = type(memory).get_file
+    def copied(self, source, target, **given):
+        get_file(self, source, target, **given)
+        if stops_at == "copying":
+            stop()
+
+    type(memory).get_file = copied
+    for document in open_files("memory://in", tokenizer=open_tokenizer(tokenizer)).documents(Problems("stop")):
         stop()
 
-type(memory).get_file = copied
-for document in open_files("memory://in", tokenizer=open_tokenizer(tokenizer)).documents(Problems("stop")):
-    stop()
+for line in sys.stdin:
+    child = os.fork()
+    if not child:
+        try:
+            read(line.strip())
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    print("ended", flush=True)
 """
 
 
-@pytest.mark.parametrize("stops_at", ["copying", "reading"])
-def test_copy_of_a_remote_pair_is_removed(tokens, tokenizer_file, tmp_path, stops_at):
+def test_copy_of_a_remote_pair_is_removed(tokens, tokenizer_file, tmp_path):
     for suffix in ("bin", "idx"):
         (tmp_path / f"Law_text_document.{suffix}").rename(tmp_path / f"Law.{suffix}")
-    (tmp_path / "copies").mkdir()
-    given = os.environ | {"TMPDIR": str(tmp_path / "copies"), "PYTHONPATH": os.pathsep.join(sys.path)}
+    copies = tmp_path / "copies"
+    copies.mkdir()
+    given = os.environ | {"TMPDIR": str(copies), "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", READS_A_PAIR, str(tmp_path), str(tokenizer_file)]
+    with subprocess.Popen(command, env=given, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
 
-    def ended_by(number):
-        command = [sys.executable, "-c", READS_A_PAIR, str(tmp_path), str(tokenizer_file), stops_at]
-        with subprocess.Popen(command, env=given, stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdout.readline() == "now\n"
-            left = [path.name for path in (tmp_path / "copies").glob("selectron-*")]
-            process.send_signal(number)
-        return left, [path.name for path in (tmp_path / "copies").glob("selectron-*")]
+        def ended_by(number, stops_at):
+            server.stdin.write(f"{stops_at}\n")
+            server.stdin.flush()
+            process = int(server.stdout.readline())
+            left = [path.name for path in copies.glob("selectron-*")]
+            os.kill(process, number)
+            assert server.stdout.readline() == "ended\n"
+            return left, [path.name for path in copies.glob("selectron-*")]
 
-    first, after_kill = ended_by(signal.SIGKILL)
-    assert (len(first), after_kill) == (1, first)
-    second, after_term = ended_by(signal.SIGTERM)
-    assert (len(second), after_term) == (1, [])
-    assert second != first  # the leftovers of the killed process were removed
+        for stops_at in ("copying", "reading"):
+            first, after_kill = ended_by(signal.SIGKILL, stops_at)
+            assert (len(first), after_kill) == (1, first)
+            second, after_term = ended_by(signal.SIGTERM, stops_at)
+            assert (len(second), after_term) == (1, [])
+            assert second != first  # the leftovers of the killed process were removed
 
 
 def test_bin_longer_than_the_index(tokens, tokenizer_file):
@@ -190,7 +205,7 @@ def test_a_document_of_too_many_tokens(tokens, tokenizer_file, monkeypatch):
 
 
 def test_megatron_reads_the_export(records, tmp_path, tokenizer_file):
-    manifest = prepare(options(records, tmp_path / "out", tokenizer_file, tasks=2))
+    manifest = prepare(options(records, tmp_path / "out", tokenizer_file, tasks=2, filtering=ONE_PASS))
     prefixes = export(tmp_path / "out", manifest, tmp_path / "megatron/mine")
     assert [path.name for path in prefixes] == [
         f"mine_{entry.split}_{entry.domain}_text_document" for entry in manifest.domains
