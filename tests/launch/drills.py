@@ -22,10 +22,11 @@ from pathlib import Path
 import faults
 import sabotaged
 from corpora import prepared
-from faults import CHECKPOINT_EVERY, Act, nothing
+from faults import Act, nothing
 from launching import curve, records, write_config
+from sabotaged import CHECKPOINT_EVERY, NAN_ONCE, STUCK_ONCE, holding_file, set_free
 from slurm_cluster import SlurmCluster
-from slurm_runs import CLI, FIELDS, LAUNCH, finished, job_events, launched, released, state, wait_for
+from slurm_runs import FIELDS, LAUNCH, call, finished, job_events, launched, released, state, wait_for
 
 from megatron_ext.checkpoint.folder import CheckpointFolder
 from megatron_ext.launch.job import list_jobs
@@ -38,6 +39,7 @@ LATE_SLURMD_SECONDS = 30
 KILL_SECONDS = 10
 """Time between SIGTERM and SIGKILL, long enough for a job on a busy machine."""
 MIB = 2**20
+DRILL_FIELDS = (f"training.checkpoint_every={CHECKPOINT_EVERY}",)
 FULL_DISK = "full disk during a checkpoint"
 
 
@@ -48,9 +50,10 @@ class Drill:
     Attributes:
         name: name in the table.
         noticed_by: detector named in the table.
-        cause: function that injects the fault while the run trains.
+        cause: function that injects the fault while the run is in a step; `nothing`: `sabotaged` injects it.
         repair: function that removes the fault once it has been detected.
         is_outage: whether the job ends because of the fault and is requeued.
+        ends_hold: whether the step goes on at once; else the run is held until a signal arrives or the job has ended.
         since: event of the job from which the time to detection is measured; empty: measured from the cause.
         goes_back: steps that the run resumes before the newest checkpoint.
         expected: events of the job from the fault on; empty: not checked.
@@ -61,6 +64,7 @@ class Drill:
     cause: Act
     repair: Act = nothing
     is_outage: bool = True
+    ends_hold: bool = True
     since: str = ""
     goes_back: int = 0
     expected: Sequence[str] = ()
@@ -74,15 +78,17 @@ class Series:
         name: name of the run.
         drills: in this order.
         fields: overrides of the run's configuration.
-        sabotage: key of `sabotaged.FAULTS`, or empty.
+        faults: names of faults of `sabotaged`.
         slurmd_seconds: seconds after which the cluster considers a silent node down.
+        nodes: number of nodes of the run, each with one rank.
     """
 
     name: str
     drills: Sequence[Drill]
     fields: Sequence[str] = ()
-    sabotage: str = ""
+    faults: Sequence[str] = ()
     slurmd_seconds: int = SLURMD_SECONDS
+    nodes: int = 2
 
 
 @dataclass(frozen=True)
@@ -119,12 +125,12 @@ ENDED = Series(
             faults.damage_newest_checkpoint,
             goes_back=CHECKPOINT_EVERY,
         ),
-        Drill("preempted by another job", "slurmctld", faults.preempt),
+        Drill("preempted by another job", "slurmctld", faults.preempt, ends_hold=False),
         Drill("power cut of the batch node", _BY_SLURM, faults.cut_power("n1"), faults.start("n1")),
         Drill("power cut of another node", _BY_SLURM, faults.cut_power("n2"), faults.start("n2")),
         Drill("slurmctld killed and started", "", lambda c, _: c.restart_controller(), is_outage=False),
     ],
-    sabotage="nan_once",
+    faults=[NAN_ONCE],
 )
 HANGING = Series(
     "hanging",
@@ -143,6 +149,7 @@ LIMITED = Series(
             "the job's script",
             faults.shorten,
             faults.lengthen_next_start,
+            ends_hold=False,
             since=_WARNED,
             expected=[_WARNED, "ended with exit code 75", "starts anew"],
         ),
@@ -151,13 +158,15 @@ LIMITED = Series(
             "the job's script, by Slurm's SIGTERM",
             faults.shorten,
             faults.lengthen_next_start,
+            ends_hold=False,
             since=_WARNED,
             expected=[_WARNED, "asked to stop by TERM", "its time is up", "starts anew"],
         ),
     ],
     # A background checkpoint is completed in a later step, which would never come here.
     fields=("training.async_checkpoints=false",),
-    sabotage="late",
+    faults=[STUCK_ONCE],
+    nodes=1,
 )
 SERIES = (ENDED, HANGING, LIMITED)
 
@@ -173,24 +182,32 @@ def cluster_for_drills(folder: Path, slurmd_seconds: int = SLURMD_SECONDS) -> It
         cluster.stop()
 
 
-def perform(cluster: SlurmCluster, config: Path, series: Series) -> tuple[Path, list[Course]]:
-    """Launch a run on two nodes, disturb it by one drill after the other, and wait for its end."""
-    program = ["--python", str(sabotaged.program(config.parent, series.sabotage))] if series.sabotage else []
-    options = ["--time", "10", "--save-before", "20", *program]
-    folder = launched(cluster, config, series.name, series.fields, processes_per_node=1, options=options)
-    courses, before = [], CHECKPOINT_EVERY  # two checkpoints at least, of which one may be lost
-    for drill in series.drills:
-        courses.append(_disturbed(cluster, folder, drill, before))
-        before = courses[-1].newest or before
-    return finished(cluster, folder), courses
+def launched_series(cluster: SlurmCluster, config: Path, series: Series) -> Path:
+    """Launch the run of a series. Return its folder."""
+    program = sabotaged.program(config.parent / series.name, series.faults)
+    options = ["--time", "10", "--save-before", "20", "--python", str(program)]
+    fields = [*DRILL_FIELDS, *series.fields]
+    return launched(cluster, config, series.name, fields, nodes=series.nodes, processes_per_node=1, options=options)
 
 
-def _disturbed(cluster: SlurmCluster, folder: Path, drill: Drill, before: int) -> Course:
-    """Inject a fault once the run has a checkpoint after step `before`, and wait until it trains again."""
-    wait_for(folder, lambda: (_newest(folder) or 0) > before)
+def perform(cluster: SlurmCluster, folder: Path, series: Series) -> list[Course]:
+    """Disturb a launched run by one drill after the other, and wait for its end."""
+    courses = [_disturbed(cluster, folder, drill) for drill in series.drills]
+    set_free(folder)
+    finished(cluster, folder)
+    return courses
+
+
+def _disturbed(cluster: SlurmCluster, folder: Path, drill: Drill) -> Course:
+    """Inject a fault into a run that is held in a step, and wait until it trains again."""
+    if drill.cause is nothing:
+        return Course()
+    wait_for(folder, holding_file(folder).exists)
     inode, begins = _inode(folder), len(list_jobs(folder)[-1].log.read_text())
     seen, caused = len(job_events(folder)), time.monotonic()
     drill.cause(cluster, folder)
+    if drill.ends_hold:
+        holding_file(folder).unlink(missing_ok=True)
     if not drill.is_outage:
         return Course()
     fault = seen
@@ -220,41 +237,43 @@ def small_disk(folder: Path) -> Iterator[Path]:
 
 
 def fill_disk(cluster: SlurmCluster, config: Path, disk: Path, values: Sequence[str]) -> tuple[Path, list[Course]]:
-    """Launch a run and fill its disk, free space when its job has ended, and launch it again to resume.
+    """Launch a run of one rank and fill its disk, free space when its job has ended, and launch it again to resume.
 
     `Course.resumed` is measured from the next `selectron launch`.
 
     Args:
-        cluster: of two nodes, which see the disk.
+        cluster: of nodes that see the disk.
         config: of a run on the disk.
         disk: small, see `small_disk`.
         values: of `training.async_checkpoints` in the starts that meet the full disk.
     """
     filler, folder = disk / "filler", disk / "full"
-    fields = [*FIELDS, "training.keep_checkpoints=2", f"run.name={folder.name}"]
-    command = [*CLI, *LAUNCH, str(config), *fields, "--nodes", "2", "--processes-per-node", "1", "--time", "10"]
-    cluster.run(*command, f"training.async_checkpoints={values[0]}")
+    fields = [*FIELDS, *DRILL_FIELDS, "training.keep_checkpoints=2", f"run.name={folder.name}"]
+    program = sabotaged.program(config.parent / folder.name)
+    command = [*LAUNCH, str(config), *fields, "--time", "10", "--python", str(program)]
+    call(cluster, *command, f"training.async_checkpoints={values[0]}")
 
     def is_refused() -> bool:
         # The next checkpoint could take the place of an old one that is deleted after the disk was filled.
         _fill(filler)
         return job_events(folder)[-1].startswith("refused")
 
-    courses, before = [], CHECKPOINT_EVERY
+    courses = []
     for following in [*values[1:], "true"]:
-        wait_for(folder, lambda before=before: (_newest(folder) or 0) > before)
+        wait_for(folder, holding_file(folder).exists)
         wait_for(folder, lambda: _fill(filler))
         caused, inode = time.monotonic(), _inode(folder)
+        holding_file(folder).unlink()
         wait_for(folder, is_refused)
         detected, newest, events = time.monotonic(), _newest(folder), job_events(folder)
         filler.unlink()
         again = time.monotonic()
-        cluster.run(*command, f"training.async_checkpoints={following}", "--resume")
+        call(cluster, *command, f"training.async_checkpoints={following}", "--resume")
         wait_for(folder, lambda inode=inode: _inode(folder) != inode)
         kept = len(records(folder))
         wait_for(folder, lambda kept=kept: len(records(folder)) > kept)
         courses.append(Course(detected - caused, time.monotonic() - again, newest, events))
-        before = newest or before
+    set_free(folder)
     return finished(cluster, folder), courses
 
 
@@ -279,19 +298,17 @@ def _inode(folder: Path) -> int:
     return (folder / "metrics.jsonl").stat().st_ino
 
 
-def _until_begun_anew(cluster: SlurmCluster, folder: Path, inode: int) -> tuple[float, int | None]:
+def _until_begun_anew(cluster: SlurmCluster, folder: Path, inode: int) -> tuple[float, int]:
     """Wait until a new start replaces the metrics file. Return the release time and the newest checkpoint before."""
-    again, newest = time.monotonic(), None
+    again, newest = time.monotonic(), 0
 
     def has_begun_anew() -> bool:
         nonlocal again, newest
         if released(cluster, folder):  # may happen twice: Slurm and the job itself both requeue
             again = time.monotonic()
-        before = _newest(folder)
-        if _inode(folder) != inode:
-            return True
-        newest = before  # the metrics file is still the old one, so the previous start wrote this checkpoint
-        return False
+        # The previous start may still complete a checkpoint. The new one passes over a damaged one.
+        newest = max(newest, _newest(folder) or 0)
+        return _inode(folder) != inode
 
     wait_for(folder, has_begun_anew)
     return again, newest
@@ -309,16 +326,21 @@ def main() -> None:
         data = prepared(place)
         config = write_config(place, data, place / "runs")
         with cluster_for_drills(place / "cluster") as cluster:
-            undisturbed = curve(finished(cluster, launched(cluster, config, "undisturbed", processes_per_node=1)))
+            undisturbed = {}
+            for nodes in (1, 2):
+                name = f"undisturbed{nodes}"
+                run = launched(cluster, config, name, DRILL_FIELDS, nodes=nodes, processes_per_node=1)
+                undisturbed[nodes] = curve(finished(cluster, run))
             if not named or "full" in named:
                 (place / "full").mkdir()
                 folder, courses = fill_disk(cluster, write_config(place / "full", data, disk), disk, ["true", "false"])
-                rows += _rows([FULL_DISK] * 2, ["the checkpoint"] * 2, courses, curve(folder) == undisturbed)
+                rows += _rows([FULL_DISK] * 2, ["the checkpoint"] * 2, courses, curve(folder) == undisturbed[1])
         for series in (series for series in SERIES if not named or series.name in named):
             with cluster_for_drills(place / series.name, series.slurmd_seconds) as cluster:
-                folder, courses = perform(cluster, config, series)
+                folder = launched_series(cluster, config, series)
+                courses = perform(cluster, folder, series)
             names, detectors = [drill.name for drill in series.drills], [drill.noticed_by for drill in series.drills]
-            rows += _rows(names, detectors, courses, curve(folder) == undisturbed)
+            rows += _rows(names, detectors, courses, curve(folder) == undisturbed[series.nodes])
     print("\n".join(table(HEADINGS, rows)))
 
 

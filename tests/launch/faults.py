@@ -7,10 +7,10 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+from sabotaged import holding_file
 from slurm_cluster import SlurmCluster
 from slurm_runs import number, ranks_of, state, wait_for
 
-CHECKPOINT_EVERY = 3
 LOOKS_AT_LIMITS = 30
 """Seconds between two checks of job time limits by Slurm. It is not configurable."""
 
@@ -86,4 +86,5 @@ def shorten(cluster: SlurmCluster, folder: Path) -> None:
 def lengthen_next_start(cluster: SlurmCluster, folder: Path) -> None:
     """Give the next start of the job enough time. Slurm accepts a new limit only once the job is pending."""
     wait_for(folder, lambda: state(cluster, folder) == "PENDING")
+    holding_file(folder).unlink(missing_ok=True)  # of a start that has been killed
     cluster.run("scontrol", "update", f"JobId={number(folder)}", "TimeLimit=10")

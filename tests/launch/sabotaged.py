@@ -1,4 +1,8 @@
-"""Replacement of `python` that runs the command with a fault in training: `python FAULT -m megatron_ext.cli ...`."""
+"""Replacement of `python` that runs the command with faults in training: `python FAULTS -m megatron_ext.cli ...`.
+
+Each start of a run holds its first rank once there is a new checkpoint, until a drill releases it or asks it to stop.
+Every fault therefore meets the run in a step after that checkpoint, however slow the machine is.
+"""
 
 from __future__ import annotations
 
@@ -6,54 +10,81 @@ import math
 import os
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from megatron_ext.cli import main
-from megatron_ext.training.build import build_trainer
-from megatron_ext.training.trainer import StepResult, Trainer
+from megatron_ext.commands import quiet, run_config
+from megatron_ext.utils import gc_control
 
-SECONDS = 1.0
-FOREVER = 3600
+if TYPE_CHECKING:
+    from megatron_ext.training.loop import TrainingLoop
+    from megatron_ext.training.resilience.stopping import StopRequest
+
+CHECKPOINT_EVERY = 2
+NAN_ONCE = "nan_once"
+STUCK_ONCE = "stuck_once"
 
 
-def nan_once(*arguments: Any, **keywords: Any) -> Trainer:
-    """Build a trainer in which, before any requeue, rank 1 has a NaN gradient at its fifth attempt."""
-    trainer = build_trainer(*arguments, **keywords)
-    count, compute_gradients = 0, trainer.compute_gradients
+class Start:
+    """Faults of this start of a run, as a replacement of `TrainingLoop._attempt`.
 
-    def counted(*arguments: Any) -> StepResult:
-        nonlocal count
-        count += 1
-        return compute_gradients(*arguments)
+    Args:
+        attempt: the original method.
+        faults: names of the faults.
+    """
 
-    def broken(gradient: Any) -> Any:
-        is_due = os.environ["RANK"] == "1" and count == 5 and not restarts()
+    def __init__(self, attempt: Callable[..., Any], faults: Sequence[str]) -> None:
+        self._attempt, self._faults = attempt, faults
+        self._attempts = 0
+        self._due: int | None = None  # step of the checkpoint with which this start is held
+
+    def attempt(self, loop: TrainingLoop, batches: Any, stop: StopRequest, *arguments: Any) -> Any:
+        """Hold the first rank if it is time, and attempt a step."""
+        newest = loop.store.folder.latest()
+        if self._due is None:
+            # The first fault may cost a checkpoint.
+            self._due = 2 * CHECKPOINT_EVERY if newest is None else newest + 1
+            if NAN_ONCE in self._faults:
+                next(iter(loop.trainer.optimizer.chunks[0].parameters())).register_hook(self._broken)
+        self._attempts += 1
+        if os.environ["RANK"] == "0" and (newest or 0) >= self._due:
+            is_stuck = STUCK_ONCE in self._faults and restarts() == 1
+            _hold(loop.store.folder.root.parent, lambda: stop.signal_name is not None and not is_stuck)
+            self._due = loop.training.steps + 1  # a start is held once
+        return self._attempt(loop, batches, stop, *arguments)
+
+    def _broken(self, gradient: Any) -> Any:
+        """Make a gradient of rank 1 NaN at the third attempt before any requeue, ahead of the checkpoint that holds."""
+        is_due = os.environ["RANK"] == "1" and self._attempts == 3 and not restarts()
         return gradient * math.nan if is_due else gradient
 
-    next(iter(trainer.optimizer.chunks[0].parameters())).register_hook(broken)
-    trainer.compute_gradients = counted  # type: ignore[method-assign]
-    return trainer
+
+def holding_file(run: Path) -> Path:
+    """File that exists while the first rank of a run is held. Deleting it releases the rank."""
+    return run.with_name(f"{run.name}.held")
 
 
-def late(*arguments: Any, **keywords: Any) -> Trainer:
-    """Build a trainer that is late from its ninth step on, until the job is requeued for the second time.
+def _free_file(run: Path) -> Path:
+    """File that keeps a run from being held."""
+    return run.with_name(f"{run.name}.free")
 
-    At the first start of the job these steps take a second each. At the second, the ninth hangs until SIGKILL.
-    """
-    trainer = build_trainer(*arguments, **keywords)
-    count, compute_gradients = 0, trainer.compute_gradients
 
-    def slow(*arguments: Any) -> StepResult:
-        nonlocal count
-        count += 1
-        if count >= 9 and restarts() < 2:
-            time.sleep((SECONDS, FOREVER)[restarts()])  # sleep continues after a signal handler returns
-        return compute_gradients(*arguments)
+def set_free(run: Path) -> None:
+    """Keep a run from being held from now on."""
+    _free_file(run).touch()
+    holding_file(run).unlink(missing_ok=True)
 
-    trainer.compute_gradients = slow  # type: ignore[method-assign]
-    return trainer
+
+def _hold(run: Path, is_released: Callable[[], bool]) -> None:
+    held, free = holding_file(run), _free_file(run)
+    if not free.exists():
+        held.touch()
+    while held.exists() and not free.exists() and not is_released():
+        time.sleep(0.1)
+    held.unlink(missing_ok=True)
 
 
 def restarts() -> int:
@@ -61,18 +92,27 @@ def restarts() -> int:
     return int(os.environ.get("SLURM_RESTART_COUNT", 0))
 
 
-FAULTS = {build.__name__: build for build in (nan_once, late)}
-
-
-def program(folder: Path, fault: str) -> Path:
+def program(path: Path, faults: Sequence[str] = ()) -> Path:
     """Write a script to pass as the Python interpreter of a launched run."""
-    path = folder / fault
-    path.write_text(f'#!/bin/sh\nexec {sys.executable} {Path(__file__).resolve()} {fault} "$@"\n')
+    named = ",".join(faults) or "none"
+    path.write_text(f'#!/bin/sh\nexec {sys.executable} {Path(__file__).resolve()} {named} "$@"\n')
     path.chmod(0o755)
     return path
 
 
+def _train(faults: Sequence[str]) -> int:
+    quiet.ignore_library_warnings()
+    run_config.mixers()  # imports torch and Megatron as the command does
+    with gc_control.paused_collection():
+        from megatron_ext.training.loop import TrainingLoop
+
+    start = Start(TrainingLoop._attempt, faults)
+    with patch.object(TrainingLoop, "_attempt", lambda *arguments: start.attempt(*arguments)):
+        return main()
+
+
 if __name__ == "__main__":
-    assert sys.argv[2:4] == ["-m", "megatron_ext.cli"]
-    with patch("megatron_ext.training.run_builder.build_trainer", FAULTS[sys.argv[1]]):
-        sys.exit(main(sys.argv[4:]))
+    named, module = sys.argv[1], sys.argv[2:4]
+    assert module == ["-m", "megatron_ext.cli"]
+    del sys.argv[1:4]
+    sys.exit(_train(named.split(",")) if sys.argv[1] == "train" else main())

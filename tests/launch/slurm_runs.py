@@ -22,7 +22,7 @@ from megatron_ext.launch import slurm
 from megatron_ext.launch.job import list_jobs
 from megatron_ext.launch.status import read_job_events
 
-STEPS = 60
+STEPS = 24
 RELEASE_SECONDS = 2
 FIELDS = [f"training.steps={STEPS}", "training.evaluate_every=0", "training.micro_batch_size=1"]
 CLI = (sys.executable, "-m", "megatron_ext.cli")
@@ -55,9 +55,9 @@ def launched(
     options: Sequence[str] = ("--time", "10"),
     runs: Path | None = None,
 ) -> Path:
-    """Launch a run as a user does. Return its folder, in `runs` beside the configuration by default."""
+    """Launch a run. Return its folder, in `runs` beside the configuration by default."""
     where = ["--nodes", str(nodes), "--processes-per-node", str(processes_per_node), *options]
-    printed = cluster.run(*CLI, *LAUNCH, str(config), *FIELDS, *fields, f"run.name={name}", *where)
+    printed = call(cluster, *LAUNCH, str(config), *FIELDS, *fields, f"run.name={name}", *where)
     folder = (runs or config.parent / "runs") / name
     (job,) = list_jobs(folder)
     assert f"job:    {job.number}\n" in printed
