@@ -23,18 +23,28 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+_REPOSITORY = Path(__file__).parents[2]
+
 # CPU tests stay on the CPU on a GPU machine. One thread per process, because several processes share the cores.
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "CUDA_VISIBLE_DEVICES": "",
     # Put the repository before the PYTHONPATH of the tests, because Selectron need not be installed.
-    "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")])),
+    "PYTHONPATH": os.pathsep.join(filter(None, [str(_REPOSITORY), os.environ.get("PYTHONPATH")])),
     # Megatron passes small functions to torch.compile. On the CPU its import takes as long as that of torch, and
     # compiling one function in every process takes longer than most cases.
     "TORCHDYNAMO_DISABLE": "1",
 }
 # None of these modules starts a thread at import. A thread would not survive the fork.
-_IMPORTED_ONCE = ["megatron_ext.training.build", "megatron_ext.optim.zero1", "megatron_ext.optim.zero23"]
+_IMPORTED_ONCE = [
+    *("megatron_ext.training.build", "megatron_ext.optim.zero1", "megatron_ext.optim.zero23"),
+    *("megatron_ext.config.derive", "megatron_ext.config.rules", "megatron_ext.checkpoint.store"),
+    # Imported by `load_all`, which nearly every function calls.
+    *(
+        f"megatron_ext.mixers.{file.stem}"
+        for file in sorted((_REPOSITORY / "megatron_ext" / "mixers").glob("[!_]*.py"))
+    ),
+]
 
 
 class WorkerFailed(AssertionError):
@@ -51,9 +61,9 @@ class WorkerPool:
     patience = 2.0
     """Seconds that an idle worker has to exit before it is killed."""
 
-    life = 30
+    life = 80
     """Number of calls after which workers are replaced. A heap was once found corrupted in a process that had trained
-    hundreds of models, and nowhere else. Users do not do that. Starting a worker takes half a second."""
+    hundreds of models, and nowhere else. Users do not do that."""
 
     def __init__(self, size: int) -> None:
         self.size = size

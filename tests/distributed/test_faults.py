@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from launching import TP2, call, must_run, records, run, snapshot, write_config
+import whole_run
+from launching import TP2, call, records, run, snapshot, write_config
+from pool import WorkerPool
 
 
 def one_line(errors: str) -> str:
@@ -204,13 +206,13 @@ def test_if_all_checkpoints_are_damaged_one_line_says_so(
 
 @pytest.mark.slow
 def test_a_run_whose_newest_checkpoint_is_damaged_continues_from_the_one_before(
-    run_folder: Path, config: Path, six_steps: Path
+    pool: WorkerPool, run_folder: Path, config: Path, six_steps: Path
 ) -> None:
     damaged = run_folder / "checkpoints" / "step_6" / "__0_0.distcp"
     flip_a_byte(damaged)
     content = damaged.read_bytes()
-    errors = must_run(config, [*SEVEN, "--resume"], processes=2)
-    (warning,) = [line for line in errors.splitlines() if line.startswith("selectron: warning:")]
+    errors = pool.run(whole_run.resume, 2, config, SEVEN)
+    (warning,) = [line for line in "".join(errors).splitlines() if line.startswith("selectron: warning:")]
     assert str(damaged) in warning
     assert "has checksum" in warning
     assert warning.endswith("continuing from step 3 instead of step 6")
@@ -278,19 +280,20 @@ def _mount(folder: Path, size: int, *options: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_disk_that_fills_while_saving(tmp_path: Path, data: Path, six_steps: Path, mount: Path) -> None:
+def test_a_disk_that_fills_while_saving(
+    tmp_path: Path, data: Path, six_steps: Path, mount: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     size = sum(file.stat().st_size for file in (six_steps / "checkpoints" / "step_3").iterdir())
     _mount(mount, int(1.7 * size))  # room for one checkpoint, not two: the disk fills in the background
     config, checkpoints = write_config(tmp_path, data, mount), mount / "run" / "checkpoints"
-    code, errors = run(config, [*TP2, *SIX], processes=2)
-    assert code == 2, errors
-    line = one_line(errors)
+    assert call(config, *SIX) == 2
+    line = one_line(capsys.readouterr().err)
     assert str(checkpoints / "step_6") in line
     assert "No space left on device" in line
     assert "from step 3" in line
     assert sorted(path.name for path in checkpoints.iterdir()) == ["latest", "step_3"]
     _mount(mount, 4 * size, "remount")
-    assert call(config, *SIX, "--resume") == 0  # leftovers do not prevent a resume, even by one process
+    assert call(config, *SIX, "--resume") == 0  # leftovers do not prevent a resume
     assert [r["step"] for r in records(mount / "run")] == list(range(1, 7))
     assert [r["loss"] for r in records(mount / "run")] == pytest.approx(
         [r["loss"] for r in records(six_steps)], abs=1e-5, rel=0
@@ -299,30 +302,29 @@ def test_a_disk_that_fills_while_saving(tmp_path: Path, data: Path, six_steps: P
 
 @pytest.mark.slow
 @pytest.mark.parametrize("blocks", [4, 5])
-def test_a_disk_that_fills_while_recording(tmp_path: Path, data: Path, mount: Path, blocks: int) -> None:
+def test_a_disk_that_fills_while_recording(
+    tmp_path: Path, data: Path, mount: Path, blocks: int, capfd: pytest.CaptureFixture[str]
+) -> None:
     """The disk fills when TensorBoard starts its writer thread, or some steps later."""
     _mount(mount, 64 << 10)
     config = write_config(tmp_path, data, mount)
     disk = os.statvfs(mount)
     room = blocks * disk.f_frsize  # for the configuration, the verification record, and one or two blocks more
     (mount / "fill").write_bytes(b"x" * (disk.f_bavail * disk.f_frsize - room))
-    code, errors = run(config, ["training.steps=3"])
-    assert code == 2, errors
-    assert "Traceback" not in errors
-    line = one_line(errors)
+    assert call(config, "training.steps=3") == 2
+    line = one_line(capfd.readouterr().err)
     assert str(mount / "run") in line
     # torch's streams do not report the reason.
     assert "No space left on device" in line or "the disk may be full" in line
 
 
 @pytest.mark.slow
-def test_a_run_folder_that_cannot_be_made(tmp_path: Path, data: Path) -> None:
+def test_a_run_folder_that_cannot_be_made(tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("kept")
     before = snapshot(tmp_path) | {}
     config = write_config(tmp_path, data, tmp_path / "file")
-    code, errors = run(config, TP2, processes=2)
-    assert code == 2, errors
-    line = only_line(errors)
+    assert call(config) == 2
+    line = only_line(capsys.readouterr().err)
     assert str(tmp_path / "file") in line
     assert "run.dir" in line
     assert {name: content for name, content in snapshot(tmp_path).items() if name != "config.yaml"} == before

@@ -19,7 +19,6 @@ from launching import (
     call,
     curve,
     losses,
-    must_run,
     records,
     snapshot,
     start,
@@ -69,7 +68,7 @@ def config(tmp_path: Path, data: Path) -> Path:
 
 @pytest.mark.slow
 def test_a_run_killed_at_a_random_step_continues_to_the_last_bit(
-    tmp_path: Path, config: Path, reference: References
+    tmp_path: Path, config: Path, reference: References, pool: WorkerPool
 ) -> None:
     folder, seed = tmp_path / "run", random.SystemRandom().randrange(2**32)
     step = random.Random(seed).randint(4, STEPS - 2)  # after the first checkpoint and before the end
@@ -80,7 +79,7 @@ def test_a_run_killed_at_a_random_step_continues_to_the_last_bit(
     process.communicate()
     done = len(records(folder))
     assert step <= done < STEPS
-    must_run(config, [*TP2, "--resume=auto"], processes=2)
+    pool.run(whole_run.run, 2, config, TP2, "auto")
     assert curve(folder) == curve(reference("tp2"))
     assert records(folder, "evaluation.jsonl") == records(reference("tp2"), "evaluation.jsonl")
     assert not list((folder / "checkpoints").glob(".*"))
@@ -106,11 +105,13 @@ def test_a_run_killed_before_its_first_checkpoint_begins_anew(
 
 @pytest.mark.slow
 def test_signals_end_a_run_with_a_checkpoint_from_which_it_continues(
-    tmp_path: Path, config: Path, reference: References
+    tmp_path: Path, config: Path, reference: References, pool: WorkerPool
 ) -> None:
-    folder, resume = tmp_path / "run", []
-    for number, step in ((signal.SIGTERM, 1), (signal.SIGINT, 5)):
-        process = start(config, [*TP2, *resume], 2)
+    folder = tmp_path / "run"
+    # The second start follows the message: it uses the configuration that the run has saved.
+    starts = ((config, TP2, signal.SIGTERM, 1), (folder / "config.yaml", ["--resume"], signal.SIGINT, 5))
+    for path, arguments, number, step in starts:
+        process = start(path, arguments, 2)
         wait_for_step(process, folder, step)
         process.send_signal(number)
         _, errors = process.communicate(timeout=120)
@@ -121,16 +122,14 @@ def test_signals_end_a_run_with_a_checkpoint_from_which_it_continues(
         assert f"selectron train {folder / 'config.yaml'} --processes 2 --resume" in errors
         assert (folder / "checkpoints" / "latest").read_text() == f"step_{done}\n"
         assert "Traceback" not in errors
-        resume = ["--resume"]
-    # Follow the message: use the configuration that the run has saved.
-    must_run(folder / "config.yaml", ["--resume"], processes=2)
+    pool.run(whole_run.resume, 2, folder / "config.yaml", [])
     assert curve(folder) == curve(reference("tp2"))
     assert records(folder, "evaluation.jsonl") == records(reference("tp2"), "evaluation.jsonl")
 
 
 @pytest.mark.slow
 def test_a_rank_that_hangs_ends_the_run_with_stacks_and_it_continues_to_the_last_bit(
-    tmp_path: Path, config: Path, reference: References
+    tmp_path: Path, config: Path, reference: References, pool: WorkerPool
 ) -> None:
     """A stopped rank is silent and keeps its connections open, as behind a cut link."""
     folder, limit = tmp_path / "run", 20.0
@@ -149,7 +148,7 @@ def test_a_rank_that_hangs_ends_the_run_with_stacks_and_it_continues_to_the_last
     assert "selectron: rank 0 of 2 ended with exit code 1" in errors
     assert not [rank for rank in ranks if rank.is_running()]
     assert len(records(folder)) < STEPS
-    must_run(config, [*TP2, "--resume=auto"], processes=2)
+    pool.run(whole_run.run, 2, config, TP2, "auto")
     assert curve(folder) == curve(reference("tp2"))
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import parity
 import pytest
+from covering import cases
 from parity_cases import LAYOUTS, MODELS, Model, chunks, deep_enough
 from pool import WorkerPool
 from test_parity import BF16, _check, _reference, _train
@@ -28,19 +29,30 @@ COMPARED = {
     "gated_deltanet": ("tp2_sp", "cp2_states", "dp2", "pp2_interleaved", "tp2_pp2_sp", *WITH_TWO_REPLICAS),
 }
 QUICK = {("zero1", "pp2_dp2"), ("zero2", "tp2_sp_dp2"), ("zero3", "tp2_sp_dp2")}
+STAGES = ("zero1", "zero2", "zero3")
+EVERY = [
+    (model, layout, sharding)
+    for model, layouts in COMPARED.items()
+    for layout in layouts
+    for sharding in STAGES
+    if sharding == "zero1" or ALL[layout][1].get("pipeline", 1) == 1
+]
+# The stages of one model under the layouts that shard more than one part, or only the data. Other layouts combine less.
+DEFAULT = [case for case in EVERY if case[0] == "gated_deltanet" and case[1] not in ("tp2_sp", "cp2_states")]
+DEFAULT += [("gated_deltanet", "tp2_sp", "zero3"), ("gated_deltanet", "cp2_states", "zero1")]
+DEFAULT += [("attention", "dp2", "zero3"), ("attention", "tp2_sp_dp2", "zero2")]
+DEFAULT += [("top1_chunk_exact", "dp2", "zero1"), ("top1_chunk_exact", "cp2_chunks", "zero3")]
 
 
 def _cases() -> list[Any]:
-    cases = []
-    for model, layouts in COMPARED.items():
-        for layout in layouts:
-            for sharding in ("zero1", "zero2", "zero3"):
-                if sharding != "zero1" and ALL[layout][1].get("pipeline", 1) > 1:
-                    continue
-                quick = (sharding, layout) in QUICK and model == "gated_deltanet"
-                marks = () if quick else pytest.mark.slow
-                cases.append(pytest.param(model, layout, sharding, id=f"{model}-{layout}-{sharding}", marks=marks))
-    return cases
+    return [
+        pytest.param(
+            *(model, layout, sharding),
+            id=f"{model}-{layout}-{sharding}",
+            marks=() if model == "gated_deltanet" and (sharding, layout) in QUICK else pytest.mark.slow,
+        )
+        for model, layout, sharding in cases(EVERY, DEFAULT)
+    ]
 
 
 @pytest.mark.parametrize(("model", "layout", "sharding"), _cases())
@@ -51,7 +63,14 @@ def test_a_stage_gives_the_numbers_of_one_process(pool: WorkerPool, model: str, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parallel", [{"pipeline": 2}, {"pipeline": 2, "virtual_pipeline": 2}, {"tensor": 2}], ids=str)
+@pytest.mark.parametrize(
+    "parallel",
+    cases(
+        every=[{"pipeline": 2}, {"pipeline": 2, "virtual_pipeline": 2}, {"tensor": 2}],
+        default=[{"pipeline": 2, "virtual_pipeline": 2}, {"tensor": 2}],
+    ),
+    ids=str,
+)
 def test_tied_embeddings_under_zero1(pool: WorkerPool, parallel: dict[str, Any]) -> None:
     model = Model("top1_chunk,gated_deltanet,attention*2", chunks("exact"), {"tie_embeddings": True})
     outcome = _train(pool, model, 4 if parallel.get("pipeline") else 2, parallel, sharding="zero1")
@@ -104,16 +123,19 @@ def test_shared_out_weights_are_counted(pool: WorkerPool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recompute", ["full"])
-@pytest.mark.parametrize("sharding", ["zero1", "zero2", "zero3"])
-def test_recomputation_changes_no_number(pool: WorkerPool, sharding: str, recompute: str) -> None:
-    outcome = _train(pool, MODELS["hybrid"], 2, {}, sharding=sharding, recompute=recompute)
+@pytest.mark.parametrize("sharding", cases(every=STAGES, default=["zero1", "zero3"]))
+def test_recomputation_changes_no_number(pool: WorkerPool, sharding: str) -> None:
+    outcome = _train(pool, MODELS["hybrid"], 2, {}, sharding=sharding, recompute="full")
     _check(outcome, _reference(pool, MODELS["hybrid"]))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("sharding", "layout"), [("zero1", "dp2"), ("zero2", "dp2"), ("zero3", "dp2"), ("zero3", "tp2_sp_dp2")]
+    ("sharding", "layout"),
+    cases(
+        every=[("zero1", "dp2"), ("zero2", "dp2"), ("zero3", "dp2"), ("zero3", "tp2_sp_dp2")],
+        default=[("zero1", "dp2"), ("zero2", "dp2"), ("zero3", "tp2_sp_dp2")],
+    ),
 )
 def test_stages_in_bf16_are_as_near_as_layouts_are(pool: WorkerPool, sharding: str, layout: str) -> None:
     world_size, parallel = ALL[layout]

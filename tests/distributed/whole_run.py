@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
 from unittest.mock import patch
 
@@ -9,11 +11,14 @@ from megatron_ext.config.load import load_config
 from megatron_ext.config.rules import check
 from megatron_ext.mixers.core.registry import load_all
 from megatron_ext.training.run import train
+from megatron_ext.training.starting import Resume
 
 
-def resume(rank: int, world_size: int, path: Path, overrides: list[str]) -> None:
-    """Resume as `selectron train --resume` does."""
-    run(rank, world_size, path, overrides, resume=True)
+def resume(rank: int, world_size: int, path: Path, overrides: list[str]) -> str:
+    """Resume as `selectron train --resume` does. Return what the rank wrote to standard error."""
+    with redirect_stderr(StringIO()) as errors:
+        run(rank, world_size, path, overrides, resume=True)
+    return errors.getvalue()
 
 
 def run_from_step(rank: int, world_size: int, path: Path, overrides: list[str], step: int) -> None:
@@ -22,7 +27,7 @@ def run_from_step(rank: int, world_size: int, path: Path, overrides: list[str], 
 
 
 def run(
-    rank: int, world_size: int, path: Path, overrides: list[str], resume: bool = False, from_step: int | None = None
+    rank: int, world_size: int, path: Path, overrides: list[str], resume: Resume = False, from_step: int | None = None
 ) -> None:
     """Train as each process of `selectron train` does."""
     mixers = load_all()
