@@ -3,6 +3,9 @@
 A separate program, because the test process runs Triton in its interpreter. It makes the ops' real launches on CPU
 tensors, with a driver that only reports a target. A launch compiles the kernel and stops there. This finds errors that
 the interpreter accepts but the compiler does not, and kernels that need more shared memory than a block can have.
+
+Compiling a specialization takes up to five seconds. By default every compile-time branch of a kernel is taken once, and
+most kernels are compiled with the tiles that need the most shared memory. `make test-exhaustive` compiles more shapes.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from covering import cases
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime import driver
@@ -89,14 +93,13 @@ def blocks(tokens: int, heads: int, d: int, num_earlier: int, dtype: torch.dtype
     choose_blocks(q, mean_keys, torch.zeros(1, heads, tokens), 64, num_earlier, 1.0, 0)
 
 
-def element(tokens: int, d: int) -> None:
+def element(tokens: int, d: int, estimator: str) -> None:
     q, k, v = (torch.zeros(1, tokens, heads, d, dtype=torch.bfloat16) for heads in (2, 1, 1))
-    for estimator in ("straight_through", "selected"):
-        for training in (False, True):
-            out, soft, lse, chosen = top1_element(q, k, v, None, estimator, training, 1.0, 0)
-            if training:
-                mixed = out if estimator == "selected" else soft
-                top1_element_backward(out, q, k, v, mixed, lse, chosen, None, estimator, 1.0, 0)
+    for training in (False, True):
+        out, soft, lse, chosen = top1_element(q, k, v, None, estimator, training, 1.0, 0)
+        if training:
+            mixed = out if estimator == "selected" else soft
+            top1_element_backward(out, q, k, v, mixed, lse, chosen, None, estimator, 1.0, 0)
 
 
 def scan(tokens: int, size: int) -> None:
@@ -135,38 +138,51 @@ def losses(vocabulary: int, dtype: torch.dtype) -> None:
     ).sum().backward()
 
 
-def main() -> None:
-    driver.set_active(Target())
-    choice.chunk_unsupported_reason = lambda *_: None  # pretend there is a supported GPU
-    JITFunction.__getitem__ = GluonJITFunction.__getitem__ = compile_only
-    chunk(1100, 128, 128, "approx")
+def chunks() -> None:
+    chunk(2048, 128, 128, "approx")  # with as many tokens as below, to share the kernels that order rows
     chunk(300, 16, 32, "exact_lse", top_k=2)
     chunk(300, 128, 128, "exact", backward=False)
     choice_with_scores(512, 128, 128, "exact", 1)
     choice_with_scores(256, 16, 32, "exact_lse", 2)
     triton_launch_screening.MIN_CHUNKS, triton_launch_screening.MIN_OPERATIONS = 1, 0
+    several_tiles, whole = (128, 512), (256, 128)  # several tiles of keys per chunk, or one
     for hopper in (False, True):
         use_hopper_kernels(hopper)
-        for d, size in ((16, 32), (128, 512), (256, 128)):
-            chunk(1100, d, size, "exact", backward=False)
-    chunk(2048, 128, 128, "approx", backward=False)  # as many chunks as the next: shares its counting kernel
-    chunk(1024, 64, 64, "approx", backward=False)
-    for heads, d, num_earlier in ((1, 64, 15), (12, 128, 16), (16, 256, 2)):
-        blocks(300, heads, d, num_earlier)
-    blocks(1, 3, 20, 2, torch.float32)
-    element(300, 128)
-    for tokens, size in ((300, 1), (301, 16), (300, 64)):  # the latter two have whole tiles of channels
-        scan(tokens, size)
-    for key, value, decays, processors in (
-        *((16, 24, False, 132), (64, 64, True, 0), (128, 256, True, 132)),
-        *((256, 64, True, 0), (256, 64, True, 132)),  # the widest keys, which need the most shared memory
-    ):
+        for d, size in cases(every=[(16, 32), several_tiles, whole], default=[several_tiles, whole]):
+            chunk(2048, d, size, "exact", backward=False)
+    for tokens, width in cases(every=[(2048, 128), (1024, 64)], default=[(2048, 128)]):
+        chunk(tokens, width, width, "approx", backward=False)
+
+
+def delta_rules() -> None:
+    narrow = [(16, 24, False, 0)]
+    widest_keys = [(256, 64, True, 132)]  # need the most shared memory
+    others = [(16, 24, False, 132), (64, 64, True, 0), (128, 256, True, 132), (256, 64, True, 0)]
+    for key, value, decays, processors in cases(every=narrow + widest_keys + others, default=narrow + widest_keys):
         triton_launch_delta_rule.multiprocessors = lambda x, processors=processors: processors
         delta_rule(key, value, decays)
-    for width, value in ((5, 40), (16, 256), (32, 128)):
+
+
+def main() -> None:
+    driver.set_active(Target())
+    choice.chunk_unsupported_reason = lambda *_: None  # pretend there is a supported GPU
+    JITFunction.__getitem__ = GluonJITFunction.__getitem__ = compile_only
+    chunks()
+    for heads, d, num_earlier in cases(every=[(1, 64, 15), (12, 128, 16), (16, 256, 2)], default=[(16, 256, 2)]):
+        blocks(300, heads, d, num_earlier)
+    blocks(1, 1, 20, 2, torch.float32)
+    widths = [(128, "straight_through"), (32, "selected")]
+    for d, estimator in cases(every=[*widths, (128, "selected")], default=widths):
+        element(300, d, estimator)
+    tiles = [(300, 1), (300, 64)]  # the second has whole tiles of channels
+    for tokens, size in cases(every=[*tiles, (301, 16)], default=tiles):
+        scan(tokens, size)
+    delta_rules()
+    for width, value in cases(every=[(5, 40), (5, 100), (16, 256), (32, 128)], default=[(5, 100)]):
         based(width, value)
     convolution(384, 4, [64, 64, 256], biased=False)
-    convolution(37, 8, [20, 1], biased=True)
+    for taps in cases(every=[2, 8], default=[2]):
+        convolution(37, taps, [20, 1], biased=True)
     for vocabulary, dtype in ((300, torch.float32), (50304, torch.bfloat16)):
         losses(vocabulary, dtype)
     print(*sorted(compiled))

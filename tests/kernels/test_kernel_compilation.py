@@ -25,7 +25,12 @@ def launched_kernels() -> set[str]:
 
 
 def test_every_kernel_compiles(tmp_path):
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    environment = {
+        **os.environ,
+        "TRITON_INTERPRET": "0",
+        "TRITON_CACHE_DIR": str(tmp_path),
+        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, HERE.parent))),
+    }
     done = subprocess.run(
         [sys.executable, str(HERE / "compile_for_hopper.py")],
         env=environment,
