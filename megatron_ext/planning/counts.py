@@ -14,6 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cache
+from importlib import import_module
 from pkgutil import resolve_name
 from types import TracebackType
 from typing import Any
@@ -21,6 +22,7 @@ from typing import Any
 from megatron_ext.config.pattern import parse_pattern
 from megatron_ext.config.schema import DataConfig, RunConfig
 from megatron_ext.planning.vocabulary import vocab_size
+from megatron_ext.utils import gc_control
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,10 @@ def _initialize_worker() -> None:
     """Hide GPUs, disable compilation and silence warnings that only matter in training."""
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
     warnings.simplefilter("ignore")
-    resolve_name("megatron_ext.platform.device:prepare_megatron_import")()
+    gc_control.set_process_owned(True)
+    with gc_control.paused_collection():
+        resolve_name("megatron_ext.platform.device:prepare_megatron_import")()
+        import_module("megatron_ext.planning.weightless")
 
 
 def _count_model(*model: Any) -> ModelCounts:

@@ -1,20 +1,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import nullcontext
+from concurrent.futures import Future, ProcessPoolExecutor
 from typing import Any
 
 import pytest
 
+from megatron_ext.config.schema import DataConfig, ModelConfig, RunConfig
 from megatron_ext.planning.counts import ModelCounter, process_pool
 
 
-@pytest.fixture(scope="session")
-def counter() -> Iterator[ModelCounter]:
-    """Return a `ModelCounter` that assumes a tokenizer of 300 tokens, whatever data the configuration names."""
-    with ModelCounter(lambda path, cache_dir: 300) as counter:
-        yield counter
+class SharedPool:
+    """Pool that uses a process of other tests and leaves it running."""
+
+    def __init__(self, process: ProcessPoolExecutor) -> None:
+        self._process = process
+
+    def __enter__(self) -> SharedPool:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+        return self._process.submit(function, *args)
+
+    def shutdown(self) -> None: ...
 
 
 @pytest.fixture(scope="session")
@@ -30,7 +40,24 @@ def process() -> Iterator[ProcessPoolExecutor]:
 @pytest.fixture
 def shared_process(process: ProcessPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make plans use the shared process instead of starting their own."""
-    monkeypatch.setattr("megatron_ext.planning.plan.process_pool", lambda max_workers=None: nullcontext(process))
+    monkeypatch.setattr("megatron_ext.planning.plan.process_pool", lambda max_workers=None: SharedPool(process))
+
+
+@pytest.fixture(scope="session")
+def counter() -> Iterator[ModelCounter]:
+    """Return a `ModelCounter` that assumes a tokenizer of 300 tokens, whatever data the configuration names."""
+    with ModelCounter(lambda path, cache_dir: 300) as counter:
+        yield counter
+
+
+@pytest.fixture
+def shared_counting_process(counter: ModelCounter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make other counters use the process of `counter`. It has a process group, so dry steps cannot run there."""
+    model = ModelConfig(pattern="attention", hidden_size=8, num_attention_heads=1, ffn_hidden_size=8)
+    counter(RunConfig(data=DataConfig(path="none", seq_length=8), model=model))  # starts the process
+    assert counter._process is not None
+    pool = SharedPool(counter._process)
+    monkeypatch.setattr("megatron_ext.planning.counts.process_pool", lambda max_workers: pool)
 
 
 @pytest.fixture(scope="session")

@@ -136,6 +136,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
     ids=["alone", "tp2_pp2", "cp2_zero1", "zero3"],
 )
+@pytest.mark.usefixtures("shared_counting_process")
 def test_counts_equal_those_of_run(pool: Any, data: Path, tmp_path: Path, processes: int, layout: list[str]) -> None:
     path, overrides = write_config(tmp_path, data, tmp_path), [*ONE_STEP, *layout]
     flops = pool.run(counted_run.flops_per_token, processes, path, overrides)

@@ -153,6 +153,7 @@ def test_report_names_unmeasured_parts(capsys: Any, field: str, expected: str) -
     assert "| all |" in out
 
 
+@pytest.mark.usefixtures("shared_process")
 def test_search_sorts_fitting_layouts_by_speed(capsys: Any, tmp_path: Path) -> None:
     more = ["model.pattern=attention*2", "training.global_batch_size=2", "parallel.context=1", *BY_NCCL]
     options = ["--gpus-per-node", "2", "--gpu", "h100", "--search", "3", "--output", str(tmp_path)]

@@ -211,6 +211,7 @@ def test_dry_run_table(base: Path, counter: ModelCounter, capsys: pytest.Capture
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("shared_counting_process")
 def test_the_example(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Embeddings have 50,048 rows, as with a tokenizer of that size."""
     data = prepared(tmp_path, documents=60)
