@@ -13,7 +13,6 @@ from datetime import datetime
 from pathlib import Path
 from unittest.mock import patch
 
-from launching import records
 from slurm_cluster import SlurmCluster
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
@@ -122,10 +121,6 @@ def finished(cluster: SlurmCluster, folder: Path) -> Path:
 
     wait_for(folder, is_finished)
     return folder
-
-
-def wait_for_step(folder: Path, step: int) -> None:
-    wait_for(folder, lambda: len(records(folder)) >= step)
 
 
 def first_steps(folder: Path) -> list[int]:

@@ -1,17 +1,17 @@
-"""Command `selectron preflight` in separate processes, and its options on `selectron launch`."""
+"""Command `selectron preflight` on several ranks, and its options on `selectron launch`."""
 
 from __future__ import annotations
 
 import json
 import re
-import subprocess
+import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import preflight_ranks
 import pytest
-from launching import environment
 from test_job import RESOURCES, run_to_end
 
 from megatron_ext.cli import main
@@ -21,35 +21,21 @@ from megatron_ext.launch.preflight.checks import PACKAGES, code_digest
 from megatron_ext.launch.preflight.limits import parse_size
 from megatron_ext.utils import git_info
 
-# Each rank poses as one of two per node in a Slurm job that does not exist.
-RANKS = """
-import os, sys
-rank = int(os.environ["RANK"])
-if rank in {silent}:
-    sys.exit(0)
-os.environ |= dict(SLURMD_NODENAME=f"n{{rank // 2 + 1}}", SLURM_JOB_ID="1")
-os.environ |= dict(LOCAL_RANK=str(rank % 2), LOCAL_WORLD_SIZE="2")
-from megatron_ext.cli import main
-sys.exit(main(["preflight", *sys.argv[1:]]))
-"""
-LAUNCH = "import sys; from megatron_ext.launch.local import launch; sys.exit(launch(sys.argv[2:], int(sys.argv[1])))"
-
 
 def run_preflight(
-    folder: Path, *options: str, processes: int = 4, silent: str = "()"
+    pool: Any, folder: Path, *options: str, processes: int = 4, silent: tuple[int, ...] = ()
 ) -> tuple[int, str, dict[str, Any]]:
-    """Run the pre-flight check. Return exit code, output and the report in the folder."""
-    program = folder / "ranks.py"
-    program.write_text(RANKS.format(silent=silent))
-    command = [sys.executable, "-c", LAUNCH, str(processes), sys.executable, str(program), "--folder", str(folder)]
-    given = environment() | {"PYTHONPATH": str(git_info.ROOT)}
-    done = subprocess.run([*command, *options], env=given, capture_output=True, text=True, timeout=120, check=False)
+    """Run the pre-flight check. Return exit code and output of the first rank, and the report in the folder."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    given = ["--folder", str(folder), *options]
+    (code, printed), *_ = pool.run(preflight_ranks.preflight, processes, port, given, silent)
     found = folder / "preflight.json"
-    return done.returncode, done.stdout + done.stderr, json.loads(found.read_text()) if found.exists() else {}
+    return code, printed, json.loads(found.read_text()) if found.exists() else {}
 
 
-def test_two_nodes_of_two_processes(tmp_path: Path) -> None:
-    code, printed, found = run_preflight(tmp_path, "--nodes", "n1,n2")
+def test_two_nodes_of_two_processes(pool: Any, tmp_path: Path) -> None:
+    code, printed, found = run_preflight(pool, tmp_path, "--nodes", "n1,n2")
     assert code == 0, printed
     assert [(one["node"], one["rank"], one["local_rank"]) for one in found["reports"]] == [
         ("n1", 0, 0),
@@ -65,16 +51,16 @@ def test_two_nodes_of_two_processes(tmp_path: Path) -> None:
     assert re.search(r"^\| n1 - n2 \| \d", printed, re.MULTILINE)
 
 
-def test_missing_report_is_attributed_to_the_node(tmp_path: Path) -> None:
-    code, printed, found = run_preflight(tmp_path, "--nodes", "n1,n2", "--node-timeout", "6", silent="(3,)")
+def test_missing_report_is_attributed_to_the_node(pool: Any, tmp_path: Path) -> None:
+    code, printed, found = run_preflight(pool, tmp_path, "--nodes", "n1,n2", "--node-timeout", "3", silent=(3,))
     assert code == 3, printed
-    reason = "1 of its 2 processes sent no report within 6 s"
+    reason = "1 of its 2 processes sent no report within 3 s"
     assert found["verdict"]["bad"] == {"n2": reason}
     assert (tmp_path / "preflight.notes").read_text() == f"bad node n2: {reason}\n"
 
 
-def test_fault_of_all_nodes_ends_the_job(tmp_path: Path) -> None:
-    code, printed, _ = run_preflight(tmp_path, "--nodes", "n1", "--min-disk", "900TB", processes=2)
+def test_fault_of_all_nodes_ends_the_job(pool: Any, tmp_path: Path) -> None:
+    code, printed, _ = run_preflight(pool, tmp_path, "--nodes", "n1", "--min-disk", "900TB", processes=2)
     assert code == 2
     assert re.search(
         rf"selectron: error: pre-flight: \S+ \w+ free in {tmp_path}, less than 900 TB; repair it, or change", printed
@@ -139,7 +125,6 @@ def test_local_job_checks_this_machine(tmp_path: Path) -> None:
         resources = replace(RESOURCES, preflight=list(options))
         return run_to_end(write_job(RunConfig(data=DataConfig(path="data")), tmp_path / "run", resources, str(python)))
 
-    assert job("--node-timeout", "30") == (0, "", ["begun with 1 processes", "finished"])
     code, errors, events = job("--min-tmp", "900TB")
     assert code == 2
     assert re.fullmatch(r"selectron: error: pre-flight: \S+: .* free in \S+, less than 900 TB; repair it, .*\n", errors)

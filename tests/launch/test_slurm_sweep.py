@@ -7,15 +7,15 @@ import json
 import os
 import re
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from corpora import prepared
 from launching import records, write_config
+from sabotaged import holding_file, program, set_free
 from slurm_cluster import SlurmCluster, missing
-from slurm_runs import call, job_events, ranks_of, state, wait_for, wait_for_step
+from slurm_runs import call, job_events, ranks_of, state, wait_for
 
 from megatron_ext.cli import main
 from megatron_ext.launch.job import list_jobs
@@ -28,13 +28,14 @@ config: config.yaml
 fields:
   model.pattern: top1_chunk*2
   training.micro_batch_size: 4
-  training.evaluate_every: 10
+  training.evaluate_every: 12
   training.checkpoint_every: 6
   optimizer.lr: 3e-3
 axes:
   size: {small: {model.hidden_size: 16}, middle: {model.hidden_size: 32}, large: {model.hidden_size: 64}}
-  tokens: {short: {training.steps: 20}, long: {training.steps: 60}}
+  tokens: {short: {training.steps: 12}, long: {training.steps: 24}}
 """
+HELD = "middle-long"
 
 
 @pytest.fixture(scope="module")
@@ -48,16 +49,23 @@ def test_six_runs(cluster: SlurmCluster, tmp_path: Path) -> None:
     config = write_config(tmp_path, prepared(tmp_path), tmp_path / "runs")
     sweep, folder = tmp_path / "sizes.yaml", tmp_path / "runs" / "sizes"
     sweep.write_text(SWEEP)
-    command = ["sweep", str(sweep), "--processes-per-node", "1", "--time", "10", "--no-preflight"]
+    python = str(program(tmp_path / "python"))
+    command = ["sweep", str(sweep), "--processes-per-node", "1", "--time", "10", "--no-preflight", "--python", python]
+    # One run is held in a step after its first checkpoint, the others are not.
+    names = [f"{size}-{length}" for size in ("small", "middle", "large") for length in ("short", "long")]
+    folder.mkdir(parents=True)
+    for name in names:
+        if name != HELD:
+            set_free(folder / name)
     assert len(call(cluster, *command).splitlines()) == 7
-    runs = [folder / name for name in json.loads((folder / "sweep.json").read_text())["runs"]]
+    assert json.loads((folder / "sweep.json").read_text())["runs"] == names
     assert config.exists()
-    assert len(runs) == 6
+    runs = [folder / name for name in names]
 
     # In the middle, kill a rank, and then cancel all unfinished runs.
     wait_for(runs[0], lambda: sum(map(is_finished, runs)) >= 2)
-    going = next(run for run in runs if run.name.endswith("long") and not records(run))
-    wait_for_step(going, 24)  # training continues while checkpoints are written
+    going = folder / HELD
+    wait_for(going, holding_file(going).exists)
     os.kill(ranks_of(going)[0], signal.SIGKILL)
     wait_for(going, lambda: "starts anew" in job_events(going))
     # Slurm loses a cancel that arrives while it requeues the job.
@@ -65,7 +73,8 @@ def test_six_runs(cluster: SlurmCluster, tmp_path: Path) -> None:
     call(cluster, "cancel", str(folder))
     before = [run for run in runs if is_finished(run)]
     assert 2 <= len(before) < 6
-    time.sleep(3)  # cancelled jobs may still write a checkpoint
+    wait_for(going, lambda: not cluster.run("squeue", "--noheader"))  # they may still write a checkpoint
+    set_free(going)
 
     printed = call(cluster, *command)
     assert all(f"{run.name}: job" not in printed for run in before)
@@ -73,9 +82,9 @@ def test_six_runs(cluster: SlurmCluster, tmp_path: Path) -> None:
         wait_for(run, lambda run=run: is_finished(run), seconds=300)
     assert [len(list_jobs(run)) for run in before] == [1] * len(before)
     # The killed run resumed from a checkpoint, and has each step once.
-    first = int(re.search(r"(\d+)/60", list_jobs(going)[-1].log.read_text())[1])
-    assert 6 <= first < 60
-    assert [record["step"] for record in records(going)] == list(range(1, 61))
+    first = int(re.search(r"(\d+)/24", list_jobs(going)[-1].log.read_text())[1])
+    assert 6 <= first < 24
+    assert [record["step"] for record in records(going)] == list(range(1, 25))
 
     assert main(["report", str(folder), "--fit", "--output", str(tmp_path / "report")]) == 0
     page = (tmp_path / "report" / "index.html").read_text()
@@ -84,7 +93,7 @@ def test_six_runs(cluster: SlurmCluster, tmp_path: Path) -> None:
         points = list(csv.DictReader(file))
     assert len(points) == 6
     assert len({point["params"] for point in points}) == 3
-    assert {int(point["tokens"]) for point in points} == {20 * 256, 60 * 256}
+    assert {int(point["tokens"]) for point in points} == {12 * 256, 24 * 256}
     fit = json.loads((tmp_path / "report" / "scaling" / "fit.json").read_text())
     (law,) = fit["mixers"].values()
     assert law["untold"] == ["E", "B", "beta"]  # two token counts
