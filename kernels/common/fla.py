@@ -52,7 +52,7 @@ def fla_unsupported_reason(
         op_unsupported_reason: function that returns a further reason, specific to the op, or None. It is called only
             for tensors of this machine's GPU. Example: `hopper_unsupported_reason`.
     """
-    if find_spec("fla") is None:
+    if not is_installed():
         return "flash-linear-attention is not installed: pip install flash-linear-attention"
     if not on_gpu(q_bthd):
         return f"the inputs are on {q_bthd.device}: move them to a GPU"
@@ -61,6 +61,12 @@ def fla_unsupported_reason(
     if q_bthd.shape[3] > MAX_KEY_DIM:
         return f"the key dim is {q_bthd.shape[3]}: give at most {MAX_KEY_DIM}"
     return op_unsupported_reason() if on_this_gpu(q_bthd) else None
+
+
+@cache
+def is_installed() -> bool:
+    """Return True if fla is installed. Cached, because each op asks in each call and the search reads directories."""
+    return find_spec("fla") is not None
 
 
 @cache

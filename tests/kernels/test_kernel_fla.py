@@ -64,7 +64,7 @@ def test_unsupported_fla_raises_with_the_fix(monkeypatch: pytest.MonkeyPatch) ->
     q = torch.zeros(1, 1, 1, 4)
     with pytest.raises(ValueError, match=r"^implementation is 'fla', but the inputs are on cpu: move them to a GPU$"):
         gated_linear_attention(q, q, q, implementation="fla")
-    monkeypatch.setattr(fla, "find_spec", lambda _: None)
+    monkeypatch.setattr(fla, "is_installed", lambda: False)
     with pytest.raises(ValueError, match=r"is not installed: pip install flash-linear-attention$"):
         gated_linear_attention(q, q, q, implementation="fla")
 
