@@ -67,9 +67,15 @@ def by_hand(rank: int, world_size: int, root: Path) -> dict[str, dict[int, list[
     return found
 
 
-def one_batch(rank: int, world_size: int, root: Path, parallel: dict[str, Any]) -> tuple[float, float]:
-    """Return the mean loss of a training batch, as evaluation and as an optimizer step compute it."""
+def evaluate_and_train(
+    rank: int, world_size: int, root: Path, parallel: dict[str, Any]
+) -> tuple[list[dict[str, Any]], float, float]:
+    """Return the records of an evaluation, and a batch's mean loss as evaluation and as an optimizer step compute it.
+
+    Micro-batches have three samples.
+    """
     trainer = _trainer(root, parallel, 3)
+    evaluation = DomainEvaluator(trainer, _domains(root, 0), 3).evaluate(step=7, tokens=99)
     samples = TrainingSamples(TokenStore(root, load_manifest(root), "train"), LENGTH, seed=1)
     groups = trainer.groups
     batches = [
@@ -85,4 +91,4 @@ def one_batch(rank: int, world_size: int, root: Path, parallel: dict[str, Any]) 
     for losses_bt in trainer.losses(batches):
         sums += torch.stack([losses_bt.double().sum(), torch.tensor(float(losses_bt.numel()))])
     loss, count = trainer.reduce(sums)
-    return float(loss / count), trainer.train_step(batches).loss
+    return evaluation, float(loss / count), trainer.train_step(batches).loss

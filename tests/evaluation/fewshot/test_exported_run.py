@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,7 +11,7 @@ from unittest.mock import patch
 import of_a_run
 import pytest
 from corpora import prepared
-from launching import ROOT, TP2, environment, write_config
+from launching import TP2, environment, write_config
 from lm_eval.models.huggingface import HFLM
 from lm_evals import DEFINITIONS, definitions, lm_evals_numbers, same
 from questions import write_questions
@@ -22,6 +20,7 @@ from tokenizers import Tokenizer, processors
 
 from megatron_ext.cli import main
 from megatron_ext.evaluation.fewshot.options import FewshotOptions
+from megatron_ext.parallel.groups import destroy_process_groups
 
 pytestmark = pytest.mark.slow
 
@@ -82,17 +81,22 @@ def numbers_of(output: Path) -> Numbers:
     return numbers
 
 
-def test_numbers_of_the_command_are_lm_evals_own(run: Path, folder: Path, theirs: Numbers, tmp_path: Path) -> None:
+def test_numbers_of_the_command_are_lm_evals_own(
+    run: Path, folder: Path, theirs: Numbers, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     output = tmp_path / "out"
-    command = [sys.executable, "-m", "megatron_ext.cli", "evaluate", str(run), "--suite", "fewshot"]
-    command += [f"fewshot.data={folder / 'published'}", f"fewshot.limit={LIMIT}", "--output", str(output)]
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stderr
+    arguments = ["evaluate", str(run), "--suite", "fewshot", f"fewshot.data={folder / 'published'}"]
+    arguments += [f"fewshot.limit={LIMIT}", "--output", str(output)]
+    with patch.dict(os.environ, environment(), clear=True):
+        try:
+            assert main(arguments) == 0
+        finally:
+            destroy_process_groups()
     same(numbers_of(output), theirs)
     told = json.loads((output / "fewshot.json").read_text())
     assert told["step"] == STEPS
     assert 0 < told["truncated"] < told["asked"]
-    assert done.stdout == (output / "fewshot.md").read_text() + "\n"
+    assert capsys.readouterr().out.endswith((output / "fewshot.md").read_text() + "\n")
 
 
 @pytest.mark.parametrize(
