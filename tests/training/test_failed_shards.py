@@ -5,9 +5,13 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
+from typing import Any
 
+import printing_run
 import pytest
-from launching import call, records, run, snapshot, write_config
+import whole_run
+from launching import call, records, snapshot, write_config
+from pool import WorkerFailed
 
 from data_prep import manifest as manifest_module
 from megatron_ext.data.failed import read_failed
@@ -24,7 +28,9 @@ LONGER = ["training.steps=12", "--resume"]
 def config(tmp_path: Path, own_data: Path) -> Path:
     """Configuration of a run whose learning rate does not depend on its length, which these tests extend."""
     path = write_config(tmp_path, own_data, tmp_path)
-    path.write_text(path.read_text().replace("optimizer: {", "optimizer: {schedule: constant, "))
+    text = path.read_text().replace("optimizer: {", "optimizer: {schedule: constant, ")
+    text = text.replace('"top1_chunk,gated_deltanet,attention,top1_element"', "attention")
+    path.write_text(text.replace("evaluation_sequences: 6", "evaluation_sequences: 2"))
     return path
 
 
@@ -159,12 +165,11 @@ def test_damaged_shard_is_named_without_skipping(
 
 
 def test_damage_found_by_any_rank_is_recorded_for_the_next_start(
-    tmp_path: Path, config: Path, remote: list[str]
+    pool: Any, tmp_path: Path, config: Path, remote: list[str]
 ) -> None:
-    code, errors = run(config, [SKIP, *remote], processes=2)
-    assert code == 2, errors
+    with pytest.raises(WorkerFailed, match="sha256 differs"):
+        pool.run(whole_run.run, 2, config, [SKIP, *remote])
     assert read_failed(tmp_path / "run") == {SHARD}
-    code, errors = run(config, [SKIP, *remote, "--resume=auto"], processes=2)
-    assert code == 0, errors
-    assert errors.count("sha256 differs") == 1
+    errors = pool.run(printing_run.start_again, 2, config, [SKIP, *remote])
+    assert "".join(errors).count("sha256 differs") == 1
     assert len(records(tmp_path / "run")) == 10

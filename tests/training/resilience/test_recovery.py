@@ -106,9 +106,12 @@ def test_retrying_skipping_and_rolling_back(runs: Runs, sharding: str) -> None:
         assert (again["ranks"], again["parameters"]) == ([], [])
         assert (done["ranks"], done["parameters"]) == ([rank], [EMBEDDING])
         assert f"(nan) on rank {rank}, first in the gradient of {EMBEDDING}: " in done["line"]
-    undisturbed = runs.undisturbed(sharding)
-    assert curve(skipped)[:3] == curve(rolled)[:3] == curve(undisturbed)[:3]
-    assert losses(skipped)[5] == losses(rolled)[4] != losses(undisturbed)[5]
+    assert curve(skipped)[:3] == curve(rolled)[:3]  # only the first has retried step 2
+    assert losses(skipped)[5] == losses(rolled)[4]
+    undisturbed = losses(runs.undisturbed("megatron"))
+    assert [losses(rolled)[step] for step in (1, 2, 3)] == pytest.approx([undisturbed[step] for step in (1, 2, 3)])
+    for step in (4, 5):  # other samples or other parameters
+        assert losses(rolled)[4] != pytest.approx(undisturbed[step], abs=1e-4)
     assert [record["lr"] for record in records(skipped)][3:] == [record["lr"] for record in records(rolled)][4:]
     # Resuming from a later checkpoint gives the same run, although Adam has counted one update less than steps.
     whole = curve(skipped)

@@ -47,10 +47,16 @@ def test_one_rank_has_no_others() -> None:
 def test_slowly_reading_rank_is_reported(pool: Any, tmp_path: Path) -> None:
     config = write_config(tmp_path, prepared(tmp_path), tmp_path)
     # Ranks that share a core wait for one another, but hardly a third as long as the last one sleeps.
-    fields = ["training.evaluate_every=0", "resilience.straggler_every=5", "resilience.straggler_factor=3"]
+    fields = [
+        "training.evaluate_every=0",
+        "resilience.straggler_every=3",
+        "training.steps=6",
+        "model.pattern=attention",
+        "resilience.straggler_factor=3",
+    ]
     errors = pool.run(slow_rank.run, 4, config, [*fields, "training.micro_batch_size=1"], 0.6)
     records = [json.loads(line) for line in (tmp_path / "run" / "stragglers.jsonl").read_text().splitlines()]
-    assert [record["step"] for record in records] == [5, 10]
+    assert [record["step"] for record in records] == [3, 6]
     for record in records:
         *_, last = record["ranks"]
         assert [pace["rank"] for pace in record["ranks"]] == [0, 1, 2, 3]
