@@ -63,7 +63,7 @@ def _threads(rank: int, world_size: int) -> int:
 
 def test_a_case_leaves_no_process_groups_behind(pool: WorkerPool) -> None:
     """Models that are not freed hold groups with polling threads: thousands after some hundred cases."""
-    config = parity.run_config("attention,gla,rwkv6,rwkv7", {}, {}, {"tensor": 2})
+    config = parity.run_config("attention,gla,rwkv6,rwkv7", {}, {}, {"tensor": 2}, micro_batch_size=8)
     counts = []
     pool.stop()
     for _ in range(3):
