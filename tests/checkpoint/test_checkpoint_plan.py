@@ -23,7 +23,8 @@ ALL = ",".join(sorted(load_all()))
 
 def trained(groups: Any, model: dict[str, Any], pattern: str, **optimizer: Any) -> TimedRun:
     used = {name: MIXERS[name] for name in pattern.split(",") if name in MIXERS}
-    run = TimedRun(parity.run_config(pattern, used, model, {}, **optimizer), parity.VOCABULARY, groups, CPU)
+    config = parity.run_config(pattern, used, model, {}, micro_batch_size=8, **optimizer)
+    run = TimedRun(config, parity.VOCABULARY, groups, CPU)
     run.train()
     return run
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import resharded
 import torch
+from covering import cases
 from resharded import Run
 
 from megatron_ext.mixers.core.registry import load_all
@@ -126,22 +127,27 @@ OPTIMIZERS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "none tp2": (2, {"tensor": 2}, {"sharding": "none"}),
     "megatron pp2_dp2": (4, {"pipeline": 2}, {"sharding": "megatron"}),
     "zero1 tp2_sp_pp2": (4, {"tensor": 2, "sequence": True, "pipeline": 2}, {"sharding": "zero1"}),
-    "zero1 interleaved dp2": (4, {"pipeline": 2, "virtual_pipeline": 2}, {"sharding": "zero1"}),
+    "zero1 interleaved dp2": (
+        4,
+        {"pipeline": 2, "virtual_pipeline": 2},
+        {"sharding": "zero1", "micro_batch_size": 2},  # as many micro-batches as stages
+    ),
     "zero2 cp2": (2, {"context": 2}, {"sharding": "zero2"}),
     "zero3 tp2_sp_dp2": (4, {"tensor": 2, "sequence": True}, {"sharding": "zero3"}),
     "zero3 offloaded": (2, {}, {"sharding": "zero3", "offload": "cpu", "offload_parameters": "cpu"}),
 }
 
 
-# All optimizers save in one format. Each loads checkpoints of two others, and two others load its checkpoints.
+# All optimizers save in one format. Each loads a checkpoint of another one, and another one loads its checkpoint.
 NAMES = list(OPTIMIZERS)
 PAIRS = [(NAMES[i], NAMES[(i + step) % len(NAMES)]) for step in (1, 3) for i in range(len(NAMES))]
+DEEP = "gated_deltanet,attention,attention,attention"
 
 
-@pytest.mark.parametrize(("source", "target"), PAIRS)
+@pytest.mark.parametrize(("source", "target"), cases(every=PAIRS, default=PAIRS[: len(NAMES)]))
 def test_optimizers_load_each_others_checkpoints(source: str, target: str, saved: Any, pool: Any) -> None:
     size, parallel, fields = OPTIMIZERS[source]
-    run, expected = saved(HYBRID, size, parallel, **fields)
+    run, expected = saved(DEEP, size, parallel, **fields)
     size, parallel, fields = OPTIMIZERS[target]
     found, steps = pool.run(resharded.load, size, replace(run, parallel=parallel, fields=fields))[0]
     assert steps == resharded.STEPS
@@ -153,7 +159,7 @@ def test_optimizers_load_each_others_checkpoints(source: str, target: str, saved
 def source_run(saved: Any, pool: Any) -> tuple[Run, list[float]]:
     """Run with a checkpoint, and its losses after the checkpoint."""
     size, parallel, fields = OPTIMIZERS["zero1 tp2_sp_pp2"]
-    run, _ = saved(HYBRID, size, parallel, **fields)
+    run, _ = saved(DEEP, size, parallel, **fields)
     return run, pool.run(resharded.continue_training, size, run)[0]
 
 
@@ -169,7 +175,7 @@ def test_losses_continue_under_another_optimizer(target: str, source_run: tuple[
 
 @pytest.mark.parametrize(("source", "target"), [("megatron", "zero1"), ("zero3", "none"), ("none", "zero2")])
 def test_fp32_parameters_of_bf16_runs_are_restored(source: str, target: str, saved: Any, pool: Any) -> None:
-    run, expected = saved(HYBRID, 2, {}, sharding=source, precision="bf16")
+    run, expected = saved(PAIR, 2, {}, sharding=source, precision="bf16")
     found, _ = pool.run(resharded.load, 2, replace(run, fields={"sharding": target, "precision": "bf16"}))[0]
     _check(found, expected)
     name = "layer 1 mlp.linear_fc1.weight"

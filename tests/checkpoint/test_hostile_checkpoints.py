@@ -124,9 +124,10 @@ def test_every_command_refuses_code(
     for replace, commands in READ_BY.items():
         if command not in commands:
             continue
-        for kind, program in (
-            hostile.HARMFUL.items() if replace is _replace_index else list(hostile.HARMFUL.items())[:2]
-        ):
+        programs = list(hostile.HARMFUL.items())
+        # `inspect` reads the index without torch, all other commands with it. One of each tries all programs.
+        reads_all = replace is _replace_index and command in ("inspect", "convert")
+        for kind, program in programs if reads_all else programs[:2]:
             mark.write_text("precious")
             file = replace(step, program(mark))
             _update_record(step)

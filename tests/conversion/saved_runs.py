@@ -37,7 +37,7 @@ def run_config(pattern: str, parallel: dict[str, Any], model: dict[str, Any], mi
     """Return a complete configuration. Initial weights are large, so that logits differ between tokens."""
     names = set(pattern.split("*")[0].split(","))
     used = {name: fields for name, fields in SETTINGS.items() if name in names} | mixers
-    config = parity.run_config(pattern, used, {"init_std": 0.1, **model}, parallel)
+    config = parity.run_config(pattern, used, {"init_std": 0.1, **model}, parallel, micro_batch_size=4)
     return resolve(config, load_all())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -32,15 +33,31 @@ class Harmful:
 
 
 @pytest.fixture(scope="module")
-def save(pool: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, Any]]:
-    """Function that saves a model of several ranks. Returns its folder and, for one rank, its logits."""
+def saved(pool: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, Any]]:
+    """Function that saves a model of several ranks, once. Returns its folder and, for one rank, its logits."""
+    folders: dict[tuple[int, int, bool], tuple[Path, Any]] = {}
 
-    def run(tensor: int = 1, pipeline: int = 1, stacked: bool = False, extra: Any = None) -> tuple[Path, Any]:
-        folder = tmp_path_factory.mktemp("plain") / "model"
-        extra = plain_runs.arguments() if extra is None else extra
-        return folder, pool.run(plain_runs.save, tensor * pipeline, folder, tensor, pipeline, stacked, extra)[0]
+    def run(tensor: int = 1, pipeline: int = 1, stacked: bool = False) -> tuple[Path, Any]:
+        case = tensor, pipeline, stacked
+        if case not in folders:
+            folder, common = tmp_path_factory.mktemp("plain") / "model", plain_runs.arguments()
+            folders[case] = folder, pool.run(plain_runs.save, tensor * pipeline, folder, *case, common)[0]
+        return folders[case]
 
     return run
+
+
+@pytest.fixture
+def model(saved: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a model of one rank, which a test may change."""
+    return Path(shutil.copytree(saved()[0], tmp_path_factory.mktemp("copy") / "model"))
+
+
+def change_common(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change what a checkpoint holds besides tensors: the arguments of Megatron-LM, and the iteration."""
+    common = torch.load(folder / "common.pt", weights_only=False)
+    change(common)
+    torch.save(common, folder / "common.pt")
 
 
 def logits(folder: Path) -> torch.Tensor:
@@ -52,41 +69,41 @@ def logits(folder: Path) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("stacked", [False, True], ids=["by layer", "stacked"])
-def test_a_gptmodel_becomes_llama(save: Any, convert: Callable[..., int], tmp_path: Path, stacked: bool) -> None:
-    folder, expected = save(stacked=stacked)
+def test_a_gptmodel_becomes_llama(saved: Any, convert: Callable[..., int], tmp_path: Path, stacked: bool) -> None:
+    folder, expected = saved(stacked=stacked)
     assert convert(folder, tmp_path / "hf", "--to", "hf") == 0
     assert float((logits(tmp_path / "hf") - expected).abs().max()) <= 1e-5 * float(expected.abs().max())
 
 
 @pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2)], ids=["tp2", "pp2"])
 def test_a_parallel_model_converts(
-    save: Any, convert: Callable[..., int], tmp_path: Path, tensor: int, pipeline: int
+    saved: Any, convert: Callable[..., int], tmp_path: Path, tensor: int, pipeline: int
 ) -> None:
     """Compare the converted model with the logits of megatron-core's own model."""
-    folder, _ = save(tensor, pipeline, stacked=pipeline == 2)
+    folder, _ = saved(tensor, pipeline, stacked=pipeline == 2)
     assert convert(folder, tmp_path / "run", "--to", "megatron") == 0
     assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == "step_7\n"
 
 
 def test_the_newest_checkpoint_of_megatron_lms_folder_converts(
-    save: Any, convert: Callable[..., int], tmp_path: Path
+    model: Path, convert: Callable[..., int], tmp_path: Path
 ) -> None:
-    folder, _ = save()
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
-    folder.rename(tmp_path / "iter_0000007")
+    model.rename(tmp_path / "iter_0000007")
     assert convert(tmp_path, tmp_path.parent / f"{tmp_path.name}_hf", "--to", "hf", "--dry-run") == 0
 
 
 def test_missing_sizes_are_given_in_a_file(
-    save: Any, convert: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    saved: Any, model: Path, convert: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder, expected = save(extra={})
-    assert convert(folder, tmp_path / "hf", "--to", "hf") == 2
+    change_common(model, lambda common: [common.pop(name) for name in ("args", "iteration")])
+    assert convert(model, tmp_path / "hf", "--to", "hf") == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "contains no args" in line
     assert "--model-config" in line
     (tmp_path / "model.yaml").write_text(MODEL)
-    assert convert(folder, tmp_path / "hf", "--to", "hf", "--model-config", tmp_path / "model.yaml") == 0
+    assert convert(model, tmp_path / "hf", "--to", "hf", "--model-config", tmp_path / "model.yaml") == 0
+    expected = saved()[1]
     # Without the arguments the padding rows are unknown.
     found = logits(tmp_path / "hf")[..., : plain_runs.VOCABULARY]
     assert float((found - expected).abs().max()) <= 1e-5 * float(expected.abs().max())
@@ -113,30 +130,29 @@ def test_missing_sizes_are_given_in_a_file(
     ],
 )
 def test_unsupported_models_are_refused(
-    save: Any,
+    model: Path,
     convert: Callable[..., int],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     changed: dict[str, Any],
     line: str,
 ) -> None:
-    folder, _ = save(extra=plain_runs.arguments(**changed))
-    assert convert(folder, tmp_path / "hf", "--to", "hf") == 2
+    change_common(model, lambda common: common.update(plain_runs.arguments(**changed)))
+    assert convert(model, tmp_path / "hf", "--to", "hf") == 2
     (found,) = capsys.readouterr().err.splitlines()
     assert line in found
     assert not list(tmp_path.iterdir())
 
 
 def test_code_in_a_checkpoint_is_not_run(
-    save: Any, convert: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: Path, convert: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder, _ = save()
-    torch.save({"args": Namespace(evil=Harmful(tmp_path / "ran"))}, folder / "common.pt")
-    assert convert(folder, tmp_path / "hf", "--to", "hf") == 2
+    torch.save({"args": Namespace(evil=Harmful(tmp_path / "ran"))}, model / "common.pt")
+    assert convert(model, tmp_path / "hf", "--to", "hf") == 2
     assert "common.pt: cannot be read" in capsys.readouterr().err
     import pickle
 
-    (folder / ".metadata").write_bytes(pickle.dumps(Harmful(tmp_path / "ran")))
-    assert convert(folder, tmp_path / "hf", "--to", "hf") == 2
+    (model / ".metadata").write_bytes(pickle.dumps(Harmful(tmp_path / "ran")))
+    assert convert(model, tmp_path / "hf", "--to", "hf") == 2
     assert "mkdir, which is not allowed in a checkpoint" in capsys.readouterr().err
     assert not (tmp_path / "ran").exists()
