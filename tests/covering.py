@@ -9,6 +9,8 @@ import os
 from collections.abc import Callable, Hashable, Iterable, Sequence, Set
 from typing import TypeVar
 
+import torch
+
 Case = TypeVar("Case")
 
 EXHAUSTIVE = "SELECTRON_TEST_EXHAUSTIVE" in os.environ
@@ -24,6 +26,16 @@ def cases(every: Iterable[Case], default: Iterable[Case]) -> list[Case]:
     if unknown := [case for case in default if case not in every]:
         raise ValueError(f"not among every case: {unknown}")
     return every if EXHAUSTIVE else default
+
+
+def kernel_cases(every: Iterable[Case], default: Iterable[Case]) -> list[Case]:
+    """Return the default cases for Triton's interpreter, where a case takes seconds, or every case on a GPU.
+
+    Otherwise as `cases`.
+    """
+    every = list(every)
+    chosen = cases(every, default)
+    return every if torch.cuda.is_available() else chosen
 
 
 def cover(

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from covering import cases
 from torch.utils.checkpoint import checkpoint
 from triton_cases import BF16, DEVICE, FEW, FP16, FP32, ON_GPU, TOLERANCE, needs_gpu, poison, relative_rms
 
@@ -25,7 +26,10 @@ GPU_CASES = [
     for width, value in [(16, 64), (16, 128), (8, 64), (5, 40), (24, 100), (32, 64), (16, 256)]
     for length in (1, 20, 63, 128, 200, 1000, 8000)
 ]
-CASES = [(5, 40, 1), (16, 20, 1), (5, 40, 16), (16, 20, 32), (16, 20, 40), (5, 40, 75)]
+CASES = cases(
+    every=[(5, 40, 1), (16, 20, 1), (5, 40, 16), (16, 20, 32), (16, 20, 40), (5, 40, 75)],
+    default=[(16, 20, 1), (5, 40, 16), (16, 20, 40)],
+)
 
 
 @pytest.fixture
@@ -81,9 +85,10 @@ def test_16_bits(dtype):
 
 @pytest.mark.parametrize(
     "tuning",
-    [
-        *({"CHUNK": 64}, {"tile": 32}, {"SUM_ROWS": 16, "NARROW": 0}, {"SUM_ROWS_OF_NARROW": 64}),
-        *({"ACCUMULATE_BLOCK": 64}, {"NEG_DELTA_TOKENS": 16}),
+    [  # each parameter once
+        {"CHUNK": 64, "NEG_DELTA_TOKENS": 16},
+        {"tile": 32, "SUM_ROWS": 16, "NARROW": 0},
+        {"SUM_ROWS_OF_NARROW": 64, "ACCUMULATE_BLOCK": 64},
     ],
 )
 def test_any_tuning(tuning, monkeypatch):
@@ -97,7 +102,7 @@ def test_numbers_of_heads(batch, heads):
     check(draw(500, batch=batch, heads=heads))
 
 
-@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("batch", cases(every=[1, 2], default=[2]))
 def test_batch_first_and_sequence_first(batch):
     tensors = draw(LONG, batch=batch)
     turned = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in tensors]

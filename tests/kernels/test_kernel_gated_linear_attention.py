@@ -25,9 +25,10 @@ def brute_force(q, k, v, g, scale=None, state=None):
     out, last = np.zeros(v.shape), np.zeros((batch, heads, dk, v.shape[3]))
     for b, h in np.ndindex(batch, heads):
         first = np.zeros((dk, v.shape[3])) if state is None else state[b, h].double().numpy()
+        total = g[b, :, h].cumsum(0)
         for t in range(length):
-            faded = np.stack([k[b, s, h] * np.exp(g[b, s + 1 : t + 1, h].sum(0)) for s in range(t + 1)])
-            old = np.exp(g[b, : t + 1, h].sum(0))[:, None] * first
+            faded = k[b, : t + 1, h] * np.exp(total[t] - total[: t + 1])
+            old = np.exp(total[t])[:, None] * first
             out[b, t, h] = scale * ((faded @ q[b, t, h]) @ v[b, : t + 1, h] + q[b, t, h] @ old)
         last[b, h] = faded.T @ v[b, :, h] + old
     return torch.from_numpy(out), torch.from_numpy(last)

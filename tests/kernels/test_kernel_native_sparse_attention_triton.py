@@ -7,6 +7,7 @@ branch, and a separate test compares FlexAttention with it.
 
 import pytest
 import torch
+from covering import cases, kernel_cases
 from torch.nn.attention.flex_attention import create_block_mask
 from triton_cases import BF16, DEVICE, FP16, FP32, ON_GPU, TOLERANCE, draw, needs_gpu, poison, relative_rms
 
@@ -106,7 +107,8 @@ GPU_CASES += [(1000, 64, 16, 12, 1, 64, BF16), (1000, 128, 3, 8, 2, 80, FP16), (
 
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize(
-    ("length", "size", "num_selected", "hq", "hkv", "d", "dtype"), [*CASES, *(GPU_CASES if ON_GPU else [])]
+    ("length", "size", "num_selected", "hq", "hkv", "d", "dtype"),
+    [*CASES, *GPU_CASES] if ON_GPU else cases(every=CASES, default=CASES[:6]),
 )
 def test_matches_the_reference(length, size, num_selected, hq, hkv, d, dtype):
     tensors = draw(length, heads=(hq, hkv), d=d, dtype=dtype, step=1.0)
@@ -114,7 +116,10 @@ def test_matches_the_reference(length, size, num_selected, hq, hkv, d, dtype):
 
 
 @pytest.mark.usefixtures("poison")
-@pytest.mark.parametrize(("tq", "tk", "offset"), [(40, 130, 0), (40, 130, 57), (1, 100, 99)])
+@pytest.mark.parametrize(
+    ("tq", "tk", "offset"),
+    kernel_cases(every=[(40, 130, 0), (40, 130, 57), (1, 100, 99)], default=[(40, 130, 57), (1, 100, 99)]),
+)
 def test_a_part_of_the_queries(tq, tk, offset):
     tensors = draw(tq, tk, batch=2, step=1.0)
     check(*tensors, block_size=32, num_selected=4, window=40, query_offset=offset, scale=0.3)
@@ -143,7 +148,19 @@ def choice(q, k, size, num_selected, scale=1.0, offset=0):
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize(
     ("heads", "num_selected"),
-    [((1, 1), 3), ((1, 1), 16), ((8, 2), 6), ((8, 2), 16), ((12, 1), 3), ((12, 1), 6), ((16, 1), 16)],
+    kernel_cases(
+        every=[
+            ((1, 1), 3),
+            ((1, 1), 16),
+            ((8, 2), 6),
+            ((8, 2), 16),
+            ((12, 1), 3),
+            ((12, 1), 6),
+            ((12, 1), 16),
+            ((16, 1), 16),
+        ],
+        default=[((1, 1), 3), ((8, 2), 6), ((12, 1), 16)],
+    ),
 )
 def test_selection_matches_the_reference_up_to_rounding(heads, num_selected):
     size, offset, tk = 4, 6, 8002 if ON_GPU else 130

@@ -1,8 +1,11 @@
 """RWKV-7's state update, compared with a float64 loop in the paper's orientation and finite differences."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
+from covering import cases
 from stateful_cases import first_state
 from torch.nn.functional import logsigmoid, normalize
 
@@ -116,8 +119,13 @@ def test_final_state_is_affine_in_the_initial_state(form):
     torch.testing.assert_close(transition, expected, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("length", [1, 5, 18])
+@pytest.mark.parametrize(
+    ("form", "length"),
+    cases(
+        every=itertools.product(FORMS, [1, 5, 18]),  # 18: two chunks
+        default=[("recurrent", 5), ("chunked", 1), ("chunked", 18)],
+    ),
+)
 def test_gradient_by_finite_differences(form, length):
     arguments = [x.requires_grad_() for x in inputs(length, heads=1, dk=2, dv=2)]
     state = first_state(1, 2, 2).requires_grad_()

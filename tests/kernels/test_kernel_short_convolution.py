@@ -8,6 +8,7 @@ import logging
 import pytest
 import torch
 import torch.nn.functional as F
+from covering import cases, kernel_cases
 from torch.utils.checkpoint import checkpoint
 from triton_cases import BF16, DEVICE, FP16, FP32, ON_GPU, TOLERANCE, needs_gpu, poison, relative_rms
 
@@ -93,19 +94,19 @@ def test_rows_before_continue_a_sequence():
     torch.testing.assert_close(torch.cat([first, others], 1), whole)
 
 
-LENGTHS = [1, 2, 63, 130, 1000, 4099] if ON_GPU else [1, 2, 37, 130]
+LENGTHS = [1, 2, 63, 130, 1000, 4099] if ON_GPU else cases(every=[1, 2, 37, 70, 130], default=[1, 2, 70])
 
 
 @needs_triton
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16] if ON_GPU else [FP32])
 def test_kernels_agree(length, dtype):
-    few = {} if length < 100 else {"batch": 1} if ON_GPU else {"batch": 1, "units": 1}
+    few = {} if length < 64 else {"batch": 1} if ON_GPU else {"batch": 1, "units": 1}
     check(draw(length, dtype=dtype, **few), **HEADS)
 
 
 @needs_triton
-@pytest.mark.parametrize("taps", [1, 2, 3, 8])
+@pytest.mark.parametrize("taps", kernel_cases(every=[1, 2, 3, 8], default=[1, 8]))
 def test_taps(taps):
     check(draw(37, taps=taps, batch=1, units=1), **HEADS)
 
@@ -113,7 +114,7 @@ def test_taps(taps):
 @needs_triton
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_16_bits(dtype):
-    check(draw(35, dtype=dtype, batch=1), **HEADS)
+    check(draw(35, dtype=dtype, batch=1, units=3 if ON_GPU else 1), **HEADS)
 
 
 @needs_triton

@@ -8,6 +8,7 @@ import itertools
 
 import pytest
 import torch
+from covering import cases, kernel_cases
 from triton_cases import (
     BF16,
     DEVICE,
@@ -43,13 +44,21 @@ if ON_GPU:
     CASES += [(1000, d, 128, dtype) for d in (32, 80, 96, 128, 192, 256) for dtype in (BF16, FP16)]
     CASES += [(2100, d, size, BF16) for d in (64, 128, 256) for size in (32, 64, 256, 512)]
     CASES += [(600, 128, 64, FP32), (600, 256, 256, FP32)]  # few, as products without tensor cores compile slowly
+    CASES = [(*case, score) for case in CASES for score in SCORES]
     CHOICES = list(itertools.product([2, 16], [True, False], SCORES))
     GROUPS = [(2, heads, s) for heads in ((4, 4), (4, 1), (8, 1), (16, 1), (16, 2)) for s in ("approx", "exact")]
 else:
     CASES = [(1, 16, 32, FP32), (70, 20, 32, FP32), (150, 16, 64, FP16), (100, 80, 32, BF16)]
+    CASES = cases(
+        every=[(*case, score) for case in CASES for score in SCORES],
+        default=[(*case, score) for case, score in zip(CASES, ["approx", "exact_lse", "exact", "approx"], strict=True)],
+    )
     # The own chunk is independent of how the others are chosen.
     CHOICES = [(2, True, "approx"), (2, False, "exact"), (2, True, "exact_lse")]
-    GROUPS = [(2, (4, 2), "exact"), (2, (3, 1), "approx"), (1, (3, 1), "exact")]
+    GROUPS = cases(
+        every=[(2, (4, 2), "exact"), (2, (3, 1), "approx"), (1, (3, 1), "exact"), (1, (3, 1), "approx")],
+        default=[(2, (4, 2), "exact"), (1, (3, 1), "approx")],
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -85,8 +94,7 @@ def check(tensors, **options):
 
 
 @pytest.mark.usefixtures("poison")
-@pytest.mark.parametrize("score", SCORES)
-@pytest.mark.parametrize(("length", "d", "size", "dtype"), CASES)
+@pytest.mark.parametrize(("length", "d", "size", "dtype", "score"), CASES)
 def test_matches_the_reference(length, d, size, dtype, score):
     # Integers for the mean, so that rounding it to the inputs' dtype changes nothing.
     check(draw(length, d=d, dtype=dtype, step=1.0 if score == "approx" else 0.5), chunk_size=size, score=score)
@@ -112,7 +120,10 @@ def test_without_the_own_chunk():
 
 
 @pytest.mark.usefixtures("poison")
-@pytest.mark.parametrize(("tq", "tk", "offset"), [(40, 100, 0), (40, 100, 33), (1, 70, 69), (30, 100, 64)])
+@pytest.mark.parametrize(
+    ("tq", "tk", "offset"),
+    kernel_cases(every=[(40, 100, 0), (40, 100, 33), (1, 70, 69), (30, 100, 64)], default=[(40, 100, 33), (1, 70, 69)]),
+)
 def test_a_part_of_the_queries(tq, tk, offset):
     check(draw(tq, tk, batch=2), chunk_size=32, query_offset=offset)
 
@@ -120,14 +131,19 @@ def test_a_part_of_the_queries(tq, tk, offset):
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize(
     ("bounds", "tq", "offset"),
-    [([0, 1, 40, 40, 41, 110], 110, 0), ([0, 1, 40, 40, 41, 110], 60, 30), ([0, 32, 64, 110], 60, 30)],
+    kernel_cases(
+        every=[([0, 1, 40, 40, 41, 110], 110, 0), ([0, 1, 40, 40, 41, 110], 60, 30), ([0, 32, 64, 110], 60, 30)],
+        default=[([0, 1, 40, 40, 41, 110], 60, 30), ([0, 32, 64, 110], 60, 30)],
+    ),
 )
 def test_packed_documents(bounds, tq, offset):
     check(draw(tq, 110), chunk_size=32, query_offset=offset, cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
 
 
-@pytest.mark.parametrize("score", ["approx", "exact"])
-@pytest.mark.parametrize("top_k", [1, 2])
+@pytest.mark.parametrize(
+    ("score", "top_k"),
+    kernel_cases(every=itertools.product(["approx", "exact"], [1, 2]), default=[("approx", 2), ("exact", 1)]),
+)
 def test_many_ties(score, top_k):
     tensors = draw(140, heads=(1, 1), d=16, step=1.0)
     tensors[:2] = [x.clamp(-1, 1) for x in tensors[:2]]
@@ -147,7 +163,7 @@ def test_one_chunk_that_every_query_chooses(length):
     assert all(x.isfinite().all() for x in gradients)
 
 
-@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("score", kernel_cases(every=SCORES, default=["exact_lse"]))
 def test_two_runs_are_bitwise_equal(score):
     tensors = draw(3000 if ON_GPU else 45, dtype=BF16)
     first, second = (run(tensors, "triton", chunk_size=32, score=score) for _ in range(2))
@@ -155,8 +171,12 @@ def test_two_runs_are_bitwise_equal(score):
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("score", ["approx", "exact"])
-@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize(
+    ("score", "dtype"),
+    kernel_cases(
+        every=itertools.product(["approx", "exact"], [FP32, BF16]), default=[("approx", BF16), ("exact", FP32)]
+    ),
+)
 def test_chosen_chunk_of_arbitrary_inputs_scores_best(score, dtype):
     gen = torch.Generator().manual_seed(torch.seed())
     length = 4000 if ON_GPU else 100

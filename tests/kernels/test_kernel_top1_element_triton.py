@@ -4,11 +4,13 @@ Queries and keys lie on a coarse grid, so that products are exact in fp32 in any
 included, must then be identical.
 """
 
+import itertools
 import logging
 import math
 
 import pytest
 import torch
+from covering import cases, kernel_cases
 from triton_cases import BF16, DEVICE, FP16, FP32, ON_GPU, TOLERANCE, draw, needs_gpu, poison, relative_rms
 
 pytest.importorskip("triton")
@@ -28,8 +30,13 @@ if ON_GPU:
     CASES = [(t, 64, dtype) for t in (1, 63, 128, 129, 1000, 4096, 5001) for dtype in (BF16, FP32)]
     CASES += [(1000, d, dtype) for d in (32, 80, 96, 128, 192, 256) for dtype in (BF16, FP32)]
     CASES += [(1000, d, FP16) for d in (64, 80, 256)]
+    CASES = [(*case, estimator) for case in CASES for estimator in ESTIMATORS]
 else:
     CASES = [(1, 16, FP32), (33, 64, FP32), (70, 20, FP32), (129, 80, BF16), (150, 64, FP16), (65, 130, BF16)]
+    CASES = cases(
+        every=[(*case, estimator) for case in CASES for estimator in ESTIMATORS],
+        default=[(*case, estimator) for case, estimator in zip(CASES, ESTIMATORS * 3, strict=True)],
+    )
 
 
 def run(tensors, implementation, **options):
@@ -54,22 +61,29 @@ def check(tensors, **options):
 
 
 @pytest.mark.usefixtures("poison")
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-@pytest.mark.parametrize(("length", "d", "dtype"), CASES)
+@pytest.mark.parametrize(("length", "d", "dtype", "estimator"), CASES)
 def test_matches_the_reference(length, d, dtype, estimator):
     check(draw(length, d=d, dtype=dtype), estimator=estimator)
 
 
 @pytest.mark.usefixtures("poison")
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-@pytest.mark.parametrize("heads", [(4, 2), (3, 3)])
+@pytest.mark.parametrize(
+    ("heads", "estimator"),
+    kernel_cases(
+        every=itertools.product([(4, 2), (3, 3)], ESTIMATORS),
+        default=[((4, 2), "straight_through"), ((4, 2), "selected"), ((3, 3), "selected")],
+    ),
+)
 def test_batches_and_groups_of_heads(heads, estimator):
     check(draw(45, heads=heads, batch=2), estimator=estimator)
 
 
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-@pytest.mark.parametrize(("tq", "tk", "offset"), [(40, 100, 0), (40, 100, 33), (1, 70, 69)])
+@pytest.mark.parametrize(
+    ("tq", "tk", "offset"),
+    kernel_cases(every=[(40, 100, 0), (40, 100, 33), (1, 70, 69)], default=[(40, 100, 33), (1, 70, 69)]),
+)
 def test_a_part_of_the_queries(tq, tk, offset, estimator):
     check(draw(tq, tk, batch=2), estimator=estimator, query_offset=offset)
 
@@ -78,7 +92,10 @@ def test_a_part_of_the_queries(tq, tk, offset, estimator):
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize(
     ("bounds", "tq", "offset"),
-    [([0, 1, 40, 40, 41, 100], 100, 0), ([0, 1, 40, 40, 41, 100], 50, 30), ([0, 32, 64, 100], 50, 30)],
+    kernel_cases(
+        every=[([0, 1, 40, 40, 41, 100], 100, 0), ([0, 1, 40, 40, 41, 100], 50, 30), ([0, 32, 64, 100], 50, 30)],
+        default=[([0, 1, 40, 40, 41, 100], 50, 30), ([0, 32, 64, 100], 50, 30)],
+    ),
 )
 def test_packed_documents(bounds, tq, offset, estimator):
     bounds = torch.tensor(bounds, dtype=torch.int32)
