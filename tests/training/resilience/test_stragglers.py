@@ -54,16 +54,16 @@ def test_slowly_reading_rank_is_reported(pool: Any, tmp_path: Path) -> None:
         "model.pattern=attention",
         "resilience.straggler_factor=3",
     ]
-    errors = pool.run(slow_rank.run, 4, config, [*fields, "training.micro_batch_size=1"], 0.6)
+    errors = pool.run(slow_rank.run, 2, config, fields, 0.6)
     records = [json.loads(line) for line in (tmp_path / "run" / "stragglers.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == [3, 6]
     for record in records:
         *_, last = record["ranks"]
-        assert [pace["rank"] for pace in record["ranks"]] == [0, 1, 2, 3]
+        assert [pace["rank"] for pace in record["ranks"]] == [0, 1]
         assert min(pace["product"] for pace in record["ranks"]) > 0
         assert last["reading"] >= 0.6
         (line,) = (line for line in record["slow"] if "samples" in line)
         took = f"it took {1e3 * last['reading']:.3g} ms for reading a step's samples, the others "
-        assert line.startswith(f"rank 3 on {last['host']} is slow: {took}")
+        assert line.startswith(f"rank 1 on {last['host']} is slow: {took}")
         assert f"selectron: warning: step {record['step']}: {line}\n" in errors[0]
     assert "selectron: warning" not in "".join(errors[1:])  # only the first rank prints the warning
