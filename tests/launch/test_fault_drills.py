@@ -28,7 +28,7 @@ from drills import (
 from launching import ROOT, curve, records, write_config
 from sabotaged import holding_file, program, set_free
 from slurm_cluster import PATH, SlurmCluster, missing
-from slurm_runs import CLI, FIELDS, STEPS, finished, first_steps, job_events, launched, number, release
+from slurm_runs import CLI, FIELDS, STEPS, first_steps, job_events, number, release
 
 from megatron_ext.launch.job import list_jobs
 from megatron_ext.launch.status import read_job_events
@@ -57,23 +57,19 @@ def config(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(cluster: SlurmCluster, config: Path) -> Path:
-    """Folder of a finished, undisturbed run of two ranks."""
-    return finished(cluster, launched(cluster, config, "undisturbed", DRILL_FIELDS, processes_per_node=1))
+def undisturbed(pool: Any, config: Path) -> dict[int, Path]:
+    """Folders of finished runs without faults on this machine, by number of ranks."""
+    for ranks in (1, 2):
+        pool.run(whole_run.run, ranks, config, [*FIELDS, *DRILL_FIELDS, f"run.name=undisturbed{ranks}"])
+    return {ranks: config.parent / "runs" / f"undisturbed{ranks}" for ranks in (1, 2)}
 
 
-@pytest.fixture(scope="module")
-def alone(pool: Any, config: Path) -> Path:
-    """Folder of a finished, undisturbed run of one rank."""
-    pool.run(whole_run.run, 1, config, [*FIELDS, *DRILL_FIELDS, "run.name=alone"])
-    return config.parent / "runs" / "alone"
-
-
-def test_a_finished_run(cluster: SlurmCluster, undisturbed: Path) -> None:
-    (last,) = cluster.run(*CLI, "logs", str(undisturbed), "--lines", "1").splitlines()
-    assert last.endswith(f"finished: {STEPS} steps, {STEPS * 256:,} tokens, in {undisturbed}")
-    row = [cell.strip() for cell in cluster.run(*CLI, "status", str(undisturbed)).splitlines()[2].split("|")]
-    assert row[1:6] == ["undisturbed", number(undisturbed), "completed", "1", f"{STEPS} of {STEPS}"]
+def assert_shown_as_finished(cluster: SlurmCluster, folder: Path, starts: int) -> None:
+    """Check the outputs of `selectron logs` and `selectron status`."""
+    (last,) = cluster.run(*CLI, "logs", str(folder), "--lines", "1").splitlines()
+    assert last.endswith(f"finished: {STEPS} steps, {STEPS * 256:,} tokens, in {folder}")
+    row = [cell.strip() for cell in cluster.run(*CLI, "status", str(folder)).splitlines()[2].split("|")]
+    assert row[1:6] == [folder.name, number(folder), "completed", str(starts), f"{STEPS} of {STEPS}"]
 
 
 def assert_traceless(folder: Path, series: Series, courses: list[Course], undisturbed: Path) -> None:
@@ -108,20 +104,21 @@ def assert_noticed_by_the_watch(log: str) -> None:
     assert "DUE TO NODE FAILURE" not in log[:stack]
 
 
-def test_drills_leave_no_trace(tmp_path: Path, config: Path, undisturbed: Path, alone: Path) -> None:
+def test_drills_leave_no_trace(tmp_path: Path, config: Path, undisturbed: dict[int, Path]) -> None:
     """Perform the series at the same time, each on a cluster of its own: mostly they wait for Slurm or the watchdog."""
     with ExitStack() as stack:
         clusters = [stack.enter_context(cluster_for_drills(tmp_path / s.name, s.slurmd_seconds)) for s in SERIES]
         folders = [launched_series(cluster, config, s) for cluster, s in zip(clusters, SERIES, strict=True)]
         with ThreadPoolExecutor() as pool:
             courses = list(pool.map(perform, clusters, folders, SERIES))
+        assert_shown_as_finished(clusters[1], folders[1], starts=len(SERIES[1].drills) + 1)
     for folder, series, ran in zip(folders, SERIES, courses, strict=True):
-        assert_traceless(folder, series, ran, undisturbed if series.nodes == 2 else alone)
+        assert_traceless(folder, series, ran, undisturbed[series.nodes])
     assert [record["decision"] for record in records(folders[0], "decisions.jsonl")] == ["again", "again"]
 
 
 def test_full_disk_during_a_checkpoint(
-    cluster: SlurmCluster, data: Path, disk: Path, tmp_path: Path, alone: Path
+    cluster: SlurmCluster, data: Path, disk: Path, tmp_path: Path, undisturbed: dict[int, Path]
 ) -> None:
     """The job ends with a one-line error, and the run resumes when there is space."""
     folder, courses = fill_disk(cluster, write_config(tmp_path, data, disk), disk, ["true", "false"])
@@ -132,18 +129,22 @@ def test_full_disk_during_a_checkpoint(
         assert "free disk space and start again with --resume" in refused
         assert course.newest
     assert first_steps(folder) == [1, *((course.newest or 0) + 1 for course in courses)]
-    assert curve(folder) == curve(alone)
+    assert curve(folder) == curve(undisturbed[1])
     shutil.rmtree(folder)  # the disk is small
 
 
 def test_template_submitted_by_hand(
-    cluster: SlurmCluster, config: Path, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cluster: SlurmCluster,
+    config: Path,
+    undisturbed: dict[int, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Run `sbatch slurm/train.sbatch` unmodified, with Selectron on the nodes and a signal before the time limit."""
     program(tmp_path / "python3")
     monkeypatch.chdir(tmp_path)  # folder of events and log
     found = [f"PATH={tmp_path}:{PATH}", f"PYTHONPATH={ROOT}"]
-    options = ["--parsable", "--nodes=2", "--ntasks-per-node=1", str(ROOT / "slurm" / "train.sbatch"), str(config)]
+    options = ["--parsable", "--nodes=1", "--ntasks-per-node=1", str(ROOT / "slurm" / "train.sbatch"), str(config)]
     job = cluster.run("env", *found, "sbatch", *options, *FIELDS, *DRILL_FIELDS, "run.name=by_hand").strip()
     folder = config.parent / "runs" / "by_hand"
 
@@ -162,6 +163,6 @@ def test_template_submitted_by_hand(
     set_free(folder)
     is_past(lambda: notes()[-1:] == ["finished"])
     begun, asked, ended, *again = notes()
-    assert [begun, asked, *again] == ["begun on n1,n2", "asked to stop by USR1", "starts anew", begun, "finished"]
+    assert [begun, asked, *again] == ["begun on n1", "asked to stop by USR1", "starts anew", begun, "finished"]
     assert ended == "ended with exit code 75"  # stopped; srun itself does not report this code
-    assert curve(folder) == curve(undisturbed)
+    assert curve(folder) == curve(undisturbed[1])

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from megatron_ext.launch.preflight.links import (
     ring_pairs,
     schedule_rounds,
 )
-from megatron_ext.utils import error_reporting
+from megatron_ext.utils import error_reporting, gc_control
 from megatron_ext.utils.atomic_files import write_atomically
 from megatron_ext.utils.errors import EXIT_USER_ERROR, UserError
 from megatron_ext.utils.markdown import format_number, table
@@ -69,6 +70,8 @@ def run(args: argparse.Namespace) -> int:
         UserError: a fault is common to all nodes, or affects the only machine.
     """
     limits = parse_limits(args)
+    with gc_control.paused_collection():
+        import_module("torch.distributed")
     try:
         with nullcontext() if "RANK" in os.environ else local.single_rank_environment():
             code = _run_preflight(args, limits)
