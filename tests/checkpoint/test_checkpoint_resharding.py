@@ -163,7 +163,13 @@ def source_run(saved: Any, pool: Any) -> tuple[Run, list[float]]:
     return run, pool.run(resharded.continue_training, size, run)[0]
 
 
-@pytest.mark.parametrize("target", [name for name in OPTIMIZERS if name != "zero1 tp2_sp_pp2"])
+@pytest.mark.parametrize(
+    "target",
+    cases(
+        every=[name for name in OPTIMIZERS if name != "zero1 tp2_sp_pp2"],
+        default=["none tp2", "megatron pp2_dp2", "zero2 cp2", "zero3 offloaded"],
+    ),
+)
 def test_losses_continue_under_another_optimizer(target: str, source_run: tuple[Run, list[float]], pool: Any) -> None:
     """Wrong moments, step counts or learning rates would change the losses of the following steps."""
     run, expected = source_run

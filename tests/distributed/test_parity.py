@@ -82,8 +82,9 @@ def _cases() -> list[Any]:
 def test_a_layout_gives_the_numbers_of_one_process(pool: WorkerPool, case: Case) -> None:
     world_size, parallel = LAYOUTS[case.layout]
     fields: dict[str, Any] = {"recompute": case.recompute, "sharding": case.sharding}
-    if case.models != ("hybrid",) and parallel.keys() & {"tensor", "context"} and "pipeline" not in parallel:
-        fields["micro_batch_size"] = 8  # mixers accumulate gradients over micro-batches in the cases with a pipeline
+    if case.models != ("hybrid",) and parallel:
+        # Gradients are accumulated over two micro-batches where there is a pipeline, which is enough for each mixer.
+        fields["micro_batch_size"] = 4 if "pipeline" in parallel else 8
     outcome = _train(pool, case.model, world_size, parallel, **fields)
     _check(outcome, _reference(pool, case.model))
     if parallel.get("context", 1) > 1:
@@ -97,7 +98,8 @@ def test_a_layout_gives_the_numbers_of_one_process(pool: WorkerPool, case: Case)
 )
 def test_feed_forwards_and_norms_are_recomputed(pool: WorkerPool, name: str, layout: str) -> None:
     world_size, parallel = LAYOUTS[layout]
-    _check(_train(pool, MODELS[name], world_size, parallel, recompute="mlp"), _reference(pool, MODELS[name]))
+    outcome = _train(pool, MODELS[name], world_size, parallel, recompute="mlp", micro_batch_size=8)
+    _check(outcome, _reference(pool, MODELS[name]))
 
 
 SHIFTED = ["rwkv7_block", "rwkv6", "rwkv7"]  # the first model has a layer of the last
@@ -107,7 +109,7 @@ SHIFTED = ["rwkv7_block", "rwkv6", "rwkv7"]  # the first model has a layer of th
 def test_tokens_are_shifted_over_sequence_and_context_parallel_ranks(pool: WorkerPool, name: str) -> None:
     """The row before a rank's first is on the previous tensor-parallel or context-parallel rank."""
     parallel = {"tensor": 2, "sequence": True, "context": 2}
-    _check(_train(pool, MODELS[name], 4, parallel), _reference(pool, MODELS[name]))
+    _check(_train(pool, MODELS[name], 4, parallel, micro_batch_size=8), _reference(pool, MODELS[name]))
 
 
 # Mixers with several feature tensors, with features shared by all heads, and with a token shift.
@@ -162,7 +164,7 @@ def test_groups_that_do_not_divide_by_the_context_gather_keys_and_values(
     pool: WorkerPool, name: str, recompute: str
 ) -> None:
     model = Model(MODELS[name].pattern, MODELS[name].mixers, {"num_query_groups": 1})
-    outcome = _train(pool, model, 2, LAYOUTS["cp2"][1], recompute=recompute)
+    outcome = _train(pool, model, 2, LAYOUTS["cp2"][1], recompute=recompute, micro_batch_size=8)
     _check(outcome, _reference(pool, model))
     assert outcome.exchanges["gather_sequence"] > 0
     assert ("to_zigzag" in outcome.exchanges) == (name not in KEEPING_QUERIES)
@@ -181,7 +183,7 @@ def test_groups_that_do_not_divide_by_the_context_fetch_chunks_where_they_can(
     pool: WorkerPool, score: str, context: int, size: int, exchange: str
 ) -> None:
     model = Model("top1_chunk*2", chunks(score, chunk_size=size), {"num_query_groups": 1})
-    outcome = _train(pool, model, context, {"context": context})
+    outcome = _train(pool, model, context, {"context": context}, micro_batch_size=8)
     _check(outcome, _reference(pool, model))
     assert set(outcome.exchanges) - {"to_zigzag"} == {exchange}
 
