@@ -1,8 +1,11 @@
 """Gated linear attention, compared with a float64 sum over all pairs and with finite differences."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
+from covering import cases
 from stateful_cases import first_state
 from torch.nn.functional import logsigmoid
 
@@ -92,9 +95,14 @@ def test_state_carries_over_between_two_parts(form, decay, cut):
     torch.testing.assert_close(right_last, last, rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("decay", DECAYS[1:])
-@pytest.mark.parametrize("length", [1, 5, 18])
+@pytest.mark.parametrize(
+    ("form", "length"),
+    cases(
+        every=itertools.product(FORMS, [1, 5, 18]),  # 18: two chunks of decays by feature
+        default=[("recurrent", 5), ("chunked", 1), ("chunked", 18)],
+    ),
+)
 def test_gradient_by_finite_differences(form, decay, length):
     arguments = [x.requires_grad_() for x in inputs(length, decay, heads=1, dk=2, dv=2)]
     state = first_state(1, 2, 2).requires_grad_()
