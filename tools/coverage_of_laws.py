@@ -98,15 +98,15 @@ def isoflop_coverage(sizes: int, noise: float, experiments: int, seed: int = 0) 
         for fit in fits:
             if fit.best_params is not None:
                 low, high = fit.best_interval or (0.0, np.inf)
-                tries["lowest place"] += 1
-                hits["lowest place"] += low <= float(SYMMETRIC.best_params(fit.flops)) <= high
+                tries["minimum"] += 1
+                hits["minimum"] += low <= float(SYMMETRIC.best_params(fit.flops)) <= high
                 hits["bounded"] += fit.best_interval is not None
         best = best_sizes(fits)
         if best is not None and best.exponent_interval is not None:
             tries["exponent"] += 1
             hits["exponent"] += best.exponent_interval[0] <= 0.5 <= best.exponent_interval[1]
-    tries["bounded"] = tries["lowest place"]
-    return {name: hits[name] / tries[name] for name in ("lowest place", "bounded", "exponent")}
+    tries["bounded"] = tries["minimum"]
+    return {name: hits[name] / tries[name] for name in ("minimum", "bounded", "exponent")}
 
 
 def transfer_coverage(

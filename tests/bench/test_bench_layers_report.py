@@ -45,7 +45,7 @@ def canned() -> LayerReport:
         ),
         LayerRow(mixer="mamba", shape=LONG, maker="fla", not_run="OutOfMemoryError: 3 | 4"),
         LayerRow(mixer="gla", shape=LONG, maker="ours", failed="output off by 3.0e-01", agreement=far),
-        LayerRow(mixer="gla", shape=LONG, maker="fla", measured=measured(4.0), note="no lamp burns"),
+        LayerRow(mixer="gla", shape=LONG, maker="fla", measured=measured(4.0), note="no sample fits"),
     ]
     return LayerReport(plan=plan, machine={"gpu": "A GPU", "fla": None}, peak_flops=1e15, rows=rows)
 
@@ -70,7 +70,7 @@ def test_the_table(canned: LayerReport) -> None:
         [*long, "gla", "fla", "", "4.00", "3.60 to 5.00", "25600000", "", "1.50", ""],
     ]
     assert text.count("* mamba: selective_scan: triton (fused on CUDA)") == 1
-    assert text.endswith("* gla, fla: no lamp burns\n")
+    assert text.endswith("* gla, fla: no sample fits\n")
     assert "Machine: gpu A GPU.\n" in text
     assert "peak 1000 TFLOP/s" in text
     assert "Seed 11. Medians of 7 runs" in text
@@ -97,7 +97,7 @@ def test_the_files(canned: LayerReport, tmp_path: Path) -> None:
         "dtype": "bfloat16",
     }  # fmt: skip
     ours, theirs, _, not_run, failed, noted = found["rows"]
-    assert [row.get("note") for row in (ours, noted)] == [None, "no lamp burns"]
+    assert [row.get("note") for row in (ours, noted)] == [None, "no sample fits"]
     numbers = {
         "hidden": 768, "heads": 12, "head_dim": 64, "length": 2048, "batch": 16, "ms": 2.0, "ms_20": 1.8, "ms_80": 2.5,
         "tokens_per_s": 16_384_000, "flops_per_token": 2e7, "mfu": 0.32768, "memory_bytes": 3 * 2**29,
