@@ -12,18 +12,22 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME, TorchCommonLoadStrategy
+from megatron.core.dist_checkpointing.dict_utils import merge, nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factory_merges
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreLoadPlanner,
-    TorchDistLoadShardedStrategy,
     _replace_sharded_keys_with_state_dict_keys,
     _replace_state_dict_keys_with_sharded_keys,
     _restore_dict_types,
     _unwrap_pyt_sharded_tensor,
     mcore_to_pyt_state_dict,
+)
+from megatron.core.dist_checkpointing.utils import extract_sharded_base, force_all_tensors_to_non_fp8
+from megatron.core.dist_checkpointing.validation import (
+    StrictHandling,
+    determine_global_metadata,
+    validate_integrity_and_strict_load,
 )
 from torch import Tensor
 from torch.distributed._shard._utils import narrow_tensor_by_index
@@ -35,11 +39,11 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.state_dict_loader import load_state_dict
 from torch.futures import Future
 
+from megatron_ext.checkpoint.common_state import read_common
 from megatron_ext.checkpoint.extent import RefusedPickle
 from megatron_ext.checkpoint.metadata_file import read_metadata
 from megatron_ext.checkpoint.metadata_index import DAMAGED_HINT, FILE_NAME
-from megatron_ext.checkpoint.pickle_names import AllowedNames
-from megatron_ext.checkpoint.torch_file import NAMES, load_file, load_range
+from megatron_ext.checkpoint.torch_file import load_range
 from megatron_ext.parallel.agreement import raise_on_all_ranks
 from megatron_ext.utils.atomic_files import open_regular, os_error_reason
 from megatron_ext.utils.errors import UserError
@@ -137,67 +141,20 @@ class _Planner(MCoreLoadPlanner):
         raise AssertionError("the restricted reader decodes objects itself")
 
 
-class _ShardedStrategy(TorchDistLoadShardedStrategy):
-    """Megatron's strategy for sharded state, on top of a `RestrictedReader`."""
-
-    def __init__(self, reader: RestrictedReader) -> None:
-        super().__init__()
-        self._reader = reader
-
-    def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
-        tensors = [value for value in nested_values(sharded_state_dict) if isinstance(value, ShardedTensor)]
-        keys, flat_mapping, rename_mapping = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
-        state = mcore_to_pyt_state_dict(keys, True)
-        planner = _Planner(
-            shapes_validation_sharded_tensors=[t for t in tensors if not t.allow_shape_mismatch],
-            allow_shape_mismatch_sharded_tensors={t.key: t for t in tensors if t.allow_shape_mismatch},
-        )
-        load_state_dict(state, self._reader, planner=planner)
-        loaded = {key: _unwrap_pyt_sharded_tensor(value) for key, value in state.items()}
-        loaded = _replace_sharded_keys_with_state_dict_keys(loaded, flat_mapping, rename_mapping)
-        _restore_dict_types(loaded, sharded_state_dict)
-        return loaded
-
-    def load_tensors_metadata(self, checkpoint_dir: Any, metadata: Metadata | None = None) -> Any:
-        return super().load_tensors_metadata(checkpoint_dir, metadata or self._reader.read_metadata())
-
-    def load_sharded_metadata(self, checkpoint_dir: Any) -> Any:
-        raise AssertionError("not used, because Megatron's method would unpickle the index")
-
-    def remove_sharded_tensors(self, checkpoint_dir: Any, key_prefix: str) -> None:
-        raise AssertionError("not used, because Megatron's method would unpickle the index")
-
-
-class _CommonStrategy(TorchCommonLoadStrategy):
-    """Megatron's strategy for the state that is the same on all ranks. The state has already been read."""
-
-    def __init__(self, common: Any) -> None:
-        self._common = common
-
-    def load_common(self, checkpoint_dir: Any) -> Any:
-        return self._common
-
-    def load_sharded_objects(self, sharded_objects_state_dict: Any, checkpoint_dir: Any) -> Any:
-        raise AssertionError("torch_dist checkpoints store objects with the tensors")
-
-
-def read_common(folder: Path, names: AllowedNames | None = None) -> Any:
-    """Read the state that is the same on all ranks, `common.pt`, without running code from the file.
-
-    Args:
-        folder: folder of the checkpoint.
-        names: classes that the file may name, besides plain values and tensors.
-
-    Raises:
-        UserError: the file cannot be read under this restriction.
-    """
-    path = folder / COMMON_STATE_FNAME
-    try:
-        return load_file(path, NAMES if names is None else {**NAMES, **names})
-    except OSError as error:
-        raise UserError(str(path), f"cannot be read ({os_error_reason(error)})", DAMAGED_HINT) from error
-    except RefusedPickle as error:
-        raise UserError(str(path), f"cannot be read: it {error}", DAMAGED_HINT) from error
+def _load_sharded(state: Any, reader: RestrictedReader) -> Any:
+    """Read the tensors and objects of a sharded state, as Megatron's `TorchDistLoadShardedStrategy.load` does."""
+    tensors = [value for value in nested_values(state) if isinstance(value, ShardedTensor)]
+    keys, flat_mapping, rename_mapping = _replace_state_dict_keys_with_sharded_keys(state)
+    flat_state = mcore_to_pyt_state_dict(keys, True)
+    planner = _Planner(
+        shapes_validation_sharded_tensors=[t for t in tensors if not t.allow_shape_mismatch],
+        allow_shape_mismatch_sharded_tensors={t.key: t for t in tensors if t.allow_shape_mismatch},
+    )
+    load_state_dict(flat_state, reader, planner=planner)
+    loaded = {key: _unwrap_pyt_sharded_tensor(value) for key, value in flat_state.items()}
+    loaded = _replace_sharded_keys_with_state_dict_keys(loaded, flat_mapping, rename_mapping)
+    _restore_dict_types(loaded, state)
+    return loaded
 
 
 def load_state(state: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -215,19 +172,36 @@ def load_state(state: dict[str, Any], folder: Path) -> dict[str, Any]:
 
     def read() -> None:
         _check_tensors(state, reader.read_metadata(), folder)
-        common.append(read_common(folder))
-        if not isinstance(common[0], dict):
-            raise UserError(str(folder / COMMON_STATE_FNAME), "contains no dictionary", DAMAGED_HINT)
+        path, value = read_common(folder)
+        if not isinstance(value, dict):
+            raise UserError(str(path), "contains no dictionary", DAMAGED_HINT)
+        common.append(value)
 
     raise_on_all_ranks(read)
     try:
-        strategies = _ShardedStrategy(reader), _CommonStrategy(common[0])
-        return cast(dict[str, Any], dist_checkpointing.load(state, str(folder), *strategies))
+        return _merge_loaded(state, common[0], reader)
     except CheckpointException as error:
         for failure, _ in error.failures.values():
             if isinstance(failure, UserError):
                 raise failure from error
         raise
+
+
+def _merge_loaded(state: dict[str, Any], common: dict[str, Any], reader: RestrictedReader) -> dict[str, Any]:
+    """Merge the sharded state of a checkpoint into its common state, by the steps of `dist_checkpointing.load`.
+
+    Megatron's function is not called: since 0.17 it opens the files itself, and its reader unpickles them without
+    restriction.
+    """
+    force_all_tensors_to_non_fp8(state)
+    sharded, not_persistent, factories = load_preprocess(state)
+    merge(common, not_persistent)
+    sharded, _ = extract_sharded_base(sharded)
+    metadata = determine_global_metadata(sharded)
+    sharded, _, _ = validate_integrity_and_strict_load(sharded, StrictHandling.ASSUME_OK_UNEXPECTED, True, *metadata)
+    merge(common, _load_sharded(sharded, reader))
+    apply_factory_merges(common, factories)  # in place
+    return common
 
 
 def _check_tensors(state: dict[str, Any], metadata: Metadata, folder: Path) -> None:

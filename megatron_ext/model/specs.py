@@ -8,7 +8,6 @@ from typing import Any, Literal
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
@@ -18,6 +17,7 @@ from megatron_ext.mixers.core.registry import load_all
 from megatron_ext.model.block_layer import BlockLayer
 from megatron_ext.model.rwkv7_block import RWKV7Layer
 from megatron_ext.parallel.aligned_linear import AlignedColumnParallelLinear
+from megatron_ext.platform.megatron_versions import mlp_spec
 
 Backend = Literal["local", "transformer_engine"]
 
@@ -58,8 +58,8 @@ class LocalBackend(LocalSpecProvider):
         """Return the class of the linear layer whose outputs are sharded over tensor-parallel ranks."""
         return AlignedColumnParallelLinear
 
-    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
-        """Return the class of the block's norm."""
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> type:
+        """Return the class of the block's norm. megatron-core passes `has_residual` since 0.17."""
         return RMSNorm if rms_norm else LayerNorm
 
 
@@ -112,6 +112,6 @@ def layer_spec(
     )
     if block != "mixer":  # Megatron's layer replaces missing submodules by the identity
         layer.pre_mlp_layernorm = norm
-        layer.mlp = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row))
+        layer.mlp = mlp_spec(column, row)
         layer.mlp_bda = get_bias_dropout_add
     return ModuleSpec(module=LAYERS[block], submodules=layer)

@@ -1,6 +1,6 @@
 """Adapter that runs megatron-core on CPU and gloo without changing torch for other code.
 
-megatron-core 0.16 names CUDA in its own modules: `torch.cuda.current_device()` as the device of new tensors,
+megatron-core names CUDA in its own modules: `torch.cuda.current_device()` as the device of new tensors,
 `device="cuda"` literals, CUDA's generator state, streams, and comparisons such as
 `param.type() == "torch.cuda.FloatTensor"`. The adapter rebinds the name `torch` in the modules of `megatron.core` to a
 proxy, which implements these for the CPU and forwards everything else. Modules imported later are rebound on import.
@@ -195,6 +195,8 @@ def _clip_on_cpu(clip_grads: Any) -> None:
     clip_grads.l2_norm_impl = _l2_norm
     clip_grads.multi_tensor_applier = utils.local_multi_tensor_applier
     clip_grads.multi_tensor_scale_impl = utils.local_multi_tensor_scale
+    # Since 0.17. Not None, the norm would stay a tensor, and clipping would call a CUDA kernel.
+    clip_grads.multi_tensor_scale_tensor_impl = None
 
 
 _ADAPTERS: dict[str, Callable[[Any], None]] = {

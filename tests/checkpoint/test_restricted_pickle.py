@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megatron_ext.checkpoint import restricted_pickle
+from megatron_ext.checkpoint.common_state import read_common
 from megatron_ext.checkpoint.extent import MAX_DEPTH, MAX_ITEMS, RefusedPickle, check_extent
 from megatron_ext.checkpoint.metadata_file import _NAMES as METADATA_NAMES
 from megatron_ext.checkpoint.metadata_file import read_metadata
@@ -30,7 +31,6 @@ from megatron_ext.checkpoint.metadata_plain import _NAMES as PLAIN_NAMES
 from megatron_ext.checkpoint.metadata_plain import DTYPES as PLAIN_DTYPES
 from megatron_ext.checkpoint.metadata_plain import read_plain
 from megatron_ext.checkpoint.pickle_names import argparse_namespace
-from megatron_ext.checkpoint.reading import read_common
 from megatron_ext.checkpoint.restricted_pickle import load
 from megatron_ext.checkpoint.torch_file import NAMES, load_file
 from megatron_ext.utils.errors import UserError

@@ -20,6 +20,7 @@ from megatron_ext.model.shape import model_shape
 from megatron_ext.model.specs import LayerNorm, LocalBackend, RMSNorm, layer_spec, layer_specs, provider
 from megatron_ext.parallel.aligned_linear import AlignedColumnParallelLinear
 from megatron_ext.platform.device import Platform
+from megatron_ext.platform.megatron_versions import mlp_submodules
 
 CPU = Platform(torch.device("cpu"), "gloo")
 CONFIGS = {
@@ -39,7 +40,7 @@ def test_layer_modules_and_configs() -> None:
 def test_local_backend_modules() -> None:
     layer = layer_spec("attention", CONFIGS["attention"], "local").submodules
     assert layer.input_layernorm is layer.pre_mlp_layernorm is RMSNorm
-    mixer, mlp = layer.self_attention.submodules, layer.mlp.submodules
+    mixer, mlp = layer.self_attention.submodules, mlp_submodules(layer.mlp)
     assert (mixer.in_proj, mixer.out_proj) == (AlignedColumnParallelLinear, RowParallelLinear)
     assert (mlp.linear_fc1, mlp.linear_fc2) == (AlignedColumnParallelLinear, RowParallelLinear)
     assert isinstance(provider("local"), LocalBackend)

@@ -54,7 +54,7 @@ def description(folder: Path, name: str) -> None:
     universal._check_files(folder, {name: None})  # type: ignore[dict-item]
 
 
-def stored_tokenizer(folder: Path, name: str) -> None:
+def saved_tokenizer(folder: Path, name: str) -> None:
     (folder / ENTRY).write_text(json.dumps({**vars(TokenizerEntry("x", "", 9, "e", 1, "rwkv")), "file": name}))
     stored_tokenizer(folder)
 
@@ -81,7 +81,7 @@ def report(folder: Path, name: str) -> None:
 
 
 READERS: tuple[Callable[[Path, str], None], ...] = (
-    *(checkpoint, safetensors, megatron, deepspeed, description, stored_tokenizer, sweep, array, domain, report),
+    *(checkpoint, safetensors, megatron, deepspeed, description, saved_tokenizer, sweep, array, domain, report),
 )
 
 

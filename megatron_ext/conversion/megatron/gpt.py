@@ -8,11 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
-
+from megatron_ext.checkpoint.common_state import read_common
 from megatron_ext.checkpoint.folder import Progress
 from megatron_ext.checkpoint.pickle_names import AllowedNames, argparse_namespace, ignored_class
-from megatron_ext.checkpoint.reading import read_common
 from megatron_ext.config.schema import ModelConfig
 from megatron_ext.config.validate import validate
 from megatron_ext.conversion.core.converted_tensors import ConvertedTensors, Step
@@ -74,7 +72,10 @@ _DEFAULTS: dict[str, Any] = {
 
 _MEGATRON_CLASSES = {
     "enums": ("ModelType",),
-    "transformer.enums": ("AttnBackend", "AttnMaskType", "AttnType", "CudaGraphScope", "LayerType", "ModelType"),
+    "transformer.enums": (
+        *("AttnBackend", "AttnMaskType", "AttnType", "CudaGraphScope", "LayerType", "ModelType"),
+        *("CudaGraphModule", "InferenceCudaGraphScope"),  # since 0.18
+    ),
     "optimizer.optimizer_config": ("OptimizerConfig",),
     "rerun_state_machine": ("RerunDiagnostic", "RerunMode", "RerunState"),
 }
@@ -96,7 +97,7 @@ _NAMES: AllowedNames = {
         for kind in kinds
     },
 }
-"""Classes that Megatron-LM pickles in `common.pt`. The contents of most of them are not read."""
+"""Classes that Megatron-LM pickles in the common state. The contents of most of them are not read."""
 
 
 def open_folder(path: Path, options: SourceOptions) -> Source:
@@ -141,13 +142,13 @@ def _arguments(path: Path) -> Namespace:
     """Return Megatron-LM's arguments, which its checkpoints contain."""
     hint = "give the model's sizes in a YAML file with --model-config (its `model` section)"
     try:
-        common = read_common(path, _NAMES)
+        file, common = read_common(path, _NAMES)
     except UserError as error:
         raise UserError(error.where, error.problem, hint) from error
     args = common.get("args") if isinstance(common, dict) else None
     if not isinstance(args, Namespace):
         problem = "contains no args, and the tensors do not give the number of heads, query groups and the rotary base"
-        raise UserError(str(path / COMMON_STATE_FNAME), problem, hint)
+        raise UserError(str(file), problem, hint)
     return args
 
 

@@ -22,9 +22,10 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.futures import Future
 
+from megatron_ext.checkpoint.common_state import read_common
 from megatron_ext.checkpoint.contents import CheckedFile, FileDigest, compute_digest
 from megatron_ext.checkpoint.metadata_index import DAMAGED_HINT
-from megatron_ext.checkpoint.reading import RestrictedReader, read_common
+from megatron_ext.checkpoint.reading import RestrictedReader
 from megatron_ext.conversion.core.tensors import CombinedTensors, LazyTensors, TensorInfo, Tensors
 from megatron_ext.conversion.megatron.torch_dist_index import TorchDistIndex
 from megatron_ext.utils.errors import UserError
@@ -151,13 +152,11 @@ def read_optimizer(stored: TorchDistTensors, folder: Path) -> OptimizerState | N
     tensors = stored.optimizer
     if not tensors.infos():
         return None
-    common = read_common(folder)
+    path, common = read_common(folder)
     try:
         return OptimizerState(tensors, dict(common["optimizer"]["schedule"]))
     except (TypeError, KeyError, ValueError):
-        raise UserError(
-            str(folder / COMMON_STATE_FNAME), "contains no schedule of an optimizer", DAMAGED_HINT
-        ) from None
+        raise UserError(str(path), "contains no schedule of an optimizer", DAMAGED_HINT) from None
 
 
 def write_torch_dist(tensors: Tensors, folder: Path, optimizer: OptimizerState | None = None) -> dict[str, FileDigest]:

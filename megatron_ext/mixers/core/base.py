@@ -82,6 +82,8 @@ class Mixer(HistoryModule, ABC):
         layer_number: 1 for the first layer of the whole model.
         pg_collection: process groups; `tp` and `cp` are used.
         cp_comm_type: Megatron's choice of exchange for its own attention; not used.
+        name: path of the module, which megatron-core passes since 0.18; not used.
+        pp_layer_offset: number of layers in earlier pipeline stages, passed by its hybrid models; not used.
     """
 
     traits: ClassVar[MixerTraits] = MixerTraits()
@@ -95,6 +97,8 @@ class Mixer(HistoryModule, ABC):
         layer_number: int,
         pg_collection: ProcessGroupCollection,
         cp_comm_type: str | None = None,
+        name: str | None = None,
+        pp_layer_offset: int | None = None,
     ) -> None:
         super().__init__(config, pg_collection.cp)
         self.mixer_config = mixer_config
