@@ -36,6 +36,7 @@ from megatron_ext.optim.registry import algorithm_of
 from megatron_ext.optim.schedule import make_schedule
 from megatron_ext.optim.state import FlatSlice, make_moments
 from megatron_ext.platform.device import DTYPES, Platform
+from megatron_ext.platform.megatron_versions import ddp_layout
 
 
 class MegatronRunOptimizer(RunOptimizer):
@@ -152,7 +153,7 @@ def _wrap(chunk: MegatronModule, sharded: bool, overlapped: bool) -> Distributed
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=sharded, overlap_grad_reduce=overlapped
     )
-    return DistributedDataParallel(get_model_config(chunk), ddp_config, chunk)
+    return DistributedDataParallel(get_model_config(chunk), ddp_config, chunk, **ddp_layout(chunk, ddp_config))
 
 
 def _fp32_copies(part: Any) -> Iterator[tuple[Tensor, int, Tensor]]:

@@ -7,10 +7,14 @@ builds from source work, too.
 from __future__ import annotations
 
 import functools
+import inspect
+import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.transformer.mlp import MLPSubmodules
+    from torch.nn import Module
 
 SUPPORTED = ">=0.16.1,<0.20"
 """Versions that may be installed; the same range as in pyproject.toml. Versions from 0.17 need Python 3.12."""
@@ -37,3 +41,37 @@ def mlp_spec(linear_fc1: type, linear_fc2: type) -> Any:
 def mlp_submodules(spec: Any) -> MLPSubmodules:
     """Return the linear layers of a spec that `mlp_spec` returned."""
     return spec.keywords["submodules"] if isinstance(spec, functools.partial) else spec.submodules
+
+
+def ddp_layout(module: Module, config: DistributedDataParallelConfig) -> dict[str, Any]:
+    """Return the argument of `DistributedDataParallel` that places parameters in buffers, if it takes one.
+
+    It does since 0.18. Without it, DDP computes the same layout and logs a warning if the optimizer is sharded.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    if not config.use_distributed_optimizer or "full_param_layout" not in _parameters(DistributedDataParallel):
+        return {}
+    bucket_size = None
+    if config.overlap_grad_reduce and parallel_state.get_pipeline_model_parallel_rank() == 0:
+        bucket_size = config.bucket_size or max(40_000_000, 1_000_000 * parallel_state.get_data_parallel_world_size())
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=True)
+    trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    layout = DistributedOptimizer.compute_full_param_layout(trainable, bucket_size, group.size(), config)
+    return {"full_param_layout": layout}
+
+
+def _parameters(function: Any) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
+
+
+def ignore_log_messages() -> None:
+    """Drop log messages that megatron-core writes in every run and that users cannot act on."""
+    logging.getLogger("megatron.core.models.gpt.gpt_model").addFilter(_is_not_deprecation)
+
+
+def _is_not_deprecation(record: logging.LogRecord) -> bool:
+    """Return False for the notice of 0.19 that GPTModel, the base class of our model, gets no new features."""
+    return not record.getMessage().startswith("GPTModel IS DEPRECATED")
