@@ -6,6 +6,9 @@ import argparse
 import sys
 from importlib import metadata
 from pathlib import Path
+from platform import python_version
+
+from megatron_ext.platform.tested_versions import TESTED, untested_note
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,10 +21,10 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         0.
     """
-    packages = ("selectron", "torch", "megatron-core", "transformer-engine", "apex", "triton", "flash-linear-attention")
-    for name in packages:
+    print(_version_line("python", python_version()))
+    for name in ("selectron", *(name for name in TESTED if name != "python"), "apex"):
         try:
-            print(f"{name:<24}{metadata.version(name)}")
+            print(_version_line(name, metadata.version(name)))
         except metadata.PackageNotFoundError:
             print(f"{name:<24}not installed")
     sys.stdout.flush()  # the imports of torch and Megatron take seconds
@@ -43,6 +46,11 @@ def run(args: argparse.Namespace) -> int:
         for op, choice in choices:
             print(f"{name:<24}{op}: {choice.name} ({choice.reason})")
     return 0
+
+
+def _version_line(name: str, version: str) -> str:
+    note = untested_note(name, version)
+    return f"{name:<24}{version}{f' ({note})' if note else ''}"
 
 
 def _kernels_conflict() -> str | None:

@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 SUPPORTED = ">=0.16.1,<0.20"
 """Versions that may be installed; the same range as in pyproject.toml. Versions from 0.17 need Python 3.12."""
 
-TESTED = ("0.16.1", "0.19.2")
-"""Versions with which all tests were run."""
-
 
 def mlp_spec(linear_fc1: type, linear_fc2: type) -> Any:
     """Return the spec of the feed-forward network of a layer.
