@@ -29,6 +29,9 @@ _UNCOMPILED_ATTRIBUTE = "_torchdynamo_orig_callable"
 
 Megatron compiles small functions on import, which on the CPU takes a C++ compiler and up to 20 s per process.
 """
+_COMPILES_A_METHOD = "megatron.core.transformer.moe.router"
+"""Module that since 0.17 applies torch.compile to a method on import, which imports the compiler: over a second."""
+
 _FACTORIES = (
     *("arange", "as_tensor", "empty", "empty_like", "full", "full_like", "ones", "ones_like"),
     *("rand", "randint", "randn", "randperm", "tensor", "zeros", "zeros_like"),
@@ -115,11 +118,23 @@ class _RebindingLoader(importlib.abc.Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: types.ModuleType) -> None:
-        self._loader.exec_module(module)
+        with _no_compiler() if module.__name__ == _COMPILES_A_METHOD else contextlib.nullcontext():
+            self._loader.exec_module(module)
         _rebind(module)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
+
+
+@contextlib.contextmanager
+def _no_compiler() -> Iterator[None]:
+    """Context manager under which `@torch.compile` returns the function itself."""
+    compile_ = torch.compile
+    torch.compile = lambda function, **_: function  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.compile = compile_
 
 
 class _Finder(importlib.abc.MetaPathFinder):

@@ -64,11 +64,20 @@ def _parameters(function: Any) -> frozenset[str]:
     return frozenset(inspect.signature(function).parameters)
 
 
+_IGNORED_MESSAGES = {
+    # The base class of our model gets no new features (0.19).
+    "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
+    # megatron-core imports torch's builder of extensions (0.18), also for a run on the CPU of a machine with CUDA.
+    "torch.utils.cpp_extension": "No CUDA runtime is found",
+}
+"""Start of the message to ignore, by logger."""
+
+
 def ignore_log_messages() -> None:
-    """Drop log messages that megatron-core writes in every run and that users cannot act on."""
-    logging.getLogger("megatron.core.models.gpt.gpt_model").addFilter(_is_not_deprecation)
+    """Drop log messages that megatron-core causes in every run and that users cannot act on."""
+    for logger, start in _IGNORED_MESSAGES.items():
+        logging.getLogger(logger).addFilter(functools.partial(_starts_differently, start))
 
 
-def _is_not_deprecation(record: logging.LogRecord) -> bool:
-    """Return False for the notice of 0.19 that GPTModel, the base class of our model, gets no new features."""
-    return not record.getMessage().startswith("GPTModel IS DEPRECATED")
+def _starts_differently(start: str, record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(start)

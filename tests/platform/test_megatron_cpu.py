@@ -44,8 +44,8 @@ for owner, names in zip(owners, before):
 print("unaltered")
 assert megatron.core.utils.torch is not torch and megatron.core.utils.torch.cuda.current_device() == torch.device("cpu")
 print("rebound")
-assert "megatron.core.ssm.mamba_layer" not in sys.modules
-import megatron.core.ssm.mamba_layer as later
+assert "megatron.core.models.T5.t5_model" not in sys.modules
+import megatron.core.models.T5.t5_model as later
 assert later.torch is megatron.core.utils.torch
 from megatron.core.fusions.fused_bias_gelu import bias_gelu
 assert not hasattr(bias_gelu, "_torchdynamo_orig_callable")

@@ -59,9 +59,9 @@ REASONS: dict[tuple[str, str], str] = {
     ): "of a configuration's class, which the family names; "
     "config.json is plain values, and its auto_map is followed by the Auto classes alone",
     ("megatron_ext/conversion/megatron/torch_dist.py", "read_metadata"): _RESTRICTED,
+    (f"{_CHECKPOINT}/common_state.py", "read_metadata"): _RESTRICTED,
     (f"{_CHECKPOINT}/reading.py", "read_metadata"): _RESTRICTED,
     (f"{_CHECKPOINT}/reading.py", "class of FileSystemReader"): "what torch's unpickles is overridden: " + _RESTRICTED,
-    (f"{_CHECKPOINT}/reading.py", "load_tensors_metadata"): "Megatron's, given metadata that is read already",
     ("megatron_ext/commands/doctor.py", "import runpy"): "runs a file of this package, by its path",
     ("megatron_ext/evaluation/fewshot/tasks.py", "load_yaml"): "of a file of the installed lm-eval",
     (

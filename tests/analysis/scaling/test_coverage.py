@@ -15,7 +15,7 @@ def test_intervals_of_laws(points: int, noise: float) -> None:
 
 def test_intervals_of_lowest_places() -> None:
     coverage = coverage_of_laws.isoflop_coverage(7, 0.001, 40)
-    assert 0.9 <= coverage["lowest place"] <= 0.99
+    assert 0.9 <= coverage["minimum"] <= 0.99
     assert coverage["exponent"] >= 0.85
 
 
