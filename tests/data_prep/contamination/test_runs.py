@@ -79,7 +79,7 @@ def test_merged_runs_are_the_set_of_all_hashes(folder, monkeypatch, run_hashes):
     for task in range(3):
         writer = runs.RunWriter(folder, "runs", task)
         for number in range(4 if task < 2 else 0):
-            hashes = generator.integers(0, 2**64, 11 * number, np.uint64)
+            hashes = generator.integers(0, 2**64, 7 * number, np.uint64)
             hashes = np.concatenate([hashes, hashes[::-2], np.array([0, 2**64 - 1], np.uint64)])
             everything |= set(hashes.tolist())
             writer.add(hashes)
