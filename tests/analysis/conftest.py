@@ -9,6 +9,7 @@ from io import BytesIO
 import numpy as np
 import pytest
 from analysis_synthetic import drawn_by
+from browser import Browser, browser
 from PIL import Image
 
 from megatron_ext.analysis.scaling import law
@@ -43,3 +44,18 @@ def start_near_one_half() -> Iterator[None]:
 
 few_starts = pytest.fixture(start_near_one_half)
 few_starts_in_module = pytest.fixture(scope="module")(start_near_one_half)
+
+
+@pytest.fixture(scope="module")
+def _browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with browser(tmp_path_factory.mktemp("profile")) as opened:
+        yield opened
+
+
+@pytest.fixture
+def window(_browser: Browser) -> Browser:
+    """The browser of a module's tests, 1280 pixels wide in light colours, with no message or request of the past."""
+    _browser.show(1280)
+    _browser.complaints()
+    _browser.requests()
+    return _browser

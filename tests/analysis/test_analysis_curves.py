@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 from analysis_synthetic import TOKENS_A_STEP, Synthetic, write_run
+from covering import cases
 
 from megatron_ext.analysis.architecture import group_runs
 from megatron_ext.analysis.curves import domain_curves, training_curves
@@ -55,8 +56,10 @@ def test_domain_curves_are_the_recorded_losses(folders):
     assert found == recorded
 
 
-@pytest.mark.parametrize("theme", [LIGHT, DARK])
-@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize(
+    ("theme", "stacked"),
+    cases(every=[(LIGHT, False), (DARK, False), (LIGHT, True), (DARK, True)], default=[(LIGHT, False), (DARK, True)]),
+)
 def test_pictures_are_drawn(folders, theme, stacked):
     architectures = group_runs(read_runs(folders))
     for picture in (training_curves(architectures), domain_curves(architectures)):

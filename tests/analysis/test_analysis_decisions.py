@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from analysis_synthetic import TOKENS_A_STEP, Synthetic, drawn_by, write_run
-from browser import Browser, browser, missing
+from browser import Browser, missing
 
 from megatron_ext.analysis.cells import NOTHING
 from megatron_ext.analysis.decisions import (
@@ -149,10 +148,9 @@ def test_shards_that_one_run_did_without(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("painted_once")
 def test_the_report_says_it_at_the_top_and_below(tmp_path: Path) -> None:
     plain, chunk = a_run(tmp_path), a_run(tmp_path, "<i>chunk</i>", **CHUNK)
-    page = write_report([plain, chunk], tmp_path / "report")
-    assert "upright tick" not in words(page)
     note(chunk, (30, "again"), (30, "skip"))
-    text = words(write_report([plain, chunk], tmp_path / "report"))
+    page = write_report([plain, chunk], tmp_path / "report")
+    text = words(page)
     answer = text[text.index('<div class="answer">') : text.index("<nav")]
     assert "The runs were not all trained on the same data:" in answer
     assert "&lt;i&gt;chunk&lt;/i&gt; skipped the samples of 1 step (30)." in answer
@@ -169,7 +167,7 @@ def test_the_report_says_it_at_the_top_and_below(tmp_path: Path) -> None:
     assert {int(row["tokens"]) for row in rows} == {29 * TOKENS_A_STEP}
     before = (page.parent / "training_loss.png").read_bytes()
     (chunk / "decisions.jsonl").unlink()
-    write_report([plain, chunk], tmp_path / "report")
+    assert "upright tick" not in words(write_report([plain, chunk], tmp_path / "report"))
     assert not (page.parent / "training_loss_decisions.csv").exists()
     assert (page.parent / "training_loss.png").read_bytes() != before, "a tick is drawn"
 
@@ -193,12 +191,6 @@ def test_what_a_killed_run_was_writing_is_left_out(tmp_path: Path) -> None:
 
 
 # --- in a browser ----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with browser(tmp_path_factory.mktemp("profile")) as opened:
-        yield opened
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from analysis_synthetic import TOKENS_A_STEP, Synthetic, drawn_by, write_run
-from browser import Browser, browser, missing
+from browser import Browser, missing
 from covering import cases
 
 from megatron_ext.analysis.scaling import law
@@ -192,12 +192,6 @@ def test_a_sweep_without_a_common_training_loss_has_laws(runs: Path, tmp_path: P
 # --- in a browser ----------------------------------------------------------------------------------------------------
 
 in_a_browser = pytest.mark.skipif(bool(missing()), reason=missing() or "never")
-
-
-@pytest.fixture(scope="module")
-def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with browser(tmp_path_factory.mktemp("profile")) as opened:
-        yield opened
 
 
 @in_a_browser

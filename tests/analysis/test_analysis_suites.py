@@ -6,7 +6,7 @@ import json
 
 import pytest
 from analysis_synthetic import Synthetic, write_run
-from browser import browser, missing
+from browser import missing
 
 from megatron_ext.analysis.report import write_report
 from megatron_ext.evaluation.domain_results import DomainLoss, DomainOptions, write_domains
@@ -178,21 +178,21 @@ return rows.map(row => [...row.cells].map(cell => cell.innerText.replace(/[ \\n]
 
 
 @pytest.mark.skipif(bool(missing()), reason=missing() or "never")
-def test_losses_by_domain_in_a_browser(folders, tested, tmp_path):
+@pytest.mark.usefixtures("painted_once")
+def test_losses_by_domain_in_a_browser(folders, tested, tmp_path, window):
     page = write_report(folders, tmp_path / "out")
-    with browser(tmp_path / "profile") as window:
-        for width in (1280, 390):
-            window.show(width)
-            window.open(page)
-            assert window.complaints() == []
-            assert window.run(TABLE) == LOSSES
-            page_width, screen = window.run("const d = document.documentElement; return [d.scrollWidth, d.clientWidth]")
-            assert page_width <= screen <= width
-        assert window.run("return document.querySelector('nav a[href=\"#losses\"]').innerText") == "Test loss by domain"
-        window.show(1280)
-        window.press("#losses ~ .wide th:nth-child(6) button")
-        bits = [row[5] for row in LOSSES if row[5] != "\u2013"]
-        assert [row[5] for row in window.run(TABLE)] == [*sorted(bits, key=float), "\u2013"]  # unknown values come last
+    for width in (1280, 390):
+        window.show(width)
+        window.open(page)
+        assert window.complaints() == []
+        assert window.run(TABLE) == LOSSES
+        page_width, screen = window.run("const d = document.documentElement; return [d.scrollWidth, d.clientWidth]")
+        assert page_width <= screen <= width
+    assert window.run("return document.querySelector('nav a[href=\"#losses\"]').innerText") == "Test loss by domain"
+    window.show(1280)
+    window.press("#losses ~ .wide th:nth-child(6) button")
+    bits = [row[5] for row in LOSSES if row[5] != "\u2013"]
+    assert [row[5] for row in window.run(TABLE)] == [*sorted(bits, key=float), "\u2013"]  # unknown values come last
 
 
 def test_a_diverged_run_has_no_numbers(folders, tmp_path):
