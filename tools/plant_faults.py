@@ -29,6 +29,9 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 ROOT = Path(__file__).resolve().parents[1]
+MAX_OUTPUT = 4000
+"""Characters of pytest's output in an error."""
+
 TIMEOUT_SECONDS = 900
 """Seconds after which the tests of a fault are stopped. A fault that makes them hang counts as caught."""
 FAILED = 1
@@ -93,8 +96,9 @@ def require_pass(copy: Path, tests: str) -> None:
     Raises:
         RuntimeError: they do not pass.
     """
-    if (code := run_tests(copy, tests)) != 0:
-        raise RuntimeError(f"{tests}: exit code {code} without a fault; correct the tests first")
+    code, output = run_tests(copy, tests)
+    if code != 0:
+        raise RuntimeError(f"{tests}: exit code {code} without a fault; correct the tests first\n{output}")
 
 
 def plant(copy: Path, fault: PlantedFault) -> dict[str, Any]:
@@ -107,11 +111,11 @@ def plant(copy: Path, fault: PlantedFault) -> dict[str, Any]:
     source = path.read_text(encoding="utf-8")
     path.write_text(plant_text(source, fault), encoding="utf-8")
     try:
-        code = run_tests(copy, fault.tests)
+        code, output = run_tests(copy, fault.tests)
     finally:
         path.write_text(source, encoding="utf-8")
     if code not in (0, FAILED, None):
-        raise RuntimeError(f"{fault.tests}: exit code {code} with the fault {fault.name!r}")
+        raise RuntimeError(f"{fault.tests}: exit code {code} with the fault {fault.name!r}\n{output}")
     seconds = round(time.monotonic() - started, 1)
     return {"name": fault.name, "file": fault.file, "tests": fault.tests, "caught": code != 0, "seconds": seconds}
 
@@ -127,18 +131,23 @@ def plant_text(source: str, fault: PlantedFault) -> str:
     return source.replace(fault.old, fault.new)
 
 
-def run_tests(copy: Path, tests: str) -> int | None:
-    """Run tests in the copy until the first failure and return pytest's exit code; None: they did not end in time."""
+def run_tests(copy: Path, tests: str) -> tuple[int | None, str]:
+    """Run tests in the copy until the first failure.
+
+    Returns:
+        pytest's exit code, None if the tests did not end in time, and the end of its output.
+    """
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *shlex.split(tests)]
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     python_path = os.pathsep.join(filter(None, [str(copy), inherited.get("PYTHONPATH")]))
     environment = inherited | {"PYTHONPATH": python_path, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
     try:
-        return subprocess.run(
-            command, cwd=copy, env=environment, capture_output=True, timeout=TIMEOUT_SECONDS
-        ).returncode
+        done = subprocess.run(
+            command, cwd=copy, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
+        )
     except subprocess.TimeoutExpired:
-        return None
+        return None, ""
+    return done.returncode, (done.stdout + done.stderr)[-MAX_OUTPUT:]
 
 
 if __name__ == "__main__":

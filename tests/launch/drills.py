@@ -219,8 +219,7 @@ def _disturbed(cluster: SlurmCluster, folder: Path, drill: Drill) -> Course:
     wait_for(folder, lambda: state(cluster, folder) != "RUNNING")
     drill.repair(cluster, folder)
     again, newest = _until_begun_anew(cluster, folder, inode)
-    kept = len(records(folder))
-    wait_for(folder, lambda: len(records(folder)) > kept)
+    wait_for(folder, lambda: _has_trained(folder, newest - drill.goes_back))
     log, events = list_jobs(folder)[-1].log.read_text()[begins:], job_events(folder)[fault:]
     return Course(detected - caused, time.monotonic() - again, newest, events, log)
 
@@ -270,8 +269,7 @@ def fill_disk(cluster: SlurmCluster, config: Path, disk: Path, values: Sequence[
         again = time.monotonic()
         call(cluster, *command, f"training.async_checkpoints={following}", "--resume")
         wait_for(folder, lambda inode=inode: _inode(folder) != inode)
-        kept = len(records(folder))
-        wait_for(folder, lambda kept=kept: len(records(folder)) > kept)
+        wait_for(folder, lambda newest=newest: _has_trained(folder, newest or 0))
         courses.append(Course(detected - caused, time.monotonic() - again, newest, events))
     set_free(folder)
     return finished(cluster, folder), courses
@@ -300,18 +298,27 @@ def _inode(folder: Path) -> int:
 
 def _until_begun_anew(cluster: SlurmCluster, folder: Path, inode: int) -> tuple[float, int]:
     """Wait until a new start replaces the metrics file. Return the release time and the newest checkpoint before."""
-    again, newest = time.monotonic(), 0
+    again, newest = time.monotonic(), _newest(folder) or 0
 
     def has_begun_anew() -> bool:
         nonlocal again, newest
         if released(cluster, folder):  # may happen twice: Slurm and the job itself both requeue
             again = time.monotonic()
+        latest = _newest(folder) or 0
+        if _inode(folder) != inode:  # the latest checkpoint may be one of the new start
+            return True
         # The previous start may still complete a checkpoint. The new one passes over a damaged one.
-        newest = max(newest, _newest(folder) or 0)
-        return _inode(folder) != inode
+        newest = max(newest, latest)
+        return False
 
     wait_for(folder, has_begun_anew)
     return again, newest
+
+
+def _has_trained(folder: Path, step: int) -> bool:
+    """Return True once a start that resumed after this step has recorded one. It may already be held again."""
+    found = records(folder)
+    return bool(found) and found[-1]["step"] > step
 
 
 HEADINGS = ("fault", "noticed by", "s to detection", "s from then to training", "same curve")
