@@ -14,10 +14,10 @@ from megatron_ext.training.run import train
 from megatron_ext.training.starting import Resume
 
 
-def resume(rank: int, world_size: int, path: Path, overrides: list[str]) -> str:
-    """Resume as `selectron train --resume` does. Return what the rank wrote to standard error."""
+def resume(rank: int, world_size: int, path: Path, overrides: list[str], mode: Resume = True) -> str:
+    """Resume as `selectron train --resume` or `--resume=auto` does. Return what the rank wrote to standard error."""
     with redirect_stderr(StringIO()) as errors:
-        run(rank, world_size, path, overrides, resume=True)
+        run(rank, world_size, path, overrides, resume=mode)
     return errors.getvalue()
 
 

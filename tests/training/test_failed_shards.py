@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import printing_run
 import pytest
 import whole_run
 from launching import call, records, snapshot, write_config
@@ -170,6 +169,6 @@ def test_damage_found_by_any_rank_is_recorded_for_the_next_start(
     with pytest.raises(WorkerFailed, match="sha256 differs"):
         pool.run(whole_run.run, 2, config, [SKIP, *remote])
     assert read_failed(tmp_path / "run") == {SHARD}
-    errors = pool.run(printing_run.start_again, 2, config, [SKIP, *remote])
+    errors = pool.run(whole_run.resume, 2, config, [SKIP, *remote], "auto")
     assert "".join(errors).count("sha256 differs") == 1
     assert len(records(tmp_path / "run")) == 10
