@@ -8,7 +8,6 @@ source code of the standard library. Only the table of topics is imported; sourc
 from __future__ import annotations
 
 import ast
-import gc
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.documents import Advance, Document, Problems, ignore_progress
+from megatron_ext.utils.gc_control import no_collection
 
 DOCS, CODE = "PythonDocs", "PythonCode"
 DOCUMENTED_PACKAGES = ("matplotlib", "networkx", "numpy")
@@ -49,18 +49,13 @@ class EmbeddedCorpus:
     def all_documents(self) -> list[Document]:
         """Documents of both domains."""
         # Syntax trees have no cycles. Visits of their nodes by the garbage collector would take a quarter of the time.
-        was_enabled = gc.isenabled()
-        gc.disable()
-        try:
+        with no_collection():
             seen: set[str] = set()
             return [
                 document
                 for document in (*_topics(), *_docstrings(seen), *_descriptions(), *_source_code())
                 if len(document.text) >= MIN_CHARACTERS and _is_new(document.text, seen)
             ]
-        finally:
-            if was_enabled:
-                gc.enable()
 
     @property
     def total_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""Exclusion of imported modules from garbage collection."""
+"""Pauses of garbage collection, and exclusion of imported modules from it."""
 
 from __future__ import annotations
 
@@ -16,18 +16,27 @@ def set_process_owned(is_owned: bool) -> None:
 
 
 @contextmanager
+def no_collection() -> Iterator[None]:
+    """Context manager around work that makes many objects and no cycles."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@contextmanager
 def paused_collection() -> Iterator[None]:
     """Context manager around imports of torch and Megatron, whose million objects live until the process ends.
 
     Garbage collections during these imports and at exit take a quarter of the time of a short run. Objects are frozen
     only in a process that runs only the command, because a caller's objects would be frozen, too.
     """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if _owns_process:
-            gc.freeze()
-        if was_enabled:
-            gc.enable()
+    with no_collection():
+        try:
+            yield
+        finally:
+            if _owns_process:
+                gc.freeze()
