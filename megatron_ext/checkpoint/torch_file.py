@@ -218,6 +218,8 @@ def load_range(descriptor: int, start: int, length: int, names: AllowedNames = N
         RefusedPickle: the data is damaged, or contains anything but tensors, plain values and `names`.
         OSError: the file cannot be read.
     """
+    if start + length > os.fstat(descriptor).st_size:
+        raise RefusedPickle("is truncated")
     byte_range = _ByteRange(descriptor, start, length)
 
     def read_bytes(offset: int, size: int) -> Tensor:
