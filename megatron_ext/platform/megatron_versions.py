@@ -49,7 +49,10 @@ def ddp_layout(module: Module, config: DistributedDataParallelConfig) -> dict[st
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    if not config.use_distributed_optimizer or "full_param_layout" not in _parameters(DistributedDataParallel):
+    if (
+        not config.use_distributed_optimizer
+        or "full_param_layout" not in inspect.signature(DistributedDataParallel).parameters
+    ):
         return {}
     bucket_size = None
     if config.overlap_grad_reduce and parallel_state.get_pipeline_model_parallel_rank() == 0:
@@ -58,10 +61,6 @@ def ddp_layout(module: Module, config: DistributedDataParallelConfig) -> dict[st
     trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
     layout = DistributedOptimizer.compute_full_param_layout(trainable, bucket_size, group.size(), config)
     return {"full_param_layout": layout}
-
-
-def _parameters(function: Any) -> frozenset[str]:
-    return frozenset(inspect.signature(function).parameters)
 
 
 _IGNORED_MESSAGES = {
