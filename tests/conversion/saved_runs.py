@@ -68,7 +68,6 @@ def train_and_save(folder: Path, config: Any) -> Any:
 def trainer_and_store(folder: Path, config: Any) -> tuple[Any, CheckpointStore]:
     """Return a trainer and a store as a run builds them."""
     platform, groups = select_platform("cpu"), make_process_groups(config.parallel, 1)
-    parity.count_anew()
     trainer = build_trainer(config, model_shape(config, platform, VOCABULARY), groups, platform)
     return trainer, CheckpointStore(folder / "checkpoints", identity_of(config), groups, platform)
 

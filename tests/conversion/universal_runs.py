@@ -88,7 +88,6 @@ def _without_extra_state(_: Any, state: dict[str, Any], *__: Any) -> None:
 def _engine(stage: int, pattern: str, parallel: dict[str, Any], model: dict[str, Any]) -> tuple[Any, Any, Any]:
     """Build an engine around a model with other weights. Return engine, model and process groups."""
     platform, config = select_platform("cpu"), config_of(pattern, parallel, model, "none", "fp32")
-    parity.count_anew()
     groups = make_process_groups(config.parallel, 1)
     (chunk,) = build_model(model_shape(config, platform, saved_runs.VOCABULARY), platform, groups, seed=99)
     join_process_group(platform.communication)  # avoids an operator that DeepSpeed would compile for a minute

@@ -6,7 +6,6 @@ weight is split, and layers are named by Megatron's layer numbers.
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -152,7 +151,6 @@ def train(rank: int, world_size: int, config: RunConfig) -> Outcome | None:
     platform = select_platform("cpu")
     check(config, world_size, load_all())
     groups = make_process_groups(config.parallel, config.training.seed)
-    count_anew()
     trainer = build_trainer(config, model_shape(config, platform, VOCABULARY), groups, platform)
     with counted_exchanges() as exchanges:
         results = [trainer.train_step(step_batches(config, groups, step)) for step in range(STEPS)]
@@ -167,16 +165,6 @@ def train(rank: int, world_size: int, config: RunConfig) -> Outcome | None:
         parameters=parameters,
         exchanges=exchanges,
     )
-
-
-def count_anew() -> None:
-    """Reset DeepSpeed's numbering of parameters and modules. Ranks compare numbers, and some built models before."""
-    if "deepspeed" in sys.modules:
-        from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
-        from deepspeed.runtime.zero.partition_parameters import Init
-
-        Init.param_id = 0
-        DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = 0
 
 
 def flops_per_token(rank: int, world_size: int, config: RunConfig) -> float:
@@ -196,7 +184,6 @@ def model_size(rank: int, world_size: int, config: RunConfig) -> ParameterCount:
 def _built(config: RunConfig) -> tuple[ModelShape, Trainer]:
     platform = select_platform("cpu")
     groups = make_process_groups(config.parallel, config.training.seed)
-    count_anew()
     shape = model_shape(config, platform, VOCABULARY)
     return shape, build_trainer(config, shape, groups, platform)
 
@@ -223,7 +210,6 @@ def packed_first_step(rank: int, world_size: int, config: RunConfig, bounds: lis
     platform = select_platform("cpu")
     check(config, world_size, load_all())
     groups = make_process_groups(config.parallel, config.training.seed)
-    count_anew()
     trainer = build_trainer(config, model_shape(config, platform, VOCABULARY), groups, platform)
     batch = masked_batch(list(range(config.training.micro_batch_size)), groups)
     result = trainer.train_step([replace(batch, cu_seqlens=torch.tensor(bounds, dtype=torch.int32))])

@@ -177,12 +177,26 @@ def _serve(connection: Connection) -> None:
             function, rank, world_size, store, timeout, args = connection.recv()
         except EOFError:
             return
+        _reset_deepspeed_counters()
         try:
             with _stack_kept(_stack_file(store.parent, rank)), _process_group(rank, world_size, store, timeout):
                 answer = pickle.dumps((True, function(rank, world_size, *args)))
         except BaseException:
             answer = pickle.dumps((False, f"raised\n{traceback.format_exc()}"))
         connection.send_bytes(answer)
+
+
+def _reset_deepspeed_counters() -> None:
+    """Reset DeepSpeed's numbering of parameters and modules.
+
+    Ranks compare these numbers. They differ when an earlier call built a model on some of the ranks only.
+    """
+    if "deepspeed" in sys.modules:
+        from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+        from deepspeed.runtime.zero.partition_parameters import Init
+
+        Init.param_id = 0
+        DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = 0
 
 
 @contextmanager

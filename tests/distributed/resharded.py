@@ -52,7 +52,6 @@ class Run:
 def build(run: Run, seed: int) -> tuple[RunConfig, Trainer, CheckpointStore]:
     """Build the run before its first step, with initial weights of a seed."""
     config, platform = run.config(seed), select_platform("cpu")
-    parity.count_anew()
     groups = make_process_groups(config.parallel, seed)
     trainer = build_trainer(config, model_shape(config, platform, parity.VOCABULARY), groups, platform)
     return config, trainer, CheckpointStore(run.root, {}, groups, platform)

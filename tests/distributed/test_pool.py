@@ -73,6 +73,23 @@ def test_a_case_leaves_no_process_groups_behind(pool: WorkerPool) -> None:
     assert max(counts[0]) < 30
 
 
+def _numbered(rank: int, world_size: int) -> list[int]:
+    """Number a module and its child as DeepSpeed does for ZeRO-3, and return both numbers."""
+    import deepspeed.runtime.zero.parameter_offload as offload
+
+    module = torch.nn.Sequential(torch.nn.Identity())
+    unconnected = offload.DeepSpeedZeRoOffload.__new__(offload.DeepSpeedZeRoOffload)
+    unconnected.module, unconnected.forward_hooks, unconnected.backward_hooks = None, [], []
+    unconnected._register_deepspeed_module(module)
+    return [module.ds_id, module[0].ds_id]
+
+
+def test_deepspeed_numbers_modules_from_zero_in_every_call(pool: WorkerPool) -> None:
+    """The first call builds a model on one rank alone. The ranks of the second must agree nevertheless."""
+    assert pool.run(_numbered, 1) == [[0, 1]]
+    assert pool.run(_numbered, 2) == [[0, 1]] * 2
+
+
 @pytest.mark.slow
 def test_failures_are_told_and_the_next_call_works() -> None:
     pool = WorkerPool(2)
