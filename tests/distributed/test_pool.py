@@ -91,7 +91,7 @@ def test_deepspeed_numbers_modules_from_zero_in_every_call(pool: WorkerPool) -> 
 
 
 @pytest.mark.slow
-def test_failures_are_told_and_the_next_call_works() -> None:
+def test_failures_are_reported_and_the_next_call_works() -> None:
     pool = WorkerPool(2)
     try:
         with pytest.raises(WorkerFailed, match=r"rank 1 raised\nTraceback(.|\n)*ValueError: the reason"):

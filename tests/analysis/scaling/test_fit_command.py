@@ -226,7 +226,7 @@ def test_test_loss_over_training_loss(two_mixers: tuple[Path, str]) -> None:
 
 
 @pytest.mark.usefixtures("few_starts")
-def test_losses_that_do_not_fall_are_told_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_losses_that_do_not_fall_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     n, d = (x.ravel() for x in np.meshgrid(np.geomspace(1e7, 1e9, 4), np.geomspace(1e9, 1e11, 4)))
     losses = 2 + 0.05 * np.log(n / 1e7) - 0.03 * np.log(d / 1e9)
     lines = ["params,tokens,loss", *(f"{a},{b},{c}" for a, b, c in zip(n, d, losses, strict=True))]

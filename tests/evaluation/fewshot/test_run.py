@@ -261,7 +261,7 @@ def test_options_that_mean_nothing(given: dict[str, Any], where: str) -> None:
     assert caught.value.where == where
 
 
-def test_an_answer_longer_than_the_model_takes_is_told(model: PlainModel, tmp_path: Path) -> None:
+def test_an_answer_longer_than_the_model_takes_is_reported(model: PlainModel, tmp_path: Path) -> None:
     options = own_task(tmp_path)
     (tmp_path / "own.yaml").write_text((tmp_path / "own.yaml").read_text().replace("generate_until", "loglikelihood"))
     (tmp_path / "rows.txt").write_text("#" * (MAX_LENGTH + 1))

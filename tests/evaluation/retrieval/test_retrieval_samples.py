@@ -252,7 +252,7 @@ def test_the_segment_comes_again(depth: float) -> None:
     assert sample.scored == tuple(range(505, 512))
 
 
-def test_a_length_too_short_is_told() -> None:
+def test_a_length_too_short_is_reported() -> None:
     characters = _inputs(tokenizer=Characters())
     with pytest.raises(DoesNotFitError, match=r"the shortest sample takes 19\d\d tokens"):
         TASKS["cwe"].sample(_sample_key("cwe", 1024), characters)
