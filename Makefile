@@ -28,14 +28,15 @@ demo: $(INSTALLED) ## prepare text, train three architectures, compare them: run
 clean-demo: ## remove what the demo made
 	rm -rf runs/quickstart
 
-# A recursive make keeps the order even under -j: the fastest checks run first.
+# A recursive make keeps the order even under -j: the fastest checks run first. Tests that wait for Slurm or for another
+# process leave a core idle, so there is a worker more than CI's machine has cores.
 test: $(INSTALLED_DEV) ## lint, types and all tests
 	@$(MAKE) --no-print-directory lint
 	@$(MAKE) --no-print-directory types
-	$(PYTEST) --durations=15 --numprocesses 2 --dist worksteal
+	$(PYTEST) --durations=15 --numprocesses 3 --dist worksteal
 
 test-exhaustive: $(INSTALLED_DEV) ## all tests with all their cases: every mixer by itself under every layout, ...
-	SELECTRON_TEST_EXHAUSTIVE=1 $(PYTEST) --durations=15 --numprocesses 2 --dist worksteal
+	SELECTRON_TEST_EXHAUSTIVE=1 $(PYTEST) --durations=15 --numprocesses 3 --dist worksteal
 
 quick: $(INSTALLED_DEV) ## the tests without the slow ones
 	$(PYTEST) -m "not slow" --durations=5
@@ -46,7 +47,7 @@ lint: $(INSTALLED_DEV) ## ruff: rules and form; shellcheck
 	$(BIN)/shellcheck slurm/*.sbatch examples/*.sh tools/*.sh .ci/run
 
 types: $(INSTALLED_DEV) ## mypy
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers 2
 
 format: $(INSTALLED_DEV) ## mend what ruff can mend
 	$(BIN)/ruff check --fix .
