@@ -7,6 +7,9 @@ INSTALLED_DEV := .venv/.installed-dev
 # Tests start hundreds of processes. Without stored bytecode each would compile our sources again.
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 
+# One worker more than there are cores, because tests that wait for Slurm or for a process leave a core idle.
+WORKERS ?= $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1)))
+
 .DEFAULT_GOAL := help
 .PHONY: help install demo clean-demo test test-exhaustive quick lint types format clean
 
@@ -28,15 +31,14 @@ demo: $(INSTALLED) ## prepare text, train three architectures, compare them: run
 clean-demo: ## remove what the demo made
 	rm -rf runs/quickstart
 
-# A recursive make keeps the order even under -j: the fastest checks run first. Tests that wait for Slurm or for another
-# process leave a core idle, so there is a worker more than CI's machine has cores.
+# A recursive make keeps the order even under -j: the fastest checks run first.
 test: $(INSTALLED_DEV) ## lint, types and all tests
 	@$(MAKE) --no-print-directory lint
 	@$(MAKE) --no-print-directory types
-	$(PYTEST) --durations=15 --numprocesses 3 --dist worksteal
+	$(PYTEST) --durations=15 --numprocesses $(WORKERS) --dist worksteal
 
 test-exhaustive: $(INSTALLED_DEV) ## all tests with all their cases: every mixer by itself under every layout, ...
-	SELECTRON_TEST_EXHAUSTIVE=1 $(PYTEST) --durations=15 --numprocesses 3 --dist worksteal
+	SELECTRON_TEST_EXHAUSTIVE=1 $(PYTEST) --durations=15 --numprocesses $(WORKERS) --dist worksteal
 
 quick: $(INSTALLED_DEV) ## the tests without the slow ones
 	$(PYTEST) -m "not slow" --durations=5
