@@ -109,7 +109,7 @@ def _print_continuation(prompt: str, args: argparse.Namespace) -> None:
     from megatron_ext.runs.open_run import loaded_model, open_run
 
     trained = open_run(args.run, args.step)
-    tokenizer = trained.coder
+    tokenizer = trained.tokenizer
     ids = tokenizer.encode(prompt)
     sampling = SamplingParameters((args.seed,), args.temperature, top_p=args.top_p)
     _check_length(trained, len(ids), args.max_tokens)

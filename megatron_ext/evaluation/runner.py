@@ -80,7 +80,7 @@ def _build_context(run: TrainedRun, groups: ProcessGroupCollection) -> EvalConte
         name=run.folder.name,
         progress=run.record.progress,
         tokenizer_sha256=run.record.identity.get(TOKENIZER),
-        coder=run.coder,
+        tokenizer=run.tokenizer,
         chunks=(),
         groups=groups,
         platform=run.platform,

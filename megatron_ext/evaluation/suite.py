@@ -52,7 +52,7 @@ class EvalContext:
         name: name of the run folder.
         progress: steps, samples and tokens that it was trained for.
         tokenizer_sha256: digest of the training data's tokenizer; None: unknown.
-        coder: tokenizer of the run.
+        tokenizer: tokenizer of the run.
         chunks: model chunks of this rank.
         groups: process groups.
         platform: device and backend of this process.
@@ -62,7 +62,7 @@ class EvalContext:
     name: str
     progress: Progress
     tokenizer_sha256: str | None
-    coder: RunTokenizer
+    tokenizer: RunTokenizer
     chunks: Sequence[MegatronModule]
     groups: ProcessGroupCollection
     platform: Platform
@@ -84,7 +84,7 @@ class EvalContext:
         assert longest is not None, "derived by the configuration"
         return ParallelTextModel(
             self.chunks,
-            self.coder,
+            self.tokenizer,
             self.groups,
             self.platform,
             max_length=longest,
@@ -163,7 +163,7 @@ def domains(context: EvalContext, options: DomainOptions, output: Path) -> Suite
         records,
         manifest,
         options,
-        lambda index: context.coder.count_bytes(domains_to_evaluate[index].samples.first_tokens().tolist()),
+        lambda index: context.tokenizer.count_bytes(domains_to_evaluate[index].samples.first_tokens().tolist()),
     )
     if dist.get_rank() != 0:
         return None

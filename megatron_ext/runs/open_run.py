@@ -53,7 +53,7 @@ class TrainedRun:
         record: record of the checkpoint to use.
         shape: shape of the model.
         seed: seed of the run.
-        coder: tokenizer of the training data.
+        tokenizer: tokenizer of the training data.
         platform: platform of this process.
     """
 
@@ -62,7 +62,7 @@ class TrainedRun:
     record: Record
     shape: ModelShape
     seed: int
-    coder: RunTokenizer
+    tokenizer: RunTokenizer
     platform: Platform
 
 
@@ -83,11 +83,11 @@ def open_run(folder: Path, step: int | None = None, overrides: Sequence[str] = (
     defaults = [f"{name}={json.dumps(value)}" for name, value in MACHINE_DEFAULTS.items()]
     config = load_config(folder / CONFIG, [*defaults, *overrides], load_all())
     record = _read_record(CheckpointFolder(folder / CHECKPOINTS, _hint(folder)), step)
-    coder = _load_tokenizer(folder, config)
+    tokenizer = _load_tokenizer(folder, config)
     platform = platform_for_run(config.run.device, config.parallel)
     # A converted model may have embedding rows for more tokens than its tokenizer has.
-    shape = model_shape(config, platform, record.identity.get(VOCAB_SIZE, coder.size))
-    return TrainedRun(folder, config, record, shape, config.training.seed, coder, platform)
+    shape = model_shape(config, platform, record.identity.get(VOCAB_SIZE, tokenizer.size))
+    return TrainedRun(folder, config, record, shape, config.training.seed, tokenizer, platform)
 
 
 def _load_tokenizer(folder: Path, config: RunConfig) -> RunTokenizer:

@@ -223,7 +223,7 @@ class RunBuilder:
             name=self.context.folder.name,
             progress=progress,
             tokenizer_sha256=entry.sha256,
-            coder=load_tokenizer(self.data.tokenizer_file, entry),
+            tokenizer=load_tokenizer(self.data.tokenizer_file, entry),
             chunks=trainer.optimizer.chunks,
             groups=trainer.groups,
             platform=trainer.platform,

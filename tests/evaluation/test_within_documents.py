@@ -139,10 +139,10 @@ def test_utilisation_counts_pairs_within_documents(trainer: Trainer, root: Path,
 def test_bytes_that_are_not_predicted_do_not_count(root: Path, manifest: Manifest) -> None:
     """Compare with the texts, without their first tokens."""
     (entry,) = manifest.select("test", ["Other"])
-    coder = load_tokenizer(root / manifest.tokenizer.file, manifest.tokenizer)
+    tokenizer = load_tokenizer(root / manifest.tokenizer.file, manifest.tokenizer)
     texts = [json.loads(line) for line in (root.parent / "raw.jsonl").open()]
-    cut = [coder.encode(one["text"])[1:] for one in texts if one["meta"]["redpajama_set_name"] == "Other"]
-    size = sum(len(coder.decode(tokens).encode()) for tokens in cut)
+    cut = [tokenizer.encode(one["text"])[1:] for one in texts if one["meta"]["redpajama_set_name"] == "Other"]
+    size = sum(len(tokenizer.decode(tokens).encode()) for tokens in cut)
     samples = EvaluationSamples(TokenStore(root, manifest, "test", ["Other"]), LENGTH)
     record = {
         "domain": "Other",
@@ -154,7 +154,8 @@ def test_bytes_that_are_not_predicted_do_not_count(root: Path, manifest: Manifes
         "document_tokens": [1, 2],
     }
     options = DomainOptions(resamples=20)
-    (found,) = domain_losses([record], manifest, options, lambda _: coder.count_bytes(samples.first_tokens().tolist()))
+    first_bytes = tokenizer.count_bytes(samples.first_tokens().tolist())
+    (found,) = domain_losses([record], manifest, options, lambda _: first_bytes)
     assert found.bits_per_byte == pytest.approx(2.5 * record["num_tokens"] / size / math.log(2), rel=1e-12)
     assert found.first_tokens == len(cut) - 1
     assert size < entry.bytes - len(cut)

@@ -55,11 +55,11 @@ def test_run_stores_every_kind_of_tokenizer(make, end: int, tmp_path: Path) -> N
     tokenizer, expected = make(tmp_path)
     entry = save_tokenizer(data, tokenizer, ("<|endoftext|>", end))
     store_tokenizer(data / entry.file, entry, run)
-    coder = stored_tokenizer(run)
-    assert coder is not None
-    assert coder.encode(TEXT) == expected  # the end-of-document token's name encodes as text
-    assert coder.decode(expected) == TEXT
-    assert (coder.end_id, coder.end_id_or_none, coder.size) == (end, end, entry.vocab_size)
+    tokenizer = stored_tokenizer(run)
+    assert tokenizer is not None
+    assert tokenizer.encode(TEXT) == expected  # the end-of-document token's name encodes as text
+    assert tokenizer.decode(expected) == TEXT
+    assert (tokenizer.end_id, tokenizer.end_id_or_none, tokenizer.size) == (end, end, entry.vocab_size)
     assert (run / "tokenizer.json").exists() == (entry.kind == "huggingface")  # only this kind has the file
 
 
@@ -70,10 +70,10 @@ def test_unknown_token_ids_have_no_text(make, tmp_path: Path) -> None:  # type: 
     end = ("<|endoftext|>", 0 if make is _rwkv else 270 if make is _tiktoken else 256)
     entry = save_tokenizer(tmp_path, tokenizer, end)
     store_tokenizer(tmp_path / entry.file, entry, tmp_path)
-    coder = stored_tokenizer(tmp_path)
-    assert coder is not None
-    assert coder.decode([265, *tokens[:5], 265, 383, *tokens[5:]]) == TEXT
-    assert coder.decode([265]) == ""
+    tokenizer = stored_tokenizer(tmp_path)
+    assert tokenizer is not None
+    assert tokenizer.decode([265, *tokens[:5], 265, 383, *tokens[5:]]) == TEXT
+    assert tokenizer.decode([265]) == ""
 
 
 def test_text_without_a_token_is_named(tmp_path: Path) -> None:
@@ -82,12 +82,12 @@ def test_text_without_a_token_is_named(tmp_path: Path) -> None:
     library.save(str(tmp_path / "letters.json"))
     tokenizer = open_tokenizer(str(tmp_path / "letters.json"))
     store_tokenizer(tmp_path / "letters.json", save_tokenizer(tmp_path, tokenizer, ("<|endoftext|>", 2)), tmp_path)
-    coder = stored_tokenizer(tmp_path)
-    assert coder is not None
-    assert coder.encode("ab ba") == [0, 1, 1, 0]
+    tokenizer = stored_tokenizer(tmp_path)
+    assert tokenizer is not None
+    assert tokenizer.encode("ab ba") == [0, 1, 1, 0]
     line = "the run's tokenizer: has no token for text such as 'bxa', and no unknown token; remove it from the text"
     with pytest.raises(UserError, match=f"^{line}$"):
-        coder.encode("ab bxa ba")
+        tokenizer.encode("ab bxa ba")
 
 
 def test_missing_tokenizer_and_invalid_entry(tmp_path: Path) -> None:
@@ -101,8 +101,8 @@ def test_unknown_end_of_document_token(tmp_path: Path) -> None:
     tokenizer, _ = _json(tmp_path)
     entry = TokenizerEntry("own.json", "", tokenizer.vocab_size, "[none]", 0)
     store_tokenizer(tmp_path / "own.json", entry, tmp_path)
-    coder = stored_tokenizer(tmp_path)
-    assert coder is not None
-    assert coder.end_id_or_none is None
+    tokenizer = stored_tokenizer(tmp_path)
+    assert tokenizer is not None
+    assert tokenizer.end_id_or_none is None
     with pytest.raises(UserError, match="its end-of-document token is unknown; set eos_token"):
-        _ = coder.end_id
+        _ = tokenizer.end_id

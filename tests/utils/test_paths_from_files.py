@@ -138,9 +138,9 @@ def test_stored_tokenizer_does_not_overwrite_other_files(tmp_path):
     given.write_text("".join(f"{number} {bytes([number - 1])!r} 1\n" for number in range(1, 257)))
     store_tokenizer(given, TokenizerEntry("config.yaml", "", 257, "<|endoftext|>", 0, "rwkv"), tmp_path)
     assert (tmp_path / "config.yaml").read_text() == "kept"
-    coder = stored_tokenizer(tmp_path)
-    assert coder is not None
-    assert coder.encode("ab") == [98, 99]
+    tokenizer = stored_tokenizer(tmp_path)
+    assert tokenizer is not None
+    assert tokenizer.encode("ab") == [98, 99]
 
 
 def test_a_vocabulary_smaller_than_its_tokenizer(tmp_path):
