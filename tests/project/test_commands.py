@@ -45,10 +45,11 @@ def script(path: Path, text: str) -> Path:
 
 @pytest.fixture
 def house(tmp_path):
-    """Copy of the demo script with a fake command."""
+    """Copy of the demo script with a fake command, and a python that finds two GPUs."""
     (tmp_path / "examples").mkdir()
     shutil.copy(ROOT / "examples" / "quickstart.sh", tmp_path / "examples")
     script(tmp_path / ".venv" / "bin" / "selectron", STAND_IN)
+    script(tmp_path / ".venv" / "bin" / "python", "#!/bin/sh\necho 2\n")
     return tmp_path
 
 

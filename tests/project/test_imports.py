@@ -15,6 +15,7 @@ from pathlib import Path
 import architecture
 import pytest
 from architecture import FLOORS, lower_floors
+from syntax import statements
 
 ROOT = architecture.ROOT
 PACKAGES = ("megatron_ext", "kernels", "data_prep")
@@ -41,9 +42,14 @@ def modules() -> dict[str, Path]:
     return {module_of(path): path for path in source_files()}
 
 
-def imported(path: Path) -> Iterator[tuple[str, int]]:
-    """Yield the dotted names that a file imports, with the line. `from a import b` gives a.b if that is a module."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+@cache
+def imported(path: Path) -> tuple[tuple[str, int], ...]:
+    """Return the dotted names that a file imports, with the line. `from a import b` gives a.b if that is a module."""
+    return tuple(_imported(path))
+
+
+def _imported(path: Path) -> Iterator[tuple[str, int]]:
+    for node in statements(path):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -146,7 +152,7 @@ def test_parts_do_not_read_the_whole_configuration():
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for path in source_files()
         if room_of(module_of(path)) in WITHOUT_IT
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in statements(path)
         if isinstance(node, ast.ImportFrom) and any(alias.name == WHOLE_CONFIGURATION for alias in node.names)
     ]
     assert not wrong, "\n" + "\n".join(wrong)

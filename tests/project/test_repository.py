@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from syntax import statements
 
 ROOT = Path(__file__).resolve().parents[2]
 LONGEST_FILE, LONGEST_FUNCTION = 400, 60
@@ -63,7 +64,7 @@ def test_function_lengths():
         f"{path.relative_to(ROOT)}:{node.lineno}: {node.name}": function_length(node)
         for path in python_files()
         if path.relative_to(ROOT).parts[0] != "kernels"
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in statements(path)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     }
     assert lengths

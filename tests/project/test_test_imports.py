@@ -1,10 +1,10 @@
 """Imports between modules of the tests: each name exists, and each test file can be run alone."""
 
 import ast
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from syntax import statements
 
 TESTS = Path(__file__).parents[1]
 FILES = sorted(TESTS.rglob("*.py"))
@@ -17,26 +17,33 @@ def search_path(file: Path) -> set[Path]:
     return {file.parent, *ADDED, *(folder for folder in file.parents if (folder / "conftest.py").exists())}
 
 
-def defined_names(file: Path) -> set[str]:
-    """Return the names that a module defines or imports at its top level, in blocks such as `if` and `try` as well."""
-    names = set()
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
-            names.add(node.name)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            names.add(node.id)
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            names |= {alias.asname or alias.name for alias in node.names}
-    return names
+class Module:
+    """Names of a module.
+
+    Attributes:
+        defined: names that it defines or imports, in blocks such as `if` and `try` as well.
+        imports: each imported top-level module, with the names taken from it.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.defined: set[str] = set()
+        self.imports: list[tuple[str, list[str]]] = []
+        for node in statements(file):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
+                self.defined.add(node.name)
+            elif isinstance(node, ast.Assign | ast.AnnAssign):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                self.defined |= {name.id for one in targets for name in ast.walk(one) if isinstance(name, ast.Name)}
+            elif isinstance(node, ast.Import | ast.ImportFrom):
+                self.defined |= {alias.asname or alias.name for alias in node.names}
+                self.imports += imports(node)
 
 
-def imports(file: Path) -> Iterator[tuple[str, list[str]]]:
-    """Yield each imported top-level module with the names taken from it."""
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            yield node.module, [alias.name for alias in node.names]
-        elif isinstance(node, ast.Import):
-            yield from ((alias.name, []) for alias in node.names)
+def imports(node: ast.Import | ast.ImportFrom) -> list[tuple[str, list[str]]]:
+    """Return each top-level module that a statement imports, with the names taken from it."""
+    if isinstance(node, ast.Import):
+        return [(alias.name, []) for alias in node.names]
+    return [(node.module, [alias.name for alias in node.names])] if node.level == 0 and node.module else []
 
 
 @pytest.fixture(scope="module")
@@ -48,11 +55,11 @@ def modules() -> dict[str, list[Path]]:
 
 
 def test_imports_between_tests_resolve(modules: dict[str, list[Path]]) -> None:
-    defined = {file: defined_names(file) for file in FILES}
+    found_in = {file: Module(file) for file in FILES}
     wrong = []
     for file in FILES:
         folders = search_path(file)
-        for module, names in imports(file):
+        for module, names in found_in[file].imports:
             if module not in modules:
                 continue  # of another package
             found = [other for other in modules[module] if other.parent in folders]
@@ -62,6 +69,6 @@ def test_imports_between_tests_resolve(modules: dict[str, list[Path]]) -> None:
             wrong += [
                 f"{file.relative_to(TESTS)}: no {name} in {module}"
                 for name in names
-                if not any(name in defined[other] for other in found)
+                if not any(name in found_in[other].defined for other in found)
             ]
     assert wrong == []
