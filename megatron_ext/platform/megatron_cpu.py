@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 
+from megatron_ext.platform.adamw import AdamW
+
 CPU = torch.device("cpu")
 _PREFIX = "megatron.core"
 _UNCOMPILED_ATTRIBUTE = "_torchdynamo_orig_callable"
@@ -196,7 +198,7 @@ def _use_cpu_generator(random: Any) -> None:
 
 def _use_torch_adamw(optimizer: Any) -> None:
     """Select torch's optimizers. Megatron prefers Transformer Engine's or apex's fused ones, which need a GPU."""
-    optimizer.Adam, optimizer.SGD, optimizer.USING_PYTORCH_OPTIMIZER = torch.optim.AdamW, torch.optim.SGD, True
+    optimizer.Adam, optimizer.SGD, optimizer.USING_PYTORCH_OPTIMIZER = AdamW, torch.optim.SGD, True
 
 
 def _expect_torch_adamw(distrib_optimizer: Any) -> None:

@@ -10,8 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+import whole_run
+from launching import write_config
+from pool import WorkerPool
 
 from megatron_ext.platform import megatron_cpu
+from megatron_ext.platform.adamw import AdamW
 
 
 @pytest.fixture
@@ -170,3 +174,37 @@ def test_gradient_norm_is_accurate(adapter: Any) -> None:
     exact = (1_000_003 * float(torch.tensor(0.1)) ** 2 + 1.0) ** 0.5
     assert float(norm) == pytest.approx(exact, rel=1e-7)
     assert per_tensor is None
+
+
+def trained_modules(rank: int, world_size: int, *run: Any) -> list[str]:
+    """Train, and return the names of all imported modules."""
+    whole_run.run(rank, world_size, *run)
+    return list(sys.modules)
+
+
+def test_training_does_not_import_the_compiler(data: Path, tmp_path: Path) -> None:
+    """Importing it would take longer than building the model. In a new process, because other tests compile."""
+    config = write_config(tmp_path, data, tmp_path / "runs")
+    new = WorkerPool(1)
+    try:
+        (modules,) = new.run(trained_modules, 1, config, ["training.steps=3", "model.pattern=attention"])
+    finally:
+        new.stop()
+    assert "torch._dynamo" not in modules
+    assert "megatron.core.optimizer" in modules
+
+
+def test_adamw_equals_that_of_torch() -> None:
+    start = torch.randn(5, generator=torch.Generator().manual_seed(1))
+    results = []
+    for kind in (torch.optim.AdamW, AdamW):
+        parameter = torch.nn.Parameter(start.clone())
+        optimizer = kind([{"params": [parameter], "weight_decay": 0.1}], lr=0.1, fused=True)
+        for _ in range(3):
+            optimizer.zero_grad()
+            parameter.square().sum().backward()
+            optimizer.step()
+            optimizer.load_state_dict(optimizer.state_dict())
+        results.append(parameter.detach())
+    assert torch.equal(*results)
+    assert not torch.equal(results[0], start)

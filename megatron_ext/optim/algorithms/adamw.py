@@ -10,6 +10,7 @@ from torch import Tensor
 from megatron_ext.config.schema import OptimizerConfig
 from megatron_ext.optim.algorithm import Algorithm
 from megatron_ext.optim.registry import register
+from megatron_ext.platform import adamw
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -21,10 +22,10 @@ class AdamW(Algorithm):
     moments = MOMENTS
     shardings = (*Algorithm.shardings, "megatron")
 
-    def build(self, groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.AdamW:
+    def build(self, groups: list[dict[str, Any]], config: OptimizerConfig) -> adamw.AdamW:
         """Implement `Algorithm.build` with torch's fused kernel."""
         beta1, beta2 = config.betas
-        return torch.optim.AdamW(
+        return adamw.AdamW(
             groups,
             lr=config.lr,
             betas=(beta1, beta2),
