@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import whole_run
-from launching import TP2, call, records, run, snapshot, write_config
-from pool import WorkerPool
+from launching import TP2, call, records, snapshot, write_config
+from pool import WorkerFailed, WorkerPool
 
 
 def one_line(errors: str) -> str:
@@ -92,14 +92,18 @@ def test_a_damaged_shard_is_named(
 
 
 @pytest.mark.slow
-def test_a_damaged_shard_is_named_once_by_all_ranks(tmp_path: Path, own_data: Path, config: Path) -> None:
+def test_a_damaged_shard_is_named_alike_by_all_ranks(
+    pool: WorkerPool, tmp_path: Path, own_data: Path, config: Path
+) -> None:
+    """`selectron train` prints an error of all ranks once, see tests/launch/test_local.py."""
     shards = sorted((own_data / "train" / "First").glob("*.tar"))
     for shard in shards[:2]:  # ranks verify different shards: each finds one
         flip_a_byte(shard)
     before = snapshot(tmp_path)
-    code, errors = run(config, [*TP2, f"data.path={own_data}"], processes=2)
-    assert code == 2, errors
-    assert str(shards[0]) in only_line(errors)
+    with pytest.raises(WorkerFailed) as caught:
+        pool.run(whole_run.run, 2, config, [*TP2, f"data.path={own_data}"])
+    found = re.findall(r"UserError: (.*): sha256 differs", str(caught.value))
+    assert found == [str(shards[0])] * 2
     assert snapshot(tmp_path) == before
 
 

@@ -1,4 +1,7 @@
-"""Runs of the real command that are stopped in different ways and resumed: the curve must be the same."""
+"""Runs that are stopped in different ways and resumed: the curve must be the same.
+
+A real command with two processes is stopped by a signal. Ranks of the pool are killed and suspended.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,6 @@ import time
 from pathlib import Path
 from unittest.mock import patch
 
-import psutil
 import pytest
 import whole_run
 from launching import (
@@ -25,7 +27,7 @@ from launching import (
     wait_for_step,
     write_config,
 )
-from pool import WorkerPool
+from pool import WorkerFailed, WorkerPool
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_ext.utils.errors import EXIT_STOPPED
@@ -72,10 +74,9 @@ def test_a_run_killed_at_a_random_step_continues_to_the_last_bit(
     folder, seed = tmp_path / "run", random.SystemRandom().randrange(2**32)
     step = random.Random(seed).randint(4, STEPS - 2)  # after the first checkpoint and before the end
     print(f"seed {seed}: killed after step {step}")
-    process = start(config, TP2, 2)
-    wait_for_step(process, folder, step)
-    process.kill()
-    process.communicate()
+    killed = {rank: signal.SIGKILL for rank in range(2)}
+    with pytest.raises(WorkerFailed, match="died"):
+        pool.run(whole_run.run_with_signals, 2, config, TP2, step, killed, tmp_path / "errors")
     done = len(records(folder))
     assert step <= done < STEPS
     pool.run(whole_run.run, 2, config, TP2, "auto")
@@ -90,13 +91,12 @@ def test_a_run_killed_at_a_random_step_continues_to_the_last_bit(
 
 @pytest.mark.slow
 def test_a_run_killed_before_its_first_checkpoint_begins_anew(
-    tmp_path: Path, config: Path, reference: References
+    tmp_path: Path, config: Path, reference: References, pool: WorkerPool
 ) -> None:
     folder = tmp_path / "run"
-    process = start(config, [], 1)
-    wait_for_step(process, folder, 1)
-    process.kill()
-    process.communicate()
+    with pytest.raises(WorkerFailed, match="died"):
+        pool.run(whole_run.run_with_signals, 1, config, [], 1, {0: signal.SIGKILL}, tmp_path / "errors")
+    assert 1 <= len(records(folder)) < STEPS
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # a fast machine may have written checkpoints
     assert call(config, "--resume=auto") == 0
     assert curve(folder) == curve(reference("one"))
@@ -129,21 +129,14 @@ def test_a_rank_that_hangs_ends_the_run_with_stacks_and_it_continues_to_the_last
     tmp_path: Path, config: Path, reference: References, pool: WorkerPool
 ) -> None:
     """A stopped rank is silent and keeps its connections open, as behind a cut link."""
-    folder, limit = tmp_path / "run", 20.0
-    process = start(config, [*TP2, f"run.hang_timeout={limit}"], 2)
-    wait_for_step(process, folder, 1)
-    ranks = sorted(psutil.Process(process.pid).children(), key=lambda child: child.pid)
-    assert len(ranks) == 2
-    wait_for_step(process, folder, 3)
-    ranks[1].suspend()
-    stopped = time.monotonic()
-    _, errors = process.communicate(timeout=240)
-    assert limit - 1 < time.monotonic() - stopped < limit + 60
-    assert process.returncode == 1
-    assert "Timeout (0:00:20)!" in errors
-    assert re.search(r"training/loop\.py\", line \d+ in _run\n", errors)  # in a step, an evaluation or a save
-    assert "selectron: rank 0 of 2 ended with exit code 1" in errors
-    assert not [rank for rank in ranks if rank.is_running()]
+    folder, limit, errors = tmp_path / "run", 10.0, tmp_path / "errors"
+    fields = [*TP2, f"run.hang_timeout={limit}"]
+    start = time.monotonic()
+    with pytest.raises(WorkerFailed, match=r"rank 0 died\n(.|\n)*rank\(s\) \[1\] did not answer"):
+        pool.run(whole_run.run_with_signals, 2, config, fields, 3, {1: signal.SIGSTOP}, errors)
+    assert limit - 1 < time.monotonic() - start < limit + 60
+    assert "Timeout (0:00:10)!" in errors.read_text()
+    assert re.search(r"training/loop\.py\", line \d+ in _run\n", errors.read_text())  # a step, evaluation or save
     assert len(records(folder)) < STEPS
     pool.run(whole_run.run, 2, config, TP2, "auto")
     assert curve(folder) == curve(reference("tp2"))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import threading
+import time
 from contextlib import redirect_stderr
 from io import StringIO
 from pathlib import Path
@@ -10,8 +13,9 @@ from unittest.mock import patch
 from megatron_ext.config.load import load_config
 from megatron_ext.config.rules import check
 from megatron_ext.mixers.core.registry import load_all
+from megatron_ext.run_folder.layout import METRICS
 from megatron_ext.training.run import train
-from megatron_ext.training.starting import Resume
+from megatron_ext.training.starting import Resume, run_folder
 
 
 def resume(rank: int, world_size: int, path: Path, overrides: list[str], mode: Resume = True) -> str:
@@ -24,6 +28,29 @@ def resume(rank: int, world_size: int, path: Path, overrides: list[str], mode: R
 def run_from_step(rank: int, world_size: int, path: Path, overrides: list[str], step: int) -> None:
     """Resume as `selectron train --from-step` does."""
     run(rank, world_size, path, overrides, from_step=step)
+
+
+def run_with_signals(
+    rank: int, world_size: int, path: Path, overrides: list[str], step: int, signals: dict[int, int], errors: Path
+) -> None:
+    """Train. A rank sends itself its entry of `signals` at any moment after the run has recorded a step.
+
+    Args:
+        errors: file that receives what the first rank writes to its standard error, also outside Python.
+    """
+    if rank == 0:
+        with errors.open("wb") as file:
+            os.dup2(file.fileno(), 2)  # for good: only calls that end the process come here
+    if rank in signals:
+        metrics = run_folder(load_config(path, overrides, load_all())) / METRICS
+        threading.Thread(target=_send_after, args=(signals[rank], metrics, step), daemon=True).start()
+    run(rank, world_size, path, overrides)
+
+
+def _send_after(number: int, metrics: Path, step: int) -> None:
+    while not metrics.exists() or metrics.read_bytes().count(b"\n") < step:
+        time.sleep(0.005)
+    os.kill(os.getpid(), number)
 
 
 def run(
