@@ -51,3 +51,20 @@ def test_scan(shape, axis):
     operation = interpreter.ScanOps(axis, COMBINE, reverse=False)
     expected = fast_interpreter.scan_elements(operation, tensors(shape))
     assert_equal(fast_interpreter.scan_slices(operation, tensors(shape)), expected)
+
+
+@pytest.mark.parametrize(("source", "target"), [(tl.bfloat16, tl.float32), (tl.float32, tl.bfloat16)])
+@pytest.mark.parametrize("subnormal", [False, True])
+def test_conversion_of_bfloat16(source, target, subnormal):
+    """Every bf16, infinities and NaN included, and fp32 numbers beside them."""
+    bits = np.arange(2**16, dtype=np.uint16)
+    if not subnormal:
+        bits = bits[(bits & 0x7F80 != 0) | (bits & 0x7F == 0)]
+    if source == tl.float32:
+        low = np.random.default_rng(0).integers(0, 2**16, len(bits), dtype=np.uint32)
+        bits = bits.astype(np.uint32) << 16 | low * (bits & 0x7F80 != 0)
+    x = np.stack([bits, bits[::-1]]).T
+    found = fast_interpreter.convert_bfloat16(x, source, target, None)
+    expected = fast_interpreter.convert_float(x, source, target, None)
+    assert found.dtype == expected.dtype
+    assert np.array_equal(found, expected)
