@@ -46,10 +46,60 @@ def both(q, k, size, cu_seqlens=None):
 
 
 @pytest.mark.parametrize(("t", "d", "size", "dtype"), CASES)
-def test_random_keys(t, d, size, dtype):
+def test_random_keys(monkeypatch, t, d, size, dtype):
+    """The final lower bounds exclude candidates of screening, and scores of the first candidates exclude others."""
+    counts, order_by_chunk = [], triton_launch_screening._order_by_chunk
+
+    def count_before_and_after(heads, candidates, statistics, *more):
+        counts.append(statistics.counts.clone())
+        order = order_by_chunk(heads, candidates, statistics, *more)
+        counts.append(statistics.counts.clone())
+        return order
+
+    monkeypatch.setattr(triton_launch_screening, "_order_by_chunk", count_before_and_after)
     screened, plain = both(*draw(t, (2, 1), d, dtype), size)
     assert torch.equal(screened, plain)
     assert (plain >= 0).any() == (t > size)
+    collected, bounded, _, scored = (int(count[counts[1] > 0].sum()) for count in counts)  # 0: nothing left to score
+    assert collected > bounded > scored or t < 2 * size
+
+
+class Recorder:
+    """Stand-in for a kernel, which records its arguments."""
+
+    def __getitem__(self, grid):
+        return self.record
+
+    def record(self, *args, **options):
+        self.args = args
+
+
+def test_bounds_have_their_margins(monkeypatch):
+    """Compare the bounds of rounded queries and keys with the norms in float64, each with its margin."""
+    q, k = (x.flatten(0, 1) for x in draw(40, (2, 1), 20, BF16))
+    problem = _problem(q[None], k[None], None, 32, True, 1.0, 0)
+    recorder = Recorder()
+    monkeypatch.setattr(triton_launch_screening.triton_screen, "screen", recorder)
+    monkeypatch.setattr(triton_launch_screening, "on_hopper", lambda x: False)
+    centre = k[:, 0].float().mean(0)
+    triton_launch_screening.collect_candidates(triton_launch_screening.Heads(problem, 1, q, k, centre[None]), None)
+    q8, query_bounds, k8, chunk_bounds = (x.double() for x in recorder.args[:4])
+    margin, product_error = 1 + 2**-10, 2**-13
+    close = functools.partial(torch.testing.assert_close, rtol=2**-13, atol=0)
+
+    scaled = q.double().flatten(0, 1)
+    scaled *= 127 / scaled.abs().amax(1, keepdim=True)
+    error = scaled - q8[0, :, :20]
+    assert error.abs().max() < 0.5 + 1e-4
+    close(query_bounds[0], torch.stack([error.norm(dim=1), scaled.norm(dim=1) + error.norm(dim=1)]) * margin)
+    for i, keys in enumerate(k[:, 0].double().split(32)):
+        centred = keys - centre.double()
+        scale = centred.abs().max() / 127
+        error = centred - scale * k8[0, 32 * i : 32 * i + 32, :20]
+        assert error.abs().max() < (0.5 + 1e-4) * scale
+        norms = centred.norm(dim=1)
+        key_error = error.norm(dim=1).max() + (norms + keys.norm(dim=1)).max() * product_error
+        close(chunk_bounds[:, 0, i], torch.stack([scale, norms.max() * margin, key_error * margin]))
 
 
 @pytest.mark.parametrize(("share", "least"), [(0.0, 0), (1.0, 0), (0.0, 2**28)])
