@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 from torch.nn import functional
 
-from kernels.meta.fused_call import as_one_kernel, one_kernel
+from kernels.meta.fused_call import as_one_kernel
 from kernels.meta.unlaunched import unlaunched
 from megatron_ext.config.layout import layout_of
 from megatron_ext.config.schema import RunConfig
@@ -218,18 +219,12 @@ def count_fused_kernels() -> Iterator[None]:
 
     On meta tensors torch runs several operations for each.
     """
-    norms = {name: getattr(functional, name) for name in ("rms_norm", "layer_norm")}
-    for name, norm in norms.items():
-        setattr(functional, name, partial(as_one_kernel, norm))
-    try:
-        with (
-            wrap_method(fused_bias_swiglu, "swiglu", one_kernel),
-            wrap_method(fused_bias_swiglu, "swiglu_back", one_kernel),
-        ):
-            yield
-    finally:
-        for name, norm in norms.items():
-            setattr(functional, name, norm)
+    kernels = [(functional, name) for name in ("rms_norm", "layer_norm")]
+    kernels += [(fused_bias_swiglu, name) for name in ("swiglu", "swiglu_back")]
+    with ExitStack() as stack:
+        for module, name in kernels:
+            stack.enter_context(patch.object(module, name, partial(as_one_kernel, getattr(module, name))))
+        yield
 
 
 def _batch(config: RunConfig, cp_size: int, device: torch.device) -> Batch:

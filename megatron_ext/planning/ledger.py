@@ -6,6 +6,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -103,6 +104,11 @@ class LedgerMode(TorchDispatchMode):
         self._ledger, self._purpose = ledger, purpose
         self._entries: dict[int, tuple[Purpose, int] | None] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Leave out torch's wrapper for the compiler: nothing is compiled under this mode."""
+        return False
+
     def exclude(self, tensors: Iterable[Tensor]) -> None:
         """Exclude tensors that exist before the step, such as weights, from the ledger."""
         self._entries |= {x.untyped_storage()._cdata: None for x in tensors}
@@ -115,7 +121,7 @@ class LedgerMode(TorchDispatchMode):
             op_kwargs["device"] = torch.device("meta")
         skipped = func is ADD_PRODUCT and op_kwargs["out"].is_meta
         result = op_kwargs["out"] if skipped else func(*args, **op_kwargs)
-        for leaf in tree_iter(result):
+        for leaf in (result,) if isinstance(result, Tensor) else tree_iter(result):
             if isinstance(leaf, Tensor) and leaf.is_meta:
                 self._record_storage(leaf.untyped_storage())
         if func is ATTENTION_BACKWARD:
@@ -166,8 +172,11 @@ class LedgerMode(TorchDispatchMode):
 
 def _creates_tensor(func: Any, args: Sequence[Any]) -> bool:
     """Return True if an operation creates a tensor from no other tensor and has a device argument."""
-    if any(isinstance(leaf, Tensor) for leaf in tree_iter(args)):
-        return False
+    return _has_device_argument(func) and not any(isinstance(leaf, Tensor) for leaf in tree_iter(args))
+
+
+@cache
+def _has_device_argument(func: Any) -> bool:
     return any(argument.name == "device" for argument in func._schema.arguments)
 
 
