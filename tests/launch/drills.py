@@ -26,7 +26,7 @@ from faults import Act, nothing
 from launching import curve, records, write_config
 from sabotaged import CHECKPOINT_EVERY, NAN_ONCE, STUCK_ONCE, holding_file, set_free
 from slurm_cluster import SlurmCluster
-from slurm_runs import FIELDS, LAUNCH, call, finished, job_events, launched, released, state, wait_for
+from slurm_runs import ASK_SECONDS, FIELDS, LAUNCH, call, finished, job_events, launched, released, state, wait_for
 
 from megatron_ext.checkpoint.folder import CheckpointFolder
 from megatron_ext.launch.job import list_jobs
@@ -39,7 +39,11 @@ LATE_SLURMD_SECONDS = 30
 KILL_SECONDS = 10
 """Time between SIGTERM and SIGKILL, long enough for a job on a busy machine."""
 MIB = 2**20
-DRILL_FIELDS = (f"training.checkpoint_every={CHECKPOINT_EVERY}",)
+DRILL_FIELDS = (
+    f"training.checkpoint_every={CHECKPOINT_EVERY}",
+    "training.micro_batch_size=2",
+    "model.pattern=top1_chunk,gated_deltanet",
+)
 FULL_DISK = "full disk during a checkpoint"
 
 
@@ -214,9 +218,9 @@ def _disturbed(cluster: SlurmCluster, folder: Path, drill: Drill) -> Course:
     if drill.since:
         wait_for(folder, lambda: drill.since in job_events(folder)[seen:])
         seen, caused = job_events(folder).index(drill.since, seen) + 1, time.monotonic()
-    wait_for(folder, lambda: len(job_events(folder)) > seen or state(cluster, folder) != "RUNNING")
+    wait_for(folder, lambda: len(job_events(folder)) > seen or state(cluster, folder) != "RUNNING", pause=ASK_SECONDS)
     detected = time.monotonic()
-    wait_for(folder, lambda: state(cluster, folder) != "RUNNING")
+    wait_for(folder, lambda: state(cluster, folder) != "RUNNING", pause=ASK_SECONDS)
     drill.repair(cluster, folder)
     again, newest = _until_begun_anew(cluster, folder, inode)
     wait_for(folder, lambda: _has_trained(folder, newest - drill.goes_back))
@@ -311,7 +315,7 @@ def _until_begun_anew(cluster: SlurmCluster, folder: Path, inode: int) -> tuple[
         newest = max(newest, latest)
         return False
 
-    wait_for(folder, has_begun_anew)
+    wait_for(folder, has_begun_anew, pause=ASK_SECONDS)
     return again, newest
 
 

@@ -23,6 +23,8 @@ from megatron_ext.launch.status import read_job_events
 
 STEPS = 24
 RELEASE_SECONDS = 2
+ASK_SECONDS = 0.5
+"""Pause between two questions to Slurm. Each starts several processes on the processors that the ranks share."""
 FIELDS = [f"training.steps={STEPS}", "training.evaluate_every=0", "training.micro_batch_size=1"]
 CLI = (sys.executable, "-m", "megatron_ext.cli")
 LAUNCH = ("launch", "--no-preflight")
@@ -79,12 +81,13 @@ def state(cluster: SlurmCluster, folder: Path) -> str:
     return output.strip()
 
 
-def wait_for(folder: Path, condition: Callable[[], object], seconds: float = 300) -> None:
+def wait_for(folder: Path, condition: Callable[[], object], seconds: float = 300, pause: float = 0.05) -> None:
+    """Wait for a condition on a run. Pause `ASK_SECONDS` between two calls of one that asks Slurm."""
     end = time.monotonic() + seconds
     while not condition():
         log = list_jobs(folder)[-1].log
         assert time.monotonic() < end, (job_events(folder), log.read_text() if log.exists() else "no log")
-        time.sleep(0.05)
+        time.sleep(pause)
 
 
 def released(cluster: SlurmCluster, folder: Path) -> bool:
@@ -115,11 +118,12 @@ def finished(cluster: SlurmCluster, folder: Path) -> Path:
     """Wait until a run is finished, releasing its job if Slurm holds it. Return its folder."""
 
     def is_finished() -> bool:
+        if job_events(folder)[-1:] == ["finished"]:
+            return True
         released(cluster, folder)
-        time.sleep(0.2)
-        return job_events(folder)[-1:] == ["finished"]
+        return False
 
-    wait_for(folder, is_finished)
+    wait_for(folder, is_finished, pause=ASK_SECONDS)
     return folder
 
 

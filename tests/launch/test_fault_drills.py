@@ -28,7 +28,7 @@ from drills import (
 from launching import ROOT, curve, records, write_config
 from sabotaged import holding_file, program, set_free
 from slurm_cluster import PATH, SlurmCluster, missing
-from slurm_runs import CLI, FIELDS, STEPS, first_steps, job_events, number, release
+from slurm_runs import ASK_SECONDS, CLI, FIELDS, STEPS, first_steps, job_events, number, release
 
 from megatron_ext.launch.job import list_jobs
 from megatron_ext.launch.status import read_job_events
@@ -155,7 +155,7 @@ def test_template_submitted_by_hand(
         end = time.monotonic() + 300
         while not condition():
             assert time.monotonic() < end, (notes(), (tmp_path / f"selectron-{job}.log").read_text())
-            time.sleep(0.1)
+            time.sleep(ASK_SECONDS)
 
     is_past(holding_file(folder).exists)
     cluster.run("scancel", "--batch", "--signal=USR1", job)
