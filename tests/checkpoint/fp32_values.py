@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
 import parity
 import resharded
 import torch
-from resharded import Run, build, build_and_load
+from resharded import STEPS, Run, build
 from torch import Tensor
 
 from megatron_ext.checkpoint.folder import Progress
@@ -20,8 +21,6 @@ from megatron_ext.optim import state
 from megatron_ext.parallel.fp32_values import fp32_values
 from megatron_ext.training.trainer import Trainer
 
-Values = dict[str, dict[str, Tensor]]
-
 
 def _values(chunks: Any, trainer: Trainer) -> dict[str, Tensor]:
     """Return the fp32 values of those of the whole model's parameters that have them, on rank 0."""
@@ -31,38 +30,66 @@ def _values(chunks: Any, trainer: Trainer) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in found.items() if not tensor.isinf().any()}
 
 
-def _state(trainer: Trainer) -> Values:
-    """Return the values used in the forward pass, the optimizer's copy, and the parameters, on rank 0."""
+@dataclass(frozen=True)
+class State:
+    """Whole state of a run, on rank 0.
+
+    Attributes:
+        used: fp32 values that the forward pass uses, by parameter.
+        full: see `resharded.full_state`.
+    """
+
+    used: dict[str, Tensor]
+    full: dict[str, dict[str, Tensor]]
+
+
+def _state(trainer: Trainer) -> State:
     trainer.optimizer.make_moments()
-    found = resharded.full_state(trainer)
-    values = _values(trainer.optimizer.chunks, trainer)
-    return {
-        "used": values,
-        "optimizer": {name: found["param"][name] for name in values},
-        "rounded": {name: found["parameters"][name] for name in values},
-    }
+    return State(_values(trainer.optimizer.chunks, trainer), resharded.full_state(trainer))
 
 
-def train(rank: int, world_size: int, run: Run, rounded: bool) -> tuple[Values, Values]:
-    """Train and save, with `rounded` rounded as older versions did. Return the state before training and after."""
-    config, trainer, store = build(run, seed=1)
-    first = _state(trainer)
-    for step in range(resharded.STEPS):
+def train(
+    rank: int, world_size: int, run: Run, first: int, rounded: bool = False
+) -> tuple[State, State, dict[str, Tensor]]:
+    """Load the checkpoint of step `first` (0: there is none), train and save.
+
+    Args:
+        rank: rank of this process.
+        world_size: number of processes.
+        run: run to continue.
+        first: step to continue from.
+        rounded: save rounded parameters, as older versions did.
+
+    Returns:
+        The state before training, the state after it, and the values of a model loaded without optimizer.
+    """
+    config, trainer, store = build(run, seed=first + 1)
+    model_values: dict[str, Tensor] = {}
+    if first:
+        store.load(trainer.optimizer, store.check(first))
+        model_values = _model_values(run, trainer, store, first)
+    before = _state(trainer)
+    for step in range(first, first + STEPS):
         trainer.train_step(parity.step_batches(config, trainer.groups, step))
-    progress = Progress(step=resharded.STEPS, samples=8 * resharded.STEPS, tokens=1)
+    step = first + STEPS
+    progress = Progress(step=step, samples=8 * step, tokens=1)
     if rounded:
         with patch.object(base, "stored", lambda x: x), patch.object(state, "stored", lambda x: x):
             store.save(trainer.optimizer, progress)
     else:
         store.save(trainer.optimizer, progress)
-    return first, _state(trainer)
+    return before, _state(trainer), model_values
 
 
-def load(rank: int, world_size: int, run: Run) -> tuple[Values, dict[str, Tensor]]:
-    """Return the state of a run resumed from the checkpoint, and the values of a model loaded without optimizer."""
-    config, trainer = build_and_load(run)
-    store = CheckpointStore(run.root, {}, trainer.groups, trainer.platform)
-    shape = model_shape(config, trainer.platform, parity.VOCABULARY)
+def _model_values(run: Run, trainer: Trainer, store: CheckpointStore, step: int) -> dict[str, Tensor]:
+    shape = model_shape(run.config(seed=4), trainer.platform, parity.VOCABULARY)
     chunks = build_model(shape, trainer.platform, trainer.groups, seed=4)
-    store.load_model(chunks, store.check(resharded.STEPS))
-    return _state(trainer), _values(chunks, trainer)
+    store.load_model(chunks, store.check(step))
+    return _values(chunks, trainer)
+
+
+def load(rank: int, world_size: int, run: Run) -> tuple[State, dict[str, Tensor]]:
+    """Return the state of a run resumed from the checkpoint, and the values of a model loaded without optimizer."""
+    _, trainer, store = build(run, seed=2)
+    store.load(trainer.optimizer, store.check(STEPS))
+    return _state(trainer), _model_values(run, trainer, store, STEPS)

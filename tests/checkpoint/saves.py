@@ -54,6 +54,11 @@ class Run:
     def save(self) -> None:
         self.store.save(self.trainer.optimizer, self.progress)
 
+    def save_synchronously(self, root: Path) -> None:
+        store = CheckpointStore(root, {}, self.trainer.groups, self.trainer.platform)
+        store.save(self.trainer.optimizer, self.progress)
+        assert not store.is_busy
+
 
 @contextmanager
 def call_before_item(callback: Callable[[], None]) -> Iterator[None]:
@@ -68,8 +73,12 @@ def call_before_item(callback: Callable[[], None]) -> Iterator[None]:
         yield
 
 
-def train_during_save(rank: int, world_size: int, root: Path, sharding: str) -> tuple[State, State, list[Any]]:
+def train_during_save(
+    rank: int, world_size: int, root: Path, synchronous: Path, sharding: str
+) -> tuple[State, State, list[Any]]:
     """Save after each of four steps, with writing blocked until the model has trained one more step.
+
+    Save the last of these states to another folder, too, synchronously.
 
     Returns:
         The whole state at the last save, the whole state after the next step, and for each save the exchanges used for
@@ -80,6 +89,8 @@ def train_during_save(rank: int, world_size: int, root: Path, sharding: str) -> 
     for _ in range(4):
         at_save, release = resharded.full_state(run.trainer), Event()
         run.store.wait()
+        if run.step == 4:
+            run.save_synchronously(synchronous)
         with call_before_item(release.wait), record_exchanges() as exchanges:
             run.save()
             planning = len(exchanges)
@@ -103,15 +114,6 @@ def record_exchanges() -> Iterator[list[str]]:
 
     with patch.multiple(dist, **{name: recording(name) for name in names}):
         yield calls
-
-
-def save_synchronously(rank: int, world_size: int, root: Path, steps: int, sharding: str) -> None:
-    """Save the same run once, synchronously."""
-    run = Run(root, asynchronous=False, sharding=sharding)
-    for _ in range(steps):
-        run.train()
-    run.save()
-    assert not run.store.is_busy
 
 
 def load(rank: int, world_size: int, root: Path, step: int) -> tuple[State, Progress]:

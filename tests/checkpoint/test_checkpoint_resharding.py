@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,10 +24,10 @@ HYBRID = "top1_chunk,gated_deltanet,attention,top1_element"
 
 
 def _models_of_all_mixers() -> list[str]:
-    """Patterns of four-layer models that cover every mixer."""
+    """Patterns of eight-layer models that cover every mixer."""
     names = sorted(load_all())
-    names += ["attention"] * (-len(names) % 4)
-    return [",".join(names[i : i + 4]) for i in range(0, len(names), 4)]
+    names += ["attention"] * (-len(names) % 8)
+    return [",".join(names[i : i + 8]) for i in range(0, len(names), 8)]
 
 
 @pytest.fixture(scope="module")
@@ -54,17 +55,23 @@ def _check(found: State, expected: State) -> None:
         assert [name for name, tensor in tensors.items() if not torch.equal(expected[kind][name], tensor)] == []
 
 
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one process": (1, {}),
+    "tp2_sp": (2, TP2_SP),
+    "pp2": (2, {"pipeline": 2}),
+    "pp2_interleaved": (2, {"pipeline": 2, "virtual_pipeline": 2}),
+    "cp2": (2, {"context": 2}),
+    "tp2_sp_dp2": (4, TP2_SP),
+}
+
+
 @pytest.mark.parametrize(
-    ("world_size", "parallel"),
-    [(1, {}), (2, TP2_SP), (2, {"pipeline": 2}), (2, {"pipeline": 2, "virtual_pipeline": 2})],
-    ids=["one process", "tp2_sp", "pp2", "pp2_interleaved"],
+    "layout", cases(every=["one process", "tp2_sp", "pp2", "pp2_interleaved"], default=["pp2_interleaved"])
 )
-def test_parameters_and_moments_are_the_same_on_another_layout(
-    world_size: int, parallel: dict[str, Any], saved: Any, pool: Any
-) -> None:
+def test_parameters_and_moments_are_the_same_on_another_layout(layout: str, saved: Any, pool: Any) -> None:
     run, expected = saved(HYBRID, 2, TP2_SP)
-    found, steps = pool.run(resharded.load, world_size, replace(run, parallel=parallel))[0]
-    assert steps == resharded.STEPS
+    world_size, parallel = LAYOUTS[layout]
+    found = pool.run(resharded.load, world_size, replace(run, parallel=parallel))[0]
     assert len(found) == 4
     _check(found, expected)
     # The moments exist, and no kind of state is a copy of another.
@@ -75,15 +82,12 @@ def test_parameters_and_moments_are_the_same_on_another_layout(
 
 
 @pytest.mark.parametrize(
-    ("world_size", "parallel"),
-    [(1, {}), (2, {"context": 2}), (4, TP2_SP)],
-    ids=["one process", "cp2", "tp2_sp_dp2"],
+    "layout", cases(every=["one process", "cp2", "tp2_sp_dp2"], default=["one process", "tp2_sp_dp2"])
 )
-def test_data_parallel_shards_are_the_same_on_another_layout(
-    world_size: int, parallel: dict[str, Any], saved: Any, pool: Any
-) -> None:
+def test_data_parallel_shards_are_the_same_on_another_layout(layout: str, saved: Any, pool: Any) -> None:
     run, expected = saved(PAIR, 4, {"context": 2})
-    found, _ = pool.run(resharded.load, world_size, replace(run, parallel=parallel))[0]
+    world_size, parallel = LAYOUTS[layout]
+    found = pool.run(resharded.load, world_size, replace(run, parallel=parallel))[0]
     assert len(found) == 4
     _check(found, expected)
 
@@ -91,7 +95,7 @@ def test_data_parallel_shards_are_the_same_on_another_layout(
 @pytest.mark.parametrize("pattern", _models_of_all_mixers())
 def test_every_mixer_reshards_from_tp2_pp2(pattern: str, saved: Any, pool: Any) -> None:
     run, expected = saved(pattern, 4, TP2_PP2)
-    found, _ = pool.run(resharded.load, 1, replace(run, parallel={}))[0]
+    found = pool.run(resharded.load, 1, replace(run, parallel={}))[0]
     assert found["parameters"]
     _check(found, expected)
 
@@ -107,18 +111,19 @@ BLOCKS = {
 
 
 @pytest.mark.parametrize(
-    ("block", "world_size", "parallel"),
-    [("rwkv7", 1, {}), ("rwkv7", 2, TP2_SP), ("mixer", 2, TP2_SP)],
-    ids=["rwkv7-one process", "rwkv7-tp2_sp", "mixer-tp2_sp"],
+    ("block", "layout"),
+    cases(
+        every=[("rwkv7", "one process"), ("rwkv7", "tp2_sp"), ("mixer", "tp2_sp")],
+        default=[("rwkv7", "tp2_sp"), ("mixer", "tp2_sp")],
+    ),
 )
-def test_other_blocks_reshard_from_tp2_pp2(
-    block: str, world_size: int, parallel: dict[str, Any], saved: Any, pool: Any
-) -> None:
+def test_other_blocks_reshard_from_tp2_pp2(block: str, layout: str, saved: Any, pool: Any) -> None:
+    world_size, parallel = LAYOUTS[layout]
     pattern, model, name = BLOCKS[block]
     run, expected = saved(pattern, 4, TP2_PP2, model=model)
     assert name in expected["parameters"]
     assert any("mlp" in key for key in expected["parameters"]) is (block != "mixer")
-    found, _ = pool.run(resharded.load, world_size, replace(run, parallel=parallel))[0]
+    found = pool.run(resharded.load, world_size, replace(run, parallel=parallel))[0]
     _check(found, expected)
 
 
@@ -132,6 +137,7 @@ OPTIMIZERS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
         {"pipeline": 2, "virtual_pipeline": 2},
         {"sharding": "zero1", "micro_batch_size": 2},  # as many micro-batches as stages
     ),
+    "zero1 dp2": (2, {}, {"sharding": "zero1"}),
     "zero2 cp2": (2, {"context": 2}, {"sharding": "zero2"}),
     "zero3 tp2_sp_dp2": (4, {"tensor": 2, "sequence": True}, {"sharding": "zero3"}),
     "zero3 offloaded": (2, {}, {"sharding": "zero3", "offload": "cpu", "offload_parameters": "cpu"}),
@@ -139,51 +145,31 @@ OPTIMIZERS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 
 
 # All optimizers save in one format. Each loads a checkpoint of another one, and another one loads its checkpoint.
-NAMES = list(OPTIMIZERS)
-PAIRS = [(NAMES[i], NAMES[(i + step) % len(NAMES)]) for step in (1, 3) for i in range(len(NAMES))]
+NAMES = [name for name in OPTIMIZERS if name != "zero1 dp2"]
+CHAINS = {
+    "next": [*NAMES, NAMES[0]],
+    "third": [NAMES[3 * i % len(NAMES)] for i in range(len(NAMES) + 1)],
+    "zero1 to zero2": ["zero1 dp2", "zero2 cp2"],
+    "pipeline to megatron": ["zero1 tp2_sp_pp2", "megatron pp2_dp2"],
+}
 DEEP = "gated_deltanet,attention,attention,attention"
 
 
-@pytest.mark.parametrize(("source", "target"), cases(every=PAIRS, default=PAIRS[: len(NAMES)]))
-def test_optimizers_load_each_others_checkpoints(source: str, target: str, saved: Any, pool: Any) -> None:
-    size, parallel, fields = OPTIMIZERS[source]
-    run, expected = saved(DEEP, size, parallel, **fields)
-    size, parallel, fields = OPTIMIZERS[target]
-    found, steps = pool.run(resharded.load, size, replace(run, parallel=parallel, fields=fields))[0]
-    assert steps == resharded.STEPS
-    assert found.keys() == {"parameters", "param", "exp_avg", "exp_avg_sq"}
-    _check(found, expected)
+@pytest.mark.parametrize("chain", cases(every=CHAINS, default=["next"]))
+def test_optimizers_load_each_others_checkpoints(chain: str, pool: Any, tmp_path: Path) -> None:
+    """Each run of a chain loads the previous one's checkpoint and trains further, with the same losses.
 
-
-@pytest.fixture(scope="module")
-def source_run(saved: Any, pool: Any) -> tuple[Run, list[float]]:
-    """Run with a checkpoint, and its losses after the checkpoint."""
-    size, parallel, fields = OPTIMIZERS["zero1 tp2_sp_pp2"]
-    run, _ = saved(DEEP, size, parallel, **fields)
-    return run, pool.run(resharded.continue_training, size, run)[0]
-
-
-@pytest.mark.parametrize(
-    "target",
-    cases(
-        every=[name for name in OPTIMIZERS if name != "zero1 tp2_sp_pp2"],
-        default=["none tp2", "megatron pp2_dp2", "zero2 cp2", "zero3 offloaded"],
-    ),
-)
-def test_losses_continue_under_another_optimizer(target: str, source_run: tuple[Run, list[float]], pool: Any) -> None:
-    """Wrong moments, step counts or learning rates would change the losses of the following steps."""
-    run, expected = source_run
-    size, parallel, fields = OPTIMIZERS[target]
-    found = pool.run(resharded.continue_training, size, replace(run, parallel=parallel, fields=fields))[0]
-    assert found == pytest.approx(expected, abs=2e-6)
-    assert max(expected) - min(expected) > 1e-3
-
-
-@pytest.mark.parametrize(("source", "target"), [("megatron", "zero1"), ("zero3", "none"), ("none", "zero2")])
-def test_fp32_parameters_of_bf16_runs_are_restored(source: str, target: str, saved: Any, pool: Any) -> None:
-    run, expected = saved(PAIR, 2, {}, sharding=source, precision="bf16")
-    found, _ = pool.run(resharded.load, 2, replace(run, fields={"sharding": target, "precision": "bf16"}))[0]
-    _check(found, expected)
-    name = "layer 1 mlp.linear_fc1.weight"
-    assert torch.equal(expected["param"][name].bfloat16().float(), expected["parameters"][name])
-    assert not torch.equal(expected["param"][name], expected["parameters"][name])
+    Wrong moments, step counts or learning rates would change the losses of the steps after the checkpoint.
+    """
+    previous: resharded.Link | None = None
+    for number, name in enumerate(CHAINS[chain]):
+        size, parallel, fields = OPTIMIZERS[name]
+        first = number * resharded.STEPS
+        link = pool.run(resharded.continue_chain, size, Run(tmp_path, DEEP, parallel, {}, fields), first)[0]
+        assert link.loaded.keys() == {"parameters", "param", "exp_avg", "exp_avg_sq"}, name
+        assert link.loaded_steps == first, name
+        if previous is not None:
+            _check(link.loaded, previous.saved)
+            assert link.losses == pytest.approx(previous.later_losses, abs=2e-6), name
+            assert max(link.losses) - min(link.losses) > 1e-3, name
+        previous = link

@@ -24,7 +24,7 @@ def test_round_trip_of_the_examples(example: Path, tmp_path: Path) -> None:
     assert load_config(tmp_path / "config.yaml", [], MIXERS) == config
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     lr=st.floats(min_value=1e-300, max_value=1e300),
     path=st.text(st.characters(codec="utf-8"), min_size=1, max_size=30).filter(

@@ -281,9 +281,9 @@ def whole_parameters(chunks: Any, tp_rank: int, values: dict[int, Tensor] | None
     gated = chunks[0].config.gated_linear_unit
     named = [(name, p if values is None else values[id(p)]) for chunk in chunks for name, p in _named_globally(chunk)]
     own = {name: tensor.detach().float().clone() for name, tensor in named}
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, (tp_rank, own))
-    if dist.get_rank() != 0:
+    gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object((tp_rank, own), gathered)
+    if gathered is None:
         return {}
     parts: dict[str, dict[int, Tensor]] = {}
     for rank, tensors in gathered:

@@ -112,16 +112,11 @@ class WorkerPool:
         self._workers, self._calls = [], 0
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_IMPORTED_ONCE)
-        with _environment(ENVIRONMENT):  # for the fork server, which the first pool starts and workers inherit from
-            for rank in range(self.size):
-                ours, theirs = context.Pipe()
-                # Not daemons, because saving a checkpoint starts child processes.
-                process = context.Process(target=_serve, args=(theirs,), name=f"worker {rank}")
-                process.start()
-                theirs.close()
-                self._workers.append((process, ours))
+        for rank in range(self.size):
+            ours, theirs = multiprocessing.Pipe()
+            process = start_process(_serve, theirs, name=f"worker {rank}")
+            theirs.close()
+            self._workers.append((process, ours))
 
     def _collect(self, world_size: int, deadline: float, folder: Path) -> list[Any]:
         ranks = {connection: rank for rank, (_, connection) in enumerate(self._workers[:world_size])}
@@ -142,6 +137,20 @@ class WorkerPool:
         if failures:
             raise WorkerFailed("\n".join(failures))
         return [results[rank] for rank in range(world_size)]
+
+
+def start_process(function: Callable[..., Any], *args: Any, name: str | None = None) -> Any:
+    """Start a process that calls a function of a module (pickled by name). It has Megatron imported from its start.
+
+    It is forked from a server process without threads.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_IMPORTED_ONCE)
+    with _environment(ENVIRONMENT):  # for the fork server, which the first call starts and processes inherit from
+        # Not a daemon, because saving a checkpoint starts child processes.
+        process = context.Process(target=function, args=args, name=name)
+        process.start()
+    return process
 
 
 def _receive(connection: Connection, stack: Path) -> tuple[bool, Any]:

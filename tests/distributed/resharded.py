@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -57,33 +58,27 @@ def build(run: Run, seed: int) -> tuple[RunConfig, Trainer, CheckpointStore]:
     return config, trainer, CheckpointStore(run.root, {}, groups, platform)
 
 
-def build_and_load(run: Run) -> tuple[RunConfig, Trainer]:
-    """Build the run with other initial weights, and load its checkpoint."""
-    config, trainer, store = build(run, seed=2)
-    store.load(trainer.optimizer, store.check(STEPS))
-    return config, trainer
-
-
 def full_state(trainer: Trainer) -> dict[str, dict[str, Tensor]]:
     """Return parameters and optimizer state of the whole model on rank 0."""
     optimizer, groups = trainer.optimizer, trainer.groups
     with optimizer.gathered_parameters():
         state = {"parameters": parity.whole_parameters(optimizer.chunks, groups.tp.rank())}
     slices = list(optimizer.slices())  # type: ignore[attr-defined]
+    parameters = [parameter for chunk in optimizer.chunks for parameter in chunk.parameters()]
+    # Under ZeRO-3 the parameter itself is empty.
+    shapes = [getattr(parameter, "ds_shape", parameter.shape) for parameter in parameters]
+    sizes = [shape.numel() for shape in shapes]
+    starts = {id(p): start for p, start in zip(parameters, accumulate(sizes, initial=0), strict=False)}
     for kind in ("param", "exp_avg", "exp_avg_sq"):
-        values = {}
-        for chunk in optimizer.chunks:
-            for parameter in chunk.parameters():
-                shape = getattr(parameter, "ds_shape", parameter.shape)  # under ZeRO-3 the parameter itself is empty
-                filled = torch.full([shape.numel()], -torch.inf)
-                for flat_slice in slices:
-                    if flat_slice.parameter is parameter:
-                        tensor = flat_slice.tensors[kind]
-                        filled[flat_slice.start : flat_slice.start + len(tensor)] = tensor
-                dist.all_reduce(filled, dist.ReduceOp.MAX, group=groups.dp_cp)
-                assert torch.isfinite(filled).all(), f"some elements have no {kind}"
-                values[id(parameter)] = filled.view(shape)
-        state[kind] = parity.whole_parameters(optimizer.chunks, groups.tp.rank(), values)
+        filled = torch.full([sum(sizes)], -torch.inf)
+        for flat_slice in slices:
+            tensor, start = flat_slice.tensors[kind], starts[id(flat_slice.parameter)] + flat_slice.start
+            filled[start : start + len(tensor)] = tensor
+        dist.all_reduce(filled, dist.ReduceOp.MAX, group=groups.dp_cp)
+        assert torch.isfinite(filled).all(), f"some elements have no {kind}"
+        values = [part.view(shape) for part, shape in zip(filled.split(sizes), shapes, strict=True)]
+        known = {id(parameter): value for parameter, value in zip(parameters, values, strict=True)}
+        state[kind] = parity.whole_parameters(optimizer.chunks, groups.tp.rank(), known)
     return state
 
 
@@ -96,15 +91,44 @@ def save(rank: int, world_size: int, run: Run) -> dict[str, dict[str, Tensor]]:
     return full_state(trainer)
 
 
-def load(rank: int, world_size: int, run: Run) -> tuple[dict[str, dict[str, Tensor]], int]:
-    """Load. Return the whole state and the step count of the schedule."""
-    _, trainer = build_and_load(run)
+def load(rank: int, world_size: int, run: Run) -> dict[str, dict[str, Tensor]]:
+    """Load a checkpoint into a model with other initial weights. Return the whole state."""
+    _, trainer, store = build(run, seed=2)
+    store.load(trainer.optimizer, store.check(STEPS))
+    return full_state(trainer)
+
+
+@dataclass(frozen=True)
+class Link:
+    """Run of a chain, on rank 0.
+
+    Attributes:
+        loaded: whole state before the first step; initial weights and no moments where no checkpoint was loaded.
+        loaded_steps: step count of the schedule before the first step.
+        losses: losses of the `STEPS` steps before the save.
+        saved: whole state at the save.
+        later_losses: losses of the `STEPS` steps after the save.
+    """
+
+    loaded: dict[str, dict[str, Tensor]]
+    loaded_steps: int
+    losses: list[float]
+    saved: dict[str, dict[str, Tensor]]
+    later_losses: list[float]
+
+
+def continue_chain(rank: int, world_size: int, run: Run, first: int) -> Link:
+    """Load the checkpoint of step `first` (0: there is none), train, save, and train further."""
+    config, trainer, store = build(run, seed=first + 1)
+    if first:
+        store.load(trainer.optimizer, store.check(first))
+    else:
+        trainer.optimizer.make_moments()
+    losses, states = [], [full_state(trainer)]
     num_steps = trainer.optimizer._scheduler.num_steps  # type: ignore[attr-defined]
-    return full_state(trainer), num_steps
-
-
-def continue_training(rank: int, world_size: int, run: Run) -> list[float]:
-    """Load. Return the losses of two steps after the checkpoint. The second depends on the loaded optimizer state."""
-    config, trainer = build_and_load(run)
-    steps = range(STEPS, STEPS + 2)
-    return [trainer.train_step(parity.step_batches(config, trainer.groups, step)).loss for step in steps]
+    for step in range(first, first + 2 * STEPS):
+        if step == first + STEPS:
+            store.save(trainer.optimizer, Progress(step=step, samples=8 * step, tokens=256 * step))
+            states.append(full_state(trainer))
+        losses.append(trainer.train_step(parity.step_batches(config, trainer.groups, step)).loss)
+    return Link(states[0], num_steps, losses[:STEPS], states[1], losses[STEPS:])

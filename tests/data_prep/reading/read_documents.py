@@ -1,8 +1,14 @@
-"""Reading of a whole corpus into memory."""
+"""Reading of a whole corpus into memory, and of a remote one by a process that waits to be killed."""
+
+import tempfile
+import time
+
+import fsspec
 
 from data_prep.documents import Problems
 from data_prep.reading.corpus import open_files
 from data_prep.reading.fields import Fields
+from data_prep.tokenization.vocabularies import open_tokenizer
 
 
 def read(source, on_error="stop", domain=None, **given):
@@ -12,3 +18,34 @@ def read(source, on_error="stop", domain=None, **given):
     corpus = open_files(source, Fields(default=domain), **given)
     documents = list(corpus.documents(problems, seen.append))
     return documents, problems, (sum(seen), corpus.total_bytes)
+
+
+def read_remote_pair(connection, folder, tokenizer, copies, stops_at):
+    """Read Law.bin and Law.idx of a folder from a URL. Report when stopped, and wait there to be killed.
+
+    Args:
+        connection: receives the report.
+        folder: folder of the files.
+        tokenizer: file of the tokenizer.
+        copies: folder for temporary folders.
+        stops_at: `copying`: after the first copied file, `reading`: at the first document.
+    """
+
+    def stop():
+        connection.send("stopped")
+        time.sleep(60)
+
+    tempfile.tempdir = str(copies)
+    memory = fsspec.filesystem("memory")
+    for suffix in ("bin", "idx"):
+        memory.put_file(f"{folder}/Law.{suffix}", f"/in/Law.{suffix}")
+    get_file = type(memory).get_file
+
+    def copied(self, source, target, **given):
+        get_file(self, source, target, **given)
+        if stops_at == "copying":
+            stop()
+
+    type(memory).get_file = copied
+    for _ in open_files("memory://in", tokenizer=open_tokenizer(str(tokenizer))).documents(Problems("stop")):
+        stop()

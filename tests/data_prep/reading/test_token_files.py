@@ -1,20 +1,20 @@
 """Documents of Megatron's token files, and their export."""
 
 import io
+import multiprocessing
 import os
 import re
 import signal
 import struct
-import subprocess
-import sys
 import tarfile
 
 import fsspec
 import numpy as np
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
+from pool import start_process
 from prep_fakes import ONE_PASS, options
-from read_documents import read
+from read_documents import read, read_remote_pair
 from tokenizers import Tokenizer
 
 from data_prep.prepare import prepare
@@ -53,70 +53,28 @@ def test_token_files_at_a_url(tokens, tokenizer_file, tmp_path, monkeypatch):
         read(source, **given)
 
 
-READS_A_PAIR = """
-import os, sys, time
-import fsspec
-import data_prep.reading.indexed  # imports Megatron, which takes seconds: once for all processes
-from data_prep.documents import Problems
-from data_prep.reading.corpus import open_files
-from data_prep.tokenization.vocabularies import open_tokenizer
-
-folder, tokenizer = sys.argv[1:]
-memory = fsspec.filesystem("memory")
-for suffix in ("bin", "idx"):
-    memory.put_file(f"{folder}/Law.{suffix}", f"/in/Law.{suffix}")
-
-def stop():
-    print(os.getpid(), flush=True)
-    time.sleep(60)
-
-def read(stops_at):
-    get_file = type(memory).get_file
-    def copied(self, source, target, **given):
-        get_file(self, source, target, **given)
-        if stops_at == "copying":
-            stop()
-
-    type(memory).get_file = copied
-    for document in open_files("memory://in", tokenizer=open_tokenizer(tokenizer)).documents(Problems("stop")):
-        stop()
-
-for line in sys.stdin:
-    child = os.fork()
-    if not child:
-        try:
-            read(line.strip())
-        finally:
-            os._exit(0)
-    os.waitpid(child, 0)
-    print("ended", flush=True)
-"""
-
-
 def test_copy_of_a_remote_pair_is_removed(tokens, tokenizer_file, tmp_path):
     for suffix in ("bin", "idx"):
         (tmp_path / f"Law_text_document.{suffix}").rename(tmp_path / f"Law.{suffix}")
     copies = tmp_path / "copies"
     copies.mkdir()
-    given = os.environ | {"TMPDIR": str(copies), "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", READS_A_PAIR, str(tmp_path), str(tokenizer_file)]
-    with subprocess.Popen(command, env=given, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
 
-        def ended_by(number, stops_at):
-            server.stdin.write(f"{stops_at}\n")
-            server.stdin.flush()
-            process = int(server.stdout.readline())
-            left = [path.name for path in copies.glob("selectron-*")]
-            os.kill(process, number)
-            assert server.stdout.readline() == "ended\n"
-            return left, [path.name for path in copies.glob("selectron-*")]
+    def ended_by(number, stops_at):
+        ours, theirs = multiprocessing.Pipe()
+        process = start_process(read_remote_pair, theirs, tmp_path, tokenizer_file, copies, stops_at)
+        theirs.close()
+        assert ours.recv() == "stopped"
+        left = [path.name for path in copies.glob("selectron-*")]
+        os.kill(process.pid, number)
+        process.join()
+        return left, [path.name for path in copies.glob("selectron-*")]
 
-        for stops_at in ("copying", "reading"):
-            first, after_kill = ended_by(signal.SIGKILL, stops_at)
-            assert (len(first), after_kill) == (1, first)
-            second, after_term = ended_by(signal.SIGTERM, stops_at)
-            assert (len(second), after_term) == (1, [])
-            assert second != first  # the leftovers of the killed process were removed
+    for stops_at in ("copying", "reading"):
+        first, after_kill = ended_by(signal.SIGKILL, stops_at)
+        assert (len(first), after_kill) == (1, first)
+        second, after_term = ended_by(signal.SIGTERM, stops_at)
+        assert (len(second), after_term) == (1, [])
+        assert second != first  # the leftovers of the killed process were removed
 
 
 def test_bin_longer_than_the_index(tokens, tokenizer_file):
