@@ -24,7 +24,7 @@ data: {{path: {data}, seq_length: 64}}
 model: {{pattern: "top1_chunk,gated_deltanet,attention,top1_element", hidden_size: 32, num_attention_heads: 4}}
 mixers: {{top1_chunk: {{chunk_size: 16}}}}
 training: {{steps: {steps}, global_batch_size: 4, micro_batch_size: 2, precision: fp32, evaluate_every: 5,
-            evaluation_sequences: 6, checkpoint_every: 3, keep_checkpoints: 0}}
+            evaluation_sequences: 3, checkpoint_every: 3, keep_checkpoints: 0}}
 optimizer: {{lr: 1e-3, min_lr: 1e-4, warmup_steps: 2}}
 run: {{dir: {runs}, name: run, device: cpu}}
 """

@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 import asked
+import covering
 import pytest
 
 from megatron_ext.evaluation.text_model import Request, SamplingParameters, TeacherForcedQuery
@@ -115,6 +116,7 @@ def test_prompts_of_like_lengths_are_continued_together(
     assert sum(map(len, together)) > 15
 
 
+PP2 = {"pipeline": 2}
 OTHERS = {
     "states": (
         "gated_deltanet,mamba2,mamba,retnet,rwkv6,rwkv7,gla,based",
@@ -136,13 +138,17 @@ OTHERS = {
 
 @pytest.mark.parametrize("others", OTHERS.values(), ids=OTHERS)
 def test_every_mixer_remembers_under_every_layout(others: tuple[Any, ...], prompts: Any, pool: Any) -> None:
-    """Greedy decoding and a search with four beams, in which a beam continues from another beam's decode cache."""
-    prompts = [prompts[index] for index in (0, 2, 5, 6, 3)]  # two micro-batches
+    """Greedy decoding and a search with four beams, in which a beam continues from another beam's decode cache.
+
+    Pipeline stages hold the caches of their layers whatever the mixers are, so by default one model has two stages.
+    """
+    prompts = [prompts[index] for index in (0, 2, 5, 6)]  # two micro-batches
     _, expected = pool.run(asked.by_hand, 1, [], prompts, False, *others)[0]
     searched = pool.run(asked.searched_by_hand, 1, prompts, *others)[0]
     assert len({tuple(text) for text in expected}) > 3
     assert sum(one != two for one, two in zip(expected, searched, strict=True)) >= 3
-    for parallel in ({"tensor": 2, "sequence": True}, {"context": 2}, {"pipeline": 2}):
+    layouts: list[dict[str, Any]] = [{"tensor": 2, "sequence": True}, {"context": 2}]
+    for parallel in covering.cases([*layouts, PP2], [*layouts, PP2] if others is OTHERS["shifted norms"] else layouts):
         assert pool.run(asked.continue_with, 2, parallel, *others, prompts)[0] == (expected, searched), parallel
 
 

@@ -29,7 +29,7 @@ def config(tmp_path: Path, own_data: Path) -> Path:
     path = write_config(tmp_path, own_data, tmp_path)
     text = path.read_text().replace("optimizer: {", "optimizer: {schedule: constant, ")
     text = text.replace('"top1_chunk,gated_deltanet,attention,top1_element"', "attention")
-    path.write_text(text.replace("evaluation_sequences: 6", "evaluation_sequences: 2"))
+    path.write_text(text.replace("evaluation_sequences: 3", "evaluation_sequences: 2"))
     return path
 
 
