@@ -31,7 +31,7 @@ from kernels.selective_scan.op import selective_scan_triton
 from kernels.short_convolution.op import short_convolution_triton
 from kernels.top1_chunk import best_by_keys, choice, triton_launch, triton_launch_screening
 from kernels.top1_chunk.interface import Score
-from kernels.top1_chunk.op import top1_chunk, top1_chunk_backward
+from kernels.top1_chunk.op import _problem, top1_chunk, top1_chunk_backward
 from kernels.top1_element.op import top1_element, top1_element_backward
 
 SHARED_MEMORY = 227 * 1024
@@ -81,6 +81,13 @@ def chunk(tokens: int, d: int, size: int, score: str, top_k: int = 1, backward: 
     out, lse, chosen = top1_chunk(q, k, v, None, None, size, top_k, score, True, 1.0, 0)
     if backward:
         top1_chunk_backward(out, q, k, v, out, lse, chosen, None, size, True, 1.0, 0)
+
+
+def screening(tokens: int, d: int, size: int) -> None:
+    q, k = (torch.zeros(tokens, heads, d, dtype=torch.bfloat16) for heads in (2, 1))
+    problem = _problem(q[None], k[None], None, size, True, 1.0, 0)
+    chosen = torch.empty(1, 1, problem.rows, dtype=torch.int32)
+    triton_launch_screening.select_screened(problem, q, k, chosen, torch.empty_like(q))
 
 
 def choice_with_scores(tokens: int, d: int, size: int, score: Score, top_k: int) -> None:
@@ -141,15 +148,16 @@ def losses(vocabulary: int, dtype: torch.dtype) -> None:
 def chunks() -> None:
     chunk(2048, 128, 128, "approx")  # with as many tokens as below, to share the kernels that order rows
     chunk(300, 16, 32, "exact_lse", top_k=2)
-    chunk(300, 128, 128, "exact", backward=False)
+    chunk(2048, 128, 128, "exact", backward=False)
     choice_with_scores(512, 128, 128, "exact", 1)
     choice_with_scores(256, 16, 32, "exact_lse", 2)
     triton_launch_screening.MIN_CHUNKS, triton_launch_screening.MIN_OPERATIONS = 1, 0
+    chunk(2048, 256, 128, "exact", backward=False)
     several_tiles, whole = (128, 512), (256, 128)  # several tiles of keys per chunk, or one
     for hopper in (False, True):
         use_hopper_kernels(hopper)
         for d, size in cases(every=[(16, 32), several_tiles, whole], default=[several_tiles, whole]):
-            chunk(2048, d, size, "exact", backward=False)
+            screening(2048, d, size)
     for tokens, width in cases(every=[(2048, 128), (1024, 64)], default=[(2048, 128)]):
         chunk(tokens, width, width, "approx", backward=False)
 
