@@ -1,7 +1,7 @@
 """Run folders whose curves have a closed form, and a way to draw fewer pictures of them."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -101,12 +101,15 @@ def evaluation_lines(run: Synthetic):
             yield json.dumps(record | {"document_tokens": count.tolist()}) + "\n"
 
 
-def drawn_by(patch: pytest.MonkeyPatch, change: Callable[[Any], Callable[..., bytes]]) -> None:
-    """Replace the drawing function of every picture, until `patch` is undone."""
+def drawn_by(
+    patch: pytest.MonkeyPatch, change: Callable[[Any], Callable[..., bytes]], names: Container[str] | None = None
+) -> None:
+    """Replace the drawing function of every picture, or of those with these names, until `patch` is undone."""
     made = Picture.__post_init__
 
     def make(picture: Picture) -> None:
         made(picture)
-        object.__setattr__(picture, "draw", change(picture.draw))
+        if names is None or picture.name in names:
+            object.__setattr__(picture, "draw", change(picture.draw))
 
     patch.setattr(Picture, "__post_init__", make)

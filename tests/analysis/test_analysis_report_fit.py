@@ -70,22 +70,30 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def written(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Report whose pictures for phones have light colors only, which saves a quarter of the drawings."""
+    """Report with fewer drawings: those for phones have light colors only.
+
+    So have all drawings of pictures of training and test runs, which other tests draw, and of the second mixer.
+    """
     output = tmp_path_factory.mktemp("out") / "report"
     with pytest.MonkeyPatch.context() as patch:
         drawn_by(patch, lambda draw: lambda theme, stacked: draw(LIGHT if stacked else theme, stacked))
+        light = {"training_loss", "matched_loss", "domain_loss", "scaling_mamba", "isoflop_mamba"}
+        drawn_by(patch, lambda draw: lambda _, stacked: draw(LIGHT, stacked), light)
         assert main(["report", str(runs), "--fit", "--output", str(output)]) == 0
     return output
 
 
+@pytest.mark.usefixtures("unpainted")
 def test_the_fit_is_that_of_the_command(runs: Path, written: Path, tmp_path: Path) -> None:
+    """Compare numbers, those in pictures included. Both commands draw pictures by one function of these numbers."""
     assert main(["fit", str(runs), "--output", str(tmp_path / "fit")]) == 0
     names = {path.name for path in (tmp_path / "fit").iterdir()}
     assert names == {path.name for path in (written / "scaling").iterdir()}
     pictures = {"scaling_attention", "scaling_mamba", "isoflop_attention", "isoflop_mamba", "test_loss"}
     assert {f"{name}.{kind}" for name in pictures for kind in ("png", "csv")} < names
     for name in names:
-        assert (tmp_path / "fit" / name).read_bytes() == (written / "scaling" / name).read_bytes(), name
+        if not name.endswith(".png"):
+            assert (tmp_path / "fit" / name).read_bytes() == (written / "scaling" / name).read_bytes(), name
 
 
 def test_the_page_says_what_was_fitted(written: Path) -> None:

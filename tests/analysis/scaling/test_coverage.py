@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import coverage_of_laws
 import pytest
+from covering import cases
 
 
-@pytest.mark.parametrize(("points", "noise"), [(6, 0.01), (9, 0.001), (16, 0.01)])
+@pytest.mark.parametrize(
+    ("points", "noise"),
+    cases(every=[(6, 0.01), (9, 0.001), (16, 0.01)], default=[(6, 0.01), (9, 0.001)]),
+)
 def test_intervals_of_laws(points: int, noise: float) -> None:
     """Forty experiments. With six points, a bootstrap's intervals covered the truth in only 0.72 to 0.80 of them."""
     for name, coverage in coverage_of_laws.law_coverage(points, noise, 40).items():
