@@ -139,16 +139,16 @@ class WorkerPool:
         return [results[rank] for rank in range(world_size)]
 
 
-def start_process(function: Callable[..., Any], *args: Any, name: str | None = None) -> Any:
+def start_process(function: Callable[..., Any], *args: Any, name: str | None = None, daemon: bool = False) -> Any:
     """Start a process that calls a function of a module (pickled by name). It has Megatron imported from its start.
 
-    It is forked from a server process without threads.
+    It is forked from a server process without threads. A daemon ends with this process, and cannot save checkpoints,
+    which starts child processes.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_IMPORTED_ONCE)
     with _environment(ENVIRONMENT):  # for the fork server, which the first call starts and processes inherit from
-        # Not a daemon, because saving a checkpoint starts child processes.
-        process = context.Process(target=function, args=args, name=name)
+        process = context.Process(target=function, args=args, name=name, daemon=daemon)
         process.start()
     return process
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from forked import ForkedProcess, command
 from launching import environment, write_config
 
 from megatron_ext.cli import main
@@ -65,9 +66,8 @@ def has_said(run: Path, text: str) -> bool:
     return log.exists() and text in log.read_text()
 
 
-def started(arguments: list[str], **given: int) -> subprocess.Popen[str]:
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | given
-    return subprocess.Popen([*CLI, *arguments], env=environment(), text=True, **pipes)
+def started(arguments: list[str], stdout: int | None = None) -> ForkedProcess:
+    return ForkedProcess(command, arguments, environment(), stdout)
 
 
 def test_output_is_printed_and_logged(
@@ -103,7 +103,7 @@ def test_a_signal_stops_the_run(launched: Callable[[str], list[str]], run: Path,
         assert_stopped(process, run)
 
 
-def assert_stopped(process: subprocess.Popen[str], run: Path) -> None:
+def assert_stopped(process: ForkedProcess, run: Path) -> None:
     out, err = process.communicate(timeout=60)
     assert process.returncode == 75, err
     assert (out, err.splitlines()[-1]) == ("said\n", "asked to stop")
@@ -116,9 +116,8 @@ def test_log_is_followed_until_sigterm(launched: Callable[[str], list[str]], run
     with started(launched(WAITS)) as process:
         wait_for(lambda: has_said(run, "said\n"))
         with started(["logs", str(run), "--follow"]) as follower:
-            assert follower.stdout is not None
             assert follower.stdout.readline() == "said\n"
-            process.terminate()
+            process.send_signal(signal.SIGTERM)
             assert follower.stdout.readline() == "asked to stop\n"
             follower.kill()
         assert_stopped(process, run)
@@ -134,7 +133,7 @@ def test_run_continues_without_its_terminal_or_launcher(
         wait_for(lambda: has_said(run, "said\n"))
         os.close(read)
         process.kill()
-        process.wait()
+        process.wait(timeout=60)
         assert is_locally_locked(run)
         (tmp_path / "more").touch()
         wait_for(lambda: has_said(run, "more\n"))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import textwrap
 import time
 from pathlib import Path
 
 import pytest
+from forked import ForkedProcess
 
 from megatron_ext.launch.local import Timeouts, launch, rank_command, rank_environment
 from megatron_ext.utils import error_reporting
@@ -34,15 +34,9 @@ def program(folder: Path, body: str) -> list[str]:
     return [sys.executable, "-S", str(path)]
 
 
-def start_launcher(folder: Path, body: str, processes: int = 2) -> subprocess.Popen[str]:
+def start_launcher(folder: Path, body: str, processes: int = 2) -> ForkedProcess:
     """Start the launcher in a separate process and wait until its ranks are ready."""
-    script = (
-        "import sys; from megatron_ext.launch.local import Timeouts, launch; "
-        f"sys.exit(launch({program(folder, body)!r}, {processes}, Timeouts(to_terminate=0.3, to_kill=0.3)))"
-    )
-    launcher = subprocess.Popen(
-        [sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    launcher = ForkedProcess(launch, [program(folder, body), processes, QUICK])
     deadline = time.monotonic() + 20
     while not all((folder / f"ready{rank}").exists() for rank in range(processes)):
         assert time.monotonic() < deadline, launcher.communicate(timeout=1)
