@@ -62,5 +62,13 @@ def shared_counting_process(counter: ModelCounter, monkeypatch: pytest.MonkeyPat
 
 @pytest.fixture(scope="session")
 def dry(process: ProcessPoolExecutor) -> Callable[..., Any]:
-    """Return a caller that runs a function of `dry_runs` in the shared process."""
-    return lambda function, *args: process.submit(function, *args).result()
+    """Return a caller that runs a function of `dry_runs` in the shared process, once for the same arguments."""
+    results: dict[str, Any] = {}
+
+    def call(function: Callable[..., Any], *args: Any) -> Any:
+        key = f"{function.__name__} {args}"
+        if key not in results:
+            results[key] = process.submit(function, *args).result()
+        return results[key]
+
+    return call

@@ -13,7 +13,6 @@ import pytest
 from covering import EXHAUSTIVE, cover
 from dry_runs import as_measured
 
-from megatron_ext.config.schema import RunConfig
 from megatron_ext.model.step_parts import FEED_FORWARD, MIXER, NORMS, OPTIMIZER
 from megatron_ext.planning.gpus import GPUS
 from megatron_ext.planning.memory import peak_memory
@@ -156,31 +155,14 @@ def _rows() -> list[Any]:
     ]
     if not EXHAUSTIVE:
         rows = cover(rows, _pairs)
-    rows.sort(key=lambda case: _planned_from(case[1]))
+    rows.sort(key=lambda case: _planned_from(case[1]))  # equal configurations in one worker, which plans them once
     return [pytest.param(report, row, id=f"{report.file}-{row['variant']}") for report, row in rows]
 
 
-@pytest.fixture(scope="module")
-def footprint(dry: Dry) -> Callable[[RunConfig, int], Any]:
-    """Footprint of a configuration. Rows of one configuration follow each other, so that keeping the last is enough."""
-    last: dict[str, Any] = {}
-
-    def of(config: RunConfig, processes: int) -> Any:
-        key = f"{processes} {config}"
-        if key not in last:
-            last.clear()
-            last[key] = dry(dry_runs.footprint, config, processes)
-        return last[key]
-
-    return of
-
-
 @pytest.mark.parametrize(("report", "row"), _rows())
-def test_step_memory_and_time_equal_measurements(
-    footprint: Callable[[RunConfig, int], Any], report: Measured, row: dict[str, Any]
-) -> None:
+def test_step_memory_and_time_equal_measurements(dry: Dry, report: Measured, row: dict[str, Any]) -> None:
     config, processes, measured = as_measured(row), row["processes"], row["measured"]
-    found = footprint(config, processes)
+    found = dry(dry_runs.footprint, config, processes)
     memory = peak_memory(config, found)
     assert memory.total == pytest.approx(measured["memory"]["allocated"], rel=report.memory)
     assert sum(memory.kinds.values()) == memory.total
