@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from covering import cases
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -36,12 +37,16 @@ print(kernels.__file__)
 """
 
 
-@pytest.mark.parametrize("first", ["", "import transformers\n"], ids=["ours_first", "transformers_first"])
+FIRST = cases(every=["ours", "transformers"], default=["ours"])
+"""Package that is imported first. Both look for `kernels` on the same path, whichever comes first."""
+
+
+@pytest.mark.parametrize("first", FIRST)
 def test_a_llama_runs_beside_our_packages(tmp_path, first):
     pytest.importorskip("transformers", minversion="5")
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", first + PROGRAM],
+        [sys.executable, "-c", ("import transformers\n" if first == "transformers" else "") + PROGRAM],
         env=environment,
         cwd=tmp_path,
         capture_output=True,
