@@ -19,7 +19,7 @@ help: ## list the targets
 install: $(INSTALLED_DEV) ## make .venv and install selectron in it, with the tools of the tests
 
 # Two steps: the demo needs only the first, and does not wait for the test tools of the second.
-$(INSTALLED): pyproject.toml constraints.txt tools/install.sh
+$(INSTALLED): pyproject.toml constraints.txt constraints-py312.txt tools/install.sh
 	@PYTHON="$(PYTHON)" tools/install.sh
 
 $(INSTALLED_DEV): $(INSTALLED)

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Create .venv and install selectron in it, editable, with the versions of constraints.txt. `tools/install.sh dev` adds
-# the extra `dev` of pyproject.toml: the packages for tests, lint and types. `make` calls this script when
-# pyproject.toml, constraints.txt or the script itself has changed. PYTHON names an interpreter other than python3.
+# Create .venv and install selectron in it, editable, with the versions of constraints.txt, under Python 3.12 and later
+# with those of constraints-py312.txt. `tools/install.sh dev` adds the extra `dev` of pyproject.toml: the packages for
+# tests, lint and types. `make` calls this script when pyproject.toml, a constraints file or the script itself has
+# changed. PYTHON names an interpreter other than python3.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -18,6 +19,11 @@ version=$("$python" -c 'import sys; print("%d.%d.%d" % sys.version_info[:3])') |
     fail "$python does not run; install Python 3.11 or later, or name one: make install PYTHON=python3.12"
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
     fail "$python is Python $version, and selectron needs 3.11 or later; name one: make install PYTHON=python3.12"
+
+pins="constraints-py312.txt"
+if "$python" -c 'import sys; sys.exit(sys.version_info >= (3, 12))'; then
+    pins="constraints.txt"
+fi
 
 # A machine with CUDA has a torch that fits its driver. The environment uses that torch, and no pin may replace it.
 has_cuda_torch() {
@@ -42,17 +48,17 @@ constraints=$venv/constraints.txt
 pip=("$venv/bin/python" -m pip install --quiet --quiet) # errors only
 if [ -n "$borrow" ]; then
     echo "install: keeps this machine's torch, which has CUDA, and its Triton"
-    grep -vE '^(torch|triton)==' constraints.txt >"$constraints"
+    grep -vE '^(torch|triton)==' "$pins" >"$constraints"
 else
-    cp constraints.txt "$constraints"
+    cp "$pins" "$constraints"
     # Install torch alone, so that the resolver takes the build that this machine offers and not gigabytes of CUDA.
-    torch=$(grep '^torch==' constraints.txt)
+    torch=$(grep '^torch==' "$pins")
     echo "install: $torch"
     "${pip[@]}" -c "$constraints" "$torch"
 fi
 # DeepSpeed is a source distribution. Building it in an isolated environment would download another torch. DeepSpeed
 # compiles its kernels at first use, and Selectron uses none that needs compiling.
-deepspeed=$(grep '^deepspeed==' constraints.txt)
+deepspeed=$(grep '^deepspeed==' "$pins")
 echo "install: $deepspeed"
 "${pip[@]}" -c "$constraints" setuptools
 DS_BUILD_OPS=0 "${pip[@]}" -c "$constraints" --no-build-isolation "$deepspeed"

@@ -28,7 +28,8 @@ esac
 # In place of an environment's python: answers the script's questions and writes down what pip is asked for.
 FAKE_PYTHON = """#!/bin/sh
 case "$*" in
-*print*) echo 3.12.0 ;;
+*print*) echo {version}.0 ;;
+*">= (3, 12)"*) [ {version} = 3.11 ] ;;
 *torch.cuda*) exit {no_cuda} ;;
 "-m pip"*) echo "$*" >>pip-calls; cp .venv/constraints.txt seen-constraints ;;
 "-m venv"*) for last; do :; done; mkdir -p "$last/bin"; cp "$0" "$last/bin/python"; echo "$*" >>venv-calls ;;
@@ -139,7 +140,8 @@ def source(tmp_path):
     """Files that the installation reads, without the network that later steps would need."""
     (tmp_path / "tools").mkdir()
     shutil.copy(ROOT / "tools" / "install.sh", tmp_path / "tools")
-    shutil.copy(ROOT / "constraints.txt", tmp_path)
+    for file in ROOT.glob("constraints*.txt"):
+        shutil.copy(file, tmp_path)
     shutil.copytree(ROOT / "kernels", tmp_path / "kernels")
     return tmp_path
 
@@ -175,7 +177,7 @@ def test_install_refuses_an_environment_with_another_kernels(source):
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kernels\nVersion: 0.9.0\n")
     (info / "RECORD").write_text("kernels/__init__.py,,\n")
-    done = install(source, PYTHON=str(script(source / "python", FAKE_PYTHON.format(no_cuda=1))))
+    done = install(source, PYTHON=str(script(source / "python", FAKE_PYTHON.format(no_cuda=1, version="3.11"))))
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1, done.stderr
     assert "'kernels'" in done.stderr
@@ -183,10 +185,10 @@ def test_install_refuses_an_environment_with_another_kernels(source):
     assert not (source / ".venv" / ".installed").exists()
 
 
-@pytest.mark.parametrize("extra", ["", "dev"])
+@pytest.mark.parametrize(("extra", "version"), [("", "3.11"), ("dev", "3.12")])
 @pytest.mark.parametrize("cuda", [False, True], ids=["cpu", "cuda"])
-def test_install_takes_torch_alone_or_leaves_the_machines(source, cuda, extra):
-    python = script(source / "python", FAKE_PYTHON.format(no_cuda=0 if cuda else 1))
+def test_install_takes_torch_alone_or_leaves_the_machines(source, cuda, extra, version):
+    python = script(source / "python", FAKE_PYTHON.format(no_cuda=0 if cuda else 1, version=version))
     done = install(source, *([extra] if extra else []), PYTHON=str(python))
     assert done.returncode == 0, done.stderr
     calls = (source / "pip-calls").read_text().splitlines()
@@ -194,7 +196,9 @@ def test_install_takes_torch_alone_or_leaves_the_machines(source, cuda, extra):
     assert len(torch) == (0 if cuda else 1)
     assert not torch or (calls[0] == torch[0] and "-e" not in torch[0])
     assert calls[-1].endswith("-e .[dev]" if extra else "-e .")
-    assert ("torch==" in (source / "seen-constraints").read_text()) is not cuda
+    constraints = (source / "seen-constraints").read_text()
+    assert ("torch==" in constraints) is not cuda
+    assert ("megatron-core==0.16" in constraints) is (version == "3.11")
     assert ("--system-site-packages" in (source / "venv-calls").read_text()) is cuda
     assert [path.name for path in (source / ".venv").glob(".installed*")] == [
         ".installed-dev" if extra else ".installed"
@@ -214,7 +218,7 @@ def make(tmp_path):
     if shutil.which("make") is None:
         pytest.skip("make is not installed")
     shutil.copy(ROOT / "Makefile", tmp_path)
-    for name in ("pyproject.toml", "constraints.txt"):
+    for name in ("pyproject.toml", "constraints.txt", "constraints-py312.txt"):
         (tmp_path / name).touch()
     script(tmp_path / "tools" / "install.sh", FAKE_INSTALL)
     script(tmp_path / "examples" / "quickstart.sh", "#!/bin/sh\necho demo >>calls\n")

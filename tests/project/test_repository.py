@@ -101,7 +101,10 @@ def test_every_example_is_described():
     assert [name for name in sorted(mentioned) if not (ROOT / "examples" / name).exists()] == []
 
 
-def test_versions_are_pinned_exactly():
-    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
-    assert "torch==2.13.0" in lines
+@pytest.mark.parametrize(
+    ("file", "megatron"), [("constraints.txt", "0.16.1"), ("constraints-py312.txt", "0.19.2")], ids=lambda value: value
+)
+def test_versions_are_pinned_exactly(file, megatron):
+    lines = [line for line in (ROOT / file).read_text().splitlines() if not line.startswith("#")]
+    assert {"torch==2.13.0", f"megatron-core=={megatron}"} <= set(lines)
     assert [line for line in lines if not re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][0-9A-Za-z.]*", line)] == []
