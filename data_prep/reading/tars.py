@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import IO, Any, Self
 
@@ -45,10 +45,19 @@ class _Header(tarfile.TarInfo):
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
         """Parse the header in a block, as `TarInfo.frombuf` does."""
+        return cls._checked(buf, super().frombuf, encoding, errors)
+
+    @classmethod
+    def _frombuf(cls, buf: bytes | bytearray, *args: Any, **kwargs: Any) -> Self:
+        """Parse a header where `tarfile` no longer calls `frombuf`: in Python's security releases of 2026."""
+        return cls._checked(buf, super()._frombuf, *args, **kwargs)  # type: ignore[misc]
+
+    @classmethod
+    def _checked(cls, buf: bytes | bytearray, parse: Callable[..., Self], *args: Any, **kwargs: Any) -> Self:
         if not buf:
             raise tarfile.ReadError("it ends without a closing block of zeros")
         try:
-            header = super().frombuf(buf, encoding, errors)
+            header = parse(buf, *args, **kwargs)
         except tarfile.HeaderError as error:
             if buf == bytes(tarfile.BLOCKSIZE):  # a regular end
                 raise

@@ -84,6 +84,23 @@ def test_data_after_the_end_of_a_tar(tmp_path, change, whole, message):
         assert str(caught.value) == f"{tmp_path}/a.tar: tar broken ({message}); repair it or pass --on-error skip"
 
 
+def test_headers_are_checked_where_tarfile_parses_them_itself(tmp_path, monkeypatch):
+    """Security releases of Python call `_frombuf` in place of `frombuf`; older versions are made to do so here."""
+
+    def fromtarfile(cls, tar):
+        header = cls._frombuf(tar.fileobj.read(tarfile.BLOCKSIZE), tar.encoding, tar.errors)
+        header.offset = tar.fileobj.tell() - tarfile.BLOCKSIZE
+        return header._proc_member(tar)
+
+    if not hasattr(tarfile.TarInfo, "_frombuf"):
+        monkeypatch.setattr(tarfile.TarInfo, "_frombuf", vars(tarfile.TarInfo)["frombuf"], raising=False)
+        monkeypatch.setattr(tarfile.TarInfo, "fromtarfile", classmethod(fromtarfile))
+    tar_of(tmp_path / "a.tar", [(f"{i}.txt", text(i, 10).encode()) for i in range(9)])
+    (tmp_path / "a.tar").write_bytes(damaged(6)((tmp_path / "a.tar").read_bytes()))
+    with pytest.raises(UserError, match="after sample '4': bad checksum"):
+        read(tmp_path, domain="Web")
+
+
 def test_members_that_belong_to_no_sample(tmp_path):
     """Names without a suffix or a key are counted. Members with WebDataset's reserved names are ignored."""
     names = ["README", "0.txt", ".hidden.txt", "in/1.txt", "in/plain", "__meta__/x"]
