@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from corpora import prepared
+from forked import ForkedProcess
 from launching import environment, records, write_config
 
 from megatron_ext.cli import main
@@ -266,15 +267,12 @@ touch $here/begun-$name; sleep 60 & wait
 """
 
 
+def run_two_at_a_time(folder: Path) -> int:
+    return sweep_of(folder, WAITS, ["a", "b", "c"]).run(1, parallel=2)
+
+
 def test_signal_stops_the_runs_and_starts_no_other(tmp_path: Path) -> None:
-    sweep_of(tmp_path, WAITS, ["a", "b", "c"])
-    script = (
-        f"import sys; sys.path.insert(0, {str(git_info.ROOT / 'tests' / 'launch')!r});"
-        f"from pathlib import Path; from test_sweep import WAITS, sweep_of;"
-        f"sys.exit(sweep_of(Path({str(tmp_path)!r}), WAITS, ['a', 'b', 'c']).run(1, 2))"
-    )
-    given = environment() | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    process = subprocess.Popen([sys.executable, "-c", script], env=given, stdout=subprocess.PIPE, text=True)
+    process = ForkedProcess(run_two_at_a_time, [tmp_path])
     deadline = time.monotonic() + 60
     while not all((tmp_path / f"begun-{name}").exists() for name in "ab"):
         assert time.monotonic() < deadline
