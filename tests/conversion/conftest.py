@@ -9,6 +9,23 @@ import pytest
 import torch
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _modules_in_a_folder_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Make transformers copy a model's code into a temporary folder before it imports the code.
+
+    One folder for all conversion tests of a process, because Python imports the package of the copies only once.
+    """
+    try:
+        import transformers.dynamic_module_utils as loader
+    except ImportError:
+        yield
+        return
+    before = loader.HF_MODULES_CACHE
+    loader.HF_MODULES_CACHE = str(tmp_path_factory.mktemp("modules"))
+    yield
+    loader.HF_MODULES_CACHE = before
+
+
 @pytest.fixture(scope="session")
 def saved_run(pool: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Function that returns the folder of a run trained briefly under a layout. Each run is trained once."""

@@ -11,6 +11,7 @@ import pytest
 import saved_runs
 import torch
 from built_in import MIXERS
+from covering import cases
 
 from megatron_ext.conversion.huggingface.families.selectron import PARAMETERS
 
@@ -22,11 +23,11 @@ Fixture = Callable[..., Any]
 
 
 def models_of_all_mixers() -> list[str]:
-    """Patterns of four-layer models that cover every mixer with code for transformers."""
+    """Patterns of eight-layer models that cover every mixer with code for transformers."""
     assert set(PARAMETERS) >= MIXERS
     names = sorted(PARAMETERS)
-    names += ["attention"] * (-len(names) % 4)
-    return [",".join(names[i : i + 4]) for i in range(0, len(names), 4)]
+    names += ["attention"] * (-len(names) % 8)
+    return [",".join(names[i : i + 8]) for i in range(0, len(names), 8)]
 
 
 @torch.no_grad()
@@ -66,8 +67,10 @@ def convert_there_and_back(
 # Checkpoints of all layouts contain the same tensors, sharded differently. One model per layout covers the shardings.
 @pytest.mark.parametrize(
     ("pattern", "layout"),
-    [(pattern, "tp2_sp") for pattern in models_of_all_mixers()]
-    + [(models_of_all_mixers()[-1], layout) for layout in ("tp2_pp2", "pp2")],
+    cases(
+        every=[(pattern, layout) for pattern in models_of_all_mixers() for layout in LAYOUTS],
+        default=[(pattern, "tp2_sp") for pattern in models_of_all_mixers()],
+    ),
 )
 def test_every_mixer(pattern: str, layout: str, saved_run: Fixture, convert: Fixture, tmp_path: Path) -> None:
     run = saved_run(pattern, LAYOUTS[layout])
@@ -78,10 +81,15 @@ GROUPED = {"num_query_groups": 2, "head_dim": 24}
 TIED = {"tie_embeddings": True, "rotary_base": 5e5, "norm_epsilon": 1e-3}  # one weight on two stages
 
 
-@pytest.mark.parametrize(("model", "layout"), [(GROUPED, "tp2_pp2"), (TIED, "pp2")], ids=["gqa-tp2_pp2", "tied-pp2"])
-def test_transformer_and_llama(
-    model: dict[str, Any], layout: str, saved_run: Fixture, convert: Fixture, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    cases(
+        every=[(name, layout) for name in ("gqa", "tied") for layout in LAYOUTS],
+        default=[("gqa", "tp2_pp2"), ("tied", "pp2")],
+    ),
+)
+def test_transformer_and_llama(name: str, layout: str, saved_run: Fixture, convert: Fixture, tmp_path: Path) -> None:
+    model = {"gqa": GROUPED, "tied": TIED}[name]
     run = saved_run("attention*2", LAYOUTS[layout], model)
     assert convert_there_and_back(run, convert, tmp_path, "attention*2", model, {}, 32) == "LlamaForCausalLM"
 

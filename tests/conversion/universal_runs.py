@@ -34,9 +34,11 @@ def config_of(pattern: str, parallel: dict[str, Any], model: dict[str, Any], sha
     return replace(config, training=training, optimizer=replace(config.optimizer, sharding=cast(Any, sharding)))
 
 
-def save(rank: int, world_size: int, folder: Path, *case: Any) -> State:
-    """Train briefly, save, and return the state of the whole run."""
-    return resharded.full_state(saved_runs.train_and_save(folder, config_of(*case)))
+def save(rank: int, world_size: int, folder: Path, *case: Any) -> tuple[State, list[float]]:
+    """Train briefly and save. Return the state of the whole run, and the losses of the following steps."""
+    config = config_of(*case)
+    trainer = saved_runs.train_and_save(folder, config)
+    return resharded.full_state(trainer), _later_losses(trainer, config)
 
 
 def resume(rank: int, world_size: int, folder: Path, *case: Any) -> tuple[State, list[float]]:
@@ -47,8 +49,12 @@ def resume(rank: int, world_size: int, folder: Path, *case: Any) -> tuple[State,
     assert not damages
     assert record.progress == saved_runs.PROGRESS
     store.load(trainer.optimizer, record)
-    state, steps = resharded.full_state(trainer), range(saved_runs.STEPS, saved_runs.STEPS + 2)
-    return state, [trainer.train_step(parity.step_batches(config, trainer.groups, step)).loss for step in steps]
+    return resharded.full_state(trainer), _later_losses(trainer, config)
+
+
+def _later_losses(trainer: Any, config: Any) -> list[float]:
+    steps = range(saved_runs.STEPS, saved_runs.STEPS + 2)
+    return [trainer.train_step(parity.step_batches(config, trainer.groups, step)).loss for step in steps]
 
 
 def load_by_deepspeed(

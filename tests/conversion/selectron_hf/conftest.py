@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,15 +10,8 @@ from torch import Tensor
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _modules_in_a_folder_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Make transformers copy a model's code into a temporary folder before it imports the code."""
+def _with_transformers() -> None:
     pytest.importorskip("transformers", minversion="5")
-    import transformers.dynamic_module_utils as loader
-
-    before = loader.HF_MODULES_CACHE
-    loader.HF_MODULES_CACHE = str(tmp_path_factory.mktemp("modules"))
-    yield
-    loader.HF_MODULES_CACHE = before
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import cases
 from hf_cases import CASES, MIXERS
 from hf_converted import VOCABULARY, Converted, checkpoint_tensors
 from torch import Tensor
@@ -18,6 +19,13 @@ from megatron_ext.mixers.core.settings import AttentionConfig
 CHUNK_LENGTHS = [9, 1, 1, 30, 1, 20, *[1] * 10]
 SELECTING = ("top1", "moba", "nsa")
 GROWING = (*SELECTING, "attention")
+
+
+FIRST = {pattern: name for name, (pattern, *_) in reversed(CASES.items())}.values()
+# One case of each mixer, and each block. Every case compares logits, chunks with a cache and padded rows.
+ONE_OF_EACH = cases(
+    every=CASES, default=[name for name, (_, _, sizes) in CASES.items() if name in FIRST or "block" in sizes]
+)
 
 
 @pytest.fixture(scope="module", params=list(CASES))
@@ -110,6 +118,7 @@ def test_left_padding_has_no_effect(model: Converted, tokens: Tensor) -> None:
         _assert_near(chunked[i, 30 - len(row) :], alone)
 
 
+@pytest.mark.parametrize("model", ONE_OF_EACH, indirect=True)
 def test_generation_is_the_same_without_a_cache(model: Converted, tokens: Tensor) -> None:
     options: dict[str, Any] = {
         "max_new_tokens": 6,
@@ -126,6 +135,7 @@ def test_generation_is_the_same_without_a_cache(model: Converted, tokens: Tensor
         assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("model", ONE_OF_EACH, indirect=True)
 @torch.no_grad()
 def test_bf16_is_close_to_fp32(model: Converted, tokens: Tensor) -> None:
     """bf16 agrees up to rounding. A mixer that selects may choose differently, which changes the next layers."""
