@@ -43,7 +43,10 @@ MODELS = {
     "attention": Model("attention*2"),
     "attention_window_gqa": Model("attention*2", {"attention": {"window": 5}}, {"num_query_groups": 2}, layouts=KINDS),
     "attention_alibi": Model("attention*2", {"attention": {"position_encoding": "alibi"}}, layouts=KINDS),
-    "attention_learned": Model("attention*2", {"attention": {"position_encoding": "learned"}}, layouts=KINDS),
+    # The embedding adds positions in another order without sequence parallelism.
+    "attention_learned": Model(
+        "attention*2", {"attention": {"position_encoding": "learned"}}, layouts=(*KINDS, "tp2_cp2")
+    ),
     "attention_random_keys": Model(
         "attention*2", {"attention": {"random_keys": True, "temperature": 0.5}}, layouts=KINDS
     ),
@@ -79,13 +82,13 @@ MODELS = {
     "layer_norm": Model(
         "(gated_deltanet,attention)*2",
         model={"block": "rwkv7", "normalization": "layer_norm"},
-        layouts=("tp2_sp", "pp2", "tp2_pp2_sp"),
+        layouts=("tp2_cp2", "pp2", "tp2_pp2_sp"),
     ),
     "mixer_block": Model(
         "(mamba,mamba2)*2",
         {"mamba2": {"state_size": 16}},
         {"block": "mixer"},
-        layouts=("tp2_sp", "pp2", "pp2_interleaved", "tp2_pp2_sp"),
+        layouts=("tp2_cp2", "pp2", "pp2_interleaved", "tp2_pp2_sp"),
     ),
     "hybrid": Model("top1_chunk,gated_deltanet,attention,gated_deltanet", chunks("exact")),
 }
@@ -93,8 +96,9 @@ MODELS = {
 _WITH_A_LINE = {mixer for model in MODELS.values() for mixer in parse_pattern(model.pattern)}
 MODELS |= {mixer: Model(f"{mixer}*2") for mixer in sorted(set(load_all()) - _WITH_A_LINE)}
 
+# `parallel.sequence` is on by default, so layouts without sequence parallelism turn it off.
 TWO = {
-    "tp2": {"tensor": 2},
+    "tp2": {"tensor": 2, "sequence": False},
     "tp2_sp": {"tensor": 2, "sequence": True},
     "pp2": {"pipeline": 2},
     "pp2_interleaved": {"pipeline": 2, "virtual_pipeline": 2},
@@ -105,7 +109,8 @@ TWO = {
 }
 FOUR = {
     "tp2_pp2_sp": {"tensor": 2, "pipeline": 2, "sequence": True},
-    "tp2_cp2": {"tensor": 2, "context": 2, "context_exchange": "heads"},
+    "tp2_cp2": {"tensor": 2, "sequence": False, "context": 2, "context_exchange": "heads"},
+    "tp2_cp2_sp": {"tensor": 2, "sequence": True, "context": 2, "context_exchange": "heads"},
     "pp2_cp2": {"pipeline": 2, "context": 2, "context_exchange": "states"},
 }
 LAYOUTS = {name: (2, parallel) for name, parallel in TWO.items()} | {n: (4, parallel) for n, parallel in FOUR.items()}
@@ -140,6 +145,7 @@ COLUMNS = {
     "dp2": "DP2",
     "tp2_pp2_sp": "TP2 x PP2 + SP",
     "tp2_cp2": "TP2 x CP2",
+    "tp2_cp2_sp": "TP2 x CP2 + SP",
     "pp2_cp2": "PP2 x CP2",
 }
 

@@ -192,7 +192,7 @@ def test_groups_that_do_not_divide_by_the_context_fetch_chunks_where_they_can(
     ("world_size", "parallel"),
     [
         (2, {"pipeline": 2}),
-        (2, {"tensor": 2}),
+        (2, LAYOUTS["tp2"][1]),
         (4, {"tensor": 2, "pipeline": 2, "sequence": True}),
         pytest.param(2, {"pipeline": 2, "virtual_pipeline": 2}, marks=pytest.mark.slow),
         pytest.param(4, {"pipeline": 2, "context": 2}, marks=pytest.mark.slow),

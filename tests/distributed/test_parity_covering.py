@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import parity
 from parity_cases import LAYOUTS, MODELS, compared
 from parity_covering import Case, chosen, default_product, exchanges, full_product
 
+from megatron_ext.config.layout import sequence_parallel
 from megatron_ext.config.pattern import parse_pattern
 
 FIELDS = ("layout", "recompute", "sharding")
@@ -47,6 +49,15 @@ def test_the_default_product_holds_every_layout_and_each_exchange_of_every_mixer
         assert {"tp2_sp", "pp2"} & every <= kept
         found, wanted = ({exchanges(model, LAYOUTS[layout][1]) for layout in of} for of in (kept, every))
         assert found == wanted, name
+
+
+def test_layouts_use_sequence_parallelism_where_their_names_say_so() -> None:
+    """With TP, some gradients are summed over ranks only with sequence parallelism, others only without."""
+    model = MODELS["hybrid"]
+    configs = {name: parity.run_config(model.pattern, model.mixers, model.model, p) for name, (_, p) in LAYOUTS.items()}
+    used = {name: sequence_parallel(config) for name, config in configs.items() if config.parallel.tensor > 1}
+    assert used == {name: name.endswith("_sp") for name in used}
+    assert set(used.values()) == {True, False}
 
 
 def test_a_mixer_that_shares_a_model_is_on_each_pipeline_stage() -> None:

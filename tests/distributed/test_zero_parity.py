@@ -26,7 +26,7 @@ ALL = LAYOUTS | WITH_TWO_REPLICAS
 COMPARED = {
     "attention": ("dp2", "tp2_sp_dp2"),
     "top1_chunk_exact": ("dp2", "cp2_chunks"),
-    "gated_deltanet": ("tp2_sp", "cp2_states", "dp2", "pp2_interleaved", "tp2_pp2_sp", *WITH_TWO_REPLICAS),
+    "gated_deltanet": ("tp2", "tp2_sp", "cp2_states", "dp2", "pp2_interleaved", "tp2_pp2_sp", *WITH_TWO_REPLICAS),
 }
 QUICK = {("zero1", "pp2_dp2"), ("zero2", "tp2_sp_dp2"), ("zero3", "tp2_sp_dp2")}
 STAGES = ("zero1", "zero2", "zero3")
@@ -39,9 +39,9 @@ EVERY = [
 ]
 # The stages of one model under the layouts that shard more than one part, or only the data. Other layouts combine less.
 # ZeRO-2 and ZeRO-3 run in one engine, which context parallelism only gives a larger group.
-DEFAULT = [case for case in EVERY if case[0] == "gated_deltanet" and case[1] not in ("tp2_sp", "cp2_states")]
+DEFAULT = [case for case in EVERY if case[0] == "gated_deltanet" and case[1] not in ("tp2", "tp2_sp", "cp2_states")]
 DEFAULT.remove(("gated_deltanet", "cp2_dp2", "zero2"))
-DEFAULT += [("gated_deltanet", "tp2_sp", "zero3"), ("gated_deltanet", "cp2_states", "zero1")]
+DEFAULT += [("gated_deltanet", "tp2", "zero3"), ("gated_deltanet", "cp2_states", "zero1")]
 DEFAULT += [("attention", "tp2_sp_dp2", "zero2"), ("top1_chunk_exact", "cp2_chunks", "zero3")]
 
 
@@ -67,8 +67,8 @@ def test_a_stage_gives_the_numbers_of_one_process(pool: WorkerPool, model: str, 
 @pytest.mark.parametrize(
     "parallel",
     cases(
-        every=[{"pipeline": 2}, {"pipeline": 2, "virtual_pipeline": 2}, {"tensor": 2}],
-        default=[{"pipeline": 2, "virtual_pipeline": 2}, {"tensor": 2}],
+        every=[{"pipeline": 2}, {"pipeline": 2, "virtual_pipeline": 2}, LAYOUTS["tp2"][1]],
+        default=[{"pipeline": 2, "virtual_pipeline": 2}, LAYOUTS["tp2"][1]],
     ),
     ids=str,
 )
