@@ -68,6 +68,13 @@ FAULTS = [
         "tests/distributed/test_parity.py",
     ),
     PlantedFault(
+        "gradient of a shared projection not summed without sequence parallelism",
+        "megatron_ext/mixers/core/base.py",
+        "return copy_to_group(F.linear(hidden_states, weight), self.tp_group)",
+        "return F.linear(hidden_states, weight)",
+        "tests/distributed/test_parity.py -k gla",
+    ),
+    PlantedFault(
         "parameter rows of the wrong heads under tensor parallelism",
         "megatron_ext/mixers/core/base.py",
         "start = part.first_head_group - self.tp_rank * self.num_head_groups_per_rank",

@@ -136,7 +136,7 @@ def sum_over_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
 def copy_to_group(x: Tensor, group: ProcessGroup) -> Tensor:
     """Return x, which is identical on all ranks but used in different ways; the backward pass sums its gradient.
 
-    Megatron's `copy_to_tensor_model_parallel_region` (0.16.1) is not used, because it silently fails to reduce a
+    Megatron's `copy_to_tensor_model_parallel_region` is not used, because before 0.19 it silently fails to reduce a
     non-contiguous gradient, such as einsum's.
     """
     return x if group.size() == 1 else _AllReduceGradient.apply(x, group)
