@@ -102,6 +102,8 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 def _make_proxy() -> types.ModuleType:
     proxy = _CpuTorch("torch")
     proxy.cuda = _CpuCuda("torch.cuda")  # type: ignore[attr-defined]
+    proxy.optim = types.ModuleType("torch.optim")  # type: ignore[attr-defined]
+    vars(proxy.optim).update(vars(torch.optim), AdamW=AdamW)
     for name in _FACTORIES:
         setattr(proxy, name, _on_cpu(getattr(torch, name)))
     return proxy

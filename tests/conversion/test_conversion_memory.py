@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 MB = 1 << 20
 LARGEST = 16 * MB
 """Bytes of the embedding, the output layer, and each layer's first feed-forward matrix, which is merged from two."""
-SLACK = 32 * MB
+SLACK = 36 * MB
 """Allowed extra bytes. A layer's float64 activations take 29 MB. A third tensor would exceed this. Docs say 1 GiB."""
 
 # The first model is small: its peak is that of the imports. Later peaks are compared with it.

@@ -12,6 +12,7 @@ from typing import Any
 import plain_runs
 import pytest
 import torch
+from megatron.core.dist_checkpointing import load_common_state_dict
 
 pytestmark = pytest.mark.slow
 
@@ -54,8 +55,11 @@ def model(saved: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def change_common(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change what a checkpoint holds besides tensors: the arguments of Megatron-LM, and the iteration."""
-    common = torch.load(folder / "common.pt", weights_only=False)
+    """Change what a checkpoint holds besides tensors: the arguments of Megatron-LM, and the iteration.
+
+    megatron-core 0.19 stores them with the tensors. A file common.pt takes precedence.
+    """
+    common = load_common_state_dict(str(folder))
     change(common)
     torch.save(common, folder / "common.pt")
 

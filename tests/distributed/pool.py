@@ -23,20 +23,23 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+_HERE = Path(__file__).parent
 _REPOSITORY = Path(__file__).parents[2]
 
 # CPU tests stay on the CPU on a GPU machine. One thread per process, because several processes share the cores.
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "CUDA_VISIBLE_DEVICES": "",
-    # Put the repository before the PYTHONPATH of the tests, because Selectron need not be installed.
-    "PYTHONPATH": os.pathsep.join(filter(None, [str(_REPOSITORY), os.environ.get("PYTHONPATH")])),
+    # The repository before the PYTHONPATH of the tests, because Selectron need not be installed. This folder for
+    # `prepared_import`: the fork server of Python 3.11 does not take over the parent's sys.path.
+    "PYTHONPATH": os.pathsep.join(filter(None, [str(_REPOSITORY), str(_HERE), os.environ.get("PYTHONPATH")])),
     # Megatron passes small functions to torch.compile. On the CPU its import takes as long as that of torch, and
     # compiling one function in every process takes longer than most cases.
     "TORCHDYNAMO_DISABLE": "1",
 }
 # None of these modules starts a thread at import. A thread would not survive the fork.
 _IMPORTED_ONCE = [
+    "prepared_import",
     *("megatron_ext.training.build", "megatron_ext.optim.zero1", "megatron_ext.optim.zero23"),
     *("megatron_ext.config.derive", "megatron_ext.config.rules", "megatron_ext.checkpoint.store"),
     # Imported by `load_all`, which nearly every function calls.

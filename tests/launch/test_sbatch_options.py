@@ -111,7 +111,7 @@ def test_rejected_options_exist_in_sbatch() -> None:
     manual = subprocess.run(
         ["man", "sbatch"], capture_output=True, text=True, check=False, env={"PATH": "/usr/bin:/bin"}
     )
-    if manual.returncode:
+    if manual.returncode or "--" not in manual.stdout:  # a minimized system has a `man` that only says so
         pytest.skip("there is no manual page of sbatch")
     there = set(re.findall(r"--([a-z][a-z-]+)", manual.stdout))
     assert set(REJECTED) <= there

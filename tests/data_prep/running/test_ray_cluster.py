@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from prep_fakes import options
 from data_prep.prepare import prepare
 from data_prep.stages import Filtering
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")]
 
 ONE_PASS = ["--no-clean", "--duplicates", "keep", "--decontaminate", "off"]
 """Options for a single stage, because every stage takes seconds to start on Ray."""
