@@ -11,7 +11,7 @@ import torch
 from pool import WorkerPool
 
 LAYOUTS = [
-    (2, {"tensor": 2}),
+    (2, {"tensor": 2, "sequence": False}),
     (2, {"tensor": 2, "sequence": True}),
     (2, {"pipeline": 2}),
     (2, {"pipeline": 2, "virtual_pipeline": 2}),

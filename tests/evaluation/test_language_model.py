@@ -27,7 +27,7 @@ def prompts() -> list[list[int]]:
 LAYOUTS: dict[str, dict[str, Any] | None] = {
     "alone": None,
     "dp2": {},
-    "tp2": {"tensor": 2},
+    "tp2": {"tensor": 2, "sequence": False},
     "tp2_sp": {"tensor": 2, "sequence": True},
     "cp2": {"context": 2},
     "pp2": {"pipeline": 2},
