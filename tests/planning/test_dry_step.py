@@ -48,6 +48,14 @@ def test_dry_step_of_each_mixer_frees_its_memory(dry: Dry, mixer: str) -> None:
     assert not found.ledger.messages
 
 
+def test_a_second_dry_step_counts_the_same_memory(dry: Dry) -> None:
+    """The first one fills the caches of its process: tables of rotations, for example."""
+    config = configured([*ONE_GPU, "model.pattern=attention*2", "data.seq_length=8192"])
+    first, second = (dry(dry_runs.footprint, config).ledger for _ in range(2))
+    assert first.at_peak == second.at_peak
+    assert first.peak == second.peak
+
+
 @pytest.mark.parametrize("mixer", ["attention", "gated_deltanet", "top1_chunk"])
 def test_document_masking_memory(dry: Dry, mixer: str) -> None:
     small = [*ONE_GPU, f"model.pattern={mixer}*2", "data.seq_length=4096", "training.global_batch_size=2"]
