@@ -7,8 +7,8 @@ INSTALLED_DEV := .venv/.installed-dev
 # Tests start hundreds of processes. Without stored bytecode each would compile our sources again.
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 
-# One worker more than there are cores, because tests that wait for Slurm or for a process leave a core idle.
-WORKERS ?= $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1)))
+# Two workers more than there are cores, because tests that wait for Slurm or for a process leave a core idle.
+WORKERS ?= $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 2)))
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo clean-demo test test-exhaustive quick lint types format clean
