@@ -14,6 +14,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero import GatheredParameters, parameter_offload
+from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import get_model_config
@@ -29,7 +30,11 @@ from megatron_ext.optim.registry import algorithm_of
 from megatron_ext.optim.schedule import make_schedule
 from megatron_ext.optim.state import FlatSlice, make_moments
 from megatron_ext.optim.zero1 import linked_masters, linked_slices, make_linked_moments
+from megatron_ext.platform.adamw import AdamW
 from megatron_ext.platform.device import Platform
+
+if AdamW not in ZERO_SUPPORTED_OPTIMIZERS:  # by type: DeepSpeed would warn that this subclass of torch's is untested
+    ZERO_SUPPORTED_OPTIMIZERS.append(AdamW)
 
 
 class EngineRunOptimizer(RunOptimizer):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ from covering import cases
 from parity_cases import LAYOUTS, MODELS, Model, chunks, deep_enough
 from pool import WorkerPool
 from test_parity import BF16, _check, _reference, _train
+
+from megatron_ext.config.schema import RunConfig
 
 # Layouts with model parallelism and two data-parallel ranks, between which ZeRO shards.
 WITH_TWO_REPLICAS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -104,6 +108,24 @@ def test_offloading_to_a_disk_changes_no_number(pool: WorkerPool, tmp_path: Path
     _check(outcome, _reference(pool, model))
     assert len(list(tmp_path.glob("disk/**/optimizer/**/*.tensor.swp"))) >= 2 * 3
     assert bool(list(tmp_path.glob("disk/**/*_param.tensor.swp"))) == ("offload_param" in sections)
+
+
+def _warnings(rank: int, world_size: int, config: RunConfig) -> list[str]:
+    """Build a trainer, and return the warnings that DeepSpeed logs."""
+    import deepspeed
+
+    handler = BufferingHandler(capacity=1000)
+    deepspeed.utils.logger.addHandler(handler)
+    try:
+        parity.model_size(rank, world_size, config)
+    finally:
+        deepspeed.utils.logger.removeHandler(handler)
+    return [record.getMessage() for record in handler.buffer if record.levelno >= logging.WARNING]
+
+
+def test_deepspeed_does_not_warn(pool: WorkerPool) -> None:
+    config = parity.run_config("gated_deltanet*4", {}, {}, {}, sharding="zero3")
+    assert pool.run(_warnings, 2, config) == [[], []]
 
 
 def test_shared_out_weights_are_counted(pool: WorkerPool) -> None:
