@@ -210,9 +210,11 @@ def test_branch_waits_for_its_trunk(tmp_path: Path, capsys: pytest.CaptureFixtur
     sweep = sweep_of(tmp_path, NOTES_ITS_ORDER, [*off, "trunk", "bad"], off)
     assert sweep.run(1, parallel=5) == 1
     order = (tmp_path / "order").read_text().split()
-    assert set(order[:2]) == {"begin-trunk", "begin-bad"}
-    assert set(order[4:6]) == {"begin-short", "begin-shorter"}
-    assert len(order) == 8
+    assert sorted(order) == sorted(
+        f"{event}-{name}" for event in ("begin", "end") for name in ("trunk", "bad", "short", "shorter")
+    )
+    # The order of the two branches, and whether one ends before the other begins, is up to the machine.
+    assert all(order.index("end-trunk") < order.index(f"begin-{branch}") for branch in ("short", "shorter"))
     captured = capsys.readouterr()
     assert "lost: not started because bad is not finished\n" in captured.out
     assert captured.err == "selectron: 2 of 5 runs are not finished: lost, bad\n"
