@@ -29,7 +29,9 @@ COLUMNS = (
 LAYOUTS = {
     "1": [],
     "TP2+SP": ["parallel.tensor=2", "parallel.sequence=true"],
+    "TP2": ["parallel.tensor=2", "parallel.sequence=false"],
     "PP2": ["parallel.pipeline=2"],
+    "PP2x2": ["parallel.pipeline=2", "parallel.virtual_pipeline=2"],
     "CP2": ["parallel.context=2"],
     "DP2": [],
 }

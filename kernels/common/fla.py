@@ -21,6 +21,15 @@ HOPPER = 9
 BROKEN_SINCE, FIXED_SINCE = Version("3.4.0"), Version("3.7.1")
 """Triton versions in [BROKEN_SINCE, FIXED_SINCE) miscompile the gradient of a per-head decay on Hopper. fla refuses
 them (issue 640)."""
+CHECKED_RELEASE = "0.6.0"
+"""Release of fla whose sources were searched for the limits in `_TRITON_LIMITS`."""
+_TRITON_LIMITS = (
+    (Version("0"), Version("3.3.0"), "warns that errors may occur"),
+    (BROKEN_SINCE, FIXED_SINCE, "refuses gradients of per-head decays on Hopper GPUs"),
+    (Version("3.6.0"), Version("3.8.0"), "avoids tiles that are miscompiled on Hopper GPUs"),
+    (Version("0"), Version("3.8.0"), "avoids kernels of 8 warps on Blackwell GPUs, where they race"),
+)
+"""What fla does under Triton versions from the first to before the second."""
 
 
 def choose_fla_or_plain(
@@ -82,6 +91,12 @@ def hopper_unsupported_reason() -> str | None:
         f"flash-linear-attention refuses per-head decays on a Hopper GPU under Triton {triton}, "
         f"which computes wrong gradients for them: pip install 'triton>={FIXED_SINCE}'"
     )
+
+
+def triton_limits(triton: str) -> str:
+    """Describe in one line what fla refuses or avoids under a Triton version."""
+    known = [text for since, before, text in _TRITON_LIMITS if since <= Version(triton) < before]
+    return f"under Triton {triton}, fla {CHECKED_RELEASE} {'; '.join(known) or 'refuses and avoids nothing'}"
 
 
 def _version(package: str) -> Version | None:

@@ -23,10 +23,8 @@ def run(args: argparse.Namespace) -> int:
     """
     print(_version_line("python", python_version()))
     for name in ("selectron", *(name for name in TESTED if name != "python"), "apex"):
-        try:
-            print(_version_line(name, metadata.version(name)))
-        except metadata.PackageNotFoundError:
-            print(f"{name:<24}not installed")
+        version = _installed(name)
+        print(_version_line(name, version) if version else f"{name:<24}not installed")
     sys.stdout.flush()  # the imports of torch and Megatron take seconds
     from megatron_ext.platform.device import choose_backend, select_platform
 
@@ -37,7 +35,12 @@ def run(args: argparse.Namespace) -> int:
     print(f"{'import kernels':<24}{conflict or 'ours'}")
     if conflict:  # the other lines need our `kernels`
         return 0
+    from kernels.common.fla import triton_limits
     from megatron_ext.commands.op_choices import implementations
+
+    triton = _installed("triton")
+    if triton and _installed("flash-linear-attention"):
+        print(f"{'fla and triton':<24}{triton_limits(triton)}")
 
     print("\nImplementation of each mixer op on this machine, in bf16 with default settings:")
     for name, choices in implementations(platform):
@@ -46,6 +49,14 @@ def run(args: argparse.Namespace) -> int:
         for op, choice in choices:
             print(f"{name:<24}{op}: {choice.name} ({choice.reason})")
     return 0
+
+
+def _installed(name: str) -> str | None:
+    """Return the installed version of a distribution, None if there is none."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _version_line(name: str, version: str) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 import torch
@@ -32,7 +34,36 @@ def test_doctor_names_what_each_mixer_uses() -> None:
         assert dict(lines)["attention"] == "softmax_attention: sdpa (plain causal attention, fused on cpu as well)"
         assert dict(lines)["moba"] == f"top1_chunk_attention: reference {reason}"
         assert dict(lines)["nsa"].startswith("native_sparse_attention: reference (triton's kernels need a GPU")
-    assert "torch" in done.stdout.partition("\n\n")[0]
+    versions = dict(line.split(maxsplit=1) for line in done.stdout.partition("\n\n")[0].splitlines())
+    assert versions["torch"].split()[0] == version("torch")
+    assert versions["fla"] == f"and triton          {fla.triton_limits(version('triton'))}"
+
+
+@pytest.mark.parametrize(
+    ("release", "limits"),
+    [
+        ("3.2.0", "warns that errors may occur; avoids kernels of 8 warps on Blackwell GPUs, where they race"),
+        (
+            "3.4.0",
+            "refuses gradients of per-head decays on Hopper GPUs; avoids kernels of 8 warps on Blackwell GPUs, "
+            "where they race",
+        ),
+        (
+            "3.7.1",
+            "avoids tiles that are miscompiled on Hopper GPUs; avoids kernels of 8 warps on Blackwell GPUs, where "
+            "they race",
+        ),
+        ("3.8.0", "refuses and avoids nothing"),
+    ],
+)
+def test_limits_of_fla_depend_on_triton(release: str, limits: str) -> None:
+    assert fla.triton_limits(release) == f"under Triton {release}, fla 0.6.0 {limits}"
+
+
+def test_limits_of_fla_are_those_of_the_pinned_release() -> None:
+    """Search the sources for comparisons of Triton versions again when the pin changes."""
+    pins = (Path(__file__).parents[2] / "constraints.txt").read_text().splitlines()
+    assert f"fla-core=={fla.CHECKED_RELEASE}" in pins
 
 
 def test_records_hold_the_choices_of_their_time() -> None:
@@ -48,13 +79,13 @@ def test_records_hold_the_choices_of_their_time() -> None:
     assert outer[0][1] == Choice("reference", "requested")
 
 
-@pytest.mark.parametrize("triton", ["3.6.0", "3.7.1"])
-def test_a_gpu_needs_no_launch(monkeypatch: pytest.MonkeyPatch, triton: str) -> None:
+@pytest.mark.parametrize("release", ["3.6.0", "3.7.1"])
+def test_a_gpu_needs_no_launch(monkeypatch: pytest.MonkeyPatch, release: str) -> None:
     if not torch.cuda.is_available():
         select_platform("cpu")  # replaces the CUDA device that Megatron asks for
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(fla, "is_installed", lambda: True)
-    monkeypatch.setattr(fla, "version", {"triton": triton}.__getitem__)
+    monkeypatch.setattr(fla, "version", {"triton": release}.__getitem__)
     fla.hopper_unsupported_reason.cache_clear()
     try:
         found = {name: [(op, choice.name) for op, choice in of] for name, of in implementations(PRETENDED_GPU)}
@@ -65,5 +96,5 @@ def test_a_gpu_needs_no_launch(monkeypatch: pytest.MonkeyPatch, triton: str) -> 
     assert found["nsa"] == [("native_sparse_attention", "triton"), ("softmax_attention", "flex")]
     assert found["gla"] == [("gated_linear_attention", "fla")]
     assert found["rwkv7"] == [("rwkv7", "fla")]
-    whole_heads = "chunked" if triton == "3.6.0" else "fla"
+    whole_heads = "chunked" if release == "3.6.0" else "fla"
     assert found["mamba2"] == [("short_convolution", "triton"), ("gated_linear_attention", whole_heads)]

@@ -27,10 +27,12 @@ STEPS, KILLED_AFTER = 50, 30
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "one": (1, []),
     "tp2": (2, ["parallel.tensor=2", "parallel.sequence=true"]),
+    "tp2_no_sp": (2, ["parallel.tensor=2", "parallel.sequence=false"]),
     "cp2": (2, ["parallel.context=2"]),
     "cp2_rounds": (2, ["parallel.context=2", "parallel.context_exchange_rounds=2"]),
     "cp2_copies": (2, ["parallel.context=2", "parallel.context_transport=copy_engine"]),
     "pp2": (2, ["parallel.pipeline=2"]),
+    "pp2_interleaved": (2, ["parallel.pipeline=2", "parallel.virtual_pipeline=2"]),
     "dp2": (2, []),
     "tp4": (4, ["parallel.tensor=4", "parallel.sequence=true"]),
     "cp4": (4, ["parallel.context=4"]),

@@ -2,8 +2,16 @@
 
 import json
 import sys
+from pathlib import Path
 
 import compare_layouts
+from compare_layouts import LAYOUTS, Case
+
+from megatron_ext.config.load import load_config
+from megatron_ext.config.rules import check
+from megatron_ext.mixers.core.registry import load_all
+
+QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
 
 
 def write(path, cases):
@@ -36,3 +44,9 @@ def test_table_of_differences(tmp_path, monkeypatch, capsys):
     ]
     written = json.loads((tmp_path / "out" / "losses.json").read_text())
     assert [case["device"] for case in written["cases"]].count("cuda") == 4
+
+
+def test_every_layout_may_be_trained():
+    cases, mixers = [Case("attention*4", "fp32", "cuda", "local", name) for name in LAYOUTS], load_all()
+    layouts = [check(load_config(QUICKSTART, case.overrides(), mixers), case.processes, mixers) for case in cases]
+    assert [layout.world_size for layout in layouts] == [1] + [2] * (len(LAYOUTS) - 1)
