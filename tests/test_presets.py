@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron_ext.config.load import load_config
 from megatron_ext.config.rules import check
 from megatron_ext.config.schema import RunConfig
+from megatron_ext.config.sweep_file import read_sweep
 from megatron_ext.mixers.core.registry import load_all
 from megatron_ext.model.build import transformer_config
 from megatron_ext.model.shape import model_shape
@@ -20,6 +22,8 @@ from megatron_ext.platform.device import Platform
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SIZES = {"110m": "110m_2k.yaml", "1p3b": "1p3b_100k.yaml"}
+STUDY = EXAMPLES / "study"
+STUDY_TEXTS = ("limited", "mixed", "books", "code")
 PRESETS = [(size, name) for size in SIZES for name in sorted(load_all())]
 
 
@@ -60,3 +64,45 @@ def test_a_preset_has_the_parameters_of_the_transformer(size: str, name: str, on
 def test_a_preset_runs_on_a_node(size: str, name: str) -> None:
     check(_load(size, name), 8, load_all())
     check(_load(size, name, "parallel.tensor=2"), 8, load_all())
+
+
+def _study_run(text: str, *overrides: str) -> RunConfig:
+    return load_config(EXAMPLES / SIZES["110m"], [*overrides, str(STUDY / f"{text}.yaml")], load_all())
+
+
+@pytest.mark.parametrize("sweep", sorted({path.stem for path in STUDY.glob("*.yaml")}.difference(STUDY_TEXTS)))
+def test_a_study_sweep_runs_on_a_node(sweep: str) -> None:
+    swept = read_sweep(STUDY / f"{sweep}.yaml")
+    assert swept.config.samefile(EXAMPLES / SIZES["110m"])
+    of_one_seed = {name: overrides for name, overrides in swept.runs.items() if name.endswith("-seed1")}
+    assert len(swept.runs) == 3 * len(of_one_seed)
+    configs = [_study_run("limited", *overrides) for overrides in of_one_seed.values()]
+    for config in configs:
+        check(config, 8, load_all())
+        batch = config.training.global_batch_size * config.data.seq_length
+        assert (batch, config.training.evaluation_sequences * config.data.seq_length) == (256 * 2048, 2000 * 2048)
+    models = {(str(config.mixers), config.model.pattern, config.data.seq_length) for config in configs}
+    assert len(models) == len(configs)
+
+
+def test_limited_and_mixed_text_differ_only_in_training_text() -> None:
+    limited, mixed = (_study_run(text).data for text in ("limited", "mixed"))
+    assert replace(mixed, train_domains=limited.train_domains, weights=limited.weights) == limited
+    web, trained, tested = (
+        set(domains or ()) for domains in (limited.train_domains, mixed.train_domains, mixed.test_domains)
+    )
+    added = trained - web
+    assert web < trained
+    assert not web & tested
+    assert added < tested  # the other test domains remain out of domain
+    of_limited, of_mixed = limited.weights or {}, mixed.weights or {}
+    assert sum(of_mixed[domain] for domain in added) / sum(of_mixed.values()) == pytest.approx(0.07)
+    assert len({of_mixed[domain] / of_limited[domain] for domain in web}) == 1
+
+
+def test_study_texts_have_own_run_folders() -> None:
+    configs = [_study_run(text) for text in STUDY_TEXTS]
+    for config in configs:
+        check(config, 8, load_all())
+    for values in ({config.run.dir for config in configs}, {str(config.data.train_domains) for config in configs}):
+        assert len(values) == len(STUDY_TEXTS)
