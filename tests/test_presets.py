@@ -18,6 +18,7 @@ from megatron_ext.mixers.core.registry import load_all
 from megatron_ext.model.build import transformer_config
 from megatron_ext.model.shape import model_shape
 from megatron_ext.model.specs import mixer_spec
+from megatron_ext.planning.fields import split_plan
 from megatron_ext.platform.device import Platform
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -74,14 +75,17 @@ def _study_run(text: str, *overrides: str) -> RunConfig:
 def test_a_study_sweep_runs_on_a_node(sweep: str) -> None:
     swept = read_sweep(STUDY / f"{sweep}.yaml")
     assert swept.config.samefile(EXAMPLES / SIZES["110m"])
-    of_one_seed = {name: overrides for name, overrides in swept.runs.items() if name.endswith("-seed1")}
-    assert len(swept.runs) == 3 * len(of_one_seed)
-    configs = [_study_run("limited", *overrides) for overrides in of_one_seed.values()]
+    seeds = {
+        name: [one for one in overrides if one.startswith("training.seed=")] for name, overrides in swept.runs.items()
+    }
+    of_one_seed = [overrides for name, overrides in swept.runs.items() if seeds[name] == ["training.seed=1"]]
+    assert len(swept.runs) == len(of_one_seed) * (1 if swept.chosen else 3)
+    configs = [_study_run("limited", *split_plan(overrides, ())[1]) for overrides in of_one_seed]
     for config in configs:
         check(config, 8, load_all())
         batch = config.training.global_batch_size * config.data.seq_length
         assert (batch, config.training.evaluation_sequences * config.data.seq_length) == (256 * 2048, 2000 * 2048)
-    models = {(str(config.mixers), config.model.pattern, config.data.seq_length) for config in configs}
+    models = {(str(one.mixers), one.model.pattern, one.data.seq_length, one.optimizer.lr) for one in configs}
     assert len(models) == len(configs)
 
 

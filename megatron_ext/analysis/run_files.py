@@ -1,4 +1,4 @@
-"""Files of a run folder, parsed and checked: config.yaml, metrics.jsonl, evaluation.jsonl and model.json."""
+"""Files of a run folder, parsed and checked: config.yaml, metrics.jsonl, evaluation.jsonl, model.json, sweep.json."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pydantic_core import ErrorDetails
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from megatron_ext.config.yaml_text import TooLargeError, parse_yaml
-from megatron_ext.run_folder.layout import CONFIG
+from megatron_ext.run_folder.layout import CONFIG, SWEEP
 from megatron_ext.utils.atomic_files import os_error_reason, read_regular
 from megatron_ext.utils.credentials import redact_tree
 from megatron_ext.utils.errors import UserError
@@ -102,6 +102,14 @@ class ModelSize:
     changed: list[dict[str, Any]] = Field(default_factory=list)
 
 
+@checked_dataclass(frozen=True, config=_LINE)
+class SweepRecord:
+    """Contents of sweep.json: names of the runs, and fields of which the best value is chosen by validation loss."""
+
+    runs: list[str] = Field(default_factory=list)
+    chosen: list[str] = Field(default_factory=list)
+
+
 @dataclass(frozen=True)
 class Line(Generic[Record]):
     """Parsed line with its location (file and line number), which later error messages need."""
@@ -171,11 +179,24 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def read_size(path: Path) -> ModelSize | None:
     """Read model.json; None if it does not exist. Raises a `UserError` if it is invalid or cannot be read."""
+    return _read_json(path, ModelSize, "restore the file or resume the run, which rewrites it")
+
+
+def read_sweep_record(folder: Path) -> SweepRecord:
+    """Read sweep.json in a folder of runs; it is empty if it does not exist.
+
+    Raises:
+        UserError: the file is invalid or cannot be read.
+    """
+    hint = "repeat `selectron sweep`, which writes it again, or remove it"
+    return _read_json(folder / SWEEP, SweepRecord, hint) or SweepRecord()
+
+
+def _read_json(path: Path, kind: type[Record], hint: str) -> Record | None:
     if not path.exists():
         return None
-    hint = "restore the file or resume the run, which rewrites it"
     try:
-        return TypeAdapter(ModelSize).validate_json(_read_bytes(path, hint))
+        return TypeAdapter(kind).validate_json(_read_bytes(path, hint))
     except ValidationError as error:
         raise UserError(str(path), _describe_error(error.errors(include_url=False)[0]), hint) from None
 

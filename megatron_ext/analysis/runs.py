@@ -77,6 +77,16 @@ class Run:
         """Return the domains of a split."""
         return tuple(domain for domain in self.domains if domain.split == split)
 
+    def final_loss(self, split: Split) -> float | None:
+        """Return the loss on all documents of a split after the last step, in nats per token.
+
+        None: the split was not evaluated after the last step.
+        """
+        domains = self.split(split)
+        if not domains or self.evaluation_steps[-1] != self.steps[-1]:
+            return None
+        return float(sum(d.losses[-1].sum() for d in domains) / sum(d.tokens.sum() for d in domains))
+
 
 def read_runs(paths: Sequence[Path], *, evaluated: bool = True) -> list[Run]:
     """Read run folders for a comparison.

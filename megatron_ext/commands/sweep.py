@@ -20,7 +20,7 @@ from megatron_ext.commands.launch import (
 )
 from megatron_ext.config.rules.nodes import check_nodes
 from megatron_ext.config.schema import RunConfig
-from megatron_ext.config.sweep_file import sweep_errors
+from megatron_ext.config.sweep_file import read_sweep, sweep_errors
 from megatron_ext.launch.array import array_option
 from megatron_ext.launch.changed_runs import changed_runs_error
 from megatron_ext.launch.job import is_locally_locked, list_jobs, sbatch_options
@@ -105,7 +105,7 @@ def sweep(args: argparse.Namespace, configs: Mapping[str, RunConfig], listing: S
         print("\n".join(listing))
         return 0
     runs.restart(args.restart, _check_not_under_way)
-    runs.write_run_list()
+    runs.write_run_list(read_sweep(args.sweep).chosen)
     if not runs.unfinished:
         print(f"all {len(configs)} runs are finished; compare them with: selectron report {folder} --output DIR")
         return 0

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import field
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
@@ -27,6 +27,9 @@ PLAN = "plan."
 
 WIDTH = "model.ffn_hidden_size"
 """Field that is adjusted to match parameter counts."""
+
+CHOOSABLE = "optimizer."
+"""Prefix of the fields that may be chosen by a loss. Others change the model, the data or the length of a run."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -47,6 +50,20 @@ class MatchParameters:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class ChoiceAxis:
+    """Axis whose values are all trained, to compare the other axes at the best value of each.
+
+    Attributes:
+        choose: rule of the choice. best_by validation: the lowest loss on held-out text of the training domains after
+            the last step.
+        values: labels with fields or a list of values, as for any other axis; fields of the section optimizer only.
+    """
+
+    choose: Literal["best_by validation"]
+    values: Any
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class SweepFile:
     """Content of a sweep file.
 
@@ -54,7 +71,8 @@ class SweepFile:
         config: base configuration of all runs; a path relative to the sweep file.
         fields: overrides for all runs, by dotted name.
         axes: choices, by name. The values of an axis are labels with fields or, if the axis is named for a field, a
-            list of the field's values. There is one run for each combination of the axes.
+            list of the field's values. There is one run for each combination of the axes. An axis may also be a
+            `ChoiceAxis`.
         runs: further runs by name, with their fields.
         match_parameters: see `MatchParameters`. It does not apply to the further runs.
     """
@@ -75,12 +93,14 @@ class SweptRuns:
         runs: overrides of each run by name, as for `load_config`, including `plan.` fields.
         match: how parameters are matched; None: not at all.
         reference_runs: by name of a matched run, its reference run.
+        chosen: fields of which the best value is chosen for each combination of the other axes; see `ChoiceAxis`.
     """
 
     config: Path
     runs: dict[str, list[str]]
     match: MatchParameters | None = None
     reference_runs: Mapping[str, str] = field(default_factory=dict)
+    chosen: Sequence[str] = ()
 
 
 @contextmanager
@@ -105,7 +125,9 @@ def read_sweep(path: Path) -> SweptRuns:
 
 
 def _swept(path: Path, tree: SweepFile) -> SweptRuns:
-    axes = {name: _values(name, axis) for name, axis in tree.axes.items()}
+    choices = {name: validate(ChoiceAxis, axis, f"axes.{name}.") for name, axis in tree.axes.items() if _chooses(axis)}
+    axes = {name: _values(name, choices[name].values if name in choices else axis) for name, axis in tree.axes.items()}
+    chosen = _chosen_fields({name: axes[name] for name in choices})
     if tree.match_parameters is not None:
         _check_match(tree.match_parameters, axes)
     runs: dict[str, list[str]] = {}
@@ -120,7 +142,21 @@ def _swept(path: Path, tree: SweepFile) -> SweptRuns:
         _add(runs, f"runs.{name}", name, [tree.fields, fields])
     if not runs:
         raise UserError("axes, runs", "there are none", "give one of the two")
-    return SweptRuns(path.parent / tree.config, runs, tree.match_parameters, reference_runs)
+    return SweptRuns(path.parent / tree.config, runs, tree.match_parameters, reference_runs, chosen)
+
+
+def _chooses(axis: Any) -> bool:
+    """Return True if an axis is a `ChoiceAxis`; the value of a label named `choose` is a mapping of fields instead."""
+    return isinstance(axis, dict) and not isinstance(axis.get("choose", {}), dict)
+
+
+def _chosen_fields(axes: Mapping[str, Sequence[tuple[str, Fields]]]) -> tuple[str, ...]:
+    """Return the fields of the axes whose best value is chosen, each once."""
+    for axis, values in axes.items():
+        for name in (name for _, fields in values for name in fields if not name.startswith(CHOOSABLE)):
+            hint = f"choose among values of {CHOOSABLE}lr or another field of that section, or remove `choose`"
+            raise UserError(f"axes.{axis}", f"{name} cannot be chosen by a loss", hint)
+    return tuple(dict.fromkeys(name for values in axes.values() for _, fields in values for name in fields))
 
 
 def _check_match(match: MatchParameters, axes: Mapping[str, Sequence[tuple[str, Fields]]]) -> None:

@@ -19,7 +19,7 @@ from megatron_ext.launch.ownership import belongs_to_other_folder
 from megatron_ext.launch.readings import FileReader
 from megatron_ext.launch.slurm import JobState, job_state
 from megatron_ext.run_folder.launch_events import LAUNCH, Event, read_events
-from megatron_ext.run_folder.layout import CONFIG, METRICS
+from megatron_ext.run_folder.layout import CONFIG, METRICS, SWEEP
 from megatron_ext.utils.atomic_files import open_regular, read_regular
 from megatron_ext.utils.errors import UserError
 from megatron_ext.utils.json_text import parse_json
@@ -27,8 +27,6 @@ from megatron_ext.utils.markdown import table
 from megatron_ext.utils.printable import printable
 from megatron_ext.utils.untrusted_paths import path_within
 
-SWEEP = "sweep.json"
-"""File in a sweep's folder with the names of its runs."""
 COLUMNS = ("run", "job", "state", "starts", "step", "loss", "tokens/s", "last step", "last event")
 FINISHED, RUNNING, WAITING = "finished", "running", "waiting"
 STOPPED, FAILED, NOT_STARTED = "stopped", "failed", "not begun"

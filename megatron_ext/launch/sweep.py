@@ -40,8 +40,9 @@ from megatron_ext.launch.job import (
 )
 from megatron_ext.launch.ownership import own_state
 from megatron_ext.launch.resources import Resources
-from megatron_ext.launch.status import SWEEP, is_finished, read_job_events
+from megatron_ext.launch.status import is_finished, read_job_events
 from megatron_ext.run_folder.launch_events import LAUNCH
+from megatron_ext.run_folder.layout import SWEEP
 from megatron_ext.utils.atomic_files import write_atomically
 from megatron_ext.utils.errors import EXIT_STOPPED
 from megatron_ext.utils.signals import handle_signals
@@ -116,17 +117,19 @@ class Sweep:
                     raise unwritable_error(run, error) from error
                 print(f"{name}: restarts; its old folder is now {new_folder}", flush=True)
 
-    def write_run_list(self) -> None:
-        """Write the names of the runs to the sweep's folder, for `selectron status`.
+    def write_run_list(self, chosen: Sequence[str] = ()) -> None:
+        """Write the names of the runs to the sweep's folder, for `selectron status`, and chosen fields, for reports.
+
+        Args:
+            chosen: fields of which the best value is chosen; see `SweptRuns.chosen`.
 
         Raises:
             UserError: the folder cannot be written.
         """
+        content = {"runs": list(self._configs)} | ({"chosen": list(chosen)} if chosen else {})
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(
-                self._folder / SWEEP, (json.dumps({"runs": list(self._configs)}, indent=1) + "\n").encode()
-            )
+            write_atomically(self._folder / SWEEP, (json.dumps(content, indent=1) + "\n").encode())
         except OSError as error:
             raise unwritable_error(self._folder, error) from error
 

@@ -19,6 +19,8 @@ MODEL = "model.json"
 CHECKPOINTS = "checkpoints"
 EVALUATIONS = "evaluation"
 """Results of evaluation suites, a folder per step."""
+SWEEP = "sweep.json"
+"""File beside the run folders of a sweep: `runs`, their names, and `chosen`, the fields that are chosen by a loss."""
 
 _STEP_NAME = re.compile(r"step_([0-9]{1,18})")
 

@@ -15,6 +15,7 @@ from corpora import prepared
 from forked import ForkedProcess
 from launching import environment, records, write_config
 
+from megatron_ext.analysis.run_files import SweepRecord, read_sweep_record
 from megatron_ext.cli import main
 from megatron_ext.config.schema import DataConfig, RunConfig, RunSection
 from megatron_ext.config.sweep_file import read_sweep
@@ -64,6 +65,28 @@ def test_sweep_has_a_run_for_each_combination(tmp_path: Path) -> None:
     }
 
 
+def test_axes_with_a_choice(tmp_path: Path) -> None:
+    text = """
+config: a.yaml
+axes:
+  optimizer.lr: {choose: best_by validation, values: [3e-4, 1e-3]}
+  decay:
+    choose: best_by validation
+    values: {weak: {optimizer.weight_decay: 0.01, optimizer.lr: 1e-3}, strong: {optimizer.weight_decay: 0.1}}
+  choose: {choose: {training.seed: 1}, other: {training.seed: 2}}
+"""
+    swept = read_sweep(written(tmp_path, text))
+    assert swept.chosen == ("optimizer.lr", "optimizer.weight_decay")
+    rates, decays, labels = ("lr0.0003", "lr0.001"), ("weak", "strong"), ("choose", "other")
+    assert list(swept.runs) == [f"{a}-{b}-{c}" for a in rates for b in decays for c in labels]
+    assert swept.runs["lr0.0003-strong-other"] == [
+        "optimizer.lr=0.0003",
+        "optimizer.weight_decay=0.1",
+        "training.seed=2",
+    ]
+    assert read_sweep(written(tmp_path, SWEEP)).chosen == ()
+
+
 def test_budgets_in_run_names(tmp_path: Path) -> None:
     swept = read_sweep(written(tmp_path, "config: a.yaml\naxes: {plan.training_flops: [1e17, 3.5e+17, 5]}"))
     assert list(swept.runs) == ["training_flops1e17", "training_flops3.5e17", "training_flops5"]
@@ -109,6 +132,19 @@ def test_budgets_in_run_names(tmp_path: Path) -> None:
             "axes.mixer.b.model.ffn_hidden_size: 8, but match_parameters determines this width; remove it there, or",
         ),
         ("config: a.yaml\naxis: {}", "axis: no such field; did you mean axes?"),
+        (
+            "config: a.yaml\naxes: {optimizer.lr: {choose: best, values: [1e-3]}}",
+            "axes.optimizer.lr.choose: \"best\" is not one of the choices; choose 'best_by validation'",
+        ),
+        ("config: a.yaml\naxes: {optimizer.lr: {choose: best_by validation}}", "axes.optimizer.lr.values: missing"),
+        (
+            "config: a.yaml\naxes: {rate: {choose: best_by validation, values: [1e-3]}}",
+            "axes.rate: [0.001] is a list of values, but rate is not a field; name the axis after the field",
+        ),
+        (
+            "config: a.yaml\naxes: {size: {choose: best_by validation, values: {a: {training.steps: 3}}}}",
+            "axes.size: training.steps cannot be chosen by a loss; choose among values of optimizer.lr or another",
+        ),
         ("config: 3\nruns: {a: {}}", "config: 3 is not text; "),
         (
             "config: a.yaml\nruns: {a: !!set {b}}",
@@ -300,6 +336,16 @@ def test_runs_are_listed_before_they_start(base: Path, capsys: pytest.CaptureFix
     assert rows[0] == ["full-seed1", "10", "2,560"]
     assert rows[-1] == ["long", "50", "12,800"]
     assert not (base.parent / "runs" / "sizes").exists()
+
+
+def test_chosen_fields_are_recorded_for_reports(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Sweep, "run", lambda *_: 0)
+    path = base.parent / "rates.yaml"
+    path.write_text("config: base.yaml\naxes: {optimizer.lr: {choose: best_by validation, values: [1e-4, 1e-3]}}")
+    assert main(["sweep", str(path), "--local", "1", "--no-preflight"]) == 0
+    folder = base.parent / "runs" / "rates"
+    assert read_sweep_record(folder) == SweepRecord(["lr0.0001", "lr0.001"], ["optimizer.lr"])
+    assert [run.name for run in run_folders([folder])] == ["lr0.0001", "lr0.001"]
 
 
 def test_invalid_run_is_named_before_any_run_starts(base: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -92,13 +92,14 @@ def test_links_in_documents_exist():
     assert not broken, "\n" + "\n".join(broken)
 
 
-def test_every_example_is_described():
-    described = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
-    examples = sorted(path.name for path in (ROOT / "examples").glob("*.yaml"))
+@pytest.mark.parametrize("folder", ["examples", "examples/study"])
+def test_every_example_is_described(folder):
+    described = (ROOT / folder / "README.md").read_text(encoding="utf-8")
+    examples = sorted(path.name for path in (ROOT / folder).glob("*.yaml"))
     assert examples
     assert [name for name in examples if f"`{name}`" not in described] == []
     mentioned = set(re.findall(r"`([\w.-]+\.(?:yaml|sh))`", described)) - {"config.yaml"}
-    assert [name for name in sorted(mentioned) if not (ROOT / "examples" / name).exists()] == []
+    assert [name for name in sorted(mentioned) if not (ROOT / folder / name).exists()] == []
 
 
 @pytest.mark.parametrize(

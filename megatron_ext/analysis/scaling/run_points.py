@@ -223,11 +223,4 @@ def _point(run: Run, name: str, embeddings: bool) -> RunPoint:
         params -= run.size.embedding_parameters + run.size.output_layer_parameters
     window = min(max(1, round(WINDOW_FRACTION * last)), MAX_WINDOW)
     loss = float(run.losses[run.steps > last - window].mean())
-    return RunPoint(run.path, name, params, int(run.tokens[-1]), loss, _test_loss(run))
-
-
-def _test_loss(run: Run) -> float | None:
-    domains = run.split("test")
-    if not domains or run.evaluation_steps[-1] != run.steps[-1]:
-        return None
-    return float(sum(d.losses[-1].sum() for d in domains) / sum(d.tokens.sum() for d in domains))
+    return RunPoint(run.path, name, params, int(run.tokens[-1]), loss, run.final_loss("test"))
