@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.documents import Advance, Document, Problems, ignore_progress
-from megatron_ext.utils.gc_control import no_collection
+from megatron_ext.utils import gc_control
 
 DOCS, CODE = "PythonDocs", "PythonCode"
 DOCUMENTED_PACKAGES = ("matplotlib", "networkx", "numpy")
@@ -48,8 +48,8 @@ class EmbeddedCorpus:
     @cached_property
     def all_documents(self) -> list[Document]:
         """Documents of both domains."""
-        # Syntax trees have no cycles. Visits of their nodes by the garbage collector would take a quarter of the time.
-        with no_collection():
+        # Syntax trees contain no reference cycles, so a collection would find nothing and take a quarter of the time.
+        with gc_control.paused():
             seen: set[str] = set()
             return [
                 document
@@ -94,7 +94,7 @@ def strip_docstrings(source: str, tree: ast.Module | None = None) -> str:
 
     Args:
         source: source code.
-        tree: its syntax tree; None: `source` is parsed.
+        tree: syntax tree of `source`; None: it is parsed here.
 
     Raises:
         SyntaxError: `source` does not parse.
@@ -114,18 +114,19 @@ def strip_docstrings(source: str, tree: ast.Module | None = None) -> str:
 
 
 _Holder = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-
-
 _BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")
-"""Fields of a syntax tree that hold lists of statements, or of nodes with such lists."""
+"""Fields of syntax tree nodes that hold lists of statements, or of nodes with such lists."""
 
 
-def _docstring_holders(tree: ast.AST) -> Iterator[_Holder]:
-    """Yield the nodes with a docstring. Expressions, which are most of a tree, contain none and are not visited."""
-    if isinstance(tree, _Holder) and ast.get_docstring(tree, clean=False) is not None:
-        yield tree
+def _docstring_holders(node: ast.AST) -> Iterator[_Holder]:
+    """Yield the modules, classes and functions with a docstring at or below a node.
+
+    Expressions, which are most of a tree, contain none and are not visited.
+    """
+    if isinstance(node, _Holder) and ast.get_docstring(node, clean=False) is not None:
+        yield node
     for field in _BLOCKS:
-        block = getattr(tree, field, None)
+        block = getattr(node, field, None)
         for child in block if isinstance(block, list) else ():
             yield from _docstring_holders(child)
 

@@ -65,7 +65,7 @@ def load_checked(path: Path, overrides: Sequence[str], processes: int | None) ->
 
 def mixers() -> Mixers:
     """Return the registered mixers by name."""
-    with gc_control.paused_collection():
+    with gc_control.frozen_imports():
         from megatron_ext.platform.device import prepare_megatron_import
 
         prepare_megatron_import()

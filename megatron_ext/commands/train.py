@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
 
     def train_here() -> int:
-        with gc_control.paused_collection():
+        with gc_control.frozen_imports():
             from megatron_ext.training.run import train
 
         trial_of = None if args.trial is None else full_config

@@ -95,7 +95,7 @@ def _initialize_worker() -> None:
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
     warnings.simplefilter("ignore")
     gc_control.set_process_owned(True)
-    with gc_control.paused_collection():
+    with gc_control.frozen_imports():
         resolve_name("megatron_ext.platform.device:prepare_megatron_import")()
         import_module("megatron_ext.planning.weightless")
 

@@ -1,4 +1,4 @@
-"""Pauses of garbage collection, and exclusion of imported modules from it."""
+"""Control of Python's garbage collection: pauses, and imports whose objects are never collected."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ _owns_process = False
 
 
 def set_process_owned(is_owned: bool) -> None:
-    """Record whether this process runs only the command. If it does, imported objects are never collected."""
+    """Record whether this process runs a single command and then ends, so that `frozen_imports` may freeze objects."""
     global _owns_process
     _owns_process = is_owned
 
 
 @contextmanager
-def no_collection() -> Iterator[None]:
-    """Context manager around work that makes many objects and no cycles."""
+def paused() -> Iterator[None]:
+    """Context manager without garbage collection, for work that creates many objects but no reference cycles."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -28,13 +28,14 @@ def no_collection() -> Iterator[None]:
 
 
 @contextmanager
-def paused_collection() -> Iterator[None]:
-    """Context manager around imports of torch and Megatron, whose million objects live until the process ends.
+def frozen_imports() -> Iterator[None]:
+    """Context manager for imports of torch and Megatron: no collection runs in it, or visits their objects later.
 
-    Garbage collections during these imports and at exit take a quarter of the time of a short run. Objects are frozen
-    only in a process that runs only the command, because a caller's objects would be frozen, too.
+    These imports create a million objects that live until the process ends. To visit them, during the imports and at
+    exit, takes a quarter of the time of a short run. They are frozen only in a process that runs a single command,
+    because `gc.freeze` exempts all existing objects, those of a caller included.
     """
-    with no_collection():
+    with paused():
         try:
             yield
         finally:

@@ -103,7 +103,7 @@ def program(path: Path, faults: Sequence[str] = ()) -> Path:
 def _train(faults: Sequence[str]) -> int:
     quiet.ignore_library_warnings()
     run_config.mixers()  # imports torch and Megatron as the command does
-    with gc_control.paused_collection():
+    with gc_control.frozen_imports():
         from megatron_ext.training.loop import TrainingLoop
 
     start = Start(TrainingLoop._attempt, faults)

@@ -52,7 +52,7 @@ def add_rank(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--machine", action="store_true")
 
     def measure(args: argparse.Namespace) -> int:
-        with gc_control.paused_collection():
+        with gc_control.frozen_imports():
             from megatron_ext.bench.train import rank as train_rank
 
         return train_rank.run_rank(args.folder, only_machine=args.machine)

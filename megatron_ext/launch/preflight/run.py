@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
         UserError: a fault is common to all nodes, or affects the only machine.
     """
     limits = parse_limits(args)
-    with gc_control.paused_collection():
+    with gc_control.frozen_imports():
         import_module("torch.distributed")
     try:
         with nullcontext() if "RANK" in os.environ else local.single_rank_environment():
