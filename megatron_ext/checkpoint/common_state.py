@@ -1,4 +1,4 @@
-"""Restricted reader of the state that is the same on all ranks of a torch_dist checkpoint."""
+"""Restricted reader of a torch_dist checkpoint's common state: the part that is the same on all ranks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
+from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_ext.checkpoint.extent import RefusedPickle
 from megatron_ext.checkpoint.metadata_file import read_metadata
@@ -17,37 +18,38 @@ from megatron_ext.utils.atomic_files import open_regular, os_error_reason
 from megatron_ext.utils.errors import UserError
 
 SHARDED_KEY = "common_state/shard_0_1"
-"""Key under which megatron-core stores the common state with the tensors since 0.19, as a list of one element."""
+"""Key under which megatron-core, since 0.19, stores the common state among the tensors: a list of one element."""
 
 
 class CommonState(NamedTuple):
     """Common state of a checkpoint.
 
     Attributes:
-        path: file that contains it, for messages.
-        value: the state.
+        path: file that contains the state, for messages.
+        value: the state as it was saved; a dictionary in undamaged checkpoints.
     """
 
     path: Path
     value: Any
 
 
-def read_common(folder: Path, names: AllowedNames | None = None) -> CommonState:
-    """Read the state that is the same on all ranks, without running code from the file.
+def read_common_state(folder: Path, names: AllowedNames | None = None, metadata: Metadata | None = None) -> CommonState:
+    """Read the common state without running code from its file.
 
-    megatron-core before 0.19, and Selectron, write it into `common.pt`. If that file is missing, it is looked up in the
-    checkpoint's index.
+    Selectron, and megatron-core before 0.19, write the common state to `common.pt`. Where that file is missing, the
+    index of the checkpoint tells which file contains the state.
 
     Args:
         folder: folder of the checkpoint.
         names: classes that the file may name, besides plain values and tensors.
+        metadata: index of the checkpoint; None: it is read if it is needed.
 
     Raises:
         UserError: there is no such state, or it cannot be read under this restriction.
     """
     allowed = NAMES if names is None else {**NAMES, **names}
     path = folder / COMMON_STATE_FNAME
-    location = None if os.path.lexists(path) else _sharded_location(folder)
+    location = None if os.path.lexists(path) else _location(read_metadata(folder) if metadata is None else metadata)
     try:
         if location is None:
             return CommonState(path, load_file(path, allowed))
@@ -59,13 +61,13 @@ def read_common(folder: Path, names: AllowedNames | None = None) -> CommonState:
         raise UserError(str(path), f"cannot be read: it {error}", DAMAGED_HINT) from error
 
 
-def _sharded_location(folder: Path) -> Any:
-    """Return the place of the common state among the tensors; None if the index has none."""
-    storage_data = read_metadata(folder).storage_data
-    return next((place for index, place in storage_data.items() if index.fqn == SHARDED_KEY), None)
+def _location(metadata: Metadata) -> Any:
+    """Return file and byte range of the common state among the tensors; None: the index does not contain it."""
+    return next((location for index, location in metadata.storage_data.items() if index.fqn == SHARDED_KEY), None)
 
 
 def _load_only_element(path: Path, location: Any, names: AllowedNames) -> Any:
+    """Load a list of one element from a byte range, and return the element."""
     descriptor = open_regular(path)
     try:
         values = load_range(descriptor, location.offset, location.length, names)

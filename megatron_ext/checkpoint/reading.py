@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.state_dict_loader import load_state_dict
 from torch.futures import Future
 
-from megatron_ext.checkpoint.common_state import read_common
+from megatron_ext.checkpoint.common_state import read_common_state
 from megatron_ext.checkpoint.extent import RefusedPickle
 from megatron_ext.checkpoint.metadata_file import read_metadata
 from megatron_ext.checkpoint.metadata_index import DAMAGED_HINT, FILE_NAME
@@ -168,8 +168,9 @@ def load_state(state: dict[str, Any], folder: Path) -> dict[str, Any]:
     common: list[Any] = []
 
     def read() -> None:
-        _check_tensors(state, reader.read_metadata(), folder)
-        path, value = read_common(folder)
+        metadata = reader.read_metadata()
+        _check_tensors(state, metadata, folder)
+        path, value = read_common_state(folder, metadata=metadata)
         if not isinstance(value, dict):
             raise UserError(str(path), "contains no dictionary", DAMAGED_HINT)
         common.append(value)
@@ -185,10 +186,10 @@ def load_state(state: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _merge_loaded(state: dict[str, Any], common: dict[str, Any], reader: RestrictedReader) -> dict[str, Any]:
-    """Merge the sharded state of a checkpoint into its common state, by the steps of `dist_checkpointing.load`.
+    """Load a checkpoint's sharded state into its common state, by the same steps as `dist_checkpointing.load`.
 
-    Megatron's function is not called: since 0.17 it opens the files itself, and its reader unpickles them without
-    restriction.
+    Megatron's function itself cannot be used: since 0.17 it opens the files with a reader of its own, which unpickles
+    without restriction.
     """
     force_all_tensors_to_non_fp8(state)
     sharded, not_persistent, factories = load_preprocess(state)

@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch.distributed.checkpoint import DefaultSavePlanner, save
 
-from megatron_ext.checkpoint.common_state import SHARDED_KEY, read_common
+from megatron_ext.checkpoint.common_state import SHARDED_KEY, read_common_state
+from megatron_ext.checkpoint.metadata_file import read_metadata
+from megatron_ext.checkpoint.metadata_index import FILE_NAME
 from megatron_ext.checkpoint.pickle_names import argparse_namespace
 from megatron_ext.utils.errors import UserError
 
@@ -30,7 +32,7 @@ class Harmful:
 
 
 def write(folder: Path, value: Any) -> Path:
-    """Save a tensor and the common state as one object of torch's checkpoint format. Return the file of both."""
+    """Save a tensor and, as one object beside it, the common state. Return the file that contains both."""
     state = {"weight": torch.ones(3), SHARDED_KEY: [value]}
     save(state, checkpoint_id=folder, planner=DefaultSavePlanner(flatten_state_dict=False), no_dist=True)
     (path,) = folder.glob("*.distcp")
@@ -39,25 +41,28 @@ def write(folder: Path, value: Any) -> Path:
 
 def test_state_among_the_tensors(tmp_path: Path) -> None:
     path = write(tmp_path, STATE)
-    assert read_common(tmp_path, NAMES) == (path, STATE)
+    assert read_common_state(tmp_path, NAMES) == (path, STATE)
+    metadata = read_metadata(tmp_path)
+    (tmp_path / FILE_NAME).unlink()
+    assert read_common_state(tmp_path, NAMES, metadata) == (path, STATE)  # does not read the index again
 
 
 def test_common_pt_takes_precedence(tmp_path: Path) -> None:
     write(tmp_path, {"iteration": 1})
     torch.save(STATE, tmp_path / "common.pt")
-    assert read_common(tmp_path, NAMES) == (tmp_path / "common.pt", STATE)
+    assert read_common_state(tmp_path, NAMES) == (tmp_path / "common.pt", STATE)
 
 
 def test_no_state(tmp_path: Path) -> None:
     save({"weight": torch.ones(3)}, checkpoint_id=tmp_path, no_dist=True)
     with pytest.raises(UserError, match=r"common\.pt: cannot be read \(No such file"):
-        read_common(tmp_path)
+        read_common_state(tmp_path)
 
 
 def test_code_among_the_tensors_is_not_run(tmp_path: Path) -> None:
     path = write(tmp_path, {"args": Namespace(evil=Harmful(tmp_path / "ran"))})
     with pytest.raises(UserError, match=rf"{path.name}: cannot be read: it .*mkdir") as error:
-        read_common(tmp_path, NAMES)
+        read_common_state(tmp_path, NAMES)
     assert error.value.where == str(path)
     assert not (tmp_path / "ran").exists()
 
@@ -66,4 +71,4 @@ def test_truncated_file(tmp_path: Path) -> None:
     path = write(tmp_path, STATE)
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(UserError, match=rf"{path.name}: cannot be read: it is truncated"):
-        read_common(tmp_path, NAMES)
+        read_common_state(tmp_path, NAMES)

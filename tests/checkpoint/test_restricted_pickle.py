@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megatron_ext.checkpoint import restricted_pickle
-from megatron_ext.checkpoint.common_state import read_common
+from megatron_ext.checkpoint.common_state import read_common_state
 from megatron_ext.checkpoint.extent import MAX_DEPTH, MAX_ITEMS, RefusedPickle, check_extent
 from megatron_ext.checkpoint.metadata_file import _NAMES as METADATA_NAMES
 from megatron_ext.checkpoint.metadata_file import read_metadata
@@ -55,7 +55,7 @@ def test_harm_is_refused(kind: str, mark: Path, monkeypatch: pytest.MonkeyPatch)
     mark.write_text("precious") if "FileIO" in kind else None
     (mark.parent / FILE_NAME).write_bytes(hostile.whole(program))
     (mark.parent / "common.pt").write_bytes(hostile.torch_file(program))
-    for read, file in ((read_metadata, FILE_NAME), (read_plain, FILE_NAME), (read_common, "common.pt")):
+    for read, file in ((read_metadata, FILE_NAME), (read_plain, FILE_NAME), (read_common_state, "common.pt")):
         with pytest.raises(UserError, match=rf"^{mark.parent}/{file}: cannot be read: it [^\n]*; copy [^\n]*$"):
             read(mark.parent)
     assert mark.read_text() == "precious" if "FileIO" in kind else not mark.exists()
@@ -69,7 +69,7 @@ def test_harm_is_refused(kind: str, mark: Path, monkeypatch: pytest.MonkeyPatch)
 def test_burdens_are_refused(kind: str, tmp_path: Path) -> None:
     (tmp_path / FILE_NAME).write_bytes(hostile.whole(hostile.BURDENSOME[kind]))
     (tmp_path / "common.pt").write_bytes(hostile.torch_file(hostile.BURDENSOME[kind]))
-    for read in (read_metadata, read_plain, read_common):
+    for read in (read_metadata, read_plain, read_common_state):
         with pytest.raises(UserError, match="cannot be read: it "):
             read(tmp_path)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.checkpoint.common_state import read_common
+from megatron_ext.checkpoint.common_state import read_common_state
 from megatron_ext.checkpoint.folder import Progress
 from megatron_ext.checkpoint.pickle_names import AllowedNames, argparse_namespace, ignored_class
 from megatron_ext.config.schema import ModelConfig
@@ -142,7 +142,7 @@ def _arguments(path: Path) -> Namespace:
     """Return Megatron-LM's arguments, which its checkpoints contain."""
     hint = "give the model's sizes in a YAML file with --model-config (its `model` section)"
     try:
-        file, common = read_common(path, _NAMES)
+        file, common = read_common_state(path, _NAMES)
     except UserError as error:
         raise UserError(error.where, error.problem, hint) from error
     args = common.get("args") if isinstance(common, dict) else None

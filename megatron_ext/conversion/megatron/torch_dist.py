@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.futures import Future
 
-from megatron_ext.checkpoint.common_state import read_common
+from megatron_ext.checkpoint.common_state import read_common_state
 from megatron_ext.checkpoint.contents import CheckedFile, FileDigest, compute_digest
 from megatron_ext.checkpoint.metadata_index import DAMAGED_HINT
 from megatron_ext.checkpoint.reading import RestrictedReader
@@ -152,7 +152,7 @@ def read_optimizer(stored: TorchDistTensors, folder: Path) -> OptimizerState | N
     tensors = stored.optimizer
     if not tensors.infos():
         return None
-    path, common = read_common(folder)
+    path, common = read_common_state(folder)
     try:
         return OptimizerState(tensors, dict(common["optimizer"]["schedule"]))
     except (TypeError, KeyError, ValueError):
