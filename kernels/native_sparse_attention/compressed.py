@@ -1,6 +1,5 @@
 """Attention to the mean keys and values of complete blocks, with torch's FlexAttention."""
 
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -8,6 +7,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from kernels.common.fusion import compiled, fused
+from kernels.common.tensor_cache import cached_tensors
 from kernels.native_sparse_attention.reference import block_means
 from kernels.softmax_attention.flex import BLOCK, mask_of_blocks, tile_bounds
 
@@ -65,7 +65,7 @@ def _attend(q_bhtd: Tensor, k_bhnd: Tensor, v_bhnd: Tensor, *, mask: BlockMask, 
     return flex_attention(q_bhtd, k_bhnd, v_bhnd, block_mask=mask, scale=scale, return_aux=AuxRequest(lse=True))
 
 
-@lru_cache(maxsize=16)
+@cached_tensors(16)
 def ended_blocks(
     num_queries: int, num_blocks: int, block_size: int, query_offset: int, device: torch.device
 ) -> BlockMask:

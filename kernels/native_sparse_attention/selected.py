@@ -1,7 +1,6 @@
 """Attention to selected blocks: masked attention over all keys if most blocks are selected, otherwise sparse."""
 
 from copy import copy
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -9,6 +8,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from kernels.common.fusion import compiled
+from kernels.common.tensor_cache import cached_tensors
 from kernels.softmax_attention.flex import kernel_options, mask_of_blocks, tile_bounds
 from kernels.top1_chunk import top1_chunk_attention
 
@@ -97,7 +97,7 @@ def _attend(q_bhtd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, *, mask: BlockMask, 
     )
 
 
-@lru_cache(maxsize=16)
+@cached_tensors(16)
 def _causal_tiles(num_queries: int, num_keys: int, query_offset: int, device: torch.device) -> BlockMask:
     """Return a mask of all tiles with a causal key. The caller sets its `mask_mod`, which every tile applies."""
     first_key, _, end_query = tile_bounds(num_queries, num_keys, query_offset, device)

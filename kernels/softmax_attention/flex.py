@@ -3,7 +3,6 @@
 Dong et al. 2024, "Flex Attention: A Programming Model for Generating Optimized Attention Kernels" (arXiv 2412.05496).
 """
 
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from kernels.common.fusion import compiled
+from kernels.common.tensor_cache import cached_tensors
 
 BLOCK = 128
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -72,7 +72,7 @@ def kernel_options(num_queries: int, group: int) -> Any:
     return {"BACKEND": "TRITON"} if num_queries * group > BLOCK else None
 
 
-@lru_cache(maxsize=16)
+@cached_tensors(16)
 def visible_blocks(
     num_queries: int, num_keys: int, window: int | None, query_offset: int, device: torch.device
 ) -> BlockMask:

@@ -5,11 +5,12 @@ chunks of all batch rows or documents. The chunks of a document have adjacent sl
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from kernels.common.tensor_cache import cached_tensors
 
 KEY_START, KEY_COUNT, QUERY_START, QUERY_COUNT, QUERY_SHIFT, FIRST_SLOT = range(6)
 """Table columns: flat start and number of the chunk's keys, flat start and number of its queries, position of the first
@@ -40,7 +41,7 @@ def chunk_table(layout: Layout, bounds: Sequence[int] | None, device: torch.devi
 
 
 # The cache is small, because each micro-batch of packed documents has a new table that is not used again.
-@lru_cache(maxsize=16)
+@cached_tensors(16)
 def _cached_table(layout: Layout, bounds: tuple[int, ...] | None, device: torch.device) -> Tensor:
     table = _table_of_rows(layout) if bounds is None else _table_of_documents(layout, bounds)
     return table.to(device)

@@ -4,11 +4,12 @@ Kernels take flat tokens: position t of batch row b is token b * length + t. The
 token to token, so the ranges of a block's first and last token bound the ranges of all its tokens.
 """
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from kernels.common.tensor_cache import cached_tensors
 
 
 class Shape(NamedTuple):
@@ -33,7 +34,7 @@ class Ranges(NamedTuple):
     """[b * tk], per key: one past the last query that sees it."""
 
 
-@lru_cache(maxsize=16)
+@cached_tensors(16)
 def visible_ranges(shape: Shape, bounds: tuple[int, ...] | None, device: torch.device) -> Ranges:
     """Build the ranges; the result is cached.
 

@@ -19,15 +19,13 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 from torch.nn import functional
 
+from kernels.common.tensor_cache import clear_tensor_caches
 from kernels.meta.fused_call import as_one_kernel
 from kernels.meta.unlaunched import unlaunched
-from kernels.softmax_attention.flex import visible_blocks
 from megatron_ext.config.layout import layout_of
 from megatron_ext.config.schema import RunConfig
 from megatron_ext.data.batches import Batch
 from megatron_ext.mixers.core.base import Mixer
-from megatron_ext.mixers.core.documents import plan_calls
-from megatron_ext.mixers.core.rotary import rotation
 from megatron_ext.mixers.core.shapes import Rounds
 from megatron_ext.model.build import build_model, check_tiles
 from megatron_ext.model.forward_backward import TokenLosses, summed_loss
@@ -40,9 +38,6 @@ from megatron_ext.planning.ledger import Ledger, LedgerMode, Purpose
 from megatron_ext.planning.rates import mixer_rate_name
 from megatron_ext.planning.te_linears import linears, num_linear_weights, save_like_transformer_engine
 from megatron_ext.planning.virtual_gpu import VirtualGpu, groups_of_rank, simulated_config, virtual_gpu
-
-CACHED_TENSORS = (rotation, plan_calls, visible_blocks)
-"""Functions that cache tensors for all layers. A run has its own, so each dry run must allocate them anew."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,8 +104,7 @@ def footprint(config: RunConfig, vocab_size: int, world_size: int, rank: int) ->
         world_size: number of ranks of the run.
         rank: global rank to simulate.
     """
-    for cached in CACHED_TENSORS:
-        cached.cache_clear()
+    clear_tensor_caches()  # each run has caches of its own
     gpu = virtual_gpu()
     with groups_of_rank(config.parallel, world_size, rank) as groups:
         shape = model_shape(simulated_config(config), gpu, vocab_size)

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+from kernels.common.tensor_cache import clear_tensor_caches
 from megatron_ext.mixers.core import rotary
 
 
@@ -37,8 +38,8 @@ def in_float64(modules: Iterable[ModuleType] = ()) -> Iterator[None]:
     with ExitStack() as stack:
         for module in (rotary, *modules):
             stack.enter_context(patch.object(module, "frequencies", fp32_frequencies))
-        rotary.rotation.cache_clear()
-        stack.callback(rotary.rotation.cache_clear)
+        clear_tensor_caches()
+        stack.callback(clear_tensor_caches)
         torch.set_default_dtype(torch.float64)
         stack.callback(torch.set_default_dtype, default_dtype)
         stack.enter_context(_Float64Mode())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.common.fusion import shapes_vary
+from kernels.common.tensor_cache import cached_tensors
 
 PieceMix = Callable[[tuple[Tensor, ...], Tensor | None], Tensor]
 """Function that mixes b pieces of n positions each.
@@ -84,7 +84,7 @@ def _mix_batched(
     return out
 
 
-@lru_cache(maxsize=2)
+@cached_tensors(2)
 def plan_calls(offsets: tuple[int, ...], max_length: int, device: torch.device) -> tuple[list[tuple[int, int]], Tensor]:
     """Plan the calls that pieces share. The plan is cached, because every layer needs the same plan.
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kernels.common.fusion import cut, fused
+from kernels.common.tensor_cache import cached_tensors
 
 
 class Rotation(NamedTuple):
@@ -24,7 +24,7 @@ class Rotation(NamedTuple):
     sin_tp: Tensor
 
 
-@lru_cache(maxsize=8)  # the layers of a model share a rotation
+@cached_tensors(8)  # the layers of a model share a rotation
 def rotation(first_position: int, num_positions: int, width: int, base: float, device: torch.device) -> Rotation:
     """Return the rotation of consecutive positions.
 
