@@ -7,7 +7,7 @@ INSTALLED_DEV := .venv/.installed-dev
 # Tests start hundreds of processes. Without stored bytecode each would compile our sources again.
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 
-# Two workers more than there are cores, because tests that wait for Slurm or for a process leave a core idle.
+# Two more workers than cores, because a test that waits for Slurm or for a process leaves its core idle.
 WORKERS ?= $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 2)))
 
 .DEFAULT_GOAL := help

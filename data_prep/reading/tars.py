@@ -45,15 +45,15 @@ class _Header(tarfile.TarInfo):
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
         """Parse the header in a block, as `TarInfo.frombuf` does."""
-        return cls._checked(buf, super().frombuf, encoding, errors)
+        return cls._parse_checked(buf, super().frombuf, encoding, errors)
 
     @classmethod
     def _frombuf(cls, buf: bytes | bytearray, *args: Any, **kwargs: Any) -> Self:
-        """Parse a header where `tarfile` no longer calls `frombuf`: in Python's security releases of 2026."""
-        return cls._checked(buf, super()._frombuf, *args, **kwargs)  # type: ignore[misc]
+        """Parse a header. Python's security releases of 2026 call this method instead of `frombuf`."""
+        return cls._parse_checked(buf, super()._frombuf, *args, **kwargs)  # type: ignore[misc]
 
     @classmethod
-    def _checked(cls, buf: bytes | bytearray, parse: Callable[..., Self], *args: Any, **kwargs: Any) -> Self:
+    def _parse_checked(cls, buf: bytes | bytearray, parse: Callable[..., Self], *args: Any, **kwargs: Any) -> Self:
         if not buf:
             raise tarfile.ReadError("it ends without a closing block of zeros")
         try:
