@@ -7,11 +7,14 @@ import signal
 import sys
 import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from forked import ForkedProcess
 
+from megatron_ext.launch import local
 from megatron_ext.launch.local import Timeouts, launch, rank_command, rank_environment
 from megatron_ext.utils import error_reporting
 from megatron_ext.utils.errors import EXIT_STOPPED
@@ -21,10 +24,12 @@ PRELUDE = """
 import os, signal, sys, time
 sys.path.insert(0, {root!r})
 rank = int(os.environ["RANK"])
-def ready():
-    open(os.path.join({folder!r}, f"ready{{rank}}"), "w").close()
+def tell(name):
+    open(os.path.join({folder!r}, f"{{name}}{{rank}}"), "w").close()
 """
 QUICK = Timeouts(to_terminate=0.3, to_kill=0.3)
+LIMIT = 120.0
+"""Seconds within which a condition must hold. It is reached only if the launcher is broken."""
 
 
 def program(folder: Path, body: str) -> list[str]:
@@ -34,23 +39,44 @@ def program(folder: Path, body: str) -> list[str]:
     return [sys.executable, "-S", str(path)]
 
 
-def start_launcher(folder: Path, body: str, processes: int = 2) -> ForkedProcess:
-    """Start the launcher in a separate process and wait until its ranks are ready."""
-    launcher = ForkedProcess(launch, [program(folder, body), processes, QUICK])
-    deadline = time.monotonic() + 20
-    while not all((folder / f"ready{rank}").exists() for rank in range(processes)):
-        assert time.monotonic() < deadline, launcher.communicate(timeout=1)
+def launch_watched(command: list[str], processes: int, listening: Path) -> int:
+    """Launch, and create the file `listening` once the launcher handles signals."""
+    wait = local._Group.wait
+
+    def tell_and_wait(group: local._Group) -> None:
+        listening.touch()
+        wait(group)
+
+    with patch.object(local._Group, "wait", tell_and_wait):
+        return launch(command, processes, QUICK)
+
+
+def wait_for(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT
+    while not holds():
+        assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def wait_for_files(folder: Path, name: str, processes: int = 2) -> None:
+    """Wait until each rank has created its file."""
+    wait_for(lambda: all((folder / f"{name}{rank}").exists() for rank in range(processes)))
+
+
+def start_launcher(folder: Path, body: str) -> ForkedProcess:
+    """Start the launcher of two ranks in a separate process and wait until both are ready and it handles signals."""
+    launcher = ForkedProcess(launch_watched, [program(folder, body), 2, folder / "listening"])
+    wait_for_files(folder, "ready")
+    wait_for((folder / "listening").exists)
     return launcher
 
 
 def is_alive(pid: int) -> bool:
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
         return False
-    # A zombie has ended, too, even if it has not been reaped.
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return state != "Z"  # a zombie has ended, too, even if it has not been reaped
 
 
 def test_rank_environment_equals_torchruns(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -80,7 +106,8 @@ def test_threads_are_divided_unless_set(monkeypatch: pytest.MonkeyPatch) -> None
     [
         ("sys.exit(3 if rank == 1 else 0)", 3),
         ("os.kill(os.getpid(), signal.SIGKILL) if rank == 0 else None", 137),
-        ("time.sleep(0.1 * rank); sys.exit(5 + rank)", 5),
+        # The launcher sends SIGTERM once it has seen the failure of rank 1.
+        ("signal.signal(signal.SIGTERM, lambda *_: sys.exit(6))\nsys.exit(5) if rank == 1 else time.sleep(60)", 5),
     ],
 )
 def test_exit_code_of_the_first_failure(tmp_path: Path, body: str, code: int) -> None:
@@ -106,7 +133,7 @@ def test_error_of_all_ranks_is_printed_once(tmp_path: Path, capfd: pytest.Captur
     cli._dispatch = fail
     sys.exit(cli.main([]))
     """
-    assert launch(program(tmp_path, body), 3, Timeouts(to_terminate=10)) == 2
+    assert launch(program(tmp_path, body), 3, Timeouts(to_terminate=LIMIT)) == 2
     lines = capfd.readouterr().err.splitlines()
     assert len(lines) == 1
     assert lines[0] in {f"selectron: error: data.path: rank {rank} says no; mend it" for rank in range(3)}
@@ -125,7 +152,7 @@ def test_errors_of_peers_after_a_user_error_are_not_printed(tmp_path: Path, capf
     cli._dispatch = fail
     sys.exit(cli.main([]))
     """
-    assert launch(program(tmp_path, body), 2, Timeouts(to_terminate=10)) == 2
+    assert launch(program(tmp_path, body), 2, Timeouts(to_terminate=LIMIT)) == 2
     assert capfd.readouterr().err == "selectron: error: data.path: no; mend it\n"
 
 
@@ -133,20 +160,21 @@ def test_errors_of_peers_after_a_user_error_are_not_printed(tmp_path: Path, capf
     "survivor", ["time.sleep(60)", "signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"]
 )
 def test_hanging_rank_is_killed_after_a_failure(tmp_path: Path, survivor: str) -> None:
-    start = time.monotonic()
-    code = launch(program(tmp_path, f"sys.exit(7) if rank == 1 else None\n{survivor}"), 2, QUICK)
-    assert code == 7
-    assert time.monotonic() - start < 10
+    body = f"sys.exit(7) if rank == 1 else None\n{survivor}\ntell('survivor')"
+    assert launch(program(tmp_path, body), 2, QUICK) == 7
+    assert not list(tmp_path.glob("survivor*"))
 
 
 COUNT_SIGNALS = """
 got = []
 for number in (signal.SIGTERM, signal.SIGINT):
     signal.signal(number, lambda number, frame: got.append(number))
-ready()
+tell("ready")
 while not got:
     time.sleep(0.01)
-time.sleep(0.4)
+tell("got")
+while not os.path.exists(os.path.join(os.path.dirname(__file__), "end")):
+    time.sleep(0.01)
 open(__file__ + f".{rank}", "w").write(str([int(number) for number in got]))
 sys.exit(0)
 """
@@ -156,10 +184,12 @@ sys.exit(0)
 def test_signals_reach_each_rank_once(tmp_path: Path, number: signal.Signals) -> None:
     launcher = start_launcher(tmp_path, COUNT_SIGNALS)
     launcher.send_signal(number)
-    time.sleep(0.1)
+    wait_for_files(tmp_path, "got")
     if number == signal.SIGTERM:  # schedulers repeat SIGTERM; a repeated Ctrl-C has another meaning
         launcher.send_signal(number)
-    _, err = launcher.communicate(timeout=20)
+    time.sleep(0.1)  # in which a second signal would arrive
+    (tmp_path / "end").touch()
+    _, err = launcher.communicate(timeout=LIMIT)
     assert (launcher.returncode, err) == (0, "")
     assert [(tmp_path / f"child.py.{rank}").read_text() for rank in range(2)] == [str([int(number)])] * 2
 
@@ -178,34 +208,32 @@ def test_failure_takes_precedence_over_a_stop(tmp_path: Path) -> None:
 
 
 def test_unhandled_interrupt_prints_no_traceback(tmp_path: Path) -> None:
-    body = "ready()\ntry:\n    time.sleep(60)\nexcept KeyboardInterrupt:\n    sys.exit(130)\n"
+    body = "try:\n    tell('ready')\n    time.sleep(60)\nexcept KeyboardInterrupt:\n    sys.exit(130)\n"
     launcher = start_launcher(tmp_path, body)
     launcher.send_signal(signal.SIGINT)
-    assert launcher.communicate(timeout=20)[1] == ""
+    assert launcher.communicate(timeout=LIMIT)[1] == ""
     assert launcher.returncode == 130
 
 
 def test_a_second_interrupt_kills(tmp_path: Path) -> None:
-    launcher = start_launcher(tmp_path, "signal.signal(signal.SIGINT, signal.SIG_IGN)\nready()\ntime.sleep(60)\n")
+    body = "signal.signal(signal.SIGINT, lambda *_: tell('got'))\ntell('ready')\ntime.sleep(600)\n"
+    launcher = start_launcher(tmp_path, body)
     launcher.send_signal(signal.SIGINT)
-    time.sleep(0.3)
+    wait_for_files(tmp_path, "got")  # two signals at once may be delivered as one
     launcher.send_signal(signal.SIGINT)
-    launcher.communicate(timeout=20)
+    launcher.communicate(timeout=LIMIT)
     assert launcher.returncode == 137
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's help is Linux's")
 def test_ranks_do_not_outlive_a_killed_launcher(tmp_path: Path) -> None:
-    body = "open(__file__ + f'.{rank}', 'w').write(str(os.getpid()))\nready()\ntime.sleep(60)\n"
+    body = "open(__file__ + f'.{rank}', 'w').write(str(os.getpid()))\ntell('ready')\ntime.sleep(600)\n"
     launcher = start_launcher(tmp_path, body)
     pids = [int((tmp_path / f"child.py.{rank}").read_text()) for rank in range(2)]
     launcher.kill()
-    launcher.wait(timeout=10)
-    deadline = time.monotonic() + 10
-    while any(is_alive(pid) for pid in pids):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    launcher.communicate(timeout=10)
+    launcher.wait(timeout=LIMIT)
+    wait_for(lambda: not any(is_alive(pid) for pid in pids))
+    launcher.communicate(timeout=LIMIT)
 
 
 def test_train_command_repeats_the_arguments() -> None:
