@@ -39,10 +39,16 @@ def start_job(job: Job) -> subprocess.Popen[str]:
     return subprocess.Popen(["bash", str(job.script)], env=environment, stderr=subprocess.PIPE, text=True)
 
 
+def wait_for(file: Path) -> None:
+    """Wait until a program has created a file."""
+    while not file.exists():
+        time.sleep(0.01)
+
+
 def run_to_end(job: Job) -> tuple[int, str, list[str]]:
     """Run the script to its end. Return exit code, output and recorded events."""
     process = start_job(job)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=240)
     return process.returncode, errors, [event.description for event in read_job_events(job)]
 
 
@@ -91,6 +97,11 @@ sleep 60 & wait
 """
 
 
+# Shell commands that send a signal to the script before it knows the process of its first start.
+SENDS_EARLY = 'until [ -e "$folder/../../../second" ]; do sleep 0.01; done; [ "$restarts" -gt 0 ] || kill -{} $$'
+
+
+@pytest.mark.parametrize("is_early", [False, True], ids=["running", "starting"])
 @pytest.mark.parametrize(
     ("number", "after"),
     [
@@ -98,15 +109,17 @@ sleep 60 & wait
         (signal.SIGTERM, ["stopped"]),
     ],
 )
-def test_signal_is_forwarded(tmp_path: Path, number: signal.Signals, after: list[str]) -> None:
-    job = written(tmp_path, WAITS)
+def test_signal_is_forwarded(tmp_path: Path, number: signal.Signals, after: list[str], is_early: bool) -> None:
+    job, name = written(tmp_path, WAITS), number.name.removeprefix("SIG")
+    if is_early:
+        text = job.script.read_text()
+        assert text.count("    running=$!") == 1
+        job.script.write_text(text.replace("    running=$!", f"    {SENDS_EARLY.format(name)}\n    running=$!"))
     process = start_job(job)
-    while not (tmp_path / "second").exists():
-        time.sleep(0.01)
-    time.sleep(0.2)  # until it waits
-    process.send_signal(number)
-    assert process.wait(timeout=30) == (EXIT_STOPPED if number == signal.SIGTERM else 0)
-    name = number.name.removeprefix("SIG")
+    wait_for(tmp_path / "second")
+    if not is_early:
+        process.send_signal(number)
+    assert process.wait(timeout=120) == (EXIT_STOPPED if number == signal.SIGTERM else 0)
     assert [event.description for event in read_job_events(job)] == [
         "begun with 1 processes",
         f"asked to stop by {name}",
@@ -129,11 +142,9 @@ sleep 60 & wait
 def test_run_that_finishes_after_a_stop_request_is_finished(tmp_path: Path) -> None:
     job = written(tmp_path, FINISHES)
     process = start_job(job)
-    while not (tmp_path / "second").exists():
-        time.sleep(0.01)
-    time.sleep(0.2)  # until it waits
+    wait_for(tmp_path / "second")
     process.terminate()
-    assert process.wait(timeout=30) == 0
+    assert process.wait(timeout=120) == 0
     assert [event.description for event in read_job_events(job)][-1] == "finished"
 
 

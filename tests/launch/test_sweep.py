@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -203,16 +204,19 @@ def sweep_of(folder: Path, program: str, names: list[str], off: Mapping[str, str
     return made
 
 
-# Prints the number of concurrent runs once it is at its maximum.
+# Notes when a run begins and ends. The first run does not end before the second has begun; at most a minute, as the
+# runs may be started one by one by mistake. In the pause, more runs would begin than may be concurrent.
 COUNTS = """
-touch $here/at-work-$name; sleep 0.5; ls $here | grep -c at-work >> $here/counts; rm $here/at-work-$name
+echo 1 >> $here/changes; turns=0
+while [ $(grep -c '^1' $here/changes) -lt 2 ] && [ $turns -lt 600 ]; do sleep 0.1; turns=$((turns + 1)); done
+sleep 0.3; echo -1 >> $here/changes
 """
 
 
 def test_number_of_concurrent_runs(tmp_path: Path) -> None:
     assert sweep_of(tmp_path, COUNTS, list("abcde")).run(1, parallel=2) == 0
-    counts = [int(line) for line in (tmp_path / "counts").read_text().split()]
-    assert len(counts) == 5
+    counts = list(accumulate(int(line) for line in (tmp_path / "changes").read_text().split()))
+    assert len(counts) == 10
     assert max(counts) == 2
 
 
@@ -311,13 +315,12 @@ def run_two_at_a_time(folder: Path) -> int:
 
 def test_signal_stops_the_runs_and_starts_no_other(tmp_path: Path) -> None:
     process = ForkedProcess(run_two_at_a_time, [tmp_path])
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not all((tmp_path / f"begun-{name}").exists() for name in "ab"):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    time.sleep(0.3)  # until they wait
     process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=120)
     assert process.returncode == EXIT_STOPPED
     runs = tmp_path / "runs"
     assert {f"{name}: stopped; see {runs}/{name}/launch/1/job-local.log" for name in "ab"} <= set(out.splitlines())
