@@ -15,8 +15,11 @@ from megatron_ext.launch.job import Job, local_environment
 from megatron_ext.utils.signals import handle_signals
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-_OUTPUT_SECONDS = 5.0
-"""Maximum seconds to wait for remaining output after the script's exit. Surviving ranks may keep the pipe open."""
+_OUTPUT_SECONDS = 60.0
+"""Maximum seconds to wait for remaining output after the script's exit. Surviving ranks may keep the pipe open.
+
+On a busy machine or a slow disk, copying the output may take several seconds.
+"""
 
 
 def start_script(job: Job, processes: int, lock: int, out: IO[bytes], err: IO[bytes]) -> subprocess.Popen[bytes]:

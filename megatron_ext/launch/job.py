@@ -37,7 +37,7 @@ read it."""
 
 _NUMBER = re.compile(r"[0-9]{1,12}(_[0-9]{1,12})?")
 _NUMBER_HINT = "write the job number of squeue into it, or remove it if the job has ended"
-_LOCK_ATTEMPTS, _LOCK_RETRY_SECONDS = 5, 0.05
+_LOCK_RETRY_SECONDS = 0.05
 _BEGIN, _END = "# >>> job\n", "# <<< job\n"
 
 
@@ -118,16 +118,28 @@ def acquire_local_lock(run_folder: Path) -> int | None:
         lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR)
     except OSError as error:
         raise unwritable_error(folder, error) from error
-    for _ in range(_LOCK_ATTEMPTS):  # `is_locally_locked` in another process holds the lock briefly
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+    try:
+        while not _try_flock(lock, fcntl.LOCK_EX):
+            # `is_locally_locked` in another process may hold a shared lock, for a moment.
+            if not _try_flock(lock, fcntl.LOCK_SH):
+                os.close(lock)
+                return None
+            fcntl.flock(lock, fcntl.LOCK_UN)
             time.sleep(_LOCK_RETRY_SECONDS)
-        else:
-            os.set_inheritable(lock, True)
-            return lock
-    os.close(lock)
-    return None
+    except BaseException:
+        os.close(lock)
+        raise
+    os.set_inheritable(lock, True)
+    return lock
+
+
+def _try_flock(descriptor: int, kind: int) -> bool:
+    """Take a lock on an open file. Return False if another process holds one that excludes it."""
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def is_locally_locked(run_folder: Path) -> bool:
@@ -136,11 +148,7 @@ def is_locally_locked(run_folder: Path) -> bool:
     if not path.exists():
         return False
     with os.fdopen(open_regular(path), "rb") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
+        return not _try_flock(lock.fileno(), fcntl.LOCK_SH)
 
 
 def local_environment(processes: int) -> dict[str, str]:

@@ -53,7 +53,7 @@ class ForkedProcess:
     ) -> None:
         if error is not None:
             self.kill()
-        self.wait(timeout=60)
+        self.wait(timeout=240)
         self.stdout.close()
         self._stderr.close()
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,14 +24,20 @@ from megatron_ext.launch.preflight.limits import parse_size
 from megatron_ext.utils import git_info
 
 
+def free_port() -> int:
+    """Return a free port below those that the system assigns, one of which it could assign before rank 0 listens."""
+    for port in range(20000 + os.getpid() % 10000, 32000):
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise OSError("no free port")
+
+
 def run_preflight(
     pool: Any, folder: Path, *options: str, processes: int = 4, silent: tuple[int, ...] = ()
 ) -> tuple[int, str, dict[str, Any]]:
     """Run the pre-flight check. Return exit code and output of the first rank, and the report in the folder."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
     given = ["--folder", str(folder), *options]
-    (code, printed), *_ = pool.run(preflight_ranks.preflight, processes, port, given, silent)
+    (code, printed), *_ = pool.run(preflight_ranks.preflight, processes, free_port(), given, silent)
     found = folder / "preflight.json"
     return code, printed, json.loads(found.read_text()) if found.exists() else {}
 
@@ -46,15 +54,16 @@ def test_two_nodes_of_two_processes(pool: Any, tmp_path: Path) -> None:
     # Both processes of each node test a link, with the process of the same local rank.
     assert sorted(link["local_rank"] for link in found["links"]) == [0, 0, 1, 1]
     assert all(link["pair"] == ["n1", "n2"] and link["bandwidth"] > 0 for link in found["links"])
-    assert abs(found["clocks"]["n2"]["ahead"]) < 0.1
+    clock = found["clocks"]["n2"]
+    assert abs(clock["ahead"]) <= clock["error"] + 1e-6  # it is the same clock
     assert (tmp_path / "preflight.notes").read_text() == ""
     assert re.search(r"^\| n1 - n2 \| \d", printed, re.MULTILINE)
 
 
 def test_missing_report_is_attributed_to_the_node(pool: Any, tmp_path: Path) -> None:
-    code, printed, found = run_preflight(pool, tmp_path, "--nodes", "n1,n2", "--node-timeout", "3", silent=(3,))
+    code, printed, found = run_preflight(pool, tmp_path, "--nodes", "n1,n2", "--node-timeout", "100", silent=(3,))
     assert code == 3, printed
-    reason = "1 of its 2 processes sent no report within 3 s"
+    reason = "1 of its 2 processes sent no report within 100 s"
     assert found["verdict"]["bad"] == {"n2": reason}
     assert (tmp_path / "preflight.notes").read_text() == f"bad node n2: {reason}\n"
 

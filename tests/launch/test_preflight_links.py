@@ -6,16 +6,18 @@ import json
 import subprocess
 import sys
 import time
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.distributed import HashStore, TCPStore
+from torch.distributed import HashStore, PrefixStore, TCPStore
 
+from megatron_ext.launch.preflight import links
 from megatron_ext.launch.preflight.links import (
     BYTES,
     Link,
-    max_seconds,
     measure_clock_offset,
     measure_link,
     ring_pairs,
@@ -28,26 +30,29 @@ import dataclasses, json, sys, torch
 from torch.distributed import PrefixStore, TCPStore
 from megatron_ext.launch.preflight.links import measure_link
 store = PrefixStore("a", TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False, wait_for_workers=False))
-print(json.dumps(dataclasses.asdict(measure_link(("n1", "n2"), 3, 1, store, torch.device("cpu"), 20))))
+print(json.dumps(dataclasses.asdict(measure_link(("n1", "n2"), 3, 1, store, torch.device("cpu"), 60))))
 """
 
 
-def test_two_processes() -> None:
+TICK = 0.25
+"""Seconds between two readings of the clock of this process."""
+
+
+def test_two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     command = [sys.executable, "-c", OTHER, str(store.port)]
     other = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
-    from torch.distributed import PrefixStore
-
+    monkeypatch.setattr(links, "time", SimpleNamespace(perf_counter=count(0.0, TICK).__next__))
     begun = time.monotonic()
     here = measure_link(("n1", "n2"), 3, 0, PrefixStore("a", store), CPU, 60)
     seconds = time.monotonic() - begun
-    there = Link(**{**json.loads(other.communicate(timeout=60)[0]), "pair": ("n1", "n2")})
-    for link in (here, there):
-        assert (link.pair, link.local_rank, link.error) == (("n1", "n2"), 3, "")
-        # At least five messages of this size were sent in that time. No memory reaches the upper bound.
-        assert 5 * BYTES["cpu"] / seconds / 1e9 < link.bandwidth < 100
-        assert 0 < link.latency < seconds / 20
-    assert here.bandwidth == pytest.approx(there.bandwidth, rel=0.9)
+    there = Link(**{**json.loads(other.communicate(timeout=120)[0]), "pair": ("n1", "n2")})
+    assert here == Link(pair=("n1", "n2"), local_rank=3, bandwidth=BYTES["cpu"] / TICK / 1e9, latency=TICK)
+    assert (there.pair, there.local_rank, there.error) == (("n1", "n2"), 3, "")
+    # The first four messages of this size, and ten of the twenty small ones, ended in that time. No memory reaches the
+    # upper bound.
+    assert 4 * BYTES["cpu"] / seconds / 1e9 < there.bandwidth < 100
+    assert 0 < there.latency < seconds / 10
 
 
 def test_missing_process_times_out() -> None:
@@ -55,7 +60,7 @@ def test_missing_process_times_out() -> None:
     link = measure_link(("n1", "n2"), 0, 0, HashStore(), CPU, 1)
     assert link.error
     assert link.bandwidth == 0
-    assert time.monotonic() - begun < max_seconds(1) + 1
+    assert time.monotonic() - begun < 120  # not the half hour after which gloo gives up
 
 
 @pytest.mark.parametrize(("nodes", "turns"), [(2, 1), (3, 3), (4, 2), (7, 3), (64, 2)])
