@@ -4,7 +4,6 @@ import gc
 import os
 import subprocess
 import sys
-import time
 import types
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -249,9 +248,7 @@ def test_configuration_imports_nothing_heavy() -> None:
 
 
 def test_exit_codes_of_the_command_itself() -> None:
-    start = time.monotonic()
     help_text, mistake = command("--help"), command("train", "--processes", "x", "c.yaml")
-    assert time.monotonic() - start < 20
     assert (help_text.returncode, help_text.stderr) == (0, "")
     assert mistake.returncode == 2
     assert mistake.stderr.count("\n") == 1

@@ -199,7 +199,7 @@ def test_slow_part_is_attributed(
     for phase in PHASES:
         others = sum(found.phases[other][phase] for other in MODEL if other != part)
         assert slept[phase] <= found.phases[part][phase], phase
-        assert others < 0.2, phase
+        assert others <= found.step - sum(slept.values()), phase
     assert sum(found.parts.values()) == pytest.approx(found.step)
     assert all(found.parts[one] > 0 for one in PARTS if one not in (OTHER, "GPU idle", "communication"))
     assert found.parts["GPU idle"] == 0

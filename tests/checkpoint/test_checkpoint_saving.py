@@ -84,13 +84,13 @@ def test_an_abandoned_save_leaves_no_files(pool: Any, tmp_path: Path) -> None:
 
 
 def test_waiting_skips_the_delay(pool: Any, tmp_path: Path) -> None:
-    observed = pool.run(saves.save_with_long_delay, 2, tmp_path, timeout=60.0)
+    observed = pool.run(saves.save_with_long_delay, 2, tmp_path)
     assert observed == [([0, 1, 2], ["latest", "step_1", "step_2"])] * 2
 
 
 def test_a_rank_killed_while_saving_leaves_the_earlier_checkpoint(pool: Any, tmp_path: Path) -> None:
     with pytest.raises(WorkerFailed, match="rank 1 died"):
-        pool.run(saves.kill_while_saving, 2, tmp_path, timeout=30.0)
+        pool.run(saves.kill_while_saving, 2, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [".step_2.partial", *REMAINING]
     _, progress = pool.run(saves.load, 1, tmp_path, 1)[0]
     assert progress == Progress(1, 8, 256)

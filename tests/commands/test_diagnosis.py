@@ -23,7 +23,7 @@ PRETENDED_GPU = Platform(torch.device("cuda", 0), "gloo")
 def test_doctor_names_what_each_mixer_uses() -> None:
     # Use a separate process, because the command creates a process group.
     command = [sys.executable, "-m", "megatron_ext.cli", "doctor"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
     _, _, mixers = done.stdout.partition("with default settings:\n")
     lines = [line.split(maxsplit=1) for line in mixers.splitlines()]
     assert list(dict.fromkeys(name for name, _ in lines)) == sorted(load_all())

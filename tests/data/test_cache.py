@@ -129,7 +129,7 @@ def test_two_processes_copy_a_shard_once(remote, cache, tmp_path):
     processes = [context.Process(target=take, args=arguments) for _ in range(2)]
     for process in processes:
         process.start()
-    assert sum(found.get(timeout=60) for _ in processes) == 2 * 3
+    assert sum(found.get(timeout=240) for _ in processes) == 2 * 3
     for process in processes:
         process.join()
         assert process.exitcode == 0
@@ -328,7 +328,7 @@ def test_shard_names_do_not_collide_with_cache_files(memory, tmp_path, name, mes
 
     thread = threading.Thread(target=take, daemon=True)
     thread.start()
-    thread.join(10)
+    thread.join(120)
     assert [problem and problem[problem.index("(") :] for problem in taken] == [message]
 
 

@@ -36,9 +36,9 @@ def test_time_is_linear_in_the_marks(marks):
     def seconds(length):
         text, best = "e\u0301" + marks * length, 1e9
         for _ in range(3):
-            start = time.process_time()
+            start = time.thread_time()
             normalize(text, "NFC")
-            best = min(best, time.process_time() - start)
+            best = min(best, time.thread_time() - start)
         return best
 
     assert seconds(50_000) < 40 * max(seconds(5_000), 1e-4)

@@ -117,6 +117,6 @@ def test_counts_and_types(location, value, problem):
     ids=["arrays", "objects", "digits", "no_utf8", "empty", "array", "null", "long_version"],
 )
 def test_large_manifests_give_short_messages(text):
-    start = time.monotonic()
+    start = time.thread_time()
     assert len(error_message(text)) < 400
-    assert time.monotonic() - start < 1
+    assert time.thread_time() - start < 1

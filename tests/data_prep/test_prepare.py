@@ -310,7 +310,7 @@ def hang(*arguments):
     calls.append(arguments)
     if len(calls) == 70:  # in the midst of the second task
         Path(sys.argv[2] + ".reached").touch()
-        time.sleep(60)
+        time.sleep(600)
     add(*arguments)
 writing.DomainWriter.add = hang
 module.prepare(options(Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), tasks=2))
@@ -323,7 +323,7 @@ def test_killed_half_way_leaves_no_manifest_and_the_next_call_goes_on(records, t
     arguments = [str(records), str(out), str(tokenizer_file), *paths]
     process = subprocess.Popen([sys.executable, "-c", HANGS, *arguments])
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240
         while not reached.exists() and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.05)
         assert reached.exists()

@@ -76,7 +76,7 @@ def hang(*arguments):
     calls.append(arguments)
     if len(calls) == 10:
         Path(sys.argv[1]).touch()
-        time.sleep(60)
+        time.sleep(600)
     add(*arguments)
 writing.DomainWriter.add = hang
 sys.exit(main(sys.argv[2:]))
@@ -91,11 +91,11 @@ def test_exit_code_after_sigterm(records, tmp_path, tokenizer_file):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
         try:
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + 240
             while not reached.exists() and process.poll() is None and time.monotonic() < deadline:
                 time.sleep(0.02)
             process.terminate()
-            _, output = process.communicate(timeout=30)
+            _, output = process.communicate(timeout=240)
         finally:
             process.kill()
     assert process.returncode == 75

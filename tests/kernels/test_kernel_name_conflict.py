@@ -29,7 +29,7 @@ def install(folder, name, *, record=(), top_level=None, package=False):
 def run(arguments, *, pythonpath, cwd=ROOT):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, pythonpath)), "PYTHONDONTWRITEBYTECODE": "1"}
     return subprocess.run(
-        [sys.executable, *arguments], env=environment, cwd=cwd, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, *arguments], env=environment, cwd=cwd, capture_output=True, text=True, timeout=240, check=False
     )
 
 

@@ -22,7 +22,7 @@ from megatron_ext.utils.temp_dirs import scratch_folder
 with scratch_folder("kind") as folder:
     (folder / "content").touch()
     print(folder, flush=True)
-    time.sleep(60)
+    time.sleep(600)
 """
 
 
@@ -61,14 +61,14 @@ def test_signal_that_ends_the_process_removes_the_folder(disk: Path, number: sig
     with held_by_another() as (process, folder):
         assert (folder / "content").exists()
         process.send_signal(number)
-        assert process.wait(timeout=30) in (128 + number, -number)
+        assert process.wait(timeout=120) in (128 + number, -number)
     assert list(disk.iterdir()) == []
 
 
 def test_folder_of_a_killed_process_is_removed_by_the_next_call(disk: Path) -> None:
     with held_by_another() as (process, folder):
         process.kill()
-        process.wait(timeout=30)
+        process.wait(timeout=120)
         assert (folder / "content").exists()
         with scratch_folder("another"):
             assert folder.exists()
@@ -86,7 +86,7 @@ def test_folders_of_another_machine_and_links_stay(disk: Path, monkeypatch: pyte
     """A link may lead to a folder of another kind."""
     with held_by_another() as (process, folder):
         process.kill()
-        process.wait(timeout=30)
+        process.wait(timeout=120)
     elsewhere = folder.rename(disk / "elsewhere")
     folder.symlink_to(elsewhere)
     with scratch_folder("kind"):

@@ -33,7 +33,7 @@ def read_remote_pair(connection, folder, tokenizer, copies, stops_at):
 
     def stop():
         connection.send("stopped")
-        time.sleep(60)
+        time.sleep(600)
 
     tempfile.tempdir = str(copies)
     memory = fsspec.filesystem("memory")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_ext.run_folder.layout import MLFLOW
+from megatron_ext.training.loggers.core import tracker
 from megatron_ext.training.records import RunRecords
 
 SETTINGS = {"training.steps": 4, "model.head_dim": None, "optimizer.betas": [0.9, 0.95], "parameters": 123}
@@ -18,6 +19,13 @@ TAGS = {"train/loss", "train/grad_norm", "train/tokens_per_second"}
 DOMAIN = "validation/Web (2024)"
 
 Values = dict[str, list[tuple[int, float]]]
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait for a service's library, which starts processes, however slow the machine is."""
+    monkeypatch.setattr(tracker, "STOP_SECONDS", 240.0)
+    monkeypatch.setattr(tracker, "CLOSE_SECONDS", 240.0)
 
 
 def write(folder: Path, service: str, first: int, last: int) -> None:
