@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import faults
-import sabotaged
 from corpora import prepared
 from faults import Act, nothing
 from launching import curve, records, write_config
+from rank_server import program
 from sabotaged import CHECKPOINT_EVERY, NAN_ONCE, STUCK_ONCE, holding_file, set_free
 from slurm_cluster import SlurmCluster
 from slurm_runs import ASK_SECONDS, FIELDS, LAUNCH, call, finished, job_events, launched, released, state, wait_for
@@ -188,8 +188,8 @@ def cluster_for_drills(folder: Path, slurmd_seconds: int = SLURMD_SECONDS) -> It
 
 def launched_series(cluster: SlurmCluster, config: Path, series: Series) -> Path:
     """Launch the run of a series. Return its folder."""
-    program = sabotaged.program(config.parent / series.name, series.faults)
-    options = ["--time", "10", "--save-before", "20", "--python", str(program)]
+    python = program(config.parent / series.name, series.faults)
+    options = ["--time", "10", "--save-before", "20", "--python", str(python)]
     fields = [*DRILL_FIELDS, *series.fields]
     return launched(cluster, config, series.name, fields, nodes=series.nodes, processes_per_node=1, options=options)
 
@@ -252,8 +252,8 @@ def fill_disk(cluster: SlurmCluster, config: Path, disk: Path, values: Sequence[
     """
     filler, folder = disk / "filler", disk / "full"
     fields = [*FIELDS, *DRILL_FIELDS, "training.keep_checkpoints=2", f"run.name={folder.name}"]
-    program = sabotaged.program(config.parent / folder.name)
-    command = [*LAUNCH, str(config), *fields, "--time", "10", "--python", str(program)]
+    python = program(config.parent / folder.name)
+    command = [*LAUNCH, str(config), *fields, "--time", "10", "--python", str(python)]
     call(cluster, *command, f"training.async_checkpoints={values[0]}")
 
     def is_refused() -> bool:

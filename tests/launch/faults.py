@@ -7,9 +7,10 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+from rank_server import ranks_of
 from sabotaged import holding_file
 from slurm_cluster import SlurmCluster
-from slurm_runs import number, ranks_of, state, wait_for
+from slurm_runs import number, state, wait_for
 
 LOOKS_AT_LIMITS = 30
 """Seconds between two checks of job time limits by Slurm. It is not configurable."""

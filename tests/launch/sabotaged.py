@@ -1,4 +1,4 @@
-"""Replacement of `python` that runs the command with faults in training: `python FAULTS -m megatron_ext.cli ...`.
+"""Replacement of `python` that runs the command with faults in training, see `rank_server`.
 
 Each start of a run holds its first rank once there is a new checkpoint, until a drill releases it or asks it to stop.
 Every fault therefore meets the run in a step after that checkpoint, however slow the machine is.
@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from megatron_ext.cli import main
-from megatron_ext.commands import quiet, run_config
-from megatron_ext.utils import gc_control
 
 if TYPE_CHECKING:
     from megatron_ext.training.loop import TrainingLoop
@@ -92,27 +90,13 @@ def restarts() -> int:
     return int(os.environ.get("SLURM_RESTART_COUNT", 0))
 
 
-def program(path: Path, faults: Sequence[str] = ()) -> Path:
-    """Write a script to pass as the Python interpreter of a launched run."""
-    named = ",".join(faults) or "none"
-    path.write_text(f'#!/bin/sh\nexec {sys.executable} {Path(__file__).resolve()} {named} "$@"\n')
-    path.chmod(0o755)
-    return path
+def run(arguments: Sequence[str]) -> int:
+    """Run `FAULTS -m megatron_ext.cli COMMAND ...` as a process of its own does. Return its exit code."""
+    from megatron_ext.training.loop import TrainingLoop
 
-
-def _train(faults: Sequence[str]) -> int:
-    quiet.ignore_library_warnings()
-    run_config.mixers()  # imports torch and Megatron as the command does
-    with gc_control.frozen_imports():
-        from megatron_ext.training.loop import TrainingLoop
-
-    start = Start(TrainingLoop._attempt, faults)
+    faults, *module = arguments[:3]
+    assert module == ["-m", "megatron_ext.cli"]
+    sys.argv[:] = ["selectron", *arguments[3:]]
+    start = Start(TrainingLoop._attempt, faults.split(","))
     with patch.object(TrainingLoop, "_attempt", lambda *arguments: start.attempt(*arguments)):
         return main()
-
-
-if __name__ == "__main__":
-    named, module = sys.argv[1], sys.argv[2:4]
-    assert module == ["-m", "megatron_ext.cli"]
-    del sys.argv[1:4]
-    sys.exit(_train(named.split(",")) if sys.argv[1] == "train" else main())

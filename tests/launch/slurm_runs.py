@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -137,10 +135,3 @@ def first_steps(folder: Path) -> list[int]:
         events = EventFileLoader(str(file)).Load()
         firsts += [event.step for event in events if event.HasField("summary")][:1]
     return firsts
-
-
-def ranks_of(folder: Path) -> list[int]:
-    """Process ids of a run's ranks on all nodes."""
-    found = subprocess.run(["pgrep", "-f", f"cli train {folder}/launch"], capture_output=True, text=True, check=False)
-    pids = [int(pid) for pid in found.stdout.split()]
-    return [pid for pid in pids if os.path.basename(os.readlink(f"/proc/{pid}/exe")).startswith("python")]

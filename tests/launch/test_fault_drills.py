@@ -26,7 +26,8 @@ from drills import (
     small_disk,
 )
 from launching import ROOT, curve, records, write_config
-from sabotaged import holding_file, program, set_free
+from rank_server import program
+from sabotaged import holding_file, set_free
 from slurm_cluster import PATH, SlurmCluster, missing
 from slurm_runs import ASK_SECONDS, CLI, FIELDS, STEPS, first_steps, job_events, number, release
 

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 from corpora import prepared
 from launching import records, write_config
-from sabotaged import holding_file, program, set_free
+from rank_server import program, ranks_of
+from sabotaged import holding_file, set_free
 from slurm_cluster import SlurmCluster, missing
-from slurm_runs import call, job_events, ranks_of, state, wait_for
+from slurm_runs import call, job_events, state, wait_for
 
 from megatron_ext.cli import main
 from megatron_ext.launch.job import list_jobs
