@@ -27,6 +27,9 @@ MAX_HEADER_BYTES = 1 << 20
 MAX_GLOBAL_ATTRIBUTES = 1000
 """Maximum number of global attributes of a tar. The number is limited because `tarfile` copies them to every member."""
 
+MEMBER_NAME = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)$")
+"""Key and suffix in a member's name, as webdataset splits it. webdataset itself would import torch."""
+
 IGNORED_TYPES = (tarfile.DIRTYPE, b"V", b"D")
 """Ignored members: folders, and GNU tar's volume labels and folder listings."""
 
@@ -115,16 +118,15 @@ def _samples(
     tar: tarfile.TarFile, stream: IO[bytes], file: InputFile, problems: Problems, advance: Advance
 ) -> Iterator[_Sample]:
     """Yield the samples in order. A sample is yielded when the next sample or the end of the tar is reached."""
-    from webdataset.tariterators import base_plus_ext  # imports torch, which only Megatron's format needs otherwise
-
     sample: _Sample | None = None
     bytes_read = 0
     for info in tar:
         if info.type not in IGNORED_TYPES and not info.isdir() and not RESERVED_NAME.match(info.name):
-            key, suffix = base_plus_ext(info.name)
-            if key is None:
+            name = MEMBER_NAME.match(info.name)
+            if name is None:
                 problems.report(file.location, printable(info.name), "not named <key>.<suffix>")
             else:
+                key, suffix = name.groups()
                 if sample is None or sample.key != printable(key):
                     if sample is not None:
                         yield sample

@@ -40,6 +40,7 @@ for folder in sys.argv[1:]:
     corpus = open_files(folder, Fields(default="Text"))
     letters = sum(len(document.text) for document in corpus.documents(problems))
     print_peak(letters, dict(problems.counts))
+assert "torch" not in sys.modules
 """
 CHOOSE = f"""{PEAK}
 import sys
@@ -57,6 +58,7 @@ options = ["--train-domains", "Text", "--domain", "Text", "--workers", "1", "--t
 for folder in folders:
     code = main(["prepare", "--input", folder, "--output", folder + ".out", *options])
     print_peak("exit", code)
+assert "torch" not in sys.modules
 """
 MEBIBYTE = 1 << 20
 FIELDS = Fields(default="Text")

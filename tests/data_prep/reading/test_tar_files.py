@@ -7,7 +7,9 @@ import tarfile
 import pytest
 from prep_fakes import text
 from read_documents import read
+from webdataset.tariterators import base_plus_ext
 
+from data_prep.reading.tars import MEMBER_NAME
 from megatron_ext.utils.errors import UserError
 
 
@@ -112,3 +114,12 @@ def test_members_that_belong_to_no_sample(tmp_path):
         UserError, match=r"a\.tar:README: not named <key>\.<suffix>; repair it or pass --on-error skip$"
     ):
         read(tmp_path, domain="Web")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["a.txt", "a.b.txt", "x.y/a.b.txt", "x.y/a", ".txt", "x/.txt", "x/", "a.", "a", "a.t/b", "a\n.b", "é/ü.x\n"],
+)
+def test_names_are_split_as_by_webdataset(name):
+    found = MEMBER_NAME.match(name)
+    assert (found.groups() if found else (None, None)) == base_plus_ext(name)
