@@ -270,6 +270,7 @@ def fill_disk(cluster: SlurmCluster, config: Path, disk: Path, values: Sequence[
         wait_for(folder, is_refused)
         detected, newest, events = time.monotonic(), _newest(folder), job_events(folder)
         filler.unlink()
+        wait_for(folder, lambda: state(cluster, folder) == "FAILED", pause=ASK_SECONDS)  # not "COMPLETING"
         again = time.monotonic()
         call(cluster, *command, f"training.async_checkpoints={following}", "--resume")
         wait_for(folder, lambda inode=inode: _inode(folder) != inode)
