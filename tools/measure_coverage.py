@@ -1,6 +1,6 @@
 """Measure how often confidence intervals contain the true value, and write the tables of docs/statistics.md.
 
-    python tools/measure_coverage.py [--experiments 100] [laws isoflop transfer documents gaps]
+    python tools/measure_coverage.py [--experiments 100] [laws isoflop transfer documents gaps studies]
 
 Without names all tables are measured, which takes some minutes on one core.
 """
@@ -14,6 +14,7 @@ from pathlib import Path
 
 from coverage_of_documents import gap_coverage, percentile_coverage, ratio_coverage
 from coverage_of_laws import heavy, isoflop_coverage, law_coverage, transfer_coverage, uneven
+from coverage_of_studies import STUDIES, study_coverage
 
 from megatron_ext.utils.markdown import table
 
@@ -79,7 +80,20 @@ def gaps(experiments: int) -> Rows:
             yield experiment, coverage if numbers[0] > 2 else {"all": coverage["all"]}
 
 
-TABLES = {"laws": laws, "isoflop": isoflop, "transfer": transfer, "documents": documents, "gaps": gaps}
+def studies(experiments: int) -> Rows:
+    """Yield rows of the table of synthetic studies: coverage of intervals, and errors of the answers to a claim."""
+    for name, study in STUDIES.items():
+        yield name, study_coverage(study, 2 * experiments)
+
+
+TABLES = {
+    "laws": laws,
+    "isoflop": isoflop,
+    "transfer": transfer,
+    "documents": documents,
+    "gaps": gaps,
+    "studies": studies,
+}
 
 
 def replace_table(text: str, name: str, lines: list[str]) -> str:

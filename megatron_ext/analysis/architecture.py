@@ -127,7 +127,7 @@ def mixer_names(pattern: str) -> list[str]:
 
 
 def _baseline_priority(architecture: Architecture) -> int:
-    if architecture.label == BASELINE:
+    if mixer_label(architecture.runs[0]) == BASELINE:
         return 0
     return 1 if mixer_names(architecture.runs[0].pattern) == [BASELINE] else 2
 
@@ -148,7 +148,7 @@ def differing_settings(fields: Mapping[str, Any], peers: Sequence[Mapping[str, A
     differing = _without_redundant(
         [key for key in keys if any(peer.get(key) != fields.get(key) for peer in peers)], peers
     )
-    return [_setting(key, fields.get(key)) for key in differing]
+    return [setting_text(key, fields.get(key)) for key in differing]
 
 
 def _without_redundant(keys: Sequence[str], peers: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -173,7 +173,7 @@ def _settings(fields: Mapping[str, Any]) -> list[str]:
     """Return the settings of the block and the mixers that a label shows."""
     always_shown: list[str] = []
     changed_settings = [
-        _setting(name, fields[f"model.{name}"]) for name in BLOCK if fields[f"model.{name}"] != BLOCK[name]
+        setting_text(name, fields[f"model.{name}"]) for name in BLOCK if fields[f"model.{name}"] != BLOCK[name]
     ]
     for key, value in fields.items():
         section, _, setting = key.partition(".")
@@ -184,11 +184,12 @@ def _settings(fields: Mapping[str, Any]) -> list[str]:
         if field in always_labelled(mixer):
             always_shown.append(str(value))
         elif field in defaults and value != defaults[field]:
-            changed_settings.append(_setting(key, value))
+            changed_settings.append(setting_text(key, value))
     return always_shown + changed_settings
 
 
-def _setting(key: str, value: Any) -> str:
+def setting_text(key: str, value: Any) -> str:
+    """Format a setting of a recipe for a label, such as `hidden_size 512` or `no rope`."""
     field = "optimizer" if key == "optimizer.name" else key.rpartition(".")[2]
     if isinstance(value, bool):
         return field if value else f"no {field}"

@@ -68,6 +68,11 @@ def signed(value: float) -> Cell:
     return Cell(f"{value:+.4f}".replace("-", MINUS), value)
 
 
+def decimal(value: float) -> Cell:
+    """Format a number with two decimals."""
+    return Cell(f"{value:.2f}", value)
+
+
 def count(value: int) -> Cell:
     """Format an integer in groups of three digits."""
     return Cell(f"{value:,}".replace(",", "\u202f"), value)

@@ -34,6 +34,9 @@ TRAINING_COLUMNS = ("run", "architecture", "seed", "step", "tokens", "training_l
 DECISION_COLUMNS = ("run", "architecture", "seed", "time", "step", "tokens", "done", "why")
 DOMAIN_COLUMNS = ("run", "architecture", "seed", "split", "domain", "step", "tokens", "loss")
 
+FLATTENING_START = 0.1
+"""Fraction of a run's tokens whose losses do not affect the range of losses in a panel of a domain."""
+
 HIDDEN_START = 0.02
 """Initial fraction of a run's tokens that is not drawn. Its steep fall would flatten the rest of the curve."""
 
@@ -133,6 +136,7 @@ def domain_curves(architectures: Sequence[Architecture]) -> Picture:
         for panel, ax in zip(panels, axes.flat, strict=False):
             style_axes(ax, theme)
             _draw_domain(ax, architectures, panel, line_styles)
+            _limit_losses(ax, architectures, panel)
             ax.set_title(f"{panel[1]} ({SPLITS[panel[0]]})", loc="left", fontsize=10.5, color=theme.ink)
         for ax in axes.flat[len(panels) :]:
             ax.set_visible(False)
@@ -173,6 +177,18 @@ def _draw_domain(
         tokens, losses = domain_loss_curve(run, *panel)
         ax.plot(tokens, losses, style.line, color=style.color, linewidth=widths[architecture.label], alpha=0.9)
         ax.plot(tokens, losses, style.marker, color=style.color, markersize=2.6, linestyle="none")
+
+
+def _limit_losses(ax: Axes, architectures: Sequence[Architecture], panel: tuple[Split, str]) -> None:
+    """Limit a panel to the losses after the first tenth of a run: earlier, much higher losses would flatten them."""
+    shown = []
+    for _architecture, run in _runs(architectures):
+        tokens, losses = domain_loss_curve(run, *panel)
+        shown.append(losses[tokens > FLATTENING_START * run.tokens[-1]])
+    values = np.concatenate(shown)
+    if len(values) and np.ptp(values) > 0:
+        margin = 0.05 * float(np.ptp(values))
+        ax.set_ylim(float(values.min()) - margin, float(values.max()) + margin)
 
 
 def domain_loss_curve(run: Run, split: Split, domain: str) -> tuple[IntArray, FloatArray]:

@@ -1,47 +1,49 @@
-"""Comparison of architectures at matched training loss, with the uncertainty from documents and training batches.
+"""Comparison of architectures at matched loss, with its uncertainty.
 
-A run is a curve of evaluation loss (y) over training loss (x), with one point per evaluation. The curve is linear
-between its points and unknown beyond them. A comparison is therefore restricted to training losses in the range of
-every run.
+A run is a curve of evaluation loss (y) over the loss to match (x), with one point per evaluation. The matched loss is
+the training loss, as in the study, or the in-domain validation loss. The curve is interpolated monotonically between
+its points and unknown beyond them. Each architecture is compared with a baseline, down to the lowest loss that both
+reached. So an architecture that learns slowly does not hide the others.
 
-At a fixed x, the loss of a document is a weighted sum of its losses at the evaluations, with the same weights for all
-documents. A gap between two runs is computed for each document in the same way, so that the difficulty of a document
-cancels. The spread of losses and gaps over documents is that of a ratio of sums (`ratio_variance`).
-
-The second source of uncertainty is the training loss, a mean over the few batches of a window. An error of the training
-loss moves a point along x. The effect is that of a shift along y by the error times the slope of the curve. In short
-runs, this is the larger source. The scatter of batches within each window is therefore included (`matched_spread`).
+At a fixed x, the loss of a document is a weighted sum of its losses at the evaluations. A gap between two runs is
+computed for each document, so that the difficulty of a document cancels. An interval covers documents, and seeds where
+their spread is known. Without it, it covers what moves a single curve: the noise of a checkpoint, the batches in its
+training loss, and the interpolation (`matched_losses`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import get_args
 
 import numpy as np
 
 from megatron_ext.analysis.architecture import Architecture, group_runs
-from megatron_ext.analysis.matched_spread import InterpolatedRun, PooledDomains, batch_noise, interpolate_domain
+from megatron_ext.analysis.baselines import BaselineGroup, baseline_groups
+from megatron_ext.analysis.errors import Errors, family_quantile
+from megatron_ext.analysis.matched_losses import MatchedLoss, matched_loss, pooled_seed_variance
+from megatron_ext.analysis.matched_runs import DomainSet, Match, MatchedRun, default_window, domain_set, matched_run
 from megatron_ext.analysis.run_files import FloatArray, Split
 from megatron_ext.analysis.runs import Run
+from megatron_ext.utils.ratio_interval import SamplingVariance
 
 ALL_DOMAINS = "all"
 """Domain name of the token-weighted mean over all domains of a split."""
 
-MAX_WINDOW = 20
-"""Maximum averaging window in steps: long enough to average out most of the noise of single batches, and so short that
-the loss changes little."""
-
 GRID_POINTS = 48
-"""Number of training losses of the plotted gap curves, besides the tabulated levels."""
+"""Number of matched losses of the plotted gap curves, besides the tabulated levels."""
 
 RESOLUTION = 0.004
 """Difference in nats per token below which the study treats two losses at equal training loss as the same."""
 
 CONFIDENCE = 0.95
 """Confidence level of the intervals."""
+
+POWER, NORMAL_POWER = 0.8, 0.84
+"""Probability with which an interval would exclude zero for the smallest detectable gap, and the standard normal
+quantile of that probability."""
 
 NORMAL_HALF_WIDTH = 1.96
 """Half width of a 95 % interval of a normal variable, in standard errors."""
@@ -52,18 +54,18 @@ ROUNDING_ERROR = 1e-9
 
 @dataclass(frozen=True)
 class Estimate:
-    """Estimate of a quantity at G training losses.
+    """Estimate of a quantity at G matched losses.
 
-    All fields are float64 [G]. Errors and interval ends are NaN with fewer than three documents.
+    All fields are float64 [G]. They are NaN where a run was not evaluated. Errors and interval ends are also NaN with
+    fewer than three documents.
 
     Attributes:
         value: value of the sample.
-        error: standard error over documents and training batches.
+        error: standard error from all included sources.
         document_error: standard error over documents alone.
-        low: lower end of the 95 % interval by Student's t. It covers the choice of evaluated documents within each
-            domain, and of the batches in the training loss. It does not cover seeds, training data and the shape of
-            the curve between evaluations.
+        low: lower end of the 95 % interval by Student's t.
         high: upper end of the interval.
+        detectable: smallest difference from zero that the interval would exclude with probability `POWER`.
     """
 
     value: FloatArray
@@ -71,31 +73,42 @@ class Estimate:
     document_error: FloatArray
     low: FloatArray
     high: FloatArray
+    detectable: FloatArray
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """Results of an architecture on a domain (or `ALL_DOMAINS`) of a split, at the training losses of the comparison.
+    """Results of an architecture on a domain (or `ALL_DOMAINS`) of a split, at the matched losses of the comparison.
 
     Attributes:
         architecture: label of the architecture.
+        baseline: label of the architecture that it is compared with; its own label for a baseline.
         split: `validation` (in domain), `test` (out of domain) or `test_in_domain`.
         domain: name of the domain.
         loss: nats per token, mean over seeds.
-        gap: loss minus the baseline's loss at the same training loss; zero for the baseline itself.
+        gap: loss minus the baseline's loss at the same matched loss; zero for a baseline itself.
         seed_spread: float64 [G], standard deviation of the loss over seeds; NaN with one seed.
+        curve_error: float64 [G], standard error of the gap from the curves between evaluations; a part of `gap.error`
+            unless that includes seeds.
         documents: number of scored documents.
         tokens: number of scored tokens.
     """
 
     architecture: str
+    baseline: str
     split: Split
     domain: str
     loss: Estimate
     gap: Estimate
     seed_spread: FloatArray
+    curve_error: FloatArray
     documents: int
     tokens: int
+
+    @property
+    def is_baseline(self) -> bool:
+        """True if the architecture is a baseline."""
+        return self.architecture == self.baseline
 
     def documents_needed(self, level: int, difference: float = RESOLUTION) -> int | None:
         """Return the number of documents needed to detect a gap of `difference`.
@@ -105,7 +118,7 @@ class Measurement:
         uncertainty from batches and seeds.
 
         Args:
-            level: index of a training loss.
+            level: index of a matched loss.
             difference: nats per token, above 0.
 
         Returns:
@@ -118,168 +131,238 @@ class Measurement:
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """Comparison of architectures at matched training loss.
+class SeedNoise:
+    """Standard deviation over seeds of a single run's out-of-domain loss at matched loss.
 
     Attributes:
-        architectures: architectures, the baseline first.
+        deviation: nats per token, at the lowest matched loss at which it is known.
+        degrees_of_freedom: number of runs less the number of architectures they belong to.
+    """
+
+    deviation: float
+    degrees_of_freedom: int
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Comparison of architectures at matched loss.
+
+    Attributes:
+        architectures: architectures, each baseline before those that are compared with it.
+        groups: baselines with the architectures that are compared with them.
+        match: the loss that is matched.
         window: number of steps over which the training loss is averaged.
-        training_losses: float64 [G] in nats per token, in descending order over the range that all runs share; empty if
-            the runs share no range.
-        levels: indices in `training_losses` of the tabulated losses; the last index is `headline`.
+        matched_losses: float64 [G] in nats per token, in descending order over the range of all pairs; empty if no
+            architecture shares a range with its baseline.
+        levels: indices in `matched_losses` of the tabulated losses.
+        headlines: index of the lowest loss that an architecture and its baseline reached, by label. Architectures
+            without a common loss are missing. For a baseline, the lowest of its group.
         measured: results of every architecture on every domain, and on all domains of each split together.
+        family: interval of each gap at its headline that holds for all gaps at once with 95 % confidence (out of
+            domain, all domains), by label; empty without at least two gaps that have an interval.
+        seed_noise: spread of single runs over seeds; None if every architecture has one seed.
     """
 
     architectures: tuple[Architecture, ...]
+    groups: tuple[BaselineGroup, ...]
+    match: Match
     window: int
-    training_losses: FloatArray
+    matched_losses: FloatArray
     levels: tuple[int, ...]
+    headlines: Mapping[str, int]
     measured: tuple[Measurement, ...]
+    family: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    seed_noise: SeedNoise | None = None
 
     @property
     def baseline(self) -> Architecture:
-        """Architecture that the gaps refer to."""
+        """First baseline."""
         return self.architectures[0]
 
     @property
     def is_matched(self) -> bool:
-        """True if the runs have a training loss in common."""
+        """True if an architecture has a matched loss in common with its baseline."""
         return bool(self.levels)
 
     @property
     def headline(self) -> int:
-        """Index of the lowest training loss that every run reached."""
-        return self.levels[-1]
+        """Index of the lowest of all matched losses at which an architecture is compared."""
+        return max(self.headlines.values())
 
     def select(self, split: Split, domain: str = ALL_DOMAINS) -> list[Measurement]:
         """Return the results of all architectures on a domain, the baseline first; empty for an unevaluated split."""
         return [result for result in self.measured if result.split == split and result.domain == domain]
 
+    def compared(self, split: Split, domain: str = ALL_DOMAINS) -> list[Measurement]:
+        """Return the results of the architectures that have a matched loss in common with their baseline."""
+        return [
+            result
+            for result in self.select(split, domain)
+            if not result.is_baseline and result.architecture in self.headlines
+        ]
 
-def compare(runs: Sequence[Run], *, window: int | None = None, levels: int = 5) -> Comparison:
-    """Compare runs on the same data at matched training loss.
+    def verdict_interval(self, measured: Measurement) -> tuple[float, float]:
+        """Return the out-of-domain interval of a gap at its headline; with several gaps, the one for all at once."""
+        at = self.headlines[measured.architecture]
+        single = float(measured.gap.low[at]), float(measured.gap.high[at])
+        return self.family.get(measured.architecture, single)
+
+
+def compare(
+    runs: Sequence[Run], *, match: Match = "training", window: int | None = None, levels: int = 5
+) -> Comparison:
+    """Compare runs on the same data at matched loss.
 
     Args:
         runs: runs from `read_runs`. Runs that differ only in their seed are averaged.
+        match: the loss that is matched.
         window: number of steps over which the training loss is averaged; None for `default_window`.
-        levels: number of tabulated training losses, evenly spaced, in addition to the lowest common one.
+        levels: number of tabulated losses, evenly spaced, in addition to the lowest common one.
 
     Raises:
-        UserError: two runs have the same architecture and seed.
+        UserError: two runs have the same architecture and seed, or a run lacks the validation loss that is matched.
     """
     window = default_window(runs) if window is None else window
-    architectures = tuple(group_runs(runs))
-    training_losses = [[training_loss(run, window) for run in architecture.runs] for architecture in architectures]
-    flat_losses = [losses for by_run in training_losses for losses in by_run]
-    grid, indices = _levels(
-        min(losses.max() for losses in flat_losses), max(losses.min() for losses in flat_losses), levels
-    )
-    interpolated = [
-        [
-            InterpolatedRun(run, x, grid, interpolation_weights(x, grid), batch_noise(run, window))
-            for run, x in zip(architecture.runs, by_run, strict=True)
-        ]
-        for architecture, by_run in zip(architectures, training_losses, strict=True)
-    ]
-    labels = [architecture.label for architecture in architectures]
+    groups = baseline_groups(group_runs(runs))
+    architectures = tuple(architecture for group in groups for architecture in (group.baseline, *group.others))
+    matched_runs = {
+        architecture.label: [matched_run(run, match, window) for run in architecture.runs]
+        for architecture in architectures
+    }
+    ranges = _common_ranges(groups, matched_runs)
+    grid, tabulated = _levels(ranges, levels)
+    baselines = {other.label: group.baseline.label for group in groups for other in (group.baseline, *group.others)}
+    headlines = {label: int(np.flatnonzero(grid == low)[0]) for label, (_, low) in ranges.items()}
+    for group in groups:
+        own = [headlines[other.label] for other in group.others if other.label in headlines]
+        headlines |= {group.baseline.label: max(own)} if own else {}
     measured: list[Measurement] = []
+    family: dict[str, tuple[float, float]] = {}
+    seed_noise = None
     for split in get_args(Split):
-        measured += _measure_split(labels, interpolated, split)
-    return Comparison(architectures, window, grid, indices, tuple(measured))
+        if match == "validation" and split == "validation":
+            continue  # the matched loss itself
+        for name, domains in _domain_sets(runs[0], split):
+            losses = {label: matched_loss(own, domains, grid) for label, own in matched_runs.items()}
+            other_seeds = pooled_seed_variance([loss.by_seed for loss in losses.values()])
+            results = _measure(losses, baselines, ranges, grid, domains, name, other_seeds)
+            measured += [measurement for measurement, _ in results]
+            if (split, name) == ("test", ALL_DOMAINS):
+                family = _family(results, headlines)
+                seed_noise = _seed_noise(other_seeds)
+    return Comparison(
+        architectures, tuple(groups), match, window, grid, tabulated, headlines, tuple(measured), family, seed_noise
+    )
 
 
-def default_window(runs: Sequence[Run]) -> int:
-    """Return the averaging window of the training loss: the shortest evaluation interval of any run, at most 20 steps.
+def _common_ranges(
+    groups: Sequence[BaselineGroup], matched_runs: Mapping[str, Sequence[MatchedRun]]
+) -> dict[str, tuple[float, float]]:
+    """Return the highest and lowest loss that all runs of an architecture and of its baseline reached, by label.
 
-    The loss of a single step is noisy: the noise of one batch would move a point along x by more than the gaps of
-    interest. With the same window in all runs, averaging delays all curves equally.
+    Architectures without a common range are missing. An architecture that is compared with nothing has its own range.
     """
-    shortest = min(int(np.diff(run.evaluation_steps, prepend=0).min()) for run in runs)
-    return min(shortest, MAX_WINDOW)
+    ranges: dict[str, tuple[float, float]] = {}
+    for group in groups:
+        for other in group.others or (group.baseline,):
+            runs = [*matched_runs[group.baseline.label], *matched_runs[other.label]]
+            high, low = min(float(run.x.max()) for run in runs), max(float(run.x.min()) for run in runs)
+            if high >= low:
+                ranges[other.label] = high, low
+    return ranges
 
 
-def training_loss(run: Run, window: int) -> FloatArray:
-    """Return the training loss [E] at each evaluation in nats per token: the mean over the last `window` steps."""
-    ends = np.searchsorted(run.steps, run.evaluation_steps, side="right")
-    starts = np.searchsorted(run.steps, run.evaluation_steps - window, side="right")
-    sums = np.concatenate([[0.0], np.cumsum(run.losses)])
-    return (sums[ends] - sums[starts]) / (ends - starts)
+def _levels(ranges: Mapping[str, tuple[float, float]], levels: int) -> tuple[FloatArray, tuple[int, ...]]:
+    """Return the matched losses in descending order, and the indices of the tabulated losses.
 
-
-def interpolation_weights(x: FloatArray, at: FloatArray) -> FloatArray:
-    """Return the weights [G, E] of a linear interpolation from points `x` [E] to `at` [G].
-
-    Points are sorted by x, not by time. Values at equal x are averaged.
-
-    Raises:
-        ValueError: a point of `at` is outside the range of `x`; there is no extrapolation.
-    """
-    if at.size and (at.min() < x.min() or at.max() > x.max()):
-        raise ValueError(f"[{at.min()}, {at.max()}] is not within the measured range [{x.min()}, {x.max()}]")
-    unique, index, counts = np.unique(x, return_inverse=True, return_counts=True)
-    mean = (index == np.arange(len(unique))[:, None]) / counts[:, None]
-    weights = np.stack([np.interp(at, unique, unit) for unit in np.eye(len(unique))], axis=1)
-    return weights @ mean
-
-
-def _levels(high: float, low: float, levels: int) -> tuple[FloatArray, tuple[int, ...]]:
-    """Return the training losses of the comparison in descending order, and the indices of the tabulated losses.
+    The grid contains the ends of every range, so that each headline is a point of it.
 
     Args:
-        high: highest training loss in the range of every run.
-        low: lowest training loss in the range of every run; above `high` if the ranges do not overlap.
+        ranges: highest and lowest common loss of each comparison.
         levels: number of tabulated losses, in addition to the lowest one.
     """
-    if low > high:
+    if not ranges:
         return np.empty(0), ()
-    if high == low:
-        return np.array([low]), (0,)
-    tabulated = np.linspace(high, low, levels + 1)
-    grid = np.unique(np.concatenate([tabulated, np.linspace(high, low, GRID_POINTS)]))[::-1]
+    high, low = max(high for high, _ in ranges.values()), min(low for _, low in ranges.values())
+    ends = [end for ends in ranges.values() for end in ends]
+    tabulated = np.linspace(high, low, levels + 1) if high > low else np.array([low])
+    drawn = np.linspace(high, low, GRID_POINTS)
+    grid = np.unique(np.concatenate([ends, tabulated, drawn]))[::-1]
     return grid, tuple(int(np.flatnonzero(grid == level)[0]) for level in tabulated)
 
 
-def _measure_split(
-    labels: Sequence[str], interpolated: Sequence[Sequence[InterpolatedRun]], split: Split
-) -> list[Measurement]:
-    """Return the results of all architectures on all domains together, then on each domain."""
-    domains = interpolated[0][0].run.split(split)
+def _domain_sets(run: Run, split: Split) -> list[tuple[str, DomainSet]]:
+    """Return all domains of a split together, then each by itself, with their names."""
+    domains = run.split(split)
     if not domains:
         return []
-    losses = [interpolate_domain(interpolated, split, index) for index in range(len(domains))]
-    num_documents = [len(domain.documents) for domain in domains]
-    measured = _measure_domain(labels, split, ALL_DOMAINS, PooledDomains(losses), sum(num_documents))
-    for domain, domain_losses, count in zip(domains, losses, num_documents, strict=True):
-        measured += _measure_domain(labels, split, domain.domain, PooledDomains([domain_losses]), count)
-    return measured
+    whole = (ALL_DOMAINS, domain_set(run, split, range(len(domains))))
+    return [whole, *((domain.domain, domain_set(run, split, [index])) for index, domain in enumerate(domains))]
 
 
-def _measure_domain(
-    labels: Sequence[str], split: Split, domain: str, pooled: PooledDomains, documents: int
-) -> list[Measurement]:
-    return [
-        Measurement(
+def _measure(
+    losses: Mapping[str, MatchedLoss],
+    baselines: Mapping[str, str],
+    ranges: Mapping[str, tuple[float, float]],
+    grid: FloatArray,
+    domains: DomainSet,
+    name: str,
+    other_seeds: SamplingVariance | None,
+) -> list[tuple[Measurement, Errors]]:
+    """Return the results of all architectures on a set of domains, each with the errors of its gap."""
+    results = []
+    for label, loss in losses.items():
+        baseline = losses[baselines[label]]
+        errors = loss.errors(other_seeds)
+        gap_errors = errors - baseline.errors(other_seeds)
+        high, low = ranges.get(label, (-math.inf, math.inf))
+        is_common = (grid <= high) & (grid >= low) | (baseline is loss)
+        measurement = Measurement(
             architecture=label,
-            split=split,
-            domain=domain,
-            loss=_estimate(pooled.signs(a), pooled),
-            gap=_estimate(pooled.signs(a, baseline=0), pooled),
-            seed_spread=_seed_deviation(pooled.seeds(a)),
-            documents=documents,
-            tokens=pooled.tokens,
+            baseline=baselines[label],
+            split=domains.split,
+            domain=name,
+            loss=_estimate(loss.value, errors),
+            gap=_estimate(np.where(is_common, loss.value - baseline.value, np.nan), gap_errors),
+            seed_spread=_seed_deviation(loss.by_seed),
+            curve_error=np.sqrt((loss.curve - baseline.curve).variance().variance),
+            documents=len(domains.tokens),
+            tokens=int(domains.tokens.sum()),
         )
-        for a, label in enumerate(labels)
-    ]
+        results.append((measurement, gap_errors))
+    return results
 
 
-def _estimate(signs: FloatArray, pooled: PooledDomains) -> Estimate:
-    """Estimate a signed sum of the architectures' losses with its uncertainty."""
-    value, documents = pooled.value(signs), pooled.over_documents(signs)
-    total = documents + pooled.over_batches(signs)
-    half_width = total.half_width(CONFIDENCE)
-    return Estimate(value, np.sqrt(total.variance), np.sqrt(documents.variance), value - half_width, value + half_width)
+def _estimate(value: FloatArray, errors: Errors) -> Estimate:
+    error, half_width = np.sqrt(errors.variance().variance), errors.half_width(CONFIDENCE)
+    detectable = half_width + NORMAL_POWER * error
+    document_error = np.sqrt(errors.variance("documents", "matched documents").variance)
+    low, high = value - half_width, value + half_width
+    return Estimate(value, error, document_error, low, high, detectable)
 
 
 def _seed_deviation(losses: FloatArray) -> FloatArray:
     """Return the standard deviation [G] over seeds of `losses` [seeds, G]; NaN with one seed."""
     return losses.std(axis=0, ddof=1) if len(losses) > 1 else np.full(losses.shape[1], np.nan)
+
+
+def _seed_noise(other_seeds: SamplingVariance | None) -> SeedNoise | None:
+    if other_seeds is None:
+        return None
+    return SeedNoise(math.sqrt(float(other_seeds.variance[-1])), int(other_seeds.degrees_of_freedom[-1]))
+
+
+def _family(
+    results: Sequence[tuple[Measurement, Errors]], headlines: Mapping[str, int]
+) -> dict[str, tuple[float, float]]:
+    """Return the intervals of all gaps at their headlines that hold at once; empty with fewer than two intervals."""
+    gaps, errors = [], []
+    for measurement, gap_errors in results:
+        at = headlines.get(measurement.architecture)
+        if at is not None and not measurement.is_baseline and measurement.gap.error[at] > ROUNDING_ERROR:
+            gaps.append((measurement.architecture, float(measurement.gap.value[at]), float(measurement.gap.error[at])))
+            errors.append(gap_errors.at(at))
+    if len(gaps) < 2:
+        return {}
+    quantile = family_quantile(errors, CONFIDENCE)
+    return {label: (value - quantile * error, value + quantile * error) for label, value, error in gaps}

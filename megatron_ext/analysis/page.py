@@ -12,13 +12,21 @@ import numpy as np
 from jinja2 import Environment, StrictUndefined
 
 from megatron_ext.analysis.architecture import Architecture, mixer_label
-from megatron_ext.analysis.cells import NOTHING, Cell, Table, count, number, text
+from megatron_ext.analysis.cells import NOTHING, Cell, Table, count, decimal, number, text
 from megatron_ext.analysis.decisions import RunDecisions, data_differences, decision_counts, decision_table, slow_table
 from megatron_ext.analysis.figure import split_loss
-from megatron_ext.analysis.history import differences, history_row, read_skipped
-from megatron_ext.analysis.matched import RESOLUTION, Comparison, training_loss
-from megatron_ext.analysis.matched_tables import (
+from megatron_ext.analysis.findings import (
+    MATCHED,
+    claim_entries,
+    density_warning,
+    describe_seeds,
     describe_unmatched,
+    verdicts,
+)
+from megatron_ext.analysis.history import differences, history_row, read_skipped
+from megatron_ext.analysis.matched import RESOLUTION, Comparison
+from megatron_ext.analysis.matched_runs import training_loss
+from megatron_ext.analysis.matched_tables import (
     domain_table,
     evaluated_splits,
     headline_table,
@@ -26,10 +34,9 @@ from megatron_ext.analysis.matched_tables import (
     precision_table,
     range_table,
     small_domains,
-    verdicts,
 )
 from megatron_ext.analysis.run_files import SPLITS
-from megatron_ext.analysis.run_texts import text_warnings
+from megatron_ext.analysis.run_texts import epoch_warnings, epochs, text_warnings
 from megatron_ext.analysis.runs import Run
 from megatron_ext.analysis.scaling.section import Scaling
 from megatron_ext.analysis.style import DARK, DPI, LIGHT, MAX_LEGEND, Picture, png_width, short_count, styles
@@ -46,7 +53,8 @@ from megatron_ext.utils.ratio_interval import FEW_DOCUMENTS
 
 SECTIONS = {
     "curves": "Loss over tokens",
-    "matched": "At matched training loss",
+    "matched": "At matched loss",
+    "shift": "Out of domain less in domain",
     "levels": "Out of domain during training",
     "domains": "By domain",
     "losses": "Test loss by domain",
@@ -77,6 +85,7 @@ class Contents:
     Attributes:
         comparison: comparison at matched training loss.
         matched: figure of the comparison.
+        shift: figure of out-of-domain loss less in-domain loss; None without in-domain evaluations.
         curves: figures of training loss and of loss by domain.
         suites: results of the test suites.
         scaling: scaling laws; None: not requested.
@@ -87,6 +96,7 @@ class Contents:
 
     comparison: Comparison
     matched: Picture
+    shift: Picture | None
     curves: Sequence[Picture]
     suites: Sequence[Suites]
     scaling: Scaling | None
@@ -108,22 +118,31 @@ def render_page(contents: Contents) -> str:
     tables = _tables(contents)
     present = {"curves", "definitions", "files"} | {name for name, table in tables.items() if table is not None}
     present |= {"scaling"} if contents.scaling else set()
+    present |= {"shift"} if contents.shift else set()
+    listed_runs = [run for _, run in contents.runs]
     return environment.from_string(source).render(
         titles={anchor: title for anchor, title in SECTIONS.items() if anchor in present},
         compared=_describe_runs(contents),
         baseline=comparison.baseline.label,
+        several_baselines=len([group for group in comparison.groups if group.others]) > 1,
         single=len(comparison.architectures) == 1,
-        text_differences=text_warnings([run for _, run in contents.runs]),
+        text_differences=[*text_warnings(listed_runs), *epoch_warnings(listed_runs)],
         excluded=contents.excluded,
         data_differences=data_differences(contents.run_decisions),
+        claims=claim_entries(comparison),
         verdicts=verdicts(comparison),
         max_listed=MAX_LEGEND,
         max_rows=MAX_ROWS,
         by_mixer=styles(comparison.architectures, LIGHT).shares_legend,
         window=comparison.window,
+        match=comparison.match,
+        matched_name=MATCHED[comparison.match],
+        seeds=describe_seeds(comparison),
+        family=bool(comparison.family),
+        density=density_warning(comparison),
         unmatched=describe_unmatched(comparison),
-        matched_at=number(comparison.training_losses[comparison.headline]).text if comparison.is_matched else "",
         matched=_render_picture(contents.matched),
+        shift=_render_picture(contents.shift) if contents.shift else None,
         curves=[_render_picture(picture) for picture in contents.curves],
         tables=tables,
         heat_maps=[_render_heat_map(heat_map) for heat_map in heat_maps(suites)],
@@ -134,6 +153,7 @@ def render_page(contents: Contents) -> str:
         few_documents=small_domains(comparison),
         few_tested=few_documents(suites),
         few=FEW_DOCUMENTS,
+        resolution=RESOLUTION,
         in_domain_test="test_in_domain" in evaluated_splits(comparison),
         files=contents.files,
     )
@@ -212,10 +232,11 @@ def _run_table(contents: Contents) -> Table:
     for architecture, run in contents.runs:
         last = int(run.evaluation_steps[-1])
         tokens = int(run.tokens[np.searchsorted(run.steps, last)])
+        passes = epochs(run)
         row = [text(run.name), text(architecture.label), Cell(str(run.seed), run.seed), count(last), count(tokens)]
-        row += [number(training_loss(run, comparison.window)[-1])]
+        row += [number(training_loss(run, comparison.window)[-1]), NOTHING if passes is None else decimal(passes)]
         rows.append(row + [number(split_loss(run, split)[-1]) for split in splits])
-    columns = ["run", "architecture", "seed", "step", "tokens", "training loss"]
+    columns = ["run", "architecture", "seed", "step", "tokens", "training loss", "epochs"]
     caption = "At each run's own last evaluation, so not at matched training loss; losses in nats per token"
     return Table(caption, [*columns, *(f"loss {SPLITS[split]}" for split in splits)], rows)
 

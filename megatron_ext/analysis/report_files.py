@@ -9,9 +9,11 @@ from pathlib import Path
 
 from megatron_ext.analysis.curves import domain_curves, training_curves
 from megatron_ext.analysis.decisions import read_decisions
-from megatron_ext.analysis.figure import matched_loss
+from megatron_ext.analysis.figure import domain_shift, matched_loss
+from megatron_ext.analysis.findings import summary_lines
 from megatron_ext.analysis.matched import compare
-from megatron_ext.analysis.matched_tables import render_table, summary_lines
+from megatron_ext.analysis.matched_runs import Match
+from megatron_ext.analysis.matched_tables import render_table
 from megatron_ext.analysis.output import replace_files
 from megatron_ext.analysis.page import Contents, render_page
 from megatron_ext.analysis.runs import Run
@@ -29,14 +31,20 @@ SCALING = "scaling"
 
 RECORD = "report.json"
 FILE_NAMES = re.compile(
-    r"(training_loss|domain_loss|matched_loss|domains|retrieval|fewshot|suites)[A-Za-z0-9_.+-]*\.(png|csv|json)"
+    r"(training_loss|domain_loss|domain_shift|matched_loss|domains|retrieval|fewshot|suites)[A-Za-z0-9_.+-]*\.(png|csv|json)"
     rf"|{SCALING}/({fit_output.FILE_NAMES.pattern}|fit\.(json|md))"
 )
 """Pattern of the file names besides index.html and report.json, including those of a fit."""
 
 
 def write_files(
-    selected: RunSelection, run_dirs: Sequence[Path], output: Path, *, fit: bool, say: Callable[[str], object]
+    selected: RunSelection,
+    run_dirs: Sequence[Path],
+    output: Path,
+    *,
+    match: Match,
+    fit: bool,
+    say: Callable[[str], object],
 ) -> Path:
     """Compare the selected runs and write the report, as described in `report.write_report`.
 
@@ -44,6 +52,7 @@ def write_files(
         selected: the runs.
         run_dirs: arguments of the user, for messages.
         output: folder of the report.
+        match: the loss at which runs are compared.
         fit: whether to fit scaling laws.
         say: called with each line of a summary.
 
@@ -55,16 +64,18 @@ def write_files(
     """
     runs = selected.compared
     laws = _fit(runs, run_dirs) if fit else None
-    comparison = compare(runs)
+    comparison = compare(runs, match=match)
     architectures = comparison.architectures
-    matched = matched_loss(comparison)
+    matched, shift = matched_loss(comparison), domain_shift(comparison)
     run_decisions = read_decisions(run for architecture in architectures for run in architecture.runs)
     curves = [
         training_curves(with_unevaluated(architectures, selected.unevaluated), run_decisions),
         domain_curves(architectures),
     ]
     suites = read_suites(architectures)
-    files = {name: content for picture in (*curves, matched) for name, content in picture.files().items()}
+    files = {
+        name: content for picture in (*curves, matched, shift) if picture for name, content in picture.files().items()
+    }
     files["matched_loss.csv"] = render_table(comparison).encode()
     files |= {f"{heat_map.name}.png": heat_map.png for heat_map in heat_maps(suites)}
     files |= {name: table.encode() for name, table in as_tables(suites).items()}
@@ -74,7 +85,7 @@ def write_files(
     scaling_files = [f"{SCALING}/{name}" for name in (scaling.files if scaling else ())]
     file_names = [*files, *scaling_files]
     page = render_page(
-        Contents(comparison, matched, curves, suites, scaling, run_decisions, file_names, selected.excluded)
+        Contents(comparison, matched, shift, curves, suites, scaling, run_decisions, file_names, selected.excluded)
     )
     try:
         if laws is not None:

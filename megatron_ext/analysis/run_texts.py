@@ -50,6 +50,39 @@ def text_warnings(runs: Sequence[Run]) -> list[str]:
     return warnings
 
 
+def epochs(run: Run) -> float | None:
+    """Return how often a run read the text of its training domains; the maximum over domains, None if not recorded."""
+    if run.size is None or run.size.data is None:
+        return None
+    weights = run.config.get("data", {}).get("weights")
+    tokens = {
+        text["domain"]: text["tokens"]
+        for text in run.size.data.texts
+        if text.get("split") == "train" and isinstance(text.get("tokens"), int) and text["tokens"] > 0
+    }
+    if not tokens:
+        return None
+    total = sum(tokens.values())
+    shares = {name: count / total for name, count in tokens.items()}
+    if weights and sum(weights.get(name, 0.0) for name in tokens) > 0:
+        known = sum(weights.get(name, 0.0) for name in tokens)
+        shares = {name: weights.get(name, 0.0) / known for name in tokens}
+    return max(int(run.tokens[-1]) * shares[name] / tokens[name] for name in tokens)
+
+
+def epoch_warnings(runs: Sequence[Run]) -> list[str]:
+    """Return a sentence, without the full stop, if runs read training text more than once; empty otherwise."""
+    repeated = [(run, number) for run in runs if (number := epochs(run)) is not None and number > 1.0]
+    if not repeated:
+        return []
+    most = max(number for _, number in repeated)
+    return [
+        f"{_subject([run.name for run, _ in repeated])} trained on some text more than once (up to {most:.1f} times): "
+        "training loss is then lower than the loss on new text of the same kind, and runs that repeat text differently "
+        "should be compared at equal validation loss (--match validation)"
+    ]
+
+
 def _text_differences(
     known: Sequence[tuple[Run, Texts]], digest: Callable[[Texts], str], verb: str, splits: Sequence[str]
 ) -> list[str]:

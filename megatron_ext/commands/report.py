@@ -12,6 +12,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "runs", nargs="+", type=Path, metavar="RUN", help="run folders to compare, or folders of run folders"
     )
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="output folder of the report")
+    parser.add_argument(
+        "--match",
+        choices=["training", "validation"],
+        default="training",
+        help="compare runs at equal training loss, as the study does, or at equal in-domain validation loss, which is "
+        "the loss on new text even where training text was repeated (default: training)",
+    )
     parser.add_argument("--fit", action="store_true", help="also fit scaling laws to the runs, as `selectron fit` does")
 
 
@@ -23,5 +30,5 @@ def run(args: argparse.Namespace) -> int:
     """
     from megatron_ext.analysis.report import write_report
 
-    write_report(args.runs, args.output, fit=args.fit, say=print)
+    write_report(args.runs, args.output, match=args.match, fit=args.fit, say=print)
     return 0

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
 
 MIN_DOCUMENTS = 3
 """Minimum number of documents for an interval: of two, one may contain nearly all of the text."""
@@ -69,14 +70,31 @@ def ratio_variance(nats: FloatArray, tokens: FloatArray) -> SamplingVariance:
     Returns:
         Spread of shape [...]; NaN with fewer than `MIN_DOCUMENTS` documents.
     """
-    nats, tokens = nats[..., tokens > 0], tokens[tokens > 0].astype(np.float64)
-    shape = nats.shape[:-1]
-    if len(tokens) < MIN_DOCUMENTS:
-        return SamplingVariance(np.full(shape, math.nan), np.full(shape, math.nan))
+    deviations, degrees_of_freedom = ratio_deviations(nats, tokens)
+    variance = np.asarray((deviations**2).sum(axis=-1))
+    return SamplingVariance(variance, np.full(variance.shape, degrees_of_freedom))
+
+
+def ratio_deviations(nats: FloatArray, tokens: FloatArray | IntArray) -> tuple[FloatArray, float]:
+    """Compute the contribution of each document to the error of sum(nats) / sum(tokens).
+
+    The sum of their squares is the variance of the ratio. The sum of the products of two ratios' contributions is the
+    covariance of the ratios.
+
+    Args:
+        nats: [..., documents] summed losses, or differences of them; documents without tokens contribute nothing.
+        tokens: [documents] number of tokens of these losses.
+
+    Returns:
+        Contributions of shape [..., documents] and their degrees of freedom; NaN with fewer than `MIN_DOCUMENTS`
+        documents that have tokens.
+    """
+    counted = tokens > 0
+    if counted.sum() < MIN_DOCUMENTS:
+        return np.full(nats.shape, math.nan), math.nan
     share = tokens / tokens.sum()  # the leverage of each document
-    residuals = (nats - nats.sum(axis=-1, keepdims=True) * share) / tokens.sum()
-    variance = (residuals**2 / (1 - share)).sum(axis=-1)
-    return SamplingVariance(np.asarray(variance), np.full(shape, _degrees_of_freedom(share)))
+    residuals = np.where(counted, nats - np.where(counted, nats, 0.0).sum(axis=-1, keepdims=True) * share, 0.0)
+    return residuals / (tokens.sum() * np.sqrt(1 - share)), _degrees_of_freedom(share[counted])
 
 
 def _degrees_of_freedom(share: FloatArray) -> float:

@@ -9,15 +9,10 @@ import pytest
 from analysis_synthetic import Synthetic, write_run
 from covering import cases
 
-from megatron_ext.analysis.matched import (
-    RESOLUTION,
-    compare,
-    default_window,
-    interpolation_weights,
-    training_loss,
-)
-from megatron_ext.analysis.matched_spread import curve_slope
-from megatron_ext.analysis.matched_tables import describe_unmatched, precision_table, render_table, verdicts
+from megatron_ext.analysis.findings import density_warning, describe_seeds, describe_unmatched, verdicts
+from megatron_ext.analysis.matched import RESOLUTION, compare
+from megatron_ext.analysis.matched_runs import default_window, training_loss
+from megatron_ext.analysis.matched_tables import level_table, precision_table, render_table
 from megatron_ext.analysis.runs import read_run, read_runs
 
 DELTA = {"pattern": "gated_deltanet*4"}
@@ -29,7 +24,7 @@ def comparison_of(tmp_path, *runs, **options):
 
 
 def test_recovers_a_constant_gap_at_every_level_and_domain(tmp_path):
-    """Test loss is affine in training loss, so linear interpolation is exact at any training speed."""
+    """Test loss is affine in training loss, so interpolation is exact at any training speed."""
     result = comparison_of(tmp_path, Synthetic(), Synthetic(**DELTA, gap=0.0375, speed=0.8))
     for domain in ("all", "code", "maths"):
         baseline, delta = result.select("test", domain)
@@ -52,7 +47,7 @@ def test_recovers_a_gap_that_grows(tmp_path):
 
     result = comparison_of(tmp_path, Straight(every=5, steps=300), Bent(**DELTA, speed=1.1, every=5, steps=300))
     gap = result.select("test")[1].gap.value
-    np.testing.assert_allclose(gap, 0.1 * (6.0 - result.training_losses), atol=1e-3)
+    np.testing.assert_allclose(gap, 0.1 * (6.0 - result.matched_losses), atol=1e-3)
 
 
 def test_loss_over_all_domains_is_weighted_by_tokens(tmp_path):
@@ -67,11 +62,11 @@ def test_levels_span_the_overlap_and_end_at_the_lowest_common_loss(tmp_path):
     fast, slow = Synthetic(speed=1.3), Synthetic(**DELTA, speed=0.7)
     result = comparison_of(tmp_path, fast, slow)
     xs = [training_loss(read_run(tmp_path / name), result.window) for name in ("0", "1")]
-    levels = result.training_losses[list(result.levels)]
+    levels = result.matched_losses[list(result.levels)]
     assert len(levels) == 6
     assert levels[0] == min(x.max() for x in xs)
-    assert levels[-1] == result.training_losses[result.headline] == max(x.min() for x in xs)
-    assert (np.diff(result.training_losses) < 0).all()
+    assert levels[-1] == result.matched_losses[result.headline] == max(x.min() for x in xs)
+    assert (np.diff(result.matched_losses) < 0).all()
 
 
 def test_training_loss_is_the_mean_of_the_window_before_the_evaluation(tmp_path):
@@ -87,26 +82,6 @@ def test_window_is_the_shortest_stretch_between_evaluations_of_any_run(tmp_path)
     assert default_window(runs[:1]) == 20
 
 
-def test_interpolation_never_extrapolates():
-    x = np.array([5.0, 3.0, 4.0])
-    for outside in (5.0001, 2.9999):
-        with pytest.raises(ValueError, match="not within the measured range"):
-            interpolation_weights(x, np.array([4.0, outside]))
-
-
-def test_interpolation_weights_against_numpy():
-    generator = np.random.default_rng(0)
-    x, y = generator.normal(size=9), generator.normal(size=9)
-    at = np.linspace(x.min(), x.max(), 23)
-    order = np.argsort(x)
-    np.testing.assert_allclose(interpolation_weights(x, at) @ y, np.interp(at, x[order], y[order]), atol=1e-12)
-
-
-def test_interpolation_averages_points_of_equal_training_loss():
-    weights = interpolation_weights(np.array([4.0, 3.0, 4.0]), np.array([4.0, 3.5, 3.0]))
-    np.testing.assert_allclose(weights, [[0.5, 0, 0.5], [0.25, 0.5, 0.25], [0, 1, 0]])
-
-
 def test_no_common_training_loss(tmp_path):
     late = Synthetic(**DELTA, name="late", training_loss=lambda step: 9.0 - 0.001 * np.asarray(step))
     result = comparison_of(tmp_path, Synthetic(), late)
@@ -117,17 +92,17 @@ def test_no_common_training_loss(tmp_path):
         assert one.loss.value.shape == one.gap.low.shape == (0,)
     # Evaluated at steps 20, 40, ... 200. The training loss is the mean of the preceding 20 steps.
     plain = [float(np.mean(2.5 + 4.0 * np.exp(-np.arange(end - 19, end + 1) / 80.0))) for end in (20, 200)]
-    sentence = describe_unmatched(result)
+    (sentence,) = describe_unmatched(result)
     assert f"late was evaluated at training losses of {9 - 0.0105:.4f} to {9 - 0.1905:.4f}, " in sentence
     assert f", attention at {plain[0]:.4f} to {plain[1]:.4f}; " in sentence
     assert sentence.endswith("; train late longer, or evaluate attention earlier")
-    assert describe_unmatched(comparison_of(tmp_path / "matched", Synthetic(), Synthetic(**DELTA))) == ""
+    assert describe_unmatched(comparison_of(tmp_path / "matched", Synthetic(), Synthetic(**DELTA))) == []
 
 
 def test_one_evaluation_is_one_level(tmp_path):
     result = comparison_of(tmp_path, Synthetic(steps=20))
     assert result.levels == (0,)
-    assert result.training_losses.shape == (1,)
+    assert result.matched_losses.shape == (1,)
 
 
 @pytest.mark.parametrize("documents", [50, 400])
@@ -210,12 +185,6 @@ def test_batches_shared_by_runs_of_one_seed_cancel(tmp_path):
     assert other.select("test")[1].gap.error[other.headline] > 0.01
 
 
-def test_curve_slope():
-    x = np.linspace(3.0, 6.0, 8)
-    np.testing.assert_allclose(curve_slope(x, x**2 - x, np.array([3.0, 4.5])), [5.0, 8.0], atol=1e-9)
-    np.testing.assert_array_equal(curve_slope(x[:1], x[:1], x[:1]), [0.0])
-
-
 def test_seeds_are_averaged_and_their_spread_reported(tmp_path):
     seeds = [Synthetic(**DELTA, seed=seed, gap=gap) for seed, gap in ((1, 0.01), (2, 0.03), (3, 0.08))]
     result = comparison_of(tmp_path, Synthetic(), *seeds)
@@ -258,3 +227,105 @@ def test_two_documents_have_no_interval(tmp_path):
     assert verdicts(result)[0]["interval"] == ""
     row = [line for line in csv.DictReader(io.StringIO(render_table(result))) if line["domain"] == "code"][-1]
     assert (row["gap_low"], row["gap_high"], row["gap_standard_error"]) == ("", "", "")
+
+
+def test_a_slow_architecture_does_not_hide_the_others(tmp_path):
+    """Each is compared at the lowest loss that it and attention reached, where its gap of known size is recovered."""
+
+    class Growing(Synthetic):
+        def test_loss(self, training_loss):
+            return 1.3 * training_loss + 0.1 * (6.0 - training_loss)
+
+    slow = Synthetic(pattern="top1_element*4", name="slow", speed=0.4)
+    result = comparison_of(tmp_path, Synthetic(every=5), Growing(**DELTA, every=5, speed=1.2), slow)
+    lowest = [training_loss(read_run(tmp_path / str(index)), result.window).min() for index in range(3)]
+    heads = {label: result.matched_losses[at] for label, at in result.headlines.items()}
+    assert heads == {"attention": lowest[0], "gated_deltanet": lowest[0], "top1_element": lowest[2]}
+    _, delta, element = result.select("test")
+    at = result.headlines["gated_deltanet"]
+    np.testing.assert_allclose(delta.gap.value[at], 0.1 * (6.0 - lowest[0]), atol=1e-3)
+    assert np.isnan(element.gap.value[at])
+    last_row = level_table(result).rows[-1]
+    assert [cell.text for cell in last_row[-1:]] == ["\u2013"]
+
+
+def test_matched_validation_loss(tmp_path):
+    """Validation loss equals the noise-free training loss here, so noise of the batches has no effect on the gap."""
+    runs = Synthetic(noise=0.3, seed=3), Synthetic(**DELTA, noise=0.3, gap=0.05, speed=0.9)
+    result = comparison_of(tmp_path, *runs, match="validation")
+    gap, at = result.select("test")[1].gap, result.headline
+    np.testing.assert_allclose(gap.value[at], 0.05, atol=1e-9)
+    assert result.select("validation") == []
+    x = [run.split("validation")[0] for run in read_runs([tmp_path / "0", tmp_path / "1"])]
+    lowest = max((one.losses.sum(axis=1) / one.tokens.sum()).min() for one in x)
+    assert result.matched_losses[at] == pytest.approx(lowest)
+
+
+def test_error_of_sparse_evaluations_is_part_of_the_interval(tmp_path):
+    """The noise of single checkpoints, 0.05 nats, is the main error. Its estimate comes from evaluations left out."""
+
+    class Scattered(Synthetic):
+        def test_loss(self, training_loss):
+            return 1.3 * training_loss + 0.05 * np.random.default_rng(int(training_loss * 1e6)).standard_normal()
+
+    runs = Scattered(every=10), Scattered(**DELTA, every=10, speed=0.9)
+    result = comparison_of(tmp_path, *runs)
+    delta, at = result.select("test")[1], result.headline
+    assert 0.03 < delta.curve_error[at] < 0.15
+    assert delta.gap.error[at] == pytest.approx(np.hypot(delta.curve_error[at], delta.gap.document_error[at]))
+    assert delta.gap.low[at] < 0 < delta.gap.high[at]
+    assert f"a standard error of {delta.curve_error[at]:.4f}, more than the 0.004" in density_warning(result)
+    assert density_warning(comparison_of(tmp_path / "smooth", Synthetic(every=10), Synthetic(**DELTA, every=10))) == ""
+
+
+def test_seeds_are_part_of_the_interval(tmp_path):
+    """The standard error is that of paired differences between seeds; one seed borrows the spread of the others."""
+    gaps = {1: 0.01, 2: 0.03, 3: 0.08}
+    base = [Synthetic(seed=seed, name=f"a{seed}") for seed in gaps]
+    others = [Synthetic(**DELTA, seed=seed, gap=gap, name=f"d{seed}") for seed, gap in gaps.items()]
+    lone = Synthetic(pattern="mamba*4", gap=0.02, name="m")
+    result = comparison_of(tmp_path, *base, *others, lone)
+    _, delta, mamba = result.select("test")
+    at = result.headline
+    deviation = np.std(list(gaps.values()), ddof=1)
+    assert delta.gap.error[at] == pytest.approx(deviation / np.sqrt(3), abs=1e-9)
+    assert delta.gap.high[at] - delta.gap.value[at] == pytest.approx(4.3027 * deviation / np.sqrt(3), rel=1e-4)
+    # Attention's seeds do not differ: four degrees of freedom, two of them without spread.
+    assert mamba.gap.error[at] == pytest.approx(deviation / np.sqrt(2), abs=1e-9)
+    assert result.seed_noise.degrees_of_freedom == 4
+    assert "mamba has one seed" in describe_seeds(result)
+    assert describe_seeds(comparison_of(tmp_path / "one", Synthetic(), lone)).startswith("Every architecture has one")
+
+
+def test_each_size_is_compared_with_attention_of_its_size(tmp_path):
+    runs = [
+        Synthetic(pattern=pattern, gap=gap, config={"model": {"hidden_size": width, "ffn_hidden_size": ffn}}, name=name)
+        for name, pattern, width, ffn, gap in (
+            ("a1", "attention*4", 64, 256, 0.0),
+            ("a2", "attention*4", 128, 512, 0.5),
+            ("m1", "mamba*4", 64, 240, 0.01),  # as many parameters as attention of its width
+            ("m2", "mamba*4", 128, 480, 0.52),
+        )
+    ]
+    result = comparison_of(tmp_path, *runs)
+    entries = verdicts(result)
+    assert [(entry["gap"], entry["also"]) for entry in entries] == [
+        ("+0.0100", "ffn_hidden_size 240"),
+        ("+0.0200", "ffn_hidden_size 480"),
+    ]
+    assert ["64" in entry["label"] and "64" in entry["baseline"] for entry in entries] == [True, False]
+
+
+def test_intervals_of_a_family_are_wider(tmp_path):
+    """Two independent gaps: the quantile of the larger of two normal values is 2.2365, that of one 1.96."""
+    documents = {"web": 5, "code": 400}
+    runs = [
+        Synthetic(pattern=f"{name}*4", wobble=0.1, documents=documents) for name in ("attention", "mamba", "retnet")
+    ]
+    result = comparison_of(tmp_path, *runs)
+    at = result.headline
+    for measured in result.compared("test"):
+        low, high = result.family[measured.architecture]
+        single = measured.gap.high[at] - measured.gap.low[at]
+        assert 1.05 < (high - low) / single < 2.2365 / 1.96 + 0.02
+    assert comparison_of(tmp_path / "pair", *runs[:2]).family == {}

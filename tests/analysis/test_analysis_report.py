@@ -15,7 +15,7 @@ import pytest
 from analysis_synthetic import Synthetic, write_run
 
 from megatron_ext.analysis.figure import STACKED_SIZE, WIDE_SIZE, draw
-from megatron_ext.analysis.matched import compare
+from megatron_ext.analysis.matched import RESOLUTION, compare
 from megatron_ext.analysis.matched_tables import COLUMNS
 from megatron_ext.analysis.report import write_report
 from megatron_ext.analysis.runs import read_runs
@@ -93,6 +93,8 @@ def test_writes_the_page_and_what_it_shows(written):
     assert sorted(os.listdir(written.parent)) == [
         "domain_loss.csv",
         "domain_loss.png",
+        "domain_shift.csv",
+        "domain_shift.png",
         "index.html",
         "matched_loss.csv",
         "matched_loss.png",
@@ -113,7 +115,7 @@ def test_page_needs_nothing_beside_it(page, written):
     assert page.open == []
     assert not {"link", "iframe"} & set(page.tags)
     pictures = [address for address in page.addresses if not address.startswith("#")]
-    assert len(pictures) == 3 * 4
+    assert len(pictures) == 4 * 4
     sizes = set()
     for address in pictures:
         assert address.startswith("data:image/png;base64,")
@@ -136,7 +138,11 @@ def test_page_says_what_the_table_holds(page, written):
     ]
     assert f"{float(row['gap']):+.4f}" in page.text
     assert f"{float(row['training_loss']):.4f}" in page.text
-    assert "has the higher loss out of domain" in " ".join(page.text.split())
+    words = " ".join(page.text.split())
+    claim = "Top-1 Chunk with exact scores keeps the loss of attention out of domain"
+    answer = "Contradicted" if float(row["gap_low"]) > RESOLUTION else "Not resolved"
+    assert f"{claim} {answer} by top1_chunk (exact): {float(row['gap']):+.4f}" in words
+    assert "one seed, for which the same spread is assumed" in words
     assert "<b>plain</b>" in page.text, "a run's name is text, not markup"
 
 
@@ -187,7 +193,7 @@ def test_runs_without_a_common_training_loss(folders, tmp_path):
     # Evaluated at the mean of steps 1 to 20, ... 181 to 200.
     sentence = f"&lt;i&gt;apart&lt;/i&gt; was evaluated at training losses of {9 - 0.0105:.4f} to {9 - 0.1905:.4f}, "
     matched = text[text.index('<h2 id="matched">') : text.index('<h2 id="runs">')]
-    assert matched.count(sentence) == 1
+    assert text.count(sentence) == 1
     assert "8.8095</td>" in matched, "the ranges of all runs are a table"
     assert sentence in text[text.index('<div class="answer">') : text.index("<nav")]
     assert "nan" not in matched
@@ -268,7 +274,7 @@ def test_test_text_of_training_domains_stands_apart(folders, written, tmp_path):
     assert len(losses["in_domain"]) == 2 * 6
     text = page.read_text(encoding="utf-8")
     assert 'web</th> <td class="name">in domain test</td>' in " ".join(text.split())
-    assert "in domain test: on those in the" in text
+    assert "in domain test: those in the" in text
     assert "in domain test" not in written.read_text(encoding="utf-8")
     picture = png_size((page.parent / "matched_loss.png").read_bytes())
     assert picture == (round(150 * 1.4 * WIDE_SIZE[0]), round(150 * WIDE_SIZE[1]))

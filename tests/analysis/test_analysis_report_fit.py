@@ -193,7 +193,7 @@ def test_a_sweep_without_a_common_training_loss_has_laws(runs: Path, tmp_path: P
     outlier = write_run(tmp_path / "far", far)
     assert main(["report", str(runs), str(outlier), "--fit", "--output", str(tmp_path / "report")]) == 0
     page = " ".join((tmp_path / "report" / "index.html").read_text(encoding="utf-8").split())
-    assert "far was evaluated at training losses of 889.5000 to 849.5000" in page
+    assert "far was evaluated" not in page, "a baseline of another size has nothing to be compared with"
     assert '<h2 id="scaling">' in page
 
 
@@ -218,7 +218,7 @@ def test_the_page_in_a_browser(written: Path, window: Browser, width: int, schem
     assert {url.partition(":")[0] for url in addresses} == {"file", "data"}
     assert [url for url in addresses if url.startswith("file:") and not url.endswith("/index.html")] == []
     widths = window.run("return [...document.images].map(i => i.complete ? i.naturalWidth : 0)")
-    assert len(widths) == 3 + 5
+    assert len(widths) == 4 + 5
     assert min(widths) > 500
     assert (max(widths) < 800) == (width < 640), "a phone gets the pictures that are made for it"
     page, screen = window.run("const d = document.documentElement; return [d.scrollWidth, d.clientWidth]")
@@ -247,23 +247,28 @@ const table = document.querySelector("#matched ~ .wide table");
 return [...table.tBodies[0].rows].map(row => row.cells[arguments[0]].innerText)
 """
 
+LOSS = 3
+"""Column of the loss out of domain, after the architecture, its baseline and the matched loss."""
+
 
 @in_a_browser
 def test_a_click_on_a_column_sorts_by_number(written: Path, window: Browser) -> None:
     window.show(1280)
     window.open(written / "index.html")
-    before = window.run(COLUMN, 1)
-    button = "#matched ~ .wide table th:nth-child(2) button"
+    before = window.run(COLUMN, LOSS)
+    button = f"#matched ~ .wide table th:nth-child({LOSS + 1}) button"
     assert before != sorted(before, key=float)
     window.press(button)
-    assert window.run(COLUMN, 1) == sorted(before, key=float)
+    assert window.run(COLUMN, LOSS) == sorted(before, key=float)
     window.press(button)
-    assert window.run(COLUMN, 1) == sorted(before, key=float, reverse=True)
-    window.press("#matched ~ .wide table th:nth-child(3) button")  # gaps are signed, and the baseline's counts as zero
-    gaps = [cell.split()[0].replace("\u2212", "-") for cell in window.run(COLUMN, 2)]
+    assert window.run(COLUMN, LOSS) == sorted(before, key=float, reverse=True)
+    window.press(
+        f"#matched ~ .wide table th:nth-child({LOSS + 2}) button"
+    )  # gaps are signed, and the baseline's counts as zero
+    gaps = [cell.split()[0].replace("\u2212", "-") for cell in window.run(COLUMN, LOSS + 1)]
     values = [0.0 if gap == "baseline" else float(gap) for gap in gaps]
     assert values == sorted(values)
-    assert min(values) < 0 < max(values)
+    assert len(set(values)) > 2
     window.press("#matched ~ .wide table th:nth-child(1) button")
     names = window.run(COLUMN, 0)
     assert names[0].startswith("attention")

@@ -61,8 +61,13 @@ def test_the_report_says_so(sweep: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert f"warning: {sweep / 'bare'}: {NOT_EVALUATED}\n" in printed.err
     lines = printed.out.splitlines()
     assert lines[0] == f"report: {tmp_path / 'report' / 'index.html'}"
-    assert lines[1] == "compared: 2 runs of 2 architectures, with attention"
-    assert lines[-1].startswith("  gated_deltanet: higher loss (+0.1000 nats per token, 95 % interval +0.1")
+    assert lines[1] == (
+        "compared: 2 runs of 2 architectures, at the lowest training loss that an architecture and its baseline both "
+        "reached"
+    )
+    assert lines[3].startswith("  gated_deltanet against attention at 2.8707: ")
+    assert "higher loss (+0.1000, 95 % interval +0.1" in lines[3]
+    assert lines[4].startswith("Every architecture has one seed")
     page = (tmp_path / "report" / "index.html").read_text(encoding="utf-8")
     assert page.index("Not compared:") < page.index("<nav")
     assert f"{sweep / 'damaged'}: is not a JSON object" in page

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from analysis_synthetic import Synthetic, write_run
 
 from megatron_ext.analysis.report import write_report
 from megatron_ext.analysis.run_files import ModelSize, Texts
-from megatron_ext.analysis.run_texts import text_warnings
+from megatron_ext.analysis.run_texts import epoch_warnings, epochs, text_warnings
 from megatron_ext.analysis.runs import Run, read_run, read_runs
 from megatron_ext.utils.errors import UserError
 
@@ -63,7 +64,7 @@ def test_a_report_begins_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[s
     page = write_report(runs, tmp_path / "report").read_text()
     line = "b is trained on different text from a: web (train): 6 documents"
     assert line in page
-    assert page.index(line) < page.index("At a training loss of")
+    assert page.index(line) < page.index("Loss out of domain at the lowest training loss")
     assert f"warning: {line}" in capsys.readouterr().err
     assert "attention (text train 5)" in page  # and the runs are not averaged as seeds
     assert json.loads((tmp_path / "report" / "report.json").read_text())["files"]
@@ -133,3 +134,23 @@ def test_an_interrupted_last_evaluation_on_other_text_is_no_change_of_domains(tm
     run = read_run(domains_changed(tmp_path / "a", steps[-2], "", last=len(lines) - 1))
     assert run.evaluation_steps.tolist() == [step for step in steps[:-1] if step > 0]
     assert run.partial_domains == ()
+
+
+def test_epochs_are_the_most_that_a_domain_was_read(tmp_path: Path) -> None:
+    """200 steps of 4096 tokens over domains of 100,000 and 500,000 tokens, without and with weights."""
+    domains = [("web", "train", 100_000), ("books", "train", 500_000), ("web", "validation", 1000)]
+    data = {"train": "t", "evaluation": "e"}
+    data["texts"] = [
+        {"split": split, "domain": name, "documents": 9, "tokens": count} for name, split, count in domains
+    ]
+    size = {"parameters": 9, "embedding_parameters": 1, "output_layer_parameters": 1, "data": data}
+    plain = read_run(write_run(tmp_path / "plain", Synthetic(name="plain", size=size)))
+    weights = {"data": {"weights": {"web": 1.0, "books": 1.0}}}
+    weighted = read_run(write_run(tmp_path / "weighted", Synthetic(name="weighted", size=size, config=weights)))
+    assert epochs(plain) == pytest.approx(200 * 4096 / 600_000)
+    assert epochs(weighted) == pytest.approx(200 * 4096 / 2 / 100_000)
+    assert epochs(read_run(write_run(tmp_path / "old", Synthetic()))) is None
+    (line,) = epoch_warnings([plain, weighted])
+    assert line.startswith("plain, weighted are trained on some text more than once (up to 4.1 times): ")
+    short = replace(plain, tokens=plain.tokens // 2)
+    assert epoch_warnings([short]) == []

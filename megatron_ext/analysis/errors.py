@@ -1,0 +1,152 @@
+"""Errors of estimates, by independent source, so that differences and families of estimates can be formed.
+
+An estimate's error from one source (documents, batches, seeds) is a vector of contributions. Its variance is the sum of
+their squares. Two estimates that share a source have the sum of products as covariance. The error of a difference is
+therefore the difference of the vectors, and what both estimates share cancels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_ext.analysis.run_files import FloatArray
+from megatron_ext.utils.ratio_interval import SamplingVariance, zero_variance_like
+
+Key = tuple[Hashable, ...]
+"""Key of a source. Its first entry is the kind: `documents`, `batches`, `curve`, `seeds` or `matched documents`."""
+
+FAMILY_DRAWS = 40_000
+"""Number of draws of a family's largest t value: its 95 % quantile then has a standard error below one percent."""
+
+
+LARGE_DEGREES = 1e4
+"""Degrees of freedom above which a t variable counts as normal."""
+
+
+@dataclass(frozen=True)
+class ErrorSource:
+    """Contributions of one source to the errors of G estimates.
+
+    Attributes:
+        contributions: [G, n].
+        degrees_of_freedom: [G] or one for all, degrees of freedom of the sum of their squares.
+    """
+
+    contributions: FloatArray
+    degrees_of_freedom: FloatArray | float
+
+    def difference(self, other: ErrorSource) -> ErrorSource:
+        """Return the contributions to a difference of two estimates that share this source.
+
+        Contributions with the same index cancel. As far as two estimates have contributions with different indices,
+        their squares are independent, and the degrees of freedom add up (Satterthwaite 1946).
+        """
+        own, others = self.contributions, other.contributions
+        products = np.abs(own * others).sum(axis=1)
+        own_square, other_square = (own**2).sum(axis=1), (others**2).sum(axis=1)
+        sizes = np.sqrt(own_square * other_square)
+        overlap = np.divide(products, sizes, out=np.ones_like(sizes), where=sizes > 0)
+        fourth = own_square**2 + other_square**2
+        gain = np.divide((own_square + other_square) ** 2, fourth, out=np.ones_like(fourth), where=fourth > 0)
+        degrees = self.degrees_of_freedom * (overlap + (1 - overlap) * gain)
+        return ErrorSource(own - others, degrees)
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Errors of G estimates by source."""
+
+    sources: Mapping[Key, ErrorSource]
+    points: int
+
+    def __sub__(self, other: Errors) -> Errors:
+        """Return the errors of the difference of two estimates; sources with one key are shared and cancel."""
+        sources = dict(self.sources)
+        for key, source in other.sources.items():
+            own = sources.get(key)
+            if own is None:
+                sources[key] = ErrorSource(-source.contributions, source.degrees_of_freedom)
+            elif key[0] == "curve":
+                sources[key] = own.difference(source)
+            else:  # the same documents, steps or seeds
+                sources[key] = ErrorSource(own.contributions - source.contributions, own.degrees_of_freedom)
+        return Errors(sources, self.points)
+
+    def variance(self, *kinds: str) -> SamplingVariance:
+        """Return the variance [G] from the sources of these kinds; without arguments, from all sources."""
+        total = zero_variance_like(np.zeros(self.points))
+        for key, source in self.sources.items():
+            if not kinds or key[0] in kinds:
+                squares = (source.contributions**2).sum(axis=1)
+                total = total + SamplingVariance(squares, np.broadcast_to(source.degrees_of_freedom, squares.shape))
+        return total
+
+    def half_width(self, confidence: float) -> FloatArray:
+        """Return half of the width of the confidence intervals, [G].
+
+        The half widths of Student's t intervals for each kind of source are added in quadrature (Howe 1974, Journal of
+        the American Statistical Association 69). One t interval with Satterthwaite's degrees of freedom for the sum
+        would be too narrow where the variance over two or three seeds happens to be estimated too small.
+        """
+        squares = np.zeros(self.points)
+        for kind in sorted({str(key[0]) for key in self.sources}):
+            squares += self.variance(kind).half_width(confidence) ** 2
+        return np.sqrt(squares)
+
+    def has(self, kind: str) -> bool:
+        """Return True if a source of this kind is included."""
+        return any(key[0] == kind for key in self.sources)
+
+    def at(self, point: int) -> Errors:
+        """Return the errors of one of the estimates."""
+        return Errors(
+            {
+                key: ErrorSource(source.contributions[point : point + 1], _one(source.degrees_of_freedom, point))
+                for key, source in self.sources.items()
+            },
+            1,
+        )
+
+    def covariance(self, other: Errors) -> FloatArray:
+        """Return the covariance [G] with other estimates at the same points."""
+        shared = self.sources.keys() & other.sources.keys()
+        total = np.zeros(self.points)
+        for key in sorted(shared, key=repr):  # sums do not depend on the order of a set
+            total += (self.sources[key].contributions * other.sources[key].contributions).sum(axis=1)
+        return total
+
+
+def _one(degrees_of_freedom: FloatArray | float, point: int) -> FloatArray | float:
+    return degrees_of_freedom[point : point + 1] if isinstance(degrees_of_freedom, np.ndarray) else degrees_of_freedom
+
+
+def family_quantile(errors: Sequence[Errors], confidence: float) -> float:
+    """Return the number of standard errors within which all estimates of a family lie at once with `confidence`.
+
+    This is the quantile of the largest absolute value of correlated t variables (Hothorn, Bretz & Westfall 2008,
+    Biometrical Journal 50), from draws with a fixed seed. All have the degrees of freedom of the widest single
+    interval, in standard errors. This makes the intervals wider than necessary where degrees differ.
+
+    Args:
+        errors: errors of single estimates (one point each) with a known variance above zero.
+        confidence: between 0 and 1.
+    """
+    from scipy.special import stdtridf  # imported late, as in `ratio_interval`
+
+    scale = np.sqrt([float(error.variance().variance[0]) for error in errors])
+    single = max(float(error.half_width(confidence)[0]) / size for error, size in zip(errors, scale, strict=True))
+    if len(errors) == 1:
+        return single
+    degrees = float(stdtridf((1 + confidence) / 2, single))  # NaN or huge: normal
+    covariance = np.array([[float(one.covariance(other)[0]) for other in errors] for one in errors])
+    correlation = covariance / np.outer(scale, scale)
+    values, vectors = np.linalg.eigh(correlation)
+    generator = np.random.default_rng(0)
+    normal = generator.standard_normal((FAMILY_DRAWS, len(errors))) @ (vectors * np.sqrt(np.maximum(values, 0.0))).T
+    largest = np.abs(normal).max(axis=1)
+    if degrees < LARGE_DEGREES:
+        largest /= np.sqrt(generator.chisquare(degrees, FAMILY_DRAWS) / degrees)
+    return float(np.quantile(largest, confidence))
