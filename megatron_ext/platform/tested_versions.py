@@ -20,12 +20,12 @@ class Releases:
 
 
 TESTED: dict[str, Releases] = {
-    "python": Releases(cpu=("3.11.7", "3.12.3"), gpu=("3.12.3",)),
-    "torch": Releases(cpu=("2.11.0", "2.13.0"), gpu=("2.11.0",)),
+    "python": Releases(cpu=("3.11.7", "3.12.3", "3.13.0"), gpu=("3.12.3",)),
+    "torch": Releases(cpu=("2.11.0", "2.13.0", "2.14.1"), gpu=("2.11.0",)),
     "megatron-core": Releases(cpu=("0.16.1", "0.19.2"), gpu=("0.16.1", "0.19.2")),
     "deepspeed": Releases(cpu=("0.19.8",), gpu=("0.19.8",)),
     "transformer-engine": Releases(cpu=(), gpu=("2.11.0",)),
-    "triton": Releases(cpu=("3.6.0", "3.7.1"), gpu=("3.6.0", "3.7.1")),
+    "triton": Releases(cpu=("3.6.0", "3.7.1", "3.8.0"), gpu=("3.6.0", "3.7.1")),
     "flash-linear-attention": Releases(cpu=("0.6.0",), gpu=("0.6.0",)),
 }
 """Releases releases by distribution name. `docs/versions.md` says what was run with each."""

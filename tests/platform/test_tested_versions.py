@@ -70,3 +70,8 @@ def test_tested_versions_may_be_installed() -> None:
         (name, of) for name, tested in TESTED.items() for of in tested.cpu + tested.gpu if of not in allowed[name]
     ]
     assert refused == []
+
+
+def test_classifiers_name_the_tested_pythons() -> None:
+    named = [line.rpartition(" :: ")[2] for line in PROJECT["classifiers"] if "Python :: " in line]
+    assert named == [version.rpartition(".")[0] for version in TESTED["python"].cpu]
