@@ -13,10 +13,17 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_ext.platform.device import prepare_megatron_import
+
 # Without a GPU, Triton's kernels run in its interpreter. Triton reads this variable when it is imported, and other
 # libraries import it too. So set it before any test is collected.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# Each worker collects all tests, and so pays for what test modules import. As in commands, prepare megatron-core before
+# its import, which on the CPU then imports no compiler. hypothesis would import all of trio, which comes with selenium.
+prepare_megatron_import()
+os.environ.setdefault("HYPOTHESIS_NO_PLUGINS", "1")
 
 # A script that starts pytest in the background makes it ignore SIGINT; nohup makes it ignore SIGHUP. Child processes
 # inherit ignored signals but not handlers, so without this the commands that tests start could not be interrupted.

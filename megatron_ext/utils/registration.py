@@ -5,14 +5,16 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import MutableMapping
+from functools import cache
 from types import ModuleType
 from typing import TypeVar
 
 Entry = TypeVar("Entry")
 
 
+@cache  # callers load a registry at each look-up, and listing a folder takes a millisecond
 def import_modules(package: ModuleType) -> None:
-    """Import every module directly inside a package, in the order of their names."""
+    """Import every module directly inside a package, in the order of their names. Later calls do nothing."""
     for info in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"{package.__name__}.{info.name}")
 

@@ -188,7 +188,7 @@ def main() -> None:
     delta_rules()
     for width, value in cases(every=[(5, 40), (5, 100), (16, 256), (32, 128)], default=[(5, 100)]):
         based(width, value)
-    convolution(384, 4, [64, 64, 256], biased=False)
+    convolution(320, 4, [64, 256], biased=False)
     for taps in cases(every=[2, 8], default=[2]):
         convolution(37, taps, [20, 1], biased=True)
     for vocabulary, dtype in ((300, torch.float32), (50304, torch.bfloat16)):
