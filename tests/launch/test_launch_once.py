@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import fcntl
+import os
 import shutil
 import threading
 import time
@@ -15,7 +17,7 @@ import pytest
 from megatron_ext.commands import launch as command
 from megatron_ext.config.schema import DataConfig, RunConfig, RunSection
 from megatron_ext.launch import array, job, slurm
-from megatron_ext.launch.job import Job, hold_submission_locks, list_jobs, next_folder, write_job
+from megatron_ext.launch.job import Job, acquire_local_lock, hold_submission_locks, list_jobs, next_folder, write_job
 from megatron_ext.launch.resources import Resources
 from megatron_ext.launch.slurm import JobState
 from megatron_ext.launch.sweep import Sweep
@@ -148,3 +150,26 @@ def test_concurrent_jobs_get_different_folders(tmp_path: Path, fake: FakeSlurm) 
     arrays = at_once(lambda: array.write_array(tmp_path, [], resources, parallel=None, after=None), 8)
     assert len({one.folder for one in arrays if isinstance(one, array.Array)}) == 8
     assert next_folder(tmp_path / "runs" / "a" / "launch").name == "9"
+
+
+def test_run_that_another_process_looks_at_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`selectron status` holds a shared lock while it looks, for seconds if its process is delayed."""
+    folder, waits = tmp_path / "run", list[float]()
+    first = acquire_local_lock(folder)
+    assert first is not None
+    os.close(first)
+    looking = os.open(folder / "launch" / "lock", os.O_RDONLY)
+    fcntl.flock(looking, fcntl.LOCK_SH)
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 100:
+            os.close(looking)
+
+    monkeypatch.setattr(job.time, "sleep", wait)
+    held = acquire_local_lock(folder)
+    assert held is not None
+    assert len(waits) == 100
+    assert acquire_local_lock(folder) is None
+    os.close(held)
+    assert len(waits) == 100

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
 import subprocess
@@ -292,29 +291,6 @@ def test_running_run_is_not_started_again(tmp_path: Path, capsys: pytest.Capture
     assert "a: is already running\n" in capsys.readouterr().out
     os.close(held)
     assert sweep.run(1, parallel=1) == 0
-
-
-def test_run_that_another_process_looks_at_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`selectron status` holds a shared lock while it looks, for seconds if its process is delayed."""
-    folder, waits = tmp_path / "run", list[float]()
-    first = acquire_local_lock(folder)
-    assert first is not None
-    os.close(first)
-    looking = os.open(folder / "launch" / "lock", os.O_RDONLY)
-    fcntl.flock(looking, fcntl.LOCK_SH)
-
-    def wait(seconds: float) -> None:
-        waits.append(seconds)
-        if len(waits) == 100:
-            os.close(looking)
-
-    monkeypatch.setattr("megatron_ext.launch.job.time.sleep", wait)
-    held = acquire_local_lock(folder)
-    assert held is not None
-    assert len(waits) == 100
-    assert acquire_local_lock(folder) is None
-    os.close(held)
-    assert len(waits) == 100
 
 
 def test_status_of_a_sweep_lists_runs_that_have_not_started(tmp_path: Path) -> None:
