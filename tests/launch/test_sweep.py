@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from itertools import accumulate
@@ -14,7 +12,7 @@ from pathlib import Path
 import pytest
 from corpora import prepared
 from forked import ForkedProcess
-from launching import environment, records, write_config
+from launching import write_config
 
 from megatron_ext.analysis.run_files import SweepRecord, read_sweep_record
 from megatron_ext.cli import main
@@ -24,7 +22,6 @@ from megatron_ext.launch.job import acquire_local_lock, list_jobs
 from megatron_ext.launch.resources import Resources
 from megatron_ext.launch.status import run_folders, status_of, status_table
 from megatron_ext.launch.sweep import Sweep
-from megatron_ext.utils import git_info
 from megatron_ext.utils.errors import EXIT_STOPPED, UserError
 
 SWEEP = """
@@ -357,24 +354,3 @@ def test_invalid_run_is_named_before_any_run_starts(base: Path, capsys: pytest.C
     line = f"selectron: error: {path}: run lr-1: optimizer.lr: -1 is out of range; give a value greater than 0\n"
     assert capsys.readouterr().err == line
     assert not (base.parent / "runs" / "sizes").exists()
-
-
-@pytest.mark.slow
-def test_sweep_is_trained_and_reported(base: Path, tmp_path: Path) -> None:
-    """Two training lengths from one run with a constant learning rate until its end."""
-    branch = f"{base.parent}/runs/sizes/long/checkpoints/step_4"
-    runs = f"{{short: {{training.steps: 6, run.branch_from: {branch}}}, long: {{training.steps: 8}}}}"
-    rate = "optimizer.schedule: wsd, optimizer.decay_steps: 2"
-    fields = f"{{{rate}, training.checkpoint_every: 2, training.keep_every: 4}}"
-    sweep = written(base.parent, f"config: base.yaml\nfields: {fields}\nruns: {runs}")
-    command = [sys.executable, "-m", "megatron_ext.cli"]
-    arguments = ["sweep", str(sweep), "--local", "1", "--parallel", "2", "--no-preflight", "training.evaluate_every=2"]
-    subprocess.run([*command, *arguments], env=environment(), cwd=git_info.ROOT, check=True, timeout=240)
-    folder = base.parent / "runs" / "sizes"
-    short, long = (records(folder / name) for name in ("short", "long"))
-    assert [len(short), len(long)] == [6, 8]
-    assert [record["loss"] for record in short[:4]] == [record["loss"] for record in long[:4]]
-    assert short[5]["lr"] < long[5]["lr"]
-    assert [status_of(run).standing for run in run_folders([folder])] == ["finished"] * 2
-    assert main(["report", str(folder), "--output", str(tmp_path / "report")]) == 0
-    assert (tmp_path / "report" / "index.html").exists()
