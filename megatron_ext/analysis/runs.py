@@ -77,13 +77,18 @@ class Run:
         """Return the domains of a split."""
         return tuple(domain for domain in self.domains if domain.split == split)
 
+    @property
+    def is_evaluated_at_end(self) -> bool:
+        """True if there is an evaluation after the last step."""
+        return bool(self.domains) and bool(self.evaluation_steps[-1] == self.steps[-1])
+
     def final_loss(self, split: Split) -> float | None:
         """Return the loss on all documents of a split after the last step, in nats per token.
 
         None: the split was not evaluated after the last step.
         """
         domains = self.split(split)
-        if not domains or self.evaluation_steps[-1] != self.steps[-1]:
+        if not domains or not self.is_evaluated_at_end:
             return None
         return float(sum(d.losses[-1].sum() for d in domains) / sum(d.tokens.sum() for d in domains))
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from megatron_ext.analysis.output import replace_files
-from megatron_ext.analysis.scaling.fitting import NOT_FALLING, MixerFit, MixerPair, ScalingFit, title
+from megatron_ext.analysis.scaling.fitting import NOT_FALLING, DomainDifference, MixerFit, MixerPair, ScalingFit, title
 from megatron_ext.analysis.scaling.isoflop import Budget
 from megatron_ext.analysis.scaling.run_points import as_csv
 from megatron_ext.analysis.scaling.transfer import Difference, Line
@@ -26,6 +26,9 @@ INTERVALS = (
     "95 % profile-likelihood intervals, in which the noise of the models' losses about the law varies (their seeds, "
     "batches and evaluated text), not the law's form"
 )
+
+SIGNIFICANCE = 0.05
+"""Significance level of the difference of two mixers' test losses."""
 
 FILE_NAMES = re.compile(r"(scaling|isoflop|test_loss)[A-Za-z0-9_.+-]*\.(png|csv)|points\.csv")
 """Pattern of the file names besides fit.json and fit.md."""
@@ -71,7 +74,13 @@ def to_dict(result: ScalingFit) -> dict[str, Any]:
         return by_mixer[""]
     pairs = [{"mixer": first, "other": second, **asdict(pair)} for first, second, pair in result.differences]
     left_out = [{"run": str(run.run), "reason": run.reason} for run in result.runs.excluded]
-    return {"mixers": by_mixer, "test_loss_differences": pairs, "left_out": left_out}
+    domain_pairs = [
+        {"domain": d.domain, "mixer": d.pair[0], "other": d.pair[1], **asdict(d.pair[2])}
+        | {"adjusted_p_value": d.adjusted_p_value}
+        for d in result.domain_differences
+    ]
+    differences = {"test_loss_differences": pairs, "domain_loss_differences": domain_pairs}
+    return {"mixers": by_mixer, **differences, "left_out": left_out}
 
 
 def _mixer_to_dict(result: MixerFit) -> dict[str, Any]:
@@ -94,6 +103,7 @@ def _mixer_to_dict(result: MixerFit) -> dict[str, Any]:
             "params_of_flops": None if result.best_size is None else asdict(result.best_size),
         },
         "test_loss": _line_to_dict(result.test_loss),
+        "domain_losses": {domain: _line_to_dict(line) for domain, line in result.domain_losses.items()},
     }
 
 
@@ -159,7 +169,7 @@ def format_markdown(result: ScalingFit) -> str:
         lines += [f"{title(mixer, 'IsoFLOP')}: {describe_isoflop(own)}", ""]
         if own.test_loss is not None:
             lines += [f"{title(mixer, 'Test loss')}: {describe_test_loss(own.test_loss)}", ""]
-    lines += _difference_lines(result.differences)
+    lines += _difference_lines(result.differences) + _domain_lines(result.domain_differences)
     if result.runs.excluded:
         lines += ["Runs that are not used:", "", *(f"- {run}" for run in result.runs.excluded)]
     return "\n".join(lines).rstrip() + "\n"
@@ -241,6 +251,24 @@ def _difference_lines(differences: Sequence[MixerPair]) -> list[str]:
     rows = [[first, second, f"{pair.p_value:.2g}", *format_difference(pair)] for first, second, pair in differences]
     return [
         "Whether two mixers have the same curve of test loss over training loss (Wald test for each pair):",
+        "",
+        *table(columns, rows),
+        "",
+    ]
+
+
+def _domain_lines(differences: Sequence[DomainDifference]) -> list[str]:
+    if not differences:
+        return []
+    columns = ["domain", "mixer", "other", "adjusted p-value", "training loss", "relative loss of other"]
+    rows = [
+        [d.domain, d.pair[0], d.pair[1], f"{d.adjusted_p_value:.2g}", *format_difference(d.pair[2])]
+        for d in differences
+    ]
+    found = sum(d.adjusted_p_value < SIGNIFICANCE for d in differences)
+    return [
+        f"The same for each test domain. The p-values are adjusted for the {len(differences)} comparisons (Holm); "
+        f"{found} of them are below {SIGNIFICANCE:g}:",
         "",
         *table(columns, rows),
         "",

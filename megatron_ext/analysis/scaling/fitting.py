@@ -15,7 +15,7 @@ from megatron_ext.analysis.scaling.isoflop import Budget, PowerLaw, best_sizes, 
 from megatron_ext.analysis.scaling.law import Fit, check_points, fit
 from megatron_ext.analysis.scaling.points import Points
 from megatron_ext.analysis.scaling.run_points import RunPoints
-from megatron_ext.analysis.scaling.transfer import Difference, Line, difference, fit_line
+from megatron_ext.analysis.scaling.transfer import Difference, Line, adjust_p_values, difference, fit_line
 from megatron_ext.analysis.scaling.uncertainty import NO_FREEDOM, BackTest, Uncertainty, back_test, compute_uncertainty
 from megatron_ext.analysis.style import Picture
 
@@ -36,6 +36,7 @@ class MixerFit:
         budgets: IsoFLOP parabolas.
         best_size: power law of the optimal size over compute; None if fewer than two parabolas have a minimum.
         test_loss: power law of test loss over training loss; None if there are too few test losses.
+        domain_losses: the same for each test domain.
     """
 
     fitted: Fit
@@ -44,6 +45,7 @@ class MixerFit:
     budgets: list[Budget]
     best_size: PowerLaw | None
     test_loss: Line | None
+    domain_losses: Mapping[str, Line]
 
     @property
     def interval_warnings(self) -> list[str]:
@@ -55,6 +57,21 @@ class MixerFit:
     def warnings(self) -> list[str]:
         """Warnings about the law, as sentences without the full stop."""
         return [*self.interval_warnings, *([] if self.fitted.law.is_decreasing else [NOT_FALLING])]
+
+
+@dataclass(frozen=True)
+class DomainDifference:
+    """Difference of two mixers on one test domain.
+
+    Attributes:
+        domain: name and split of the domain.
+        pair: the mixers and their difference.
+        adjusted_p_value: p-value adjusted for the number of all pairs on all domains; see `adjust_p_values`.
+    """
+
+    domain: str
+    pair: MixerPair
+    adjusted_p_value: float
 
 
 @dataclass(frozen=True)
@@ -75,11 +92,13 @@ class ScalingFit:
     Attributes:
         mixers: results by mixer; the name is empty for points without a mixer.
         differences: differences of each pair of mixers with test losses, in the order of the mixers.
+        domain_differences: the same for each test domain.
         runs: runs of the points, and runs that were left out; empty for points of a CSV file.
     """
 
     mixers: Mapping[str, MixerFit]
     differences: Sequence[MixerPair]
+    domain_differences: Sequence[DomainDifference]
     runs: RunPoints
 
     @cached_property
@@ -110,7 +129,8 @@ def fit_all(points: Mapping[str, Points], where: str, options: Options, runs: Ru
     for mixer, result in mixers.items():
         for line in result.interval_warnings:
             print(f"warning: {_source(where, mixer)}: {line}", file=sys.stderr)
-    return ScalingFit(mixers, _differences(mixers), RunPoints() if runs is None else runs)
+    differences, domain_differences = _differences(_test_loss_lines(mixers)), _domain_differences(mixers)
+    return ScalingFit(mixers, differences, domain_differences, RunPoints() if runs is None else runs)
 
 
 def title(mixer: str, heading: str) -> str:
@@ -131,17 +151,37 @@ def _fit_mixer(points: Points) -> MixerFit:
     fitted = fit(points)
     parabolas = budgets(points)
     test_loss = None if points.test_losses is None else fit_line(points.losses, points.test_losses)
-    return MixerFit(fitted, compute_uncertainty(fitted), back_test(points), parabolas, best_sizes(parabolas), test_loss)
+    lines = {domain: fit_line(points.losses, losses) for domain, losses in points.domain_losses.items()}
+    return MixerFit(
+        fitted=fitted,
+        uncertainty=compute_uncertainty(fitted),
+        back_test=back_test(points),
+        budgets=parabolas,
+        best_size=best_sizes(parabolas),
+        test_loss=test_loss,
+        domain_losses={domain: line for domain, line in lines.items() if line is not None},
+    )
 
 
 def _test_loss_lines(mixers: Mapping[str, MixerFit]) -> dict[str, Line]:
     return {mixer: result.test_loss for mixer, result in mixers.items() if result.test_loss is not None}
 
 
-def _differences(mixers: Mapping[str, MixerFit]) -> list[MixerPair]:
+def _differences(lines: Mapping[str, Line]) -> list[MixerPair]:
     """Return the difference of each pair of mixers, in the order of the mixers."""
-    pairs = combinations(_test_loss_lines(mixers).items(), 2)
+    pairs = combinations(lines.items(), 2)
     return [(first, second, difference(line, other)) for (first, line), (second, other) in pairs]
+
+
+def _domain_differences(mixers: Mapping[str, MixerFit]) -> list[DomainDifference]:
+    """Return the difference of each pair of mixers on each test domain, domain by domain."""
+    domains = dict.fromkeys(domain for result in mixers.values() for domain in result.domain_losses)
+    found = []
+    for domain in domains:
+        lines = {m: result.domain_losses[domain] for m, result in mixers.items() if domain in result.domain_losses}
+        found += [(domain, pair) for pair in _differences(lines)]
+    adjusted = adjust_p_values([pair[2].p_value for _, pair in found])
+    return [DomainDifference(domain, pair, p) for (domain, pair), p in zip(found, adjusted, strict=True)]
 
 
 def _build_pictures(mixers: Mapping[str, MixerFit]) -> list[Picture]:

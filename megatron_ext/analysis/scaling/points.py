@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import csv
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,8 @@ from megatron_ext.utils.errors import UserError
 
 REQUIRED_COLUMNS = ("params", "tokens", "loss")
 MIXER, TEST_LOSS = "mixer", "test_loss"
+DOMAIN_LOSS = f"{TEST_LOSS} "
+"""Prefix of columns with the loss on one test domain, before its name."""
 
 
 @dataclass(frozen=True)
@@ -26,12 +29,14 @@ class Points:
         tokens: float64 [n], number of training tokens.
         losses: float64 [n], final loss in nats per token.
         test_losses: float64 [n], final loss on out-of-domain text in nats per token; None: unknown.
+        domain_losses: float64 [n] by test domain, final losses in nats per token; empty: unknown.
     """
 
     params: FloatArray
     tokens: FloatArray
     losses: FloatArray
     test_losses: FloatArray | None = None
+    domain_losses: Mapping[str, FloatArray] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.losses)
@@ -39,13 +44,15 @@ class Points:
     def take(self, selection: IntArray | np.ndarray) -> Points:
         """Select points by indices or by a boolean mask."""
         test_losses = None if self.test_losses is None else self.test_losses[selection]
-        return Points(self.params[selection], self.tokens[selection], self.losses[selection], test_losses)
+        domain_losses = {domain: losses[selection] for domain, losses in self.domain_losses.items()}
+        values = (self.params[selection], self.tokens[selection], self.losses[selection])
+        return Points(*values, test_losses, domain_losses)
 
 
 def read_points(path: Path) -> dict[str, Points]:
     """Read points from a CSV file with the columns params, tokens and loss, and optionally mixer and test_loss.
 
-    Other columns are ignored.
+    A column `test_loss DOMAIN` has the test loss on one domain. Other columns are ignored.
 
     Returns:
         Points by mixer, in the order of first occurrence. Without a column mixer, all points are under an empty name.
@@ -66,7 +73,8 @@ def read_points(path: Path) -> dict[str, Points]:
         raise UserError(str(path), f"is not CSV ({error})", "give a CSV file in UTF-8") from None
     if not rows:
         raise UserError(str(path), "contains no points", "give one line per trained model")
-    number_columns = [*REQUIRED_COLUMNS, TEST_LOSS] if TEST_LOSS in columns else REQUIRED_COLUMNS
+    optional_columns = [name for name in columns if name == TEST_LOSS or name.startswith(DOMAIN_LOSS)]
+    number_columns = [*REQUIRED_COLUMNS, *optional_columns]
     values_by_mixer: dict[str, list[list[float]]] = {}
     for where, row in rows:
         mixer = (row.get(MIXER) or "").strip()
@@ -75,7 +83,17 @@ def read_points(path: Path) -> dict[str, Points]:
         values_by_mixer.setdefault(mixer, []).append(
             [_parse_number(where, name, row.get(name)) for name in number_columns]
         )
-    return {mixer: Points(*np.array(values).T) for mixer, values in values_by_mixer.items()}
+    return {mixer: _to_points(optional_columns, np.array(values).T) for mixer, values in values_by_mixer.items()}
+
+
+def _to_points(optional_columns: Sequence[str], values: FloatArray) -> Points:
+    """Return points from the values [columns, n] of the required and the optional columns."""
+    params, tokens, losses, *optional = values
+    by_column = dict(zip(optional_columns, optional, strict=True))
+    test_losses = by_column.pop(TEST_LOSS, None)
+    return Points(
+        params, tokens, losses, test_losses, {name.removeprefix(DOMAIN_LOSS): own for name, own in by_column.items()}
+    )
 
 
 def _check_columns(path: Path, columns: list[str]) -> None:

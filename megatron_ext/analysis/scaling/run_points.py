@@ -5,15 +5,16 @@ from __future__ import annotations
 import csv
 import io
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
+from megatron_ext.analysis.run_files import SPLITS
 from megatron_ext.analysis.run_texts import text_warnings
 from megatron_ext.analysis.runs import Run, read_runs
-from megatron_ext.analysis.scaling.points import MIXER, REQUIRED_COLUMNS, TEST_LOSS, Points
+from megatron_ext.analysis.scaling.points import DOMAIN_LOSS, MIXER, REQUIRED_COLUMNS, TEST_LOSS, Points
 from megatron_ext.analysis.scaling.pooled import LAW_SEPARATOR, law_names
 from megatron_ext.run_folder.layout import CONFIG, METRICS, MODEL
 from megatron_ext.utils.errors import UserError
@@ -40,6 +41,7 @@ class RunPoint:
         loss: training loss in nats per token, mean over the last steps.
         test_loss: loss on all out-of-domain documents after the last step, in nats per token; None: not evaluated
             after the last step.
+        domain_losses: the same for each domain with test documents, by name and split; empty: not evaluated then.
     """
 
     run: Path
@@ -48,6 +50,7 @@ class RunPoint:
     tokens: int
     loss: float
     test_loss: float | None
+    domain_losses: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -177,23 +180,33 @@ def _warn(excluded: Sequence[ExcludedRun]) -> None:
 def by_mixer(points: Sequence[RunPoint]) -> dict[str, Points]:
     """Group points by mixer, in the order of first occurrence. Test losses are included only if all points have one."""
     has_test_losses = _has_test_losses(points)
-    values_by_mixer: dict[str, list[list[float]]] = {}
+    members: dict[str, list[RunPoint]] = {}
     for point in points:
-        values = [point.params, point.tokens, point.loss]
-        values_by_mixer.setdefault(point.mixer, []).append([*values, point.test_loss] if has_test_losses else values)  # type: ignore[list-item]
-    return {mixer: Points(*np.array(values, dtype=np.float64).T) for mixer, values in values_by_mixer.items()}
+        members.setdefault(point.mixer, []).append(point)
+    return {mixer: _to_points(own, has_test_losses) for mixer, own in members.items()}
+
+
+def _to_points(own: Sequence[RunPoint], has_test_losses: bool) -> Points:
+    values = np.array([(point.params, point.tokens, point.loss) for point in own], dtype=np.float64)
+    points = Points(*values.T)
+    if not has_test_losses:
+        return points
+    domains = {domain: np.array([point.domain_losses[domain] for point in own]) for domain in own[0].domain_losses}
+    test_losses = np.array([point.test_loss for point in own], dtype=np.float64)
+    return replace(points, test_losses=test_losses, domain_losses=domains)
 
 
 def as_csv(points: Sequence[RunPoint]) -> str:
     """Return the points as a CSV file in the format of `read_points`, with a column for the run."""
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
-    has_test_losses = _has_test_losses(points)
-    writer.writerow([*REQUIRED_COLUMNS, MIXER, *([TEST_LOSS] if has_test_losses else []), "run"])
+    domains = list(points[0].domain_losses) if _has_test_losses(points) else []
+    test_columns = [TEST_LOSS, *(DOMAIN_LOSS + domain for domain in domains)] if _has_test_losses(points) else []
+    writer.writerow([*REQUIRED_COLUMNS, MIXER, *test_columns, "run"])
     for point in points:
         numbers = [point.params, point.tokens, repr(point.loss)]
-        last = [repr(point.test_loss)] if has_test_losses else []
-        writer.writerow(csv_row([*numbers, point.mixer, *last, point.run]))
+        test_losses = [point.test_loss, *(point.domain_losses[domain] for domain in domains)] if test_columns else []
+        writer.writerow(csv_row([*numbers, point.mixer, *map(repr, test_losses), point.run]))
     return stream.getvalue()
 
 
@@ -223,4 +236,12 @@ def _point(run: Run, name: str, embeddings: bool) -> RunPoint:
         params -= run.size.embedding_parameters + run.size.output_layer_parameters
     window = min(max(1, round(WINDOW_FRACTION * last)), MAX_WINDOW)
     loss = float(run.losses[run.steps > last - window].mean())
-    return RunPoint(run.path, name, params, int(run.tokens[-1]), loss, run.final_loss("test"))
+    return RunPoint(run.path, name, params, int(run.tokens[-1]), loss, run.final_loss("test"), _domain_losses(run))
+
+
+def _domain_losses(run: Run) -> dict[str, float]:
+    """Return the loss on each domain with test documents after the last step; empty if it was not evaluated then."""
+    if not run.is_evaluated_at_end:
+        return {}
+    domains = [domain for domain in run.domains if domain.split != "validation"]
+    return {f"{d.domain} ({SPLITS[d.split]})": float(d.losses[-1].sum() / d.tokens.sum()) for d in domains}

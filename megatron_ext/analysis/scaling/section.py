@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from megatron_ext.analysis.cells import NOTHING, Cell, Table, count, text
 from megatron_ext.analysis.scaling.fit_output import (
+    SIGNIFICANCE,
     describe_back_test,
     describe_isoflop,
     describe_test_loss,
@@ -18,9 +19,6 @@ from megatron_ext.analysis.scaling.fitting import MixerFit, MixerPair, ScalingFi
 from megatron_ext.analysis.scaling.uncertainty import PARAMS_EXPONENT
 from megatron_ext.analysis.scaling.unidentifiable import CONSTANTS, undetermined_names
 from megatron_ext.analysis.style import Picture
-
-SIGNIFICANCE = 0.05
-"""Significance level of the difference of two mixers' test losses."""
 
 
 @dataclass(frozen=True)

@@ -145,6 +145,19 @@ def difference(first: Line, second: Line) -> Difference:
     return Difference(p_value, float(np.exp(middle)), ratio, (low_ratio, high_ratio))
 
 
+def adjust_p_values(p_values: Sequence[float]) -> list[float]:
+    """Adjust p-values of a family of tests, so that any of them is wrongly below 0.05 in at most 5 % of families.
+
+    The adjustment is Holm's (1979, Scandinavian Journal of Statistics 6), which holds for tests that depend on each
+    other.
+    """
+    adjusted, largest = [0.0] * len(p_values), 0.0
+    for rank, index in enumerate(sorted(range(len(p_values)), key=lambda index: p_values[index])):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
+        adjusted[index] = largest
+    return adjusted
+
+
 def _p_value(first: Line, second: Line) -> float:
     """Return the p-value of the null hypothesis that both lines have the same two constants."""
     lines = (first, second)

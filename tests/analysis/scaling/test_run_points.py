@@ -64,6 +64,8 @@ def test_a_test_loss_is_that_of_all_documents_after_the_last_step(tmp_path: Path
     (point,) = read_run_points([folder])
     assert point.test_loss == pytest.approx(nats / tokens, rel=1e-12)
     assert len(last) == 2
+    expected = {f"{line['domain']} (out of domain)": sum(line["document_loss"]) / line["num_tokens"] for line in last}
+    assert point.domain_losses == pytest.approx(expected, rel=1e-12)
 
 
 EMBEDDINGS = {"embedding_parameters": 1, "output_layer_parameters": 1}
@@ -85,6 +87,13 @@ def test_a_law_for_each_mixer_of_a_folder_of_runs(tmp_path: Path, capsys: pytest
         assert results["mixers"][mixer]["test_loss"]["points"] == 6
     (difference,) = results["test_loss_differences"]
     assert difference["ratio"] > 1.03
+    # Without easier and harder documents, all test domains have the same losses.
+    expected = {name: pytest.approx(value) for name, value in difference.items() if not isinstance(value, str)}
+    assert results["domain_loss_differences"] == [
+        {**difference, **expected, "domain": domain, "adjusted_p_value": pytest.approx(2 * difference["p_value"])}
+        for domain in ("code (out of domain)", "maths (out of domain)")
+    ]
+    assert "adjusted for the 2 comparisons (Holm); 2 of them are below 0.05" in (output / "fit.md").read_text()
     assert (output / "test_loss.png").is_file()
     with (output / "points.csv").open() as file:
         rows = list(csv.DictReader(file))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from megatron_ext.analysis.scaling.transfer import Line, difference, fit_line
+from megatron_ext.analysis.scaling.transfer import Line, adjust_p_values, difference, fit_line
 
 
 def random_line(seed: int, *, factor: float = 1.3, exponent: float = 0.8, noise: float = 0.01, models: int = 8) -> Line:
@@ -104,3 +104,10 @@ def test_training_losses_that_no_two_mixers_share() -> None:
     result = difference(one, other)
     assert (result.train_loss, result.ratio, result.interval) == (None, None, None)
     assert 0 <= result.p_value <= 1
+
+
+def test_adjusted_p_values() -> None:
+    """The sorted values are multiplied by 4, 3, 2 and 1, and none is less than the one before it."""
+    assert adjust_p_values([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert adjust_p_values([0.9, 0.8]) == [1.0, 1.0]
+    assert adjust_p_values([]) == []
