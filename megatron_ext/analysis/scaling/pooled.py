@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from megatron_ext.analysis.architecture import comparable_recipes, differing_settings, mixer_label
@@ -20,17 +20,18 @@ LAW_SEPARATOR = ": "
 """Separator between the mixer and the settings that distinguish several laws of one mixer."""
 
 
-def law_names(runs: Sequence[Run]) -> list[str]:
+def law_names(runs: Sequence[Run], chosen: Collection[str] = ()) -> list[str]:
     """Return the name of each run's law: its mixer label, and the settings that differ between runs of that mixer.
 
     Runs of a mixer with different sequence lengths, optimizers, data mixtures or texts belong to different laws.
 
     Args:
         runs: all runs of a fit.
+        chosen: further fields in which the runs of one law may differ.
     """
     labels = [mixer_label(run) for run in runs]
     recipes = [
-        {field: value for field, value in recipe.items() if field not in SIZE_FIELDS}
+        {field: value for field, value in recipe.items() if field not in SIZE_FIELDS and field not in chosen}
         for recipe in comparable_recipes(runs)
     ]
     names = []

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_ext.analysis.choices import choose_runs, chosen_fields
 from megatron_ext.analysis.run_files import SPLITS
 from megatron_ext.analysis.run_texts import text_warnings
 from megatron_ext.analysis.runs import Run, read_runs
@@ -108,13 +109,16 @@ def read_run_points(paths: Sequence[Path], *, embeddings: bool = True) -> RunPoi
 def run_points(runs: Sequence[Run], given: Sequence[Path] = (), *, embeddings: bool = True) -> RunPoints:
     """Return a point for each finished run.
 
+    Of runs in a sweep that chooses fields by validation loss, only those with the best values are used.
+
     Args:
         runs: the runs.
         given: folders given by the user. A run whose own folder is among them must be finished.
         embeddings: whether to count the parameters of embeddings and output layer.
 
     Raises:
-        UserError: a run of `given` is unfinished, no run is finished, or a run has no recorded number of parameters.
+        UserError: a run of `given` is unfinished, no run is finished, a run has no recorded number of parameters, or
+            the best values cannot be chosen (see `choose_runs`).
     """
     reasons = {run.path: reason for run in runs if (reason := _unfinished_reason(run))}
     resolved = {path.resolve() for path in given}
@@ -126,10 +130,15 @@ def run_points(runs: Sequence[Run], given: Sequence[Path] = (), *, embeddings: b
         raise _none_finished(excluded)
     _warn(excluded)
     finished = [run for run in runs if run.path not in reasons]
-    names = law_names(finished)
-    for line in (*text_warnings(finished), *_law_warnings(names)):
+    chosen = chosen_fields(finished)
+    choices = choose_runs(finished, chosen)
+    used = {run.path for run in choices.runs}
+    reason = f"another {', '.join(chosen)} has a lower validation loss"
+    excluded += [ExcludedRun(run.path, reason) for run in finished if run.path not in used]
+    names = law_names(choices.runs, chosen)
+    for line in (*choices.warnings, *text_warnings(choices.runs), *_law_warnings(names)):
         print(f"warning: {line}", file=sys.stderr)
-    points = [_point(run, name, embeddings) for run, name in zip(finished, names, strict=True)]
+    points = [_point(run, name, embeddings) for run, name in zip(choices.runs, names, strict=True)]
     missing = [point for point in points if point.test_loss is None]
     if missing and len(missing) < len(points):
         print(

@@ -53,7 +53,7 @@ def section(result: ScalingFit) -> Scaling:
         constants=_constants(result),
         remarks=remarks,
         transfer=_transfer(result),
-        pairs=_pairs(result.differences),
+        pairs=_pairs(result),
         pictures=result.pictures,
         files=["fit.json", "fit.md", *render_files(result)],
     )
@@ -116,13 +116,20 @@ def _transfer(result: ScalingFit) -> Table | None:
     )
 
 
-def _pairs(differences: Sequence[MixerPair]) -> Table | None:
-    rows = []
-    for first, second, difference in differences:
-        train_loss, ratio = format_difference(difference)
-        p_value = Cell(f"{difference.p_value:.2g}", difference.p_value)
-        relative = Cell(ratio, difference.ratio) if difference.ratio is not None else NOTHING
-        rows.append([text(first), text(second), p_value, Cell(train_loss, difference.train_loss), relative])
-    caption = "Whether two mixers have the same curve of test over training loss (Wald test for each pair)"
-    columns = ["mixer", "other", "p-value", "training loss", "relative test loss of other"]
+def _pairs(result: ScalingFit) -> Table | None:
+    rows = [_pair_row(pair, "all out of domain", pair[2].p_value) for pair in result.differences]
+    rows += [_pair_row(d.pair, d.domain, d.adjusted_p_value) for d in result.domain_differences]
+    caption = (
+        "Whether two mixers have the same curve of test over training loss (Wald test for each pair; the p-values on "
+        "single domains are adjusted for their number)"
+    )
+    columns = ["mixer", "other", "test text", "p-value", "training loss", "relative test loss of other"]
     return Table(caption, columns, rows) if rows else None
+
+
+def _pair_row(pair: MixerPair, tested: str, p_value: float) -> list[Cell]:
+    first, second, difference = pair
+    train_loss, ratio = format_difference(difference)
+    relative = Cell(ratio, difference.ratio) if difference.ratio is not None else NOTHING
+    p = Cell(f"{p_value:.2g}", p_value)
+    return [text(first), text(second), text(tested), p, Cell(train_loss, difference.train_loss), relative]

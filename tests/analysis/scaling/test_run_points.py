@@ -224,6 +224,22 @@ def test_bad_arguments(
     assert not Path("fit").exists()
 
 
+def test_runs_with_the_best_values_of_a_sweep_are_points(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two sizes with another best weight decay each still have one law."""
+    losses = {(2, 0.1): 3.0, (2, 0.3): 3.1, (4, 0.1): 2.8, (4, 0.3): 2.7}
+    for (layers, decay), loss in losses.items():
+        run = Synthetic(name=f"{layers}-{decay}", pattern=f"attention*{layers}", size={"parameters": 9, **EMBEDDINGS})
+        run.config, run.training_loss = {"optimizer": {"weight_decay": decay}}, lambda step, loss=loss: loss + 0 * step
+        write_run(tmp_path / run.name, run)
+    record = {"runs": [f"{layers}-{decay}" for layers, decay in losses], "chosen": ["optimizer.weight_decay"]}
+    (tmp_path / "sweep.json").write_text(json.dumps(record))
+    points = read_run_points([tmp_path])
+    assert [(point.run.name, point.mixer) for point in points] == [("2-0.1", "attention"), ("4-0.3", "attention")]
+    reason = "another optimizer.weight_decay has a lower validation loss"
+    assert list(map(str, points.excluded)) == [f"{tmp_path}/{name}: {reason}" for name in ("2-0.3", "4-0.1")]
+    assert "the best optimizer.weight_decay, 0.3, is the highest of 2 values tried" in capsys.readouterr().err
+
+
 def test_runs_of_other_recipes_are_no_points_of_one_law(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Runs with another sequence length, optimizer, data mixture or text are not fitted together.
 
