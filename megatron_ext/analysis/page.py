@@ -13,6 +13,8 @@ from jinja2 import Environment, StrictUndefined
 
 from megatron_ext.analysis.architecture import Architecture, mixer_label
 from megatron_ext.analysis.cells import NOTHING, Cell, Table, count, decimal, number, text
+from megatron_ext.analysis.choice_output import choice_table
+from megatron_ext.analysis.choices import Choices
 from megatron_ext.analysis.decisions import RunDecisions, data_differences, decision_counts, decision_table, slow_table
 from megatron_ext.analysis.figure import split_loss
 from megatron_ext.analysis.findings import (
@@ -56,6 +58,7 @@ SECTIONS = {
     "matched": "At matched loss",
     "shift": "Out of domain less in domain",
     "levels": "Out of domain during training",
+    "choices": "Chosen by validation loss",
     "domains": "By domain",
     "losses": "Test loss by domain",
     "retrieval": "Retrieval by length",
@@ -86,6 +89,8 @@ class Contents:
         comparison: comparison at matched training loss.
         matched: figure of the comparison.
         shift: figure of out-of-domain loss less in-domain loss; None without in-domain evaluations.
+        choices: fields that were chosen by validation loss.
+        choice_figures: figures of validation loss over the values of these fields.
         curves: figures of training loss and of loss by domain.
         suites: results of the test suites.
         scaling: scaling laws; None: not requested.
@@ -97,6 +102,8 @@ class Contents:
     comparison: Comparison
     matched: Picture
     shift: Picture | None
+    choices: Choices
+    choice_figures: Sequence[Picture]
     curves: Sequence[Picture]
     suites: Sequence[Suites]
     scaling: Scaling | None
@@ -127,6 +134,8 @@ def render_page(contents: Contents) -> str:
         several_baselines=len([group for group in comparison.groups if group.others]) > 1,
         single=len(comparison.architectures) == 1,
         text_differences=[*text_warnings(listed_runs), *epoch_warnings(listed_runs)],
+        choice_warnings=contents.choices.warnings,
+        choice_figures=[_render_picture(picture) for picture in contents.choice_figures],
         excluded=contents.excluded,
         data_differences=data_differences(contents.run_decisions),
         claims=claim_entries(comparison),
@@ -164,6 +173,7 @@ def _tables(contents: Contents) -> dict[str, Table | None]:
     comparison, suites = contents.comparison, contents.suites
     runs = [run for _architecture, run in contents.runs]
     tables = _matched_tables(comparison) | {
+        "choices": choice_table(contents.choices),
         "losses": loss_table(suites),
         "retrieval": retrieval_table(suites),
         "fewshot": fewshot_table(suites),

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from megatron_ext.analysis.choice_output import choice_figures
+from megatron_ext.analysis.choices import choose_runs, chosen_fields
 from megatron_ext.analysis.curves import domain_curves, training_curves
 from megatron_ext.analysis.decisions import read_decisions
 from megatron_ext.analysis.figure import domain_shift, matched_loss
@@ -31,7 +34,7 @@ SCALING = "scaling"
 
 RECORD = "report.json"
 FILE_NAMES = re.compile(
-    r"(training_loss|domain_loss|domain_shift|matched_loss|domains|retrieval|fewshot|suites)[A-Za-z0-9_.+-]*\.(png|csv|json)"
+    r"(training_loss|domain_loss|domain_shift|choice|matched_loss|domains|retrieval|fewshot|suites)[A-Za-z0-9_.+-]*\.(png|csv|json)"
     rf"|{SCALING}/({fit_output.FILE_NAMES.pattern}|fit\.(json|md))"
 )
 """Pattern of the file names besides index.html and report.json, including those of a fit."""
@@ -62,7 +65,8 @@ def write_files(
     Raises:
         UserError: the runs cannot be compared, a law cannot be fitted, or the output cannot be written.
     """
-    runs = selected.compared
+    choices = choose_runs(selected.compared, chosen_fields(selected.compared))
+    runs = choices.runs
     laws = _fit(runs, run_dirs) if fit else None
     comparison = compare(runs, match=match)
     architectures = comparison.architectures
@@ -73,9 +77,9 @@ def write_files(
         domain_curves(architectures),
     ]
     suites = read_suites(architectures)
-    files = {
-        name: content for picture in (*curves, matched, shift) if picture for name, content in picture.files().items()
-    }
+    chosen = choice_figures(choices, architectures)
+    pictures = [*curves, matched, *chosen, *([shift] if shift else [])]
+    files = {name: content for picture in pictures for name, content in picture.files().items()}
     files["matched_loss.csv"] = render_table(comparison).encode()
     files |= {f"{heat_map.name}.png": heat_map.png for heat_map in heat_maps(suites)}
     files |= {name: table.encode() for name, table in as_tables(suites).items()}
@@ -85,7 +89,19 @@ def write_files(
     scaling_files = [f"{SCALING}/{name}" for name in (scaling.files if scaling else ())]
     file_names = [*files, *scaling_files]
     page = render_page(
-        Contents(comparison, matched, shift, curves, suites, scaling, run_decisions, file_names, selected.excluded)
+        Contents(
+            comparison=comparison,
+            matched=matched,
+            shift=shift,
+            choices=choices,
+            choice_figures=chosen,
+            curves=curves,
+            suites=suites,
+            scaling=scaling,
+            run_decisions=run_decisions,
+            files=file_names,
+            excluded=selected.excluded,
+        )
     )
     try:
         if laws is not None:
@@ -96,6 +112,8 @@ def write_files(
     except OSError as error:
         problem = f"the report cannot be written ({os_error_reason(error)})"
         raise UserError(str(output), problem, "give another folder with --output or free disk space") from None
+    for line in choices.warnings:
+        print(f"warning: {line}", file=sys.stderr)
     for line in (f"report: {output / 'index.html'}", *summary_lines(comparison)):
         say(line)
     return output / "index.html"

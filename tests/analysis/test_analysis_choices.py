@@ -9,10 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from analysis_synthetic import Synthetic, write_run
 
 from megatron_ext.analysis.architecture import group_runs
 from megatron_ext.analysis.choice_output import choice_figures, choice_table
 from megatron_ext.analysis.choices import Choices, choose_runs, chosen_fields
+from megatron_ext.analysis.report import write_report
 from megatron_ext.analysis.run_files import DomainEvaluations
 from megatron_ext.analysis.runs import Run
 from megatron_ext.utils.errors import UserError
@@ -213,3 +215,27 @@ def test_table_and_figure(tmp_path: Path) -> None:
     assert numbers[0] == ["architecture,optimizer.lr,validation_loss", "attention,0.0001,2.5", "attention,0.0003,2.25"]
     assert numbers[1][1:] == ["attention,0.1,2.25", "attention,0.2,2.375"]
     assert rates.files()["choice_optimizer_lr.png"].startswith(b"\x89PNG")
+
+
+@pytest.mark.usefixtures("unpainted")
+def test_the_report_compares_the_chosen_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Attention has the lower validation loss with one rate, Mamba with the other."""
+    final = {("attention", 1e-4): 2.9, ("attention", 1e-3): 2.5, ("mamba", 1e-4): 2.4, ("mamba", 1e-3): 2.6}
+    for (mixer, rate), loss in final.items():
+        run = Synthetic(
+            name=f"{mixer}-{rate:g}",
+            pattern=f"{mixer}*4",
+            config={"optimizer": {"lr": rate}},
+            training_loss=lambda step, loss=loss: loss + 4.0 * np.exp(-np.asarray(step) / 60.0),
+        )
+        write_run(tmp_path / "sweep" / run.name, run)
+    record = {"runs": sorted(path.name for path in (tmp_path / "sweep").iterdir()), "chosen": [RATE]}
+    (tmp_path / "sweep" / "sweep.json").write_text(json.dumps(record))
+    page = write_report([tmp_path / "sweep"], tmp_path / "report").read_text(encoding="utf-8")
+    assert '<h2 id="choices">' in page
+    assert "attention: the best optimizer.lr, 0.001, is the highest of 2 values tried" in page
+    assert "attention: the best optimizer.lr" in capsys.readouterr().err
+    rows = (tmp_path / "report" / "matched_loss.csv").read_text()
+    assert {row.split(",")[0] for row in rows.splitlines()[1:]} == {"attention", "mamba"}
+    assert "also differs in lr 0.0001" in " ".join(page.split())
+    assert (tmp_path / "report" / "choice_optimizer_lr.csv").exists()
