@@ -78,6 +78,23 @@ class RunTokenizer:
         """Return the text of tokens."""
         return self._tokenizer.decode(list(tokens))
 
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of tokens that are not text, and of the unknown token."""
+        unknown = self._tokenizer.unknown
+        return self._tokenizer.special | (frozenset() if unknown is None else {unknown})
+
+    def token_texts(self, size: int) -> list[str]:
+        """Return the text of each of the first `size` ids as it is in the middle of a text.
+
+        Some decoders drop a space at the beginning of a text, so that each token is decoded after one with letters. A
+        part of a character is U+FFFD; an id without a token is empty.
+        """
+        decode, special = self._tokenizer.decode, self.special_ids
+        alone = ((token, decode([token])) for token in range(size) if token not in special)
+        before, prefix = next((([token], text) for token, text in alone if text.isascii() and text.isalpha()), ([], ""))
+        return [decode([*before, token]).removeprefix(prefix) for token in range(size)]
+
     def count_bytes(self, tokens: Sequence[int]) -> int:
         """Count the UTF-8 bytes of the text of tokens, decoding each token on its own.
 

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from data_prep.manifest import TokenizerEntry
 from data_prep.tokenization.vocabularies import TextTokenizer, open_tokenizer, save_tokenizer
-from megatron_ext.runs.tokenizer import ENTRY, store_tokenizer, stored_tokenizer
+from megatron_ext.runs.tokenizer import ENTRY, UNREADABLE, RunTokenizer, store_tokenizer, stored_tokenizer
 from megatron_ext.utils.errors import UserError
 
 TEXT = "plain text, na\u00efve \u6771\u4eac \U0001f986 <|endoftext|> inside"
@@ -74,6 +74,43 @@ def test_unknown_token_ids_have_no_text(make, tmp_path: Path) -> None:  # type: 
     assert tokenizer is not None
     assert tokenizer.decode([265, *tokens[:5], 265, 383, *tokens[5:]]) == TEXT
     assert tokenizer.decode([265]) == ""
+
+
+@pytest.mark.parametrize("make", [_tiktoken, _rwkv, _json], ids=["tiktoken", "rwkv", "json"])
+def test_texts_of_tokens(make, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    tokenizer, _ = make(tmp_path)
+    run = RunTokenizer(tokenizer, None, 300)
+    texts = run.token_texts(300)
+    assert [texts[token] for token in run.encode(" a (na")] == [" ", "a", " ", "(", "n", "a"]
+    assert {texts[token] for token in run.encode("\u6771")} == {UNREADABLE}
+    assert texts[299] == ""
+    assert run.special_ids == tokenizer.special
+
+
+def test_texts_of_tokens_keep_their_spaces(tmp_path: Path) -> None:
+    """SentencePiece's decoder drops a space at the beginning, and WordPiece's joins words with spaces."""
+    words = {"[UNK]": 0, "a": 1, "\u2581a": 2, "\u2581the": 3, "ing": 4, "<0x0A>": 5, "<0xE4>": 6, "##s": 7, ".": 8}
+    pieces = Tokenizer(models.BPE(vocab=words, merges=[]))
+    pieces.pre_tokenizer = pre_tokenizers.Metaspace()
+    byte_fallback = [
+        decoders.Replace("\u2581", " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+        decoders.Strip(" ", 1, 0),
+    ]
+    pieces.decoder = decoders.Sequence(byte_fallback)
+    assert _token_texts(pieces, tmp_path)[1:7] == ["a", " a", " the", "ing", "\n", UNREADABLE]
+    parts = Tokenizer(models.WordPiece(vocab=words, unk_token="[UNK]"))
+    parts.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    parts.decoder = decoders.WordPiece()
+    found = _token_texts(parts, tmp_path)
+    assert (found[1], found[7], found[8]) == (" a", "s", ".")
+
+
+def _token_texts(library: Tokenizer, folder: Path) -> list[str]:
+    library.save(str(folder / "own.json"))
+    run = RunTokenizer(open_tokenizer(str(folder / "own.json")), None, 9)
+    return run.token_texts(9)
 
 
 def test_text_without_a_token_is_named(tmp_path: Path) -> None:
