@@ -43,12 +43,14 @@ class DomainOptions:
 
     Attributes:
         sequences: maximum windows per domain, spread evenly over it; 0: all.
+        classes: also evaluate the loss by class of token.
         resamples: deprecated, without effect except for a warning. It set the draws of an earlier bootstrap.
         confidence: confidence level of the intervals, between 0 and 1.
         seed: deprecated, as `resamples`.
     """
 
     sequences: NonNegativeInt = 0
+    classes: bool = True
     resamples: PositiveInt | None = None
     confidence: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.95
     seed: NonNegativeInt | None = None

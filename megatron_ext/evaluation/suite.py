@@ -29,13 +29,15 @@ from megatron_ext.evaluation.language_model import ParallelTextModel
 from megatron_ext.evaluation.retrieval import report as retrieval_results
 from megatron_ext.evaluation.retrieval.options import RetrievalOptions
 from megatron_ext.evaluation.retrieval.run import check_retrieval, evaluate_retrieval
+from megatron_ext.evaluation.token_classes.building import ClassifierSource
+from megatron_ext.evaluation.token_classes.results import write_classes
 from megatron_ext.mixers.core.registry import load_all
 from megatron_ext.model.forward_backward import TokenLosses
 from megatron_ext.parallel.first_rank import print_on_first_rank
 from megatron_ext.platform.device import Platform
 from megatron_ext.run_folder.layout import EVALUATIONS, step_name
 from megatron_ext.runs.tokenizer import RunTokenizer
-from megatron_ext.utils.atomic_files import os_error_reason
+from megatron_ext.utils.atomic_files import is_url, os_error_reason
 from megatron_ext.utils.errors import UserError
 from megatron_ext.utils.untrusted_paths import path_within
 
@@ -153,21 +155,27 @@ def domains(context: EvalContext, options: DomainOptions, output: Path) -> Suite
     """Evaluate the loss by domain; see `Test`. `check_domains` has already compared the text's sha256."""
     config, progress = context.config, context.progress
     data = config.data
-    manifest, domains_to_evaluate = _open_domains(context, options, replace(data, verify="size"))
-    size = config.training.micro_batch_size
+    source, domains_to_evaluate = _open_domains(context, options, replace(data, verify="size"))
     evaluator = DomainEvaluator(
-        context.token_losses(), domains_to_evaluate, size, packing_from_config(data), shows_progress=True
+        context.token_losses(),
+        domains_to_evaluate,
+        config.training.micro_batch_size,
+        packing_from_config(data),
+        shows_progress=True,
+        class_source=source,
     )
-    records = evaluator.evaluate(progress.step, progress.tokens)
+    records = evaluator.evaluate(progress.step, progress.tokens, by_class=options.classes)
     losses = domain_losses(
         records,
-        manifest,
+        source.manifest,
         options,
         lambda index: context.tokenizer.count_bytes(domains_to_evaluate[index].samples.first_tokens().tolist()),
     )
     if dist.get_rank() != 0:
         return None
     summary = write_domains(losses, options, context.about, output)
+    if any("classes" in record for record in records):
+        summary += "\n" + write_classes(records, options.confidence, context.about, output)
     return SuiteResult(summary, {f"{loss.split}/{loss.domain}": loss.loss for loss in losses})
 
 
@@ -180,10 +188,19 @@ def check_domains(context: EvalContext, options: DomainOptions) -> None:
 
 def _open_domains(
     context: EvalContext, options: DomainOptions, data: DataConfig
-) -> tuple[Manifest, list[EvaluationDomain]]:
+) -> tuple[ClassifierSource, list[EvaluationDomain]]:
     root, manifest, train, test = open_evaluation_data(data)
     _check_tokenizer(context, manifest)
-    return manifest, evaluation_domains(root, manifest, train, test, data.seq_length, options.sequences)
+    source = ClassifierSource(
+        root=root,
+        manifest=manifest,
+        train_domains=train,
+        load_tokenizer=lambda: context.tokenizer,
+        seq_length=data.seq_length,
+        device=context.platform.device,
+        counts_training=not is_url(data.path),
+    )
+    return source, evaluation_domains(root, manifest, train, test, data.seq_length, options.sequences)
 
 
 def _check_tokenizer(context: EvalContext, manifest: Manifest) -> None:

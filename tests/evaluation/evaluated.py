@@ -14,9 +14,11 @@ from megatron_ext.data.batches import evaluation_batch, micro_batch_indices, tra
 from megatron_ext.data.samples import TrainingSamples
 from megatron_ext.data.shards import TokenStore
 from megatron_ext.evaluation.domains import DomainEvaluator, EvaluationDomain, evaluation_domains
+from megatron_ext.evaluation.token_classes.building import ClassifierSource
 from megatron_ext.model.shape import model_shape
 from megatron_ext.parallel.groups import make_process_groups
 from megatron_ext.platform.device import select_platform
+from megatron_ext.runs.tokenizer import load_tokenizer
 from megatron_ext.training.build import build_trainer
 from megatron_ext.training.trainer import Trainer
 
@@ -44,18 +46,37 @@ def _trainer(root: Path, parallel: dict[str, Any], micro_batch_size: int) -> Tra
     return build_trainer(config, shape, make_process_groups(config.parallel, 1), platform)
 
 
+def class_source(root: Path) -> ClassifierSource:
+    """Return the source of the classes of tokens of a prepared folder."""
+    manifest = load_manifest(root)
+    return ClassifierSource(
+        root=root,
+        manifest=manifest,
+        train_domains=["First", "Second"],
+        load_tokenizer=lambda: load_tokenizer(root / manifest.tokenizer.file, manifest.tokenizer),
+        seq_length=LENGTH,
+        device=torch.device("cpu"),
+    )
+
+
+def _evaluate(root: Path, trainer: Trainer, size: int, max_sequences: int = 0) -> list[dict[str, Any]]:
+    domains = _domains(root, max_sequences)
+    evaluator = DomainEvaluator(trainer, domains, size, class_source=class_source(root))
+    return evaluator.evaluate(step=7, tokens=99, by_class=True)
+
+
 def evaluate(
     rank: int, world_size: int, root: Path, parallel: dict[str, Any], micro_batch_size: int, max_sequences: int = 0
 ) -> list[dict[str, Any]]:
     """Return the records of an evaluation, as on every rank."""
     trainer = _trainer(root, parallel, micro_batch_size)
-    return DomainEvaluator(trainer, _domains(root, max_sequences), micro_batch_size).evaluate(step=7, tokens=99)
+    return _evaluate(root, trainer, micro_batch_size, max_sequences)
 
 
-def by_hand(rank: int, world_size: int, root: Path) -> dict[str, dict[int, list[float]]]:
-    """Return the loss of every token by domain and document, computed one sample at a time."""
+def by_hand(rank: int, world_size: int, root: Path) -> dict[str, dict[int, list[tuple[float, int]]]]:
+    """Return loss and offset in the stream of every token by domain and document, computed one sample at a time."""
     trainer = _trainer(root, {}, 1)
-    found: dict[str, dict[int, list[float]]] = {}
+    found: dict[str, dict[int, list[tuple[float, int]]]] = {}
     for domain in _domains(root, 0):
         documents = found.setdefault(domain.name + "/" + domain.split, {})
         for index in range(len(domain.samples)):
@@ -63,7 +84,8 @@ def by_hand(rank: int, world_size: int, root: Path) -> dict[str, dict[int, list[
             sample = domain.samples[index]
             for position in range(LENGTH):
                 if sample.document_ids[position] >= 0:
-                    documents.setdefault(int(sample.document_ids[position]), []).append(float(losses_bt[0, position]))
+                    loss_and_offset = float(losses_bt[0, position]), index * LENGTH + position + 1
+                    documents.setdefault(int(sample.document_ids[position]), []).append(loss_and_offset)
     return found
 
 
@@ -75,7 +97,7 @@ def evaluate_and_train(
     Micro-batches have three samples.
     """
     trainer = _trainer(root, parallel, 3)
-    evaluation = DomainEvaluator(trainer, _domains(root, 0), 3).evaluate(step=7, tokens=99)
+    evaluation = _evaluate(root, trainer, 3)
     samples = TrainingSamples(TokenStore(root, load_manifest(root), "train"), LENGTH, seed=1)
     groups = trainer.groups
     batches = [

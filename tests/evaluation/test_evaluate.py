@@ -9,10 +9,12 @@ import sys
 from pathlib import Path
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 from launching import ROOT, environment, write_config
 from ruamel.yaml import YAML
 
+from megatron_ext.analysis.token_classes import read_class_losses, read_classes_file
 from megatron_ext.checkpoint.folder import CheckpointFolder, Progress, Retention
 from megatron_ext.cli import main
 from megatron_ext.parallel.groups import destroy_process_groups
@@ -49,7 +51,16 @@ def test_losses_are_those_of_training(run: Path, tmp_path: Path) -> None:
     output = ["--output", str(tmp_path / "out")]
     printed = _evaluate_in_two_processes(str(run), "domains.sequences=3", *output, "parallel.pipeline=2")
     assert _losses(tmp_path / "out" / "domains.json") == pytest.approx(_in_training(run), abs=2e-6)
-    assert printed == (tmp_path / "out" / "domains.md").read_text() + "\n"
+    tables = [(tmp_path / "out" / f"{name}.md").read_text() + "\n" for name in ("domains", "token_classes")]
+    assert printed == "".join(tables)
+    recorded, read = read_class_losses(run), read_classes_file(tmp_path / "out" / "token_classes.json")
+    assert [(one.step, one.split, one.domain, one.names) for one in recorded] == [
+        (one.step, one.split, one.domain, one.names) for one in read
+    ]
+    for ours, theirs in zip(recorded, read, strict=True):
+        assert np.array_equal(ours.documents, theirs.documents)
+        assert np.array_equal(ours.tokens, theirs.tokens)
+        assert ours.nats == pytest.approx(theirs.nats, rel=1e-5, abs=2e-4)
 
 
 @pytest.mark.slow
@@ -76,7 +87,7 @@ def test_what_suites_find_stands_in_the_report(run: Path, tmp_path: Path, capsys
     _evaluate(str(run), "--suite", "domains,retrieval", *options, "retrieval.samples=3")
     results = run / "evaluation" / "step_4"
     assert capsys.readouterr().out == "".join(
-        (results / f"{suite}.md").read_text() + "\n" for suite in ("domains", "retrieval")
+        (results / f"{suite}.md").read_text() + "\n" for suite in ("domains", "token_classes", "retrieval")
     )
     found = json.loads((results / "retrieval.json").read_text())
     assert (found["run"], found["step"]) == ("run", 4)

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import evaluated
 import numpy as np
 import pytest
 import torch
@@ -87,7 +88,9 @@ def test_losses_by_domain(trainer: Trainer, root: Path, manifest: Manifest) -> N
     store = TokenStore(root, manifest, "test", ["Other"])
     samples = EvaluationSamples(store, LENGTH)
     domain = EvaluationDomain("Other", "test", samples, store.num_documents)
-    (record,) = DomainEvaluator(trainer, [domain], 2, packing_from_config(DATA)).evaluate(1, 2)
+    source = evaluated.class_source(root)
+    evaluator = DomainEvaluator(trainer, [domain], 2, packing_from_config(DATA), class_source=source)
+    (record,) = evaluator.evaluate(1, 2, by_class=True)
     nats: dict[int, list[float]] = {}
     for start in range(0, store.num_tokens - 1, LENGTH):
         for document, tokens in _pieces(store, start, min(LENGTH + 1, store.num_tokens - start)):
@@ -99,6 +102,12 @@ def test_losses_by_domain(trainer: Trainer, root: Path, manifest: Manifest) -> N
     assert record["num_tokens"] == sum(map(len, nats.values())) == store.num_tokens - store.num_documents
     assert record["first_tokens"] == store.num_documents - 1
     assert record["loss"] == pytest.approx(sum(map(sum, nats.values())) / record["num_tokens"], abs=1e-5)
+    assert "position/0" not in record["classes"]  # a first token has no loss
+    for group in ("token", "bigram", "text", "training", "position"):
+        sums = [found for name, found in record["classes"].items() if name.startswith(f"{group}/")]
+        assert np.sum([found["document_tokens"] for found in sums], axis=0).tolist() == record["document_tokens"]
+        nats = np.sum([found["document_loss"] for found in sums], axis=0)
+        assert nats == pytest.approx(record["document_loss"], abs=2e-3)
     packing = replace(packing_from_config(DATA), within_documents=False)
     (without,) = DomainEvaluator(trainer, [domain], 2, packing).evaluate(1, 2)
     assert (without["num_tokens"], without["first_tokens"]) == (store.num_tokens - 1, 0)
