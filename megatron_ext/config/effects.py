@@ -51,7 +51,7 @@ _BY_EFFECT: dict[Effect, dict[str, str]] = {
     },
     Effect.MEASURED: {
         "data": "test_domains",
-        "training": "evaluate_every evaluate_suites evaluate_suites_every evaluation_sequences",
+        "training": "evaluate_every evaluate_classes evaluate_suites evaluate_suites_every evaluation_sequences",
     },
     Effect.FUTURE: {
         "data": "on_damaged",

@@ -211,6 +211,9 @@ class TrainingConfig:
             norm before it, which take more than half of the memory. No mixer is computed twice. full: those of whole
             layers.
         evaluate_every: steps between evaluations by domain. 0: never.
+        evaluate_classes: evaluations by domain that also record losses by class of token (docs/token_classes.md). last:
+            that after the last step. every: all of them, for losses by class at matched training loss. Their records
+            take some twenty times the space of the others.
         evaluate_suites: test suites to run between steps, besides the loss by domain: retrieval, fewshot. The sections
             with these names hold their options.
         evaluate_suites_every: steps between runs of the suites. They also run after the last step.
@@ -230,6 +233,7 @@ class TrainingConfig:
     seed: NonNegativeInt = 1234
     recompute: Literal["none", "mlp", "full"] = "none"
     evaluate_every: NonNegativeInt = 0
+    evaluate_classes: Literal["none", "last", "every"] = "last"
     evaluate_suites: list[str] = Field(default_factory=list)
     evaluate_suites_every: NonNegativeInt = 0
     evaluation_sequences: NonNegativeInt = 0

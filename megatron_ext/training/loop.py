@@ -150,8 +150,10 @@ class TrainingLoop:
         return every > 0 and (self.progress.step % every == 0 or finished)
 
     def _evaluate(self) -> None:
+        choice, is_last = self.training.evaluate_classes, self.progress.step == self.training.steps
+        by_class = choice == "every" or (choice == "last" and is_last)
         with self._timed("evaluation"):
-            records = self.evaluator.evaluate(self.progress.step, self.progress.tokens)
+            records = self.evaluator.evaluate(self.progress.step, self.progress.tokens, by_class=by_class)
         if self.records is not None:
             self.records.evaluation(records)
 

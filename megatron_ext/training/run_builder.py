@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from megatron_ext.evaluation.domains import DomainEvaluator, evaluation_domains
 from megatron_ext.evaluation.during_training import SuitesBetweenSteps
 from megatron_ext.evaluation.registry import check_suites
 from megatron_ext.evaluation.suite import EvalContext
+from megatron_ext.evaluation.token_classes.building import ClassifierSource
 from megatron_ext.model.shape import ModelShape, model_shape
 from megatron_ext.parallel.agreement import gather_objects
 from megatron_ext.parallel.first_rank import print_on_first_rank
@@ -41,6 +42,7 @@ from megatron_ext.training.resilience.stragglers import Stragglers
 from megatron_ext.training.run_context import RunContext
 from megatron_ext.training.run_files import create_files
 from megatron_ext.training.trainer import Trainer
+from megatron_ext.utils.atomic_files import is_url
 
 
 @dataclass(frozen=True)
@@ -210,7 +212,23 @@ class RunBuilder:
             config.data.seq_length,
             config.training.evaluation_sequences,
         )
-        return DomainEvaluator(trainer, domains, config.training.micro_batch_size, packing_from_config(config.data))
+        entry = data.manifest.tokenizer
+        source = ClassifierSource(
+            root=data.root,
+            manifest=data.manifest,
+            train_domains=data.train_domains,
+            load_tokenizer=partial(load_tokenizer, data.tokenizer_file, entry),
+            seq_length=config.data.seq_length,
+            device=trainer.platform.device,
+            counts_training=not is_url(config.data.path),
+        )
+        return DomainEvaluator(
+            trainer,
+            domains,
+            config.training.micro_batch_size,
+            packing_from_config(config.data),
+            class_source=source,
+        )
 
     def _suites(self, trainer: Trainer, progress: Progress) -> SuitesBetweenSteps | None:
         """Return the suites that evaluate the run between steps, or None."""
