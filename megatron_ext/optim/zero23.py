@@ -33,7 +33,8 @@ from megatron_ext.optim.zero1 import linked_masters, linked_slices, make_linked_
 from megatron_ext.platform.adamw import AdamW
 from megatron_ext.platform.device import Platform
 
-if AdamW not in ZERO_SUPPORTED_OPTIMIZERS:  # by type: DeepSpeed would warn that this subclass of torch's is untested
+# DeepSpeed compares types exactly, and would warn that this subclass of torch's AdamW is untested.
+if AdamW not in ZERO_SUPPORTED_OPTIMIZERS:
     ZERO_SUPPORTED_OPTIMIZERS.append(AdamW)
 
 

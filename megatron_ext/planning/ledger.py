@@ -106,7 +106,7 @@ class LedgerMode(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Leave out torch's wrapper for the compiler: nothing is compiled under this mode."""
+        """Keep torch from wrapping `__torch_dispatch__`, which costs time and is only needed when code is compiled."""
         return False
 
     def exclude(self, tensors: Iterable[Tensor]) -> None:

@@ -12,16 +12,16 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def _undecorated(method: _Method) -> _Method:
-    """Return a method without the decorator that imports torch's compiler when the method is first called."""
+    """Return a method without its decorator, which imports torch's compiler when the method is first called."""
     undecorated: _Method = method.__wrapped__  # type: ignore[attr-defined]
     return undecorated
 
 
 class AdamW(torch.optim.AdamW):
-    """torch's AdamW with the same results, but with methods that cannot be compiled.
+    """torch's AdamW with the same results, without the decorators that keep torch's compiler out of its methods.
 
-    torch's own methods ask the compiler to leave them out. That imports it, which takes most of a second in each
-    process that trains.
+    These decorators import the compiler, which takes most of a second in each process that trains. Without them,
+    compiled code must not call the methods, and `differentiable=True` has no effect.
     """
 
     add_param_group = _undecorated(Optimizer.add_param_group)

@@ -31,8 +31,11 @@ _UNCOMPILED_ATTRIBUTE = "_torchdynamo_orig_callable"
 
 Megatron compiles small functions on import, which on the CPU takes a C++ compiler and up to 20 s per process.
 """
-_COMPILES_A_METHOD = "megatron.core.transformer.moe.router"
-"""Module that since 0.17 applies torch.compile to a method on import, which imports the compiler: over a second."""
+_COMPILING_MODULE = "megatron.core.transformer.moe.router"
+"""Module that since 0.17 applies torch.compile to a method when it is imported.
+
+That imports the compiler, which takes more than a second.
+"""
 
 _FACTORIES = (
     *("arange", "as_tensor", "empty", "empty_like", "full", "full_like", "ones", "ones_like"),
@@ -122,7 +125,7 @@ class _RebindingLoader(importlib.abc.Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: types.ModuleType) -> None:
-        with _no_compiler() if module.__name__ == _COMPILES_A_METHOD else contextlib.nullcontext():
+        with _no_compiler() if module.__name__ == _COMPILING_MODULE else contextlib.nullcontext():
             self._loader.exec_module(module)
         _rebind(module)
 
@@ -214,7 +217,7 @@ def _clip_on_cpu(clip_grads: Any) -> None:
     clip_grads.l2_norm_impl = _l2_norm
     clip_grads.multi_tensor_applier = utils.local_multi_tensor_applier
     clip_grads.multi_tensor_scale_impl = utils.local_multi_tensor_scale
-    # Since 0.17. Not None, the norm would stay a tensor, and clipping would call a CUDA kernel.
+    # megatron-core 0.17 and later: otherwise the norm would stay a tensor, and clipping would call a CUDA kernel.
     clip_grads.multi_tensor_scale_tensor_impl = None
 
 

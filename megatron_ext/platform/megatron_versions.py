@@ -1,7 +1,7 @@
 """Differences between the supported versions of megatron-core.
 
-Each difference names the version that brought it. The code tests for the feature, not for the version number, so that
-builds from source work, too.
+Each function names the version that introduced the difference. It tests for the feature instead of the version number,
+so that builds from source work, too.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ SUPPORTED = ">=0.16.1,<0.20"
 
 
 def mlp_spec(linear_fc1: type, linear_fc2: type) -> Any:
-    """Return the spec of the feed-forward network of a layer.
+    """Return the spec of a layer's feed-forward network.
 
-    Since 0.18 it is a function that builds the network. A `ModuleSpec` is still accepted, but the layer replaces it in
-    place and logs a warning for each layer.
+    Since 0.18 the spec is a function that builds the network. A layer still accepts a `ModuleSpec`, but replaces it in
+    place and logs a warning.
     """
     from megatron.core.transformer.mlp import MLP, MLPSubmodules
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -41,9 +41,10 @@ def mlp_submodules(spec: Any) -> MLPSubmodules:
 
 
 def ddp_layout(module: Module, config: DistributedDataParallelConfig) -> dict[str, Any]:
-    """Return the argument of `DistributedDataParallel` that places parameters in buffers, if it takes one.
+    """Return the keyword arguments of `DistributedDataParallel` that give the layout of parameters in its buffers.
 
-    It does since 0.18. Without it, DDP computes the same layout and logs a warning if the optimizer is sharded.
+    There is one since 0.18, `full_param_layout`. Without it, DDP computes the same layout, but logs a warning if the
+    optimizer is sharded.
     """
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel
@@ -64,12 +65,12 @@ def ddp_layout(module: Module, config: DistributedDataParallelConfig) -> dict[st
 
 
 _IGNORED_MESSAGES = {
-    # The base class of our model gets no new features (0.19).
+    # megatron-core 0.19 adds no features to the base class of our model.
     "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
-    # megatron-core imports torch's builder of extensions (0.18), also for a run on the CPU of a machine with CUDA.
+    # megatron-core 0.18 imports torch's builder of C++ extensions, even for a run on the CPU of a machine with CUDA.
     "torch.utils.cpp_extension": "No CUDA runtime is found",
 }
-"""Start of the message to ignore, by logger."""
+"""First words of the message to ignore, by name of the logger."""
 
 
 def ignore_log_messages() -> None:

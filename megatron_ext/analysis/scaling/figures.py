@@ -61,18 +61,18 @@ interval."""
 
 def law_picture(name: str, fitted: Fit, uncertainty: Uncertainty, title: str) -> Picture:
     """Build the figure of a law: loss over parameters and tokens, shaded by its uncertainty, and over compute."""
-    grid = _surface(fitted, uncertainty)
-    curve = _frontier(fitted, uncertainty) if fitted.law.is_decreasing else None
+    surface = _surface(fitted, uncertainty)
+    frontier = _frontier(fitted, uncertainty) if fitted.law.is_decreasing else None
 
     def draw(theme: Theme, stacked: bool) -> bytes:
-        figure, (surface, frontier) = _figure(2, title, theme, stacked)
-        _draw_surface(surface, fitted, grid if uncertainty.is_band_known else None, theme)
-        _draw_frontier(frontier, fitted.points, curve, uncertainty, theme)
+        figure, (surface_ax, frontier_ax) = _figure(2, title, theme, stacked)
+        _draw_surface(surface_ax, fitted, surface if uncertainty.is_band_known else None, theme)
+        _draw_frontier(frontier_ax, fitted.points, frontier, uncertainty.is_band_known, theme)
         return png(figure)
 
     interval = "with its 95 % interval" if uncertainty.is_band_known else "whose interval is unknown"
     alt = f"{title}: loss over parameters and tokens, and over compute at the best size, {interval}"
-    return Picture(name, alt, {f"{name}.csv": as_csv(LAW_COLUMNS, _law_rows(fitted.points, curve, grid))}, draw)
+    return Picture(name, alt, {f"{name}.csv": as_csv(LAW_COLUMNS, _law_rows(fitted.points, surface, frontier))}, draw)
 
 
 def budgets_picture(name: str, budgets: Sequence[Budget], title: str) -> Picture:
@@ -139,13 +139,13 @@ def _figure(panels: int, title: str, theme: Theme, stacked: bool) -> tuple[Figur
     return figure, axes
 
 
-def _draw_surface(ax: Axes, fitted: Fit, uncertain: Sequence[FloatArray] | None, theme: Theme) -> None:
-    """Draw contours of the loss, shaded by the intervals of `_surface` where these are known."""
+def _draw_surface(ax: Axes, fitted: Fit, shaded: Sequence[FloatArray] | None, theme: Theme) -> None:
+    """Draw contours of the loss. `shaded` are the arrays of `_surface` to shade the plot by; None: it is not shaded."""
     points, law = fitted.points, fitted.law
     n, d = _axis_values(fitted, 120)
     ax.set(xscale="log", yscale="log", xlim=(n[0], n[-1]), ylim=(d[0], d[-1]), xlabel="parameters", ylabel="tokens")
-    if uncertain is not None:
-        _shade(ax, uncertain, theme)
+    if shaded is not None:
+        _shade(ax, shaded, theme)
     loss_dn = law.loss(n[None], d[:, None])
     norm = Normalize(float(points.losses.min()), float(np.percentile(points.losses, 95)))
     levels = np.linspace(norm.vmin, norm.vmax, 12)  # type: ignore[arg-type]
@@ -159,7 +159,7 @@ def _draw_surface(ax: Axes, fitted: Fit, uncertain: Sequence[FloatArray] | None,
     if law.is_decreasing:
         flops = 6 * np.array([n[0] * d[0], n[-1] * d[-1]])
         best = law.best_params(flops)
-        label = f"best size for a compute{_interval_note(uncertain is not None)}"
+        label = f"best size for a compute{_interval_note(shaded is not None)}"
         ax.plot(best, flops / 6 / best, "--", color=theme.ink, linewidth=1.2, label=label)
         legend = ax.legend(fontsize=8.5, loc="lower right", labelcolor=theme.ink, framealpha=0.85)
         legend.get_frame().set(facecolor=theme.paper, edgecolor="none")
@@ -222,15 +222,16 @@ def _surface(fitted: Fit, uncertainty: Uncertainty) -> tuple[FloatArray, ...]:
 
 
 def _draw_frontier(
-    ax: Axes, points: Points, frontier: Sequence[FloatArray] | None, uncertainty: Uncertainty, theme: Theme
+    ax: Axes, points: Points, frontier: Sequence[FloatArray] | None, is_band_known: bool, theme: Theme
 ) -> None:
+    """Draw the losses of the points, and the arrays of `_frontier`, over compute. None: the law is not decreasing."""
     shown_losses = points.losses
     if frontier is not None:
         _params, _tokens, grid, losses, low, high = frontier
         shown_losses = np.concatenate([shown_losses, losses])
-        if uncertainty.is_band_known:
+        if is_band_known:
             ax.fill_between(grid, low, high, color=theme.palette[0], alpha=0.25, linewidth=0, label="95 % interval")
-        label = f"law, at the best size{_interval_note(uncertainty.is_band_known)}"
+        label = f"law, at the best size{_interval_note(is_band_known)}"
         ax.plot(grid, losses, color=theme.palette[0], linewidth=1.6, label=label)
         ax.legend(frameon=False, fontsize=8.5, labelcolor=theme.ink)
     flops_p = 6 * points.params * points.tokens
@@ -264,8 +265,9 @@ def _frontier(fitted: Fit, uncertainty: Uncertainty) -> tuple[FloatArray, ...]:
 
 
 def _law_rows(
-    points: Points, frontier: Sequence[FloatArray] | None, surface: Sequence[FloatArray]
+    points: Points, surface: Sequence[FloatArray], frontier: Sequence[FloatArray] | None
 ) -> Iterator[tuple[Any, ...]]:
+    """Yield the rows of `LAW_COLUMNS`: points, arrays of `_frontier` (None: there are none), arrays of `_surface`."""
     for n, d, loss in zip(points.params, points.tokens, points.losses, strict=True):
         yield "point", float(n), float(d), float(6 * n * d), float(loss), "", ""
     if frontier is not None:

@@ -43,7 +43,7 @@ MAX_MOVES = 24
 """Maximum number of moves of the search grid."""
 
 BLOCK_ELEMENTS = 2**15
-"""Maximum elements of an array over functions and nodes: 256 KiB, so that a block's arrays stay in the CPU's cache."""
+"""Maximum elements of an array [functions, K]: 256 KiB, so that the arrays of a block stay in the CPU's cache."""
 
 FACES = tuple(face for size in (1, 2, 3) for face in combinations(range(3), size))
 """Sets of non-zero terms, as indices into (E, A, B)."""
@@ -200,17 +200,15 @@ class Region:
         return low.reshape(np.shape(params)), high.reshape(np.shape(params))
 
     def _extremes(self, number: int, rows: Callable[[slice], Sequence[FloatArray]]) -> tuple[FloatArray, FloatArray]:
-        """Compute the extremes over the region of linear functions of (E, A, B).
+        """Compute the minima and maxima, [P] each, of linear functions of (E, A, B) over the region.
 
         Args:
             number: P, the number of functions.
-            rows: returns the coefficients of E, A and B of a block of functions, each [block, K] or [K].
-
-        Returns:
-            Minima and maxima, [P] each.
+            rows: function that returns the coefficients of E, A and B of a slice of the functions, [slice, K] or [K]
+                each.
         """
         low, high = np.full(number, np.inf), np.full(number, -np.inf)
-        parts = [part for face in self.faces for part in _parts(face, self.limit)]
+        parts = [part for face in self.faces for part in _ellipsoids(face, self.limit)]
         block = max(1, BLOCK_ELEMENTS // len(self.alpha))
         for start in range(0, number, block):
             chosen = slice(start, start + block)
@@ -222,25 +220,28 @@ class Region:
 
 
 @dataclass(frozen=True)
-class _Part:
-    """Ellipsoids of one face at M nodes of the region.
+class _Ellipsoids:
+    """Ellipsoids of one face at M of the region's K pairs of exponents.
 
     Attributes:
-        face: solutions at the M nodes.
-        nodes: int64 [M], indices of the nodes.
-        slack_m: square root of the distance of the residual sums of squares to the limit.
-        has_negative: True if points of the ellipsoids may have negative terms.
+        face: least-squares solutions at the M pairs.
+        nodes: int64 [M], indices of these pairs among the K.
+        slack_m: [M], square roots of the differences between the limit and the residual sums of squares.
+        may_be_negative: True if points of the ellipsoids may have negative terms.
     """
 
     face: _Face
     nodes: np.ndarray
     slack_m: FloatArray
-    has_negative: bool
+    may_be_negative: bool
 
     def extremes(self, rows_3pk: Sequence[FloatArray]) -> tuple[FloatArray, FloatArray]:
-        """Return minima and maxima [P] over the ellipsoids of functions with coefficients [3] x [P, K].
+        """Return the minima and maxima, [P] each, of linear functions over these ellipsoids.
 
         An extreme with a negative term is invalid. The valid extreme is then on another face.
+
+        Args:
+            rows_3pk: coefficients of E, A and B, [P, K] or [K] each.
         """
         rows_fpm = [rows_3pk[term][..., self.nodes] for term in self.face.terms]
         terms_fm, inverse_ffm = self.face.terms_kf.T.copy(), np.moveaxis(self.face.inverse_kff, 0, -1).copy()
@@ -251,7 +252,7 @@ class _Part:
         norms_pm = np.sqrt(sum(gradient_pm**2 for gradient_pm in gradients_fpm))
         reach_pm = self.slack_m * norms_pm
         minima_pm, maxima_pm = center_pm - reach_pm, center_pm + reach_pm
-        if self.has_negative:
+        if self.may_be_negative:
             step_pm = self.slack_m / np.maximum(norms_pm, np.finfo(float).tiny)
             for f in terms:
                 offsets_pm = step_pm * sum(inverse_ffm[f, g] * gradients_fpm[g] for g in terms[f:])
@@ -260,15 +261,15 @@ class _Part:
         return minima_pm.min(-1), maxima_pm.max(-1)
 
 
-def _parts(face: _Face, limit: float) -> Iterator[_Part]:
-    """Divide the nodes of a face that are in the region by whether their ellipsoids may have negative terms."""
+def _ellipsoids(face: _Face, limit: float) -> Iterator[_Ellipsoids]:
+    """Yield the ellipsoids of a face that lie in the region: first those without, then those with negative terms."""
     is_inside = face.squares_k <= limit
     slack_k = np.sqrt(np.where(is_inside, limit - face.squares_k, 0))
     reach_kf = slack_k[:, None] * np.linalg.norm(face.inverse_kff, axis=-1)
-    has_negative = (face.terms_kf < reach_kf * (1 + 1e-9)).any(-1)
-    for selection, negative in ((is_inside & ~has_negative, False), (is_inside & has_negative, True)):
-        if len(nodes := np.flatnonzero(selection)):
-            yield _Part(face.take(nodes), nodes, slack_k[nodes], negative)
+    may_be_negative_k = (face.terms_kf < reach_kf * (1 + 1e-9)).any(-1)
+    for selected_k, may_be_negative in ((is_inside & ~may_be_negative_k, False), (is_inside & may_be_negative_k, True)):
+        if len(nodes := np.flatnonzero(selected_k)):
+            yield _Ellipsoids(face.take(nodes), nodes, slack_k[nodes], may_be_negative)
 
 
 def confidence_region(fitted: Fit) -> Region | None:

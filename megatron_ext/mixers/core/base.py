@@ -83,7 +83,8 @@ class Mixer(HistoryModule, ABC):
         pg_collection: process groups; `tp` and `cp` are used.
         cp_comm_type: Megatron's choice of exchange for its own attention; not used.
         name: path of the module, which megatron-core passes since 0.18; not used.
-        pp_layer_offset: number of layers in earlier pipeline stages, passed by its hybrid models; not used.
+        pp_layer_offset: number of layers in earlier pipeline stages, which hybrid models of megatron-core pass; not
+            used.
     """
 
     traits: ClassVar[MixerTraits] = MixerTraits()

@@ -72,7 +72,7 @@ def _mix_each(mix: Callable[[tuple[Tensor, ...]], Tensor], flat: list[Tensor], o
 def _mix_batched(
     mix: Callable[[tuple[Tensor, ...]], Tensor], flat: list[Tensor], offsets: list[int], max_length: int
 ) -> Tensor:
-    shapes, rows = plan_calls(tuple(offsets), max_length, flat[0].device)
+    shapes, rows = _plan_calls(tuple(offsets), max_length, flat[0].device)
     sizes = [length * pieces for length, pieces in shapes]
     padded = (x.new_zeros(sum(sizes), *x.shape[1:]).index_copy_(0, rows, x).split(sizes) for x in flat)
     with shapes_vary():
@@ -85,8 +85,10 @@ def _mix_batched(
 
 
 @cached_tensors(2)
-def plan_calls(offsets: tuple[int, ...], max_length: int, device: torch.device) -> tuple[list[tuple[int, int]], Tensor]:
-    """Plan the calls that pieces share. The plan is cached, because every layer needs the same plan.
+def _plan_calls(
+    offsets: tuple[int, ...], max_length: int, device: torch.device
+) -> tuple[list[tuple[int, int]], Tensor]:
+    """Plan the calls of `mix`: pieces with the same padded length share a call. Cached for the following layers.
 
     Returns:
         (padded length, number of pieces) of each call, and int64 [tokens]: the row of each token in the concatenation
