@@ -1,4 +1,4 @@
-"""Helpers that start `selectron train` in separate processes, as a user does."""
+"""Helpers that run `selectron` commands, in processes of their own as a user does or in this one, and read records."""
 
 from __future__ import annotations
 
@@ -70,12 +70,17 @@ def must_run(config: Path, arguments: Sequence[str], processes: int = 1) -> str:
 
 
 def call(config: Path, *arguments: str) -> int:
-    """Run the command in this process: for errors before a model is built, or to train a small model on one rank."""
+    """Run `selectron train` in this process: for errors before a model is built, or for a small model on one rank."""
+    return call_command("train", str(config), *arguments)
+
+
+def call_command(*arguments: str) -> int:
+    """Run a `selectron` command in this process, as its only rank. Return the exit code."""
     from megatron_ext.parallel.groups import destroy_process_groups
 
     with patch.dict(os.environ, environment(), clear=True):
         try:
-            return main(["train", str(config), *arguments])
+            return main(list(arguments))
         finally:
             destroy_process_groups()
 

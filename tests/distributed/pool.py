@@ -19,6 +19,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -30,15 +31,15 @@ _REPOSITORY = Path(__file__).parents[2]
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "CUDA_VISIBLE_DEVICES": "",
-    # The repository before the PYTHONPATH of the tests, because Selectron need not be installed. This folder for
-    # `prepared_import`: the fork server of Python 3.11 does not take over the parent's sys.path.
+    # The repository comes before the PYTHONPATH of the tests, because Selectron need not be installed. This folder
+    # contains `prepared_import`. The fork server of Python 3.11 does not inherit the parent's sys.path.
     "PYTHONPATH": os.pathsep.join(filter(None, [str(_REPOSITORY), str(_HERE), os.environ.get("PYTHONPATH")])),
     # Megatron passes small functions to torch.compile. On the CPU its import takes as long as that of torch, and
     # compiling one function in every process takes longer than most cases.
     "TORCHDYNAMO_DISABLE": "1",
 }
-# None of these modules starts a thread at import. A thread would not survive the fork.
-_IMPORTED_ONCE = [
+# Modules that the fork server imports. None of them starts a thread at import, which would not survive the fork.
+_PRELOADED = [
     "prepared_import",
     *("megatron_ext.training.build", "megatron_ext.optim.zero1", "megatron_ext.optim.zero23"),
     *("megatron_ext.config.derive", "megatron_ext.config.rules", "megatron_ext.checkpoint.store"),
@@ -64,9 +65,9 @@ class WorkerPool:
     patience = 2.0
     """Seconds that an idle worker has to exit before it is killed."""
 
-    life = 80
+    max_calls = 80
     """Number of calls after which workers are replaced. A heap was once found corrupted in a process that had trained
-    hundreds of models, and nowhere else. Users do not do that."""
+    hundreds of models, which no command does, and never in another process."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -89,7 +90,7 @@ class WorkerPool:
         Raises:
             WorkerFailed: one of them raised, died or did not answer.
         """
-        if self._calls == self.life:
+        if self._calls == self.max_calls:
             self.stop()
         if not self._workers:
             self._start()
@@ -143,17 +144,27 @@ class WorkerPool:
 
 
 def start_process(function: Callable[..., Any], *args: Any, name: str | None = None, daemon: bool = False) -> Any:
-    """Start a process that calls a function of a module (pickled by name). It has Megatron imported from its start.
+    """Start a process that calls a function. It is forked from a server without threads that has imported Megatron.
 
-    It is forked from a server process without threads. A daemon ends with this process, and cannot save checkpoints,
-    which starts child processes.
+    Args:
+        function: a function of a module (pickled by name).
+        args: arguments of the function, picklable.
+        name: name of the process.
+        daemon: end the process with this one. A daemon cannot save checkpoints, which starts child processes.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_IMPORTED_ONCE)
-    with _environment(ENVIRONMENT):  # for the fork server, which the first call starts and processes inherit from
-        process = context.Process(target=function, args=args, name=name, daemon=daemon)
+    context.set_forkserver_preload(_PRELOADED)
+    with _environment(ENVIRONMENT):  # the first call starts the fork server, whose environment all processes inherit
+        process = context.Process(target=_call_preloaded, args=(_PRELOADED, function, *args), name=name, daemon=daemon)
         process.start()
     return process
+
+
+def _call_preloaded(modules: list[str], function: Callable[..., Any], *args: Any) -> None:
+    # The fork server ignores a module that it cannot import. Here the import fails again, visibly.
+    for module in modules:
+        import_module(module)
+    function(*args)
 
 
 def _receive(connection: Connection, stack: Path) -> tuple[bool, Any]:

@@ -1,4 +1,4 @@
-"""Preparation for megatron-core on the CPU. The fork server imports this module first, as commands call it first."""
+"""Preparation for the import of megatron-core. The fork server can only import modules, so this one makes the call."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import parity
 import pytest
 import torch
 import torch.distributed as dist
-from pool import WorkerFailed, WorkerPool
+from pool import WorkerFailed, WorkerPool, start_process
 
 
 def _sum_of_ranks(rank: int, world_size: int, extra: int) -> tuple[int, int, int]:
@@ -51,7 +51,7 @@ def test_workers_stay_and_have_one_thread_and_no_gpu(pool: WorkerPool) -> None:
 
 
 def test_workers_are_replaced_after_so_many_calls(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "life", 2)
+    monkeypatch.setattr(pool, "max_calls", 2)
     pool.stop()
     processes = [pool.run(_environment, 1)[0][2] for _ in range(5)]
     assert processes[0] == processes[1] != processes[2] == processes[3] != processes[4]
@@ -73,21 +73,30 @@ def test_a_case_leaves_no_process_groups_behind(pool: WorkerPool) -> None:
     assert max(counts[0]) < 30
 
 
-def _numbered(rank: int, world_size: int) -> list[int]:
-    """Number a module and its child as DeepSpeed does for ZeRO-3, and return both numbers."""
+def _module_numbers(rank: int, world_size: int) -> list[int]:
+    """Let DeepSpeed number a module and its child, as it does for ZeRO-3, and return both numbers."""
     import deepspeed.runtime.zero.parameter_offload as offload
 
     module = torch.nn.Sequential(torch.nn.Identity())
-    unconnected = offload.DeepSpeedZeRoOffload.__new__(offload.DeepSpeedZeRoOffload)
-    unconnected.module, unconnected.forward_hooks, unconnected.backward_hooks = None, [], []
-    unconnected._register_deepspeed_module(module)
+    zero3 = offload.DeepSpeedZeRoOffload.__new__(offload.DeepSpeedZeRoOffload)  # without its process group
+    zero3.module, zero3.forward_hooks, zero3.backward_hooks = None, [], []
+    zero3._register_deepspeed_module(module)
     return [module.ds_id, module[0].ds_id]
 
 
 def test_deepspeed_numbers_modules_from_zero_in_every_call(pool: WorkerPool) -> None:
     """The first call builds a model on one rank alone. The ranks of the second must agree nevertheless."""
-    assert pool.run(_numbered, 1) == [[0, 1]]
-    assert pool.run(_numbered, 2) == [[0, 1]] * 2
+    assert pool.run(_module_numbers, 1) == [[0, 1]]
+    assert pool.run(_module_numbers, 2) == [[0, 1]] * 2
+
+
+def test_a_module_that_cannot_be_preloaded_ends_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fork server itself ignores such a module."""
+    for modules, code in ((["json"], 0), (["no_such_module"], 1)):
+        monkeypatch.setattr("pool._PRELOADED", modules)
+        process = start_process(abs, -1)
+        process.join(60)
+        assert process.exitcode == code
 
 
 @pytest.mark.slow

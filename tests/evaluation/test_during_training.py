@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 import whole_run
 from corpora import prepared
-from launching import call, curve, environment, records, write_config
+from launching import call, call_command, curve, records, write_config
 from questions import write_questions
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron_ext.cli import main
 from megatron_ext.evaluation.generators import preserve_random_states
-from megatron_ext.parallel.groups import destroy_process_groups
 
 RETRIEVAL = ["training.evaluate_suites=[retrieval]", "training.evaluate_suites_every=2"]
 BOTH = ["training.evaluate_suites=[retrieval, fewshot]", RETRIEVAL[1]]
@@ -105,11 +101,7 @@ def _scores(results: dict[str, Any]) -> dict[str, float]:
 def _evaluate(run: Path, output: Path, options: list[str]) -> None:
     """Evaluate the finished run in this process."""
     arguments = ["evaluate", str(run), "--suite", "retrieval,fewshot", *options, "--output", str(output)]
-    with patch.dict(os.environ, environment(), clear=True):
-        try:
-            assert main(arguments) == 0
-        finally:
-            destroy_process_groups()
+    assert call_command(*arguments) == 0
 
 
 def _numbers(folder: Path, suite: str) -> dict[str, Any]:

@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
-from unittest.mock import patch
 
 import numpy as np
 import pytest
-from launching import ROOT, environment, write_config
+from launching import ROOT, call_command, environment, write_config
 from ruamel.yaml import YAML
 
 from megatron_ext.analysis.token_classes import read_class_losses, read_classes_file
 from megatron_ext.checkpoint.folder import CheckpointFolder, Progress, Retention
 from megatron_ext.cli import main
-from megatron_ext.parallel.groups import destroy_process_groups
-
-
-def _evaluate(*arguments: str) -> None:
-    """Evaluate in the process of the tests."""
-    with patch.dict(os.environ, environment(), clear=True):
-        try:
-            assert main(["evaluate", *arguments]) == 0
-        finally:
-            destroy_process_groups()
 
 
 def _evaluate_in_two_processes(*arguments: str) -> str:
@@ -67,14 +55,14 @@ def test_losses_are_those_of_training(run: Path, tmp_path: Path) -> None:
 def test_losses_of_one_process_with_data_at_an_address_are_those_of_training(run: Path, tmp_path: Path) -> None:
     data = YAML(typ="safe").load(run / "config.yaml")["data"]["path"]
     address = [f"data.path=file://{data}", f"data.cache_dir={tmp_path / 'cache'}"]
-    _evaluate(str(run), "domains.sequences=3", "--output", str(tmp_path / "out"), *address)
+    assert call_command("evaluate", str(run), "domains.sequences=3", "--output", str(tmp_path / "out"), *address) == 0
     assert _losses(tmp_path / "out" / "domains.json") == pytest.approx(_in_training(run), abs=2e-6)
     assert list((tmp_path / "cache").glob("*/test/Other/*.tar"))
 
 
 @pytest.mark.slow
 def test_a_checkpoints_folder_says_its_step(run: Path) -> None:
-    _evaluate(str(run / "checkpoints" / "step_2"), "domains.sequences=3")
+    assert call_command("evaluate", str(run / "checkpoints" / "step_2"), "domains.sequences=3") == 0
     results = run / "evaluation" / "step_2" / "domains.json"
     assert json.loads(results.read_text())["step"] == 2
     assert _losses(results) != pytest.approx(_in_training(run), abs=1e-3)
@@ -84,7 +72,7 @@ def test_a_checkpoints_folder_says_its_step(run: Path) -> None:
 def test_what_suites_find_stands_in_the_report(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Run two suites at once into the run's own folder, and read the results in the report."""
     options = ["retrieval.lengths=[64]", "retrieval.tasks=[mqar, induction]", "retrieval.depths=[0.5]"]
-    _evaluate(str(run), "--suite", "domains,retrieval", *options, "retrieval.samples=3")
+    assert call_command("evaluate", str(run), "--suite", "domains,retrieval", *options, "retrieval.samples=3") == 0
     results = run / "evaluation" / "step_4"
     assert capsys.readouterr().out == "".join(
         (results / f"{suite}.md").read_text() + "\n" for suite in ("domains", "token_classes", "retrieval")
@@ -142,10 +130,7 @@ def test_all_suites_are_checked_before_the_first_is_computed(
     monkeypatch.setattr(runner, "load_chunks", computed)
     run = _run_without_weights(tmp_path, data)
     before = sorted(run.rglob("*"))
-    try:
-        said = _refused(capsys, str(run), "--suite", "domains,retrieval", *arguments)
-    finally:
-        destroy_process_groups()
+    said = _refused(capsys, str(run), "--suite", "domains,retrieval", *arguments)
     assert said.startswith(line)
     assert sorted(run.rglob("*")) == before
 
@@ -184,8 +169,7 @@ def test_a_checkpoint_of_another_step(capsys: pytest.CaptureFixture[str], tmp_pa
 
 
 def _refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    with patch.dict(os.environ, environment(), clear=True):
-        assert main(["evaluate", *arguments]) == 2
+    assert call_command("evaluate", *arguments) == 2
     (line,) = capsys.readouterr().err.splitlines()
     return line.removeprefix("selectron: error: ")
 

@@ -24,9 +24,9 @@ from corpora import prepared
 from faults import Act, nothing
 from launching import curve, records, write_config
 from rank_server import program
-from sabotaged import CHECKPOINT_EVERY, NAN_ONCE, STUCK_ONCE, holding_file, set_free
+from sabotaged import CHECKPOINT_EVERY, NAN_ONCE, STUCK_ONCE, holding_file, stop_holding
 from slurm_cluster import SlurmCluster
-from slurm_runs import ASK_SECONDS, FIELDS, LAUNCH, call, finished, job_events, launched, released, state, wait_for
+from slurm_runs import FIELDS, LAUNCH, POLL_SECONDS, call, finished, job_events, launched, released, state, wait_for
 
 from megatron_ext.checkpoint.folder import CheckpointFolder
 from megatron_ext.launch.job import list_jobs
@@ -54,10 +54,11 @@ class Drill:
     Attributes:
         name: name in the table.
         noticed_by: detector named in the table.
-        cause: function that injects the fault while the run is in a step; `nothing`: `sabotaged` injects it.
+        cause: function that injects the fault while the run is held in a step; `nothing`: `sabotaged` injects it.
         repair: function that removes the fault once it has been detected.
         is_outage: whether the job ends because of the fault and is requeued.
-        ends_hold: whether the step goes on at once; else the run is held until a signal arrives or the job has ended.
+        ends_hold: whether the run is released at once; otherwise it is held until a signal arrives or the job has
+            ended.
         since: event of the job from which the time to detection is measured; empty: measured from the cause.
         goes_back: steps that the run resumes before the newest checkpoint.
         expected: events of the job from the fault on; empty: not checked.
@@ -196,13 +197,13 @@ def launched_series(cluster: SlurmCluster, config: Path, series: Series) -> Path
 
 def perform(cluster: SlurmCluster, folder: Path, series: Series) -> list[Course]:
     """Disturb a launched run by one drill after the other, and wait for its end."""
-    courses = [_disturbed(cluster, folder, drill) for drill in series.drills]
-    set_free(folder)
+    courses = [_disturb(cluster, folder, drill) for drill in series.drills]
+    stop_holding(folder)
     finished(cluster, folder)
     return courses
 
 
-def _disturbed(cluster: SlurmCluster, folder: Path, drill: Drill) -> Course:
+def _disturb(cluster: SlurmCluster, folder: Path, drill: Drill) -> Course:
     """Inject a fault into a run that is held in a step, and wait until it trains again."""
     if drill.cause is nothing:
         return Course()
@@ -218,9 +219,9 @@ def _disturbed(cluster: SlurmCluster, folder: Path, drill: Drill) -> Course:
     if drill.since:
         wait_for(folder, lambda: drill.since in job_events(folder)[seen:])
         seen, caused = job_events(folder).index(drill.since, seen) + 1, time.monotonic()
-    wait_for(folder, lambda: len(job_events(folder)) > seen or state(cluster, folder) != "RUNNING", pause=ASK_SECONDS)
+    wait_for(folder, lambda: len(job_events(folder)) > seen or state(cluster, folder) != "RUNNING", pause=POLL_SECONDS)
     detected = time.monotonic()
-    wait_for(folder, lambda: state(cluster, folder) != "RUNNING", pause=ASK_SECONDS)
+    wait_for(folder, lambda: state(cluster, folder) != "RUNNING", pause=POLL_SECONDS)
     drill.repair(cluster, folder)
     again, newest = _until_begun_anew(cluster, folder, inode)
     wait_for(folder, lambda: _has_trained(folder, newest - drill.goes_back))
@@ -245,10 +246,10 @@ def fill_disk(cluster: SlurmCluster, config: Path, disk: Path, values: Sequence[
     `Course.resumed` is measured from the next `selectron launch`.
 
     Args:
-        cluster: of nodes that see the disk.
-        config: of a run on the disk.
-        disk: small, see `small_disk`.
-        values: of `training.async_checkpoints` in the starts that meet the full disk.
+        cluster: cluster whose nodes see the disk.
+        config: configuration of a run on the disk.
+        disk: folder of a small disk, see `small_disk`.
+        values: values of `training.async_checkpoints` in the starts during which the disk is full.
     """
     filler, folder = disk / "filler", disk / "full"
     fields = [*FIELDS, *DRILL_FIELDS, "training.keep_checkpoints=2", f"run.name={folder.name}"]
@@ -270,13 +271,13 @@ def fill_disk(cluster: SlurmCluster, config: Path, disk: Path, values: Sequence[
         wait_for(folder, is_refused)
         detected, newest, events = time.monotonic(), _newest(folder), job_events(folder)
         filler.unlink()
-        wait_for(folder, lambda: state(cluster, folder) == "FAILED", pause=ASK_SECONDS)  # not "COMPLETING"
+        wait_for(folder, lambda: state(cluster, folder) == "FAILED", pause=POLL_SECONDS)  # not "COMPLETING"
         again = time.monotonic()
         call(cluster, *command, f"training.async_checkpoints={following}", "--resume")
         wait_for(folder, lambda inode=inode: _inode(folder) != inode)
         wait_for(folder, lambda newest=newest: _has_trained(folder, newest or 0))
         courses.append(Course(detected - caused, time.monotonic() - again, newest, events))
-    set_free(folder)
+    stop_holding(folder)
     return finished(cluster, folder), courses
 
 
@@ -316,7 +317,7 @@ def _until_begun_anew(cluster: SlurmCluster, folder: Path, inode: int) -> tuple[
         newest = max(newest, latest)
         return False
 
-    wait_for(folder, has_begun_anew, pause=ASK_SECONDS)
+    wait_for(folder, has_begun_anew, pause=POLL_SECONDS)
     return again, newest
 
 

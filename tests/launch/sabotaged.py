@@ -23,11 +23,13 @@ if TYPE_CHECKING:
 
 CHECKPOINT_EVERY = 2
 NAN_ONCE = "nan_once"
+"""Fault: a gradient of rank 1 is NaN in one attempt of a step."""
 STUCK_ONCE = "stuck_once"
+"""Fault: the first rank ignores a request to stop while it is held, in the start after the first requeue."""
 
 
-class Start:
-    """Faults of this start of a run, as a replacement of `TrainingLoop._attempt`.
+class FaultyStart:
+    """Hold and faults of this start of a run, with a replacement of `TrainingLoop._attempt`.
 
     Args:
         attempt: the original method.
@@ -37,13 +39,13 @@ class Start:
     def __init__(self, attempt: Callable[..., Any], faults: Sequence[str]) -> None:
         self._attempt, self._faults = attempt, faults
         self._attempts = 0
-        self._due: int | None = None  # step of the checkpoint with which this start is held
+        self._due: int | None = None  # this start is held once there is a checkpoint of this step or a later one
 
     def attempt(self, loop: TrainingLoop, batches: Any, stop: StopRequest, *arguments: Any) -> Any:
         """Hold the first rank if it is time, and attempt a step."""
         newest = loop.store.folder.latest()
         if self._due is None:
-            # The first fault may cost a checkpoint.
+            # The first fault of a run may damage its newest checkpoint, so there must be two.
             self._due = 2 * CHECKPOINT_EVERY if newest is None else newest + 1
             if NAN_ONCE in self._faults:
                 next(iter(loop.trainer.optimizer.chunks[0].parameters())).register_hook(self._broken)
@@ -55,32 +57,32 @@ class Start:
         return self._attempt(loop, batches, stop, *arguments)
 
     def _broken(self, gradient: Any) -> Any:
-        """Make a gradient of rank 1 NaN at the third attempt before any requeue, ahead of the checkpoint that holds."""
+        """Make a gradient of rank 1 NaN in the third attempt of the first start, before this start is held."""
         is_due = os.environ["RANK"] == "1" and self._attempts == 3 and not restarts()
         return gradient * math.nan if is_due else gradient
 
 
 def holding_file(run: Path) -> Path:
-    """File that exists while the first rank of a run is held. Deleting it releases the rank."""
+    """File that exists while the first rank of a run is held. Removing it releases the rank."""
     return run.with_name(f"{run.name}.held")
 
 
-def _free_file(run: Path) -> Path:
-    """File that keeps a run from being held."""
-    return run.with_name(f"{run.name}.free")
+def _never_held_file(run: Path) -> Path:
+    """File that exists if no start of a run is to be held any more."""
+    return run.with_name(f"{run.name}.never_held")
 
 
-def set_free(run: Path) -> None:
-    """Keep a run from being held from now on."""
-    _free_file(run).touch()
+def stop_holding(run: Path) -> None:
+    """Release a run, and let its later starts train without being held."""
+    _never_held_file(run).touch()
     holding_file(run).unlink(missing_ok=True)
 
 
 def _hold(run: Path, is_released: Callable[[], bool]) -> None:
-    held, free = holding_file(run), _free_file(run)
-    if not free.exists():
+    held, never_held = holding_file(run), _never_held_file(run)
+    if not never_held.exists():
         held.touch()
-    while held.exists() and not free.exists() and not is_released():
+    while held.exists() and not never_held.exists() and not is_released():
         time.sleep(0.1)
     held.unlink(missing_ok=True)
 
@@ -97,6 +99,6 @@ def run(arguments: Sequence[str]) -> int:
     faults, *module = arguments[:3]
     assert module == ["-m", "megatron_ext.cli"]
     sys.argv[:] = ["selectron", *arguments[3:]]
-    start = Start(TrainingLoop._attempt, faults.split(","))
+    start = FaultyStart(TrainingLoop._attempt, faults.split(","))
     with patch.object(TrainingLoop, "_attempt", lambda *arguments: start.attempt(*arguments)):
         return main()

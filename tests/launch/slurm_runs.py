@@ -21,8 +21,8 @@ from megatron_ext.launch.status import read_job_events
 
 STEPS = 24
 RELEASE_SECONDS = 2
-ASK_SECONDS = 0.5
-"""Pause between two questions to Slurm. Each starts several processes on the processors that the ranks share."""
+POLL_SECONDS = 0.5
+"""Pause between two queries of Slurm. Each starts several processes on the cores that the ranks use, too."""
 FIELDS = [f"training.steps={STEPS}", "training.evaluate_every=0", "training.micro_batch_size=1"]
 CLI = (sys.executable, "-m", "megatron_ext.cli")
 LAUNCH = ("launch", "--no-preflight")
@@ -80,7 +80,7 @@ def state(cluster: SlurmCluster, folder: Path) -> str:
 
 
 def wait_for(folder: Path, condition: Callable[[], object], seconds: float = 300, pause: float = 0.05) -> None:
-    """Wait for a condition on a run. Pause `ASK_SECONDS` between two calls of one that asks Slurm."""
+    """Wait for a condition on a run. Pass `POLL_SECONDS` as the pause if the condition queries Slurm."""
     end = time.monotonic() + seconds
     while not condition():
         log = list_jobs(folder)[-1].log
@@ -121,7 +121,7 @@ def finished(cluster: SlurmCluster, folder: Path) -> Path:
         released(cluster, folder)
         return False
 
-    wait_for(folder, is_finished, pause=ASK_SECONDS)
+    wait_for(folder, is_finished, pause=POLL_SECONDS)
     return folder
 
 

@@ -27,9 +27,9 @@ from drills import (
 )
 from launching import ROOT, curve, records, write_config
 from rank_server import program
-from sabotaged import holding_file, set_free
+from sabotaged import holding_file, stop_holding
 from slurm_cluster import PATH, SlurmCluster, missing
-from slurm_runs import ASK_SECONDS, CLI, FIELDS, STEPS, first_steps, job_events, number, release
+from slurm_runs import CLI, FIELDS, POLL_SECONDS, STEPS, first_steps, job_events, number, release
 
 from megatron_ext.launch.job import list_jobs
 from megatron_ext.launch.status import read_job_events
@@ -156,12 +156,12 @@ def test_template_submitted_by_hand(
         end = time.monotonic() + 300
         while not condition():
             assert time.monotonic() < end, (notes(), (tmp_path / f"selectron-{job}.log").read_text())
-            time.sleep(ASK_SECONDS)
+            time.sleep(POLL_SECONDS)
 
     is_past(holding_file(folder).exists)
     cluster.run("scancel", "--batch", "--signal=USR1", job)
     is_past(lambda: release(cluster, job))
-    set_free(folder)
+    stop_holding(folder)
     is_past(lambda: notes()[-1:] == ["finished"])
     begun, asked, ended, *again = notes()
     assert [begun, asked, *again] == ["begun on n1", "asked to stop by USR1", "starts anew", begun, "finished"]

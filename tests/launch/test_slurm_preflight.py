@@ -15,7 +15,7 @@ import pytest
 from corpora import prepared
 from launching import write_config
 from slurm_cluster import SlurmCluster, missing
-from slurm_runs import ASK_SECONDS, call, release
+from slurm_runs import POLL_SECONDS, call, release
 
 from megatron_ext.launch.job import Job, list_jobs
 from megatron_ext.launch.status import read_job_events
@@ -65,7 +65,7 @@ def wait_for(cluster: SlurmCluster, job: Job, condition: Callable[[list[str]], o
     while not condition(job_events(job)):
         assert time.monotonic() < end, (job_events(job), job.log.read_text() if job.log.exists() else "no log")
         release(cluster, str(job.number))
-        time.sleep(ASK_SECONDS)
+        time.sleep(POLL_SECONDS)
     return job_events(job)
 
 

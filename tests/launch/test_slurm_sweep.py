@@ -14,7 +14,7 @@ import pytest
 from corpora import prepared
 from launching import records, write_config
 from rank_server import program, ranks_of
-from sabotaged import holding_file, set_free
+from sabotaged import holding_file, stop_holding
 from slurm_cluster import SlurmCluster, missing
 from slurm_runs import call, job_events, state, wait_for
 
@@ -60,7 +60,7 @@ def test_killed_sweep_is_resumed_and_fitted(cluster: SlurmCluster, tmp_path: Pat
     folder.mkdir(parents=True)
     for name in NAMES:
         if name != HELD:
-            set_free(folder / name)
+            stop_holding(folder / name)
     assert len(call(cluster, *command).splitlines()) == len(NAMES) + 1
     assert json.loads((folder / "sweep.json").read_text())["runs"] == NAMES
     assert config.exists()
@@ -78,7 +78,7 @@ def test_killed_sweep_is_resumed_and_fitted(cluster: SlurmCluster, tmp_path: Pat
     before = [run for run in runs if is_finished(run)]
     assert 2 <= len(before) < len(NAMES)
     wait_for(going, lambda: not cluster.run("squeue", "--noheader"))  # they may still write a checkpoint
-    set_free(going)
+    stop_holding(going)
 
     printed = call(cluster, *command)
     assert all(f"{run.name}: job" not in printed for run in before)

@@ -11,16 +11,14 @@ from unittest.mock import patch
 import of_a_run
 import pytest
 from corpora import prepared
-from launching import TP2, environment, write_config
+from launching import TP2, call_command, environment, write_config
 from lm_eval.models.huggingface import HFLM
 from lm_evals import DEFINITIONS, definitions, lm_evals_numbers, same
 from questions import write_questions
 from small_model import END, small_tokenizer
 from tokenizers import Tokenizer, processors
 
-from megatron_ext.cli import main
 from megatron_ext.evaluation.fewshot.options import FewshotOptions
-from megatron_ext.parallel.groups import destroy_process_groups
 
 pytestmark = pytest.mark.slow
 
@@ -58,9 +56,8 @@ def run(folder: Path, pool: Any) -> Path:
 @pytest.fixture(scope="module")
 def theirs(folder: Path, run: Path) -> Numbers:
     """Results of lm-eval's own model, loaded from the exported folder."""
-    with patch.dict(os.environ, environment(), clear=True):
-        assert main(["convert", str(run), str(folder / "hf"), "--to", "hf"]) == 0
-    # Selecting a platform sets variables for DeepSpeed. They would make lm-eval look for other ranks.
+    assert call_command("convert", str(run), str(folder / "hf"), "--to", "hf") == 0
+    # A platform selected earlier has set variables for DeepSpeed. They would make lm-eval look for other ranks.
     with patch.dict(os.environ, environment(), clear=True):
         own = HFLM(pretrained=str(folder / "hf"), device="cpu", batch_size=1)
     assert type(own.model).__name__ == "LlamaForCausalLM"
@@ -85,13 +82,8 @@ def test_numbers_of_the_command_are_lm_evals_own(
     run: Path, folder: Path, theirs: Numbers, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "out"
-    arguments = ["evaluate", str(run), "--suite", "fewshot", f"fewshot.data={folder / 'published'}"]
-    arguments += [f"fewshot.limit={LIMIT}", "--output", str(output)]
-    with patch.dict(os.environ, environment(), clear=True):
-        try:
-            assert main(arguments) == 0
-        finally:
-            destroy_process_groups()
+    options = [f"fewshot.data={folder / 'published'}", f"fewshot.limit={LIMIT}", "--output", str(output)]
+    assert call_command("evaluate", str(run), "--suite", "fewshot", *options) == 0
     same(numbers_of(output), theirs)
     told = json.loads((output / "fewshot.json").read_text())
     assert told["step"] == STEPS
