@@ -10,8 +10,8 @@ from data_prep.prepare import PrepareOptions
 from data_prep.running.execution import Execution
 from data_prep.stages import Filtering
 
-ONE_PASS = Filtering(cleaning=None, duplicates="keep", overlap=None)
-"""Options for a single stage, for tests of that stage or of stages in general."""
+UNFILTERED = Filtering(cleaning=None, duplicates="keep", overlap=None)
+"""No cleaning, deduplication or decontamination, so that a preparation has a single stage."""
 
 SIGNS = ["naïve", "東京", "λ→μ", "token,", "window.", "chunk\n", "{key}:", "3.14", "<b>", "'x'", "\t"]
 WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "mixer", "end", *SIGNS]

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from prep_fakes import ONE_PASS, lines, options, record, text, write_jsonl
+from prep_fakes import UNFILTERED, lines, options, record, text, write_jsonl
 
 from data_prep.contamination.overlap import OverlapOptions
 from data_prep.manifest import Manifest, UnusedEntry, load_manifest, match_domain
@@ -61,10 +61,10 @@ def test_kept_left_out_skipped_and_unused_are_all_records(tmp_path, tokenizer_fi
 
 
 def test_where_the_hash_splits_and_nothing_is_filtered(records, tmp_path, tokenizer_file):
-    manifest = prepare(options(records, tmp_path / "out", tokenizer_file, filtering=ONE_PASS))
+    manifest = prepare(options(records, tmp_path / "out", tokenizer_file, filtering=UNFILTERED))
     assert accounted(manifest) == 3 * 20 + 3 * 15
     assert manifest.unused == [UnusedEntry("Book", UNUSED_REASON, 15)]
-    everything = {"train_domains": ["C4", "CommonCrawl", "Book"], "filtering": ONE_PASS}
+    everything = {"train_domains": ["C4", "CommonCrawl", "Book"], "filtering": UNFILTERED}
     manifest = prepare(options(records, tmp_path / "all", tokenizer_file, **everything))
     assert (accounted(manifest), manifest.unused) == (105, [])
     assert "not used" not in format_summary(manifest, "")
@@ -78,7 +78,7 @@ def test_spellings_of_a_domain_are_one_domain(tmp_path, tokenizer_file, named, f
     other = "c4" if first == "C4" else "C4"
     content = [*lines([first], 12), *lines([other], 8), *lines(["ARXIV"], 4), *lines(["arxiv"], 3)]
     source = write_jsonl(tmp_path / "x.jsonl", content)
-    changes = {"train_domains": named, "validation_fraction": 0.0, "filtering": ONE_PASS}
+    changes = {"train_domains": named, "validation_fraction": 0.0, "filtering": UNFILTERED}
     manifest = prepare(options(source, tmp_path / "out", tokenizer_file, **changes))
     spelling = "C4" if named is None else first
     assert [(entry.split, entry.domain, entry.documents) for entry in manifest.domains] == [
@@ -104,7 +104,7 @@ def test_of_many_domains_the_largest_have_a_line(records, tmp_path, tokenizer_fi
         records / "c.jsonl",
         [record(f"D{number}", text(f"{number} {i}")) for number in range(30) for i in range(number + 1)],
     )
-    manifest = prepare(options(records, tmp_path / "out", tokenizer_file, filtering=ONE_PASS))
+    manifest = prepare(options(records, tmp_path / "out", tokenizer_file, filtering=UNFILTERED))
     printed = [line for line in format_summary(manifest, "").splitlines() if line.startswith("not used: ")]
     assert printed[0] == f"not used: 30 of D29 ({UNUSED_REASON})"
     assert printed[-1] == "not used: 66 of 11 more domains, which the manifest lists"

@@ -67,11 +67,11 @@ def test_malformed_record_stops_or_is_skipped(tmp_path, tokenizer_file, name, co
     source.write_bytes(content)
     output = tmp_path / "out"
     with pytest.raises(UserError) as caught:
-        prepare(prep_fakes.options(source.parent, output, tokenizer_file, filtering=prep_fakes.ONE_PASS))
+        prepare(prep_fakes.options(source.parent, output, tokenizer_file, filtering=prep_fakes.UNFILTERED))
     assert str(caught.value).startswith(f"{source.parent}/{message}")
     assert re.search(r"; (repair it|give .* with --\S+) or pass --on-error skip$", str(caught.value))
     assert [path.name for path in tmp_path.iterdir()] == ["raw"]
-    changes = {"on_error": "skip", "filtering": prep_fakes.ONE_PASS}
+    changes = {"on_error": "skip", "filtering": prep_fakes.UNFILTERED}
     manifest = prepare(prep_fakes.options(source.parent, output, tokenizer_file, **changes))
     (skipped,) = manifest.skipped
     assert (Path(skipped.file).name.split(":")[0], skipped.records) == (name, 1)

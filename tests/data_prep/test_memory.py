@@ -1,4 +1,4 @@
-"""Memory of a worker is independent of its input: peaks of a process after a small input, and then after a large one.
+"""Memory of a worker is independent of its input: peaks of a process after a small input and, later, after a large one.
 
 The larger input is ten times the smaller one. Records are random letters, so that they barely compress.
 """
@@ -116,20 +116,20 @@ def _train_keys(number: int, generator: np.random.Generator) -> np.ndarray:
 
 
 def peaks(code: str, *arguments: Path) -> list[tuple[int, str]]:
-    """Run a program. Return the peak in bytes and the text of each line that it printed with `print_peak`."""
+    """Run a program. Return peak in bytes and text of each line that it printed by `print_peak`."""
     command = [sys.executable, "-c", code, *map(str, arguments)]
     output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
     lines = [line.split(maxsplit=1) for line in output.splitlines() if line[:1].isdigit()]
     return [(1024 * int(kibibytes), rest) for kibibytes, rest in lines]
 
 
-def folders(tmp_path: Path, write: Callable[[Path, int], None], numbers: tuple[int, int]) -> list[Path]:
-    """Write an input of each size to a folder."""
-    found = [tmp_path / str(number) for number in numbers]
-    for folder, number in zip(found, numbers, strict=True):
+def write_inputs(tmp_path: Path, write: Callable[[Path, int], None], numbers: tuple[int, int]) -> list[Path]:
+    """Write an input for each number of records or documents. Return the folders."""
+    folders = [tmp_path / str(number) for number in numbers]
+    for folder, number in zip(folders, numbers, strict=True):
         folder.mkdir()
         write(folder, number)
-    return found
+    return folders
 
 
 @pytest.mark.parametrize(
@@ -138,21 +138,21 @@ def folders(tmp_path: Path, write: Callable[[Path, int], None], numbers: tuple[i
 )
 def test_memory_of_reading_is_constant(tmp_path, write, small, growth):
     """4 and 40 MB, or tables of 16 and 160 MB, because Arrow's pool only fills after about 10 batches of 8 MB."""
-    (first, few), (second, many) = peaks(READ, *folders(tmp_path, write, (small, 10 * small)))
+    (first, few), (second, many) = peaks(READ, *write_inputs(tmp_path, write, (small, 10 * small)))
     assert (few.split()[0], many.split()[0]) == (str(small * 20_000), str(10 * small * 20_000))
     assert second < first + growth, (first, second)
 
 
 def test_memory_of_a_preparation_is_constant(tmp_path, tokenizer_file):
     """0.6 and 6 MB: one batch and twelve."""
-    (first, few), (second, many) = peaks(PREPARE, tokenizer_file, *folders(tmp_path, write_words, (30, 300)))
+    (first, few), (second, many) = peaks(PREPARE, tokenizer_file, *write_inputs(tmp_path, write_words, (30, 300)))
     assert few == many == "exit 0"
     assert second < first + 160 * MEBIBYTE, (first, second)
 
 
 def test_memory_of_choosing_survivors_is_constant(tmp_path):
     """40,000 and 400,000 documents, with 10,000 rows at a time. 130 bytes per document would add 45 MiB."""
-    (first, few), (second, many) = peaks(CHOOSE, *folders(tmp_path, write_chain, (40_000, 400_000)))
+    (first, few), (second, many) = peaks(CHOOSE, *write_inputs(tmp_path, write_chain, (40_000, 400_000)))
     assert (few, many) == ("39999", "399999")
     assert second < first + 12 * MEBIBYTE, (first, second)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import webdataset
-from prep_fakes import ONE_PASS, lines, options, record, text, write_jsonl
+from prep_fakes import UNFILTERED, lines, options, record, text, write_jsonl
 from tokenizers import Tokenizer
 
 from data_prep import prepare as module
@@ -72,7 +72,7 @@ def test_shards_contain_the_documents(records, tmp_path, tokenizer_file):
 
 
 def test_index_points_at_the_tokens(records, tmp_path, tokenizer_file):
-    manifest = prepare(options(records, tmp_path / "out", tokenizer_file, filtering=ONE_PASS))
+    manifest = prepare(options(records, tmp_path / "out", tokenizer_file, filtering=UNFILTERED))
     entry = next(entry for entry in manifest.domains if entry.split == "train")
     assert len(entry.shards) > 1
     for shard in entry.shards:
@@ -109,7 +109,7 @@ def test_tokens_are_independent_of_shards_and_tasks(records, tmp_path, tokenizer
 def test_folders_determine_the_split(tmp_path, tokenizer_file):
     for folder in ("train", "validation", "test"):
         write_jsonl(tmp_path / "raw" / folder / "x.jsonl.zst", lines(["C4", "ArXiv"], 6, folder))
-    chosen = {"train_domains": ["c4"], "filtering": ONE_PASS}
+    chosen = {"train_domains": ["c4"], "filtering": UNFILTERED}
     manifest = prepare(options(tmp_path / "raw", tmp_path / "out", tokenizer_file, **chosen))
     sources = {
         (entry.split, entry.domain): {
@@ -144,7 +144,7 @@ def test_validation_fraction(tmp_path, tokenizer_file):
         "test_domains": [],
         "validation_fraction": 0.1,
         "shard_tokens": 10**6,
-        "filtering": ONE_PASS,
+        "filtering": UNFILTERED,
     }
     manifest = prepare(options(source, tmp_path / "out", tokenizer_file, **chosen))
     held_out = {entry.split: entry.documents for entry in manifest.domains}["validation"]
@@ -157,7 +157,7 @@ def test_large_vocabulary_is_stored_as_uint32(records, tmp_path, tokenizer_file)
     size = max(vocabulary.values(), default=-1) + 1
     vocabulary |= {f"never-{number}-seen": number for number in range(size, 65536)}
     (tmp_path / "large.json").write_text(json.dumps(content))
-    manifest = prepare(options(records, tmp_path / "out", tmp_path / "large.json", filtering=ONE_PASS))
+    manifest = prepare(options(records, tmp_path / "out", tmp_path / "large.json", filtering=UNFILTERED))
     assert (manifest.dtype, manifest.tokenizer.vocab_size) == ("uint32", 65536)
     assert samples(tmp_path / "out", "test", "ArXiv")[0]["tokens.npy"].dtype == np.uint32
 
@@ -165,7 +165,7 @@ def test_large_vocabulary_is_stored_as_uint32(records, tmp_path, tokenizer_file)
 def test_tokenizer_is_trained_on_the_train_split_alone(records, tmp_path):
     trained = []
     for name in ("a", "b"):
-        prepare(options(records, tmp_path / name, "train", vocab_size=300, filtering=ONE_PASS))
+        prepare(options(records, tmp_path / name, "train", vocab_size=300, filtering=UNFILTERED))
         trained.append((tmp_path / name / "tokenizer.json").read_bytes())
         write_jsonl(records / "c.jsonl", [record("ArXiv", "zzzzqqqq " * 500), record("Book", "xxxxjjjj " * 500)])
     assert trained[0] == trained[1]
@@ -174,9 +174,9 @@ def test_tokenizer_is_trained_on_the_train_split_alone(records, tmp_path):
 def test_malformed_records_stop_or_are_reported(records, tmp_path, tokenizer_file):
     bad = write_jsonl(records / "bad.jsonl", ['{"text": 1}', "{", "{"])
     with pytest.raises(UserError, match=rf"^{re.escape(str(bad))}:1: no text \(`text` is a number\); "):
-        prepare(options(records, tmp_path / "out", tokenizer_file, filtering=ONE_PASS))
+        prepare(options(records, tmp_path / "out", tokenizer_file, filtering=UNFILTERED))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["raw"]
-    manifest = prepare(options(records, tmp_path / "out", tokenizer_file, on_error="skip", filtering=ONE_PASS))
+    manifest = prepare(options(records, tmp_path / "out", tokenizer_file, on_error="skip", filtering=UNFILTERED))
     assert [(item.file, item.reason, item.records) for item in manifest.skipped] == [
         (str(bad), "no text", 1),
         (str(bad), "not JSON", 2),
@@ -215,7 +215,7 @@ def test_options_at_fault(records, tmp_path, tokenizer_file, changes, message):
 def test_domain_that_is_in_no_used_folder(tmp_path, tokenizer_file):
     write_jsonl(tmp_path / "raw/train/x.jsonl", lines(["C4", "ArXiv"], 3))
     write_jsonl(tmp_path / "raw/test/x.jsonl", lines(["Book"], 3))
-    chosen = {"train_domains": ["C4"], "filtering": ONE_PASS}
+    chosen = {"train_domains": ["C4"], "filtering": UNFILTERED}
     with pytest.raises(UserError, match=r"^--test-domains: ArXiv has no document in the test split; "):
         prepare(options(tmp_path / "raw", tmp_path / "out", tokenizer_file, **chosen))
     assert not (tmp_path / "out").exists()
@@ -232,7 +232,7 @@ def test_what_is_there_is_not_touched(records, tmp_path, tokenizer_file):
         prepare(options(records, tmp_path / "other", tokenizer_file))
     assert everything(out) == everything(foreign) == {"precious": b"mine"}
     (tmp_path / "empty").mkdir()
-    prepare(options(records, tmp_path / "empty", tokenizer_file, filtering=ONE_PASS))  # an empty folder may be replaced
+    prepare(options(records, tmp_path / "empty", tokenizer_file, filtering=UNFILTERED))  # an empty folder is replaced
 
 
 def test_full_disk_keeps_the_work(records, tmp_path, tokenizer_file, monkeypatch):
@@ -244,10 +244,10 @@ def test_full_disk_keeps_the_work(records, tmp_path, tokenizer_file, monkeypatch
         with pytest.raises(
             UserError, match=r"\.tar: cannot be read or written \(No space left on device\); free space"
         ):
-            prepare(options(records, tmp_path / "out", tokenizer_file, filtering=ONE_PASS))
+            prepare(options(records, tmp_path / "out", tokenizer_file, filtering=UNFILTERED))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.partial", "raw"]
-    prepare(options(records, tmp_path / "out", tokenizer_file, filtering=ONE_PASS))
-    prepare(options(records, tmp_path / "whole", tokenizer_file, filtering=ONE_PASS))
+    prepare(options(records, tmp_path / "out", tokenizer_file, filtering=UNFILTERED))
+    prepare(options(records, tmp_path / "whole", tokenizer_file, filtering=UNFILTERED))
     assert everything(tmp_path / "out") == everything(tmp_path / "whole")
 
 
@@ -258,11 +258,11 @@ def test_interrupted_while_shards_are_moved(records, tmp_path, tokenizer_file, m
     with monkeypatch.context() as patch:
         patch.setattr(merging, "save_manifest", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            prepare(options(records, tmp_path / "out", "train", vocab_size=300, tasks=2, filtering=ONE_PASS))
+            prepare(options(records, tmp_path / "out", "train", vocab_size=300, tasks=2, filtering=UNFILTERED))
     assert list((tmp_path / "out.partial").rglob("*.tar"))
     assert not (tmp_path / "out").exists()
-    prepare(options(records, tmp_path / "out", "train", vocab_size=300, tasks=2, filtering=ONE_PASS))
-    prepare(options(records, tmp_path / "whole", "train", vocab_size=300, tasks=2, filtering=ONE_PASS))
+    prepare(options(records, tmp_path / "out", "train", vocab_size=300, tasks=2, filtering=UNFILTERED))
+    prepare(options(records, tmp_path / "whole", "train", vocab_size=300, tasks=2, filtering=UNFILTERED))
     assert everything(tmp_path / "out") == everything(tmp_path / "whole")
 
 
@@ -284,7 +284,7 @@ def test_stopped_work_is_not_gone_on_with_otherwise(records, tmp_path, tokenizer
     with monkeypatch.context() as patch:
         patch.setattr(writing, "load_saved_tokenizer", stop)
         with pytest.raises(KeyboardInterrupt):
-            prepare(options(records, tmp_path / "out", mine, filtering=ONE_PASS))
+            prepare(options(records, tmp_path / "out", mine, filtering=UNFILTERED))
     if change == "input":
         write_jsonl(records / "b.jsonl", lines(["C4"], 40))
     elif change == "tokenizer":
@@ -292,7 +292,7 @@ def test_stopped_work_is_not_gone_on_with_otherwise(records, tmp_path, tokenizer
     before = everything(tmp_path / "out.partial")
     changes = change if isinstance(change, dict) else {}
     with pytest.raises(UserError) as caught:
-        prepare(options(records, tmp_path / "out", mine, filtering=ONE_PASS, **changes))
+        prepare(options(records, tmp_path / "out", mine, filtering=UNFILTERED, **changes))
     assert str(caught.value).startswith(f"{tmp_path / 'out.partial'}: ")
     assert message in str(caught.value)
     assert everything(tmp_path / "out.partial") == before

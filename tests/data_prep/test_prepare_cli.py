@@ -16,7 +16,7 @@ from data_prep.stages import Filtering
 from megatron_ext.utils.errors import UserError
 
 NO_FILTERS = ["--no-clean", "--duplicates", "keep", "--decontaminate", "off", "--workers", "1"]
-"""Options for a single stage in this process, for tests of everything else."""
+"""Options with which a single stage remains and runs in this process, for tests of everything else."""
 
 
 def parse(*arguments: str) -> argparse.Namespace:

@@ -43,7 +43,7 @@ from megatron_ext.training.build import build_trainer
 from megatron_ext.training.trainer import Trainer
 
 VOCABULARY, LENGTH, SEED = 117, 32, 1234  # padded to 128 rows, on the last tensor-parallel rank
-# The second step starts from updated parameters, and updates them by moments of two gradients. More steps repeat this.
+# The second step starts from updated parameters, and its moments combine two gradients. More steps would repeat this.
 STEPS = 2
 CLIP = 0.5  # below the first gradient norm of every model, so that steps are clipped
 

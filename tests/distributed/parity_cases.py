@@ -43,7 +43,7 @@ MODELS = {
     "attention": Model("attention*2"),
     "attention_window_gqa": Model("attention*2", {"attention": {"window": 5}}, {"num_query_groups": 2}, layouts=KINDS),
     "attention_alibi": Model("attention*2", {"attention": {"position_encoding": "alibi"}}, layouts=KINDS),
-    # The embedding adds positions in another order without sequence parallelism.
+    # Only with sequence parallelism, Megatron scatters the sum of token and position embeddings.
     "attention_learned": Model(
         "attention*2", {"attention": {"position_encoding": "learned"}}, layouts=(*KINDS, "tp2_cp2")
     ),
@@ -96,7 +96,7 @@ MODELS = {
 _WITH_A_LINE = {mixer for model in MODELS.values() for mixer in parse_pattern(model.pattern)}
 MODELS |= {mixer: Model(f"{mixer}*2") for mixer in sorted(set(load_all()) - _WITH_A_LINE)}
 
-# `parallel.sequence` is on by default, so layouts without sequence parallelism turn it off.
+# `parallel.sequence` is on by default, so layouts without sequence parallelism must turn it off.
 TWO = {
     "tp2": {"tensor": 2, "sequence": False},
     "tp2_sp": {"tensor": 2, "sequence": True},

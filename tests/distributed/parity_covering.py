@@ -1,8 +1,8 @@
 """Cases of `test_parity.py`: fewer than the full product of models, layouts, recomputation and sharding.
 
-By default, a model other than the hybrid one is compared under the layouts that reach different code of its mixers. A
-case trains several mixers as the layers of one model. Every pair of values in these comparisons, such as a mixer and a
-layout, is in at least one case.
+By default, the hybrid model is compared under every layout, and other models under those layouts that together execute
+all code of a mixer. A case trains several mixers as the layers of one model. Every pair of values in these comparisons,
+such as a mixer and a layout, is in at least one case.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from megatron_ext.config.pattern import parse_pattern
 from megatron_ext.mixers.core.base import Mixer
 from megatron_ext.mixers.core.registry import load_all
 
-# Layouts under which every model is compared by default. Together they reach all code of a mixer: heads split with and
-# without sequence parallelism, the first and the last pipeline stage, and each exchange. Under the other layouts only
-# the schedule or the sharding differs, which is the same code for all mixers. The hybrid model is compared under all.
-FOR_ALL = {"tp2_sp", "pp2", "cp2_states", "cp2_chunks", "tp2_pp2_sp", "tp2_cp2"}
+# Layouts under which every model is compared by default. Together they execute all code of a mixer: heads split with
+# and without sequence parallelism, the first and the last pipeline stage, and each exchange. In other layouts only the
+# schedule or the sharding differs, whose code is the same for all mixers. The hybrid model is compared under all.
+FOR_EVERY_MODEL = {"tp2_sp", "pp2", "cp2_states", "cp2_chunks", "tp2_pp2_sp", "tp2_cp2"}
 
 LAYERS = 4  # of a model of several mixers: divisible by all numbers of (virtual) pipeline stages
 
@@ -92,13 +92,14 @@ def full_product() -> list[Case]:
 def is_default(name: str, layout: str) -> bool:
     """Return True if a model is compared under a layout by default.
 
-    `cp2` is one for models that exchange heads there and not under `tp2_cp2`.
+    Besides `FOR_EVERY_MODEL`, this is `cp2` for models whose exchanges there are not compared under `tp2_cp2`.
     """
-    if name == "hybrid" or layout in FOR_ALL:
+    if name == "hybrid" or layout in FOR_EVERY_MODEL:
         return True
-    model, (alone, beside) = MODELS[name], (LAYOUTS[of][1] for of in ("cp2", "tp2_cp2"))
-    beside_too = model.layouts == () and exchanges(model, alone) == exchanges(model, beside)
-    return layout == "cp2" and not beside_too
+    model = MODELS[name]
+    has_every_layout = model.layouts == ()
+    same_exchanges = exchanges(model, LAYOUTS["cp2"][1]) == exchanges(model, LAYOUTS["tp2_cp2"][1])
+    return layout == "cp2" and not (has_every_layout and same_exchanges)
 
 
 def default_product() -> list[Case]:
@@ -108,7 +109,7 @@ def default_product() -> list[Case]:
 
 @cache
 def chosen() -> list[Case]:
-    """Cases that hold all pairs of the default product."""
+    """Cases that together contain all pairs of the default product."""
     candidates = [
         Case(models, layout, recompute, sharding)
         for layout in LAYOUTS

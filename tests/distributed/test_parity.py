@@ -50,7 +50,7 @@ def _train(pool: WorkerPool, model: Model, world_size: int, parallel: dict[str, 
 
 
 def _micro_batch_size(world_size: int, parallel: dict[str, Any]) -> int:
-    """Micro-batch size with which every rank accumulates over two micro-batches, or over four if only pipelines."""
+    """Micro-batch size for accumulation over two micro-batches, or four if all ranks are pipeline stages."""
     stages = parallel.get("pipeline", 1)
     replicas = world_size // (parallel.get("tensor", 1) * parallel.get("context", 1) * stages)
     return 2 if replicas == 2 or stages == world_size else 4
@@ -83,7 +83,7 @@ def test_a_layout_gives_the_numbers_of_one_process(pool: WorkerPool, case: Case)
     world_size, parallel = LAYOUTS[case.layout]
     fields: dict[str, Any] = {"recompute": case.recompute, "sharding": case.sharding}
     if case.models != ("hybrid",) and parallel:
-        # Gradients are accumulated over two micro-batches where there is a pipeline, which is enough for each mixer.
+        # Two micro-batches under pipeline parallelism, else one: the hybrid model covers accumulation.
         fields["micro_batch_size"] = 4 if "pipeline" in parallel else 8
     outcome = _train(pool, case.model, world_size, parallel, **fields)
     _check(outcome, _reference(pool, case.model))
@@ -102,7 +102,7 @@ def test_feed_forwards_and_norms_are_recomputed(pool: WorkerPool, name: str, lay
     _check(outcome, _reference(pool, MODELS[name]))
 
 
-SHIFTED = ["rwkv7_block", "rwkv6", "rwkv7"]  # the first model has a layer of the last
+SHIFTED = ["rwkv7_block", "rwkv6", "rwkv7"]  # by default without the last, whose mixer is also in the first
 
 
 @pytest.mark.parametrize("name", cases(every=SHIFTED, default=SHIFTED[:2]))
@@ -144,21 +144,21 @@ GATHERING = [
     for name, model in MODELS.items()
     if all(load_all()[mixer].traits.supports_kv_gather for mixer in parse_pattern(model.pattern))
 ]
-
+RECOMPUTED_GATHERING = ["attention_window_gqa", "nsa_gqa"]
+# By default, one variant of each mixer and attention's two other kinds of mask, each with or without recomputation.
+DEFAULT_GATHERING = ["attention", "attention_alibi", "top1_chunk_exact", "top1_element", "moba"]
 
 # With a window all queries cost the same, so none move. In NSA the gates stay with their queries.
 KEEPING_QUERIES = {"attention_window_gqa", "nsa_gqa"}
 
 
-GATHERED = [
-    *(("attention", "none"), ("attention_alibi", "none"), ("attention_window_gqa", "full"), ("nsa_gqa", "full")),
-    *(("top1_chunk_exact", "none"), ("top1_element", "none"), ("moba", "none")),
-]
-
-
 @pytest.mark.parametrize(
     ("name", "recompute"),
-    cases(every=[*((name, "none") for name in GATHERING), *GATHERED[2:4], ("attention", "full")], default=GATHERED),
+    cases(
+        every=[(name, "none") for name in GATHERING]
+        + [(name, "full") for name in [*RECOMPUTED_GATHERING, "attention"]],
+        default=[(name, "none") for name in DEFAULT_GATHERING] + [(name, "full") for name in RECOMPUTED_GATHERING],
+    ),
 )
 def test_groups_that_do_not_divide_by_the_context_gather_keys_and_values(
     pool: WorkerPool, name: str, recompute: str

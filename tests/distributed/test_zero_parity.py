@@ -41,12 +41,17 @@ EVERY = [
     for sharding in STAGES
     if sharding == "zero1" or ALL[layout][1].get("pipeline", 1) == 1
 ]
-# The stages of one model under the layouts that shard more than one part, or only the data. Other layouts combine less.
-# ZeRO-2 and ZeRO-3 run in one engine, which context parallelism only gives a larger group.
-DEFAULT = [case for case in EVERY if case[0] == "gated_deltanet" and case[1] not in ("tp2", "tp2_sp", "cp2_states")]
-DEFAULT.remove(("gated_deltanet", "cp2_dp2", "zero2"))
-DEFAULT += [("gated_deltanet", "tp2", "zero3"), ("gated_deltanet", "cp2_states", "zero1")]
-DEFAULT += [("attention", "tp2_sp_dp2", "zero2"), ("top1_chunk_exact", "cp2_chunks", "zero3")]
+# By default, all stages are compared under data parallelism, alone and with tensor parallelism. ZeRO-2 and ZeRO-3 share
+# DeepSpeed's engine, for which context parallelism only enlarges the group, so that one of them is enough elsewhere.
+DEFAULT = [
+    *(("gated_deltanet", layout, sharding) for layout in ("dp2", "tp2_sp_dp2") for sharding in STAGES),
+    *(
+        ("gated_deltanet", layout, "zero1")
+        for layout in ("cp2_states", "cp2_dp2", "pp2_dp2", "pp2_interleaved", "tp2_pp2_sp")
+    ),
+    *(("gated_deltanet", layout, "zero3") for layout in ("tp2", "cp2_dp2")),
+    *(("attention", "tp2_sp_dp2", "zero2"), ("top1_chunk_exact", "cp2_chunks", "zero3")),
+]
 
 
 def _cases() -> list[Any]:
@@ -110,8 +115,8 @@ def test_offloading_to_a_disk_changes_no_number(pool: WorkerPool, tmp_path: Path
     assert bool(list(tmp_path.glob("disk/**/*_param.tensor.swp"))) == ("offload_param" in sections)
 
 
-def _warnings(rank: int, world_size: int, config: RunConfig) -> list[str]:
-    """Build a trainer, and return the warnings that DeepSpeed logs."""
+def _deepspeed_warnings(rank: int, world_size: int, config: RunConfig) -> list[str]:
+    """Build a trainer, and return the warnings that DeepSpeed logs meanwhile."""
     import deepspeed
 
     handler = BufferingHandler(capacity=1000)
@@ -125,7 +130,7 @@ def _warnings(rank: int, world_size: int, config: RunConfig) -> list[str]:
 
 def test_deepspeed_does_not_warn(pool: WorkerPool) -> None:
     config = parity.run_config("gated_deltanet*4", {}, {}, {}, sharding="zero3")
-    assert pool.run(_warnings, 2, config) == [[], []]
+    assert pool.run(_deepspeed_warnings, 2, config) == [[], []]
 
 
 def test_shared_out_weights_are_counted(pool: WorkerPool) -> None:

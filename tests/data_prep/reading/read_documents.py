@@ -1,4 +1,4 @@
-"""Reading of a whole corpus into memory, and of a remote one by a process that waits to be killed."""
+"""Functions that read a whole corpus into memory, or a remote one in a process that a test ends by a signal."""
 
 import tempfile
 import time
@@ -20,19 +20,19 @@ def read(source, on_error="stop", domain=None, **given):
     return documents, problems, (sum(seen), corpus.total_bytes)
 
 
-def read_remote_pair(connection, folder, tokenizer, copies, stops_at):
-    """Read Law.bin and Law.idx of a folder from a URL. Report when stopped, and wait there to be killed.
+def read_remote_pair(connection, folder, tokenizer, copies, pauses):
+    """Read the files Law.bin and Law.idx from a URL. Pause on the way, for a signal that ends this process.
 
     Args:
-        connection: receives the report.
-        folder: folder of the files.
+        connection: receives "paused".
+        folder: folder of the files, which are read from a URL in memory.
         tokenizer: file of the tokenizer.
         copies: folder for temporary folders.
-        stops_at: `copying`: after the first copied file, `reading`: at the first document.
+        pauses: `copying`: after the first copied file, `reading`: at the first document.
     """
 
-    def stop():
-        connection.send("stopped")
+    def pause():
+        connection.send("paused")
         time.sleep(600)
 
     tempfile.tempdir = str(copies)
@@ -43,9 +43,9 @@ def read_remote_pair(connection, folder, tokenizer, copies, stops_at):
 
     def copied(self, source, target, **given):
         get_file(self, source, target, **given)
-        if stops_at == "copying":
-            stop()
+        if pauses == "copying":
+            pause()
 
     type(memory).get_file = copied
     for _ in open_files("memory://in", tokenizer=open_tokenizer(str(tokenizer))).documents(Problems("stop")):
-        stop()
+        pause()

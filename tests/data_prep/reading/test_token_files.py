@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from pool import start_process
-from prep_fakes import ONE_PASS, options
+from prep_fakes import UNFILTERED, options
 from read_documents import read, read_remote_pair
 from tokenizers import Tokenizer
 
@@ -59,20 +59,21 @@ def test_copy_of_a_remote_pair_is_removed(tokens, tokenizer_file, tmp_path):
     copies = tmp_path / "copies"
     copies.mkdir()
 
-    def ended_by(number, stops_at):
+    def copies_before_and_after(number, pauses):
+        """Start a process, end it by a signal where it pauses, and list its copies before and after the signal."""
         ours, theirs = multiprocessing.Pipe()
-        process = start_process(read_remote_pair, theirs, tmp_path, tokenizer_file, copies, stops_at)
+        process = start_process(read_remote_pair, theirs, tmp_path, tokenizer_file, copies, pauses)
         theirs.close()
-        assert ours.recv() == "stopped"
-        left = [path.name for path in copies.glob("selectron-*")]
+        assert ours.recv() == "paused"
+        before = [path.name for path in copies.glob("selectron-*")]
         os.kill(process.pid, number)
         process.join()
-        return left, [path.name for path in copies.glob("selectron-*")]
+        return before, [path.name for path in copies.glob("selectron-*")]
 
-    for stops_at in ("copying", "reading"):
-        first, after_kill = ended_by(signal.SIGKILL, stops_at)
+    for pauses in ("copying", "reading"):
+        first, after_kill = copies_before_and_after(signal.SIGKILL, pauses)
         assert (len(first), after_kill) == (1, first)
-        second, after_term = ended_by(signal.SIGTERM, stops_at)
+        second, after_term = copies_before_and_after(signal.SIGTERM, pauses)
         assert (len(second), after_term) == (1, [])
         assert second != first  # the leftovers of the killed process were removed
 
@@ -163,7 +164,7 @@ def test_a_document_of_too_many_tokens(tokens, tokenizer_file, monkeypatch):
 
 
 def test_megatron_reads_the_export(records, tmp_path, tokenizer_file):
-    manifest = prepare(options(records, tmp_path / "out", tokenizer_file, tasks=2, filtering=ONE_PASS))
+    manifest = prepare(options(records, tmp_path / "out", tokenizer_file, tasks=2, filtering=UNFILTERED))
     prefixes = export(tmp_path / "out", manifest, tmp_path / "megatron/mine")
     assert [path.name for path in prefixes] == [
         f"mine_{entry.split}_{entry.domain}_text_document" for entry in manifest.domains

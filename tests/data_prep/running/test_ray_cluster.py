@@ -1,4 +1,4 @@
-"""The command `selectron prepare --executor ray` on a real local Ray, which each call starts itself."""
+"""Command `selectron prepare --executor ray` on a real Ray of one machine, which each call starts itself."""
 
 import os
 import re
@@ -8,15 +8,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from prep_fakes import options
+from prep_fakes import UNFILTERED, options
 
 from data_prep.prepare import prepare
-from data_prep.stages import Filtering
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")]
 
-ONE_PASS = ["--no-clean", "--duplicates", "keep", "--decontaminate", "off"]
-"""Options for a single stage, because every stage takes seconds to start on Ray."""
+NO_FILTERS = ["--no-clean", "--duplicates", "keep", "--decontaminate", "off"]
+"""Options with which a single stage remains, because every stage takes seconds to start on Ray."""
 
 
 def call(source: Path, output: Path, tokenizer: Path) -> subprocess.CompletedProcess[str]:
@@ -24,7 +23,7 @@ def call(source: Path, output: Path, tokenizer: Path) -> subprocess.CompletedPro
     data = ["--input", str(source), "--output", str(output), "--tokenizer", str(tokenizer), "--tasks", "2"]
     domains = ["--train-domains", "C4,CommonCrawl", "--test-domains", "ArXiv"]
     sizes = ["--validation-fraction", "0.2", "--shard-tokens", "700"]
-    arguments = [*data, *domains, *sizes, *ONE_PASS, "--executor", "ray", "--workers", "2"]
+    arguments = [*data, *domains, *sizes, *NO_FILTERS, "--executor", "ray", "--workers", "2"]
     command = [sys.executable, "-m", "megatron_ext.cli", "prepare", *arguments]
     environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0"}
     return subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment, check=False)
@@ -42,8 +41,7 @@ def test_failed_task_on_ray_and_resumption(records, tmp_path, tokenizer_file):
     (records / "b.jsonl").write_text(whole)
     done = call(records, tmp_path / "ray", tokenizer_file)
     assert done.returncode == 0, done.stderr
-    one_pass = Filtering(cleaning=None, duplicates="keep", overlap=None)
-    prepare(options(records, tmp_path / "local", tokenizer_file, tasks=2, filtering=one_pass))
+    prepare(options(records, tmp_path / "local", tokenizer_file, tasks=2, filtering=UNFILTERED))
     local, on_ray = (
         {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
         for folder in (tmp_path / "local", tmp_path / "ray")

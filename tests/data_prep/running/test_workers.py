@@ -1,4 +1,4 @@
-"""State of processes that run tasks."""
+"""Limits on open files of processes that run tasks."""
 
 from __future__ import annotations
 
@@ -27,32 +27,32 @@ for task, document in enumerate(documents):
     stream = iter([document])
     for step in signatures.steps:
         stream = step.run(stream, task, tasks)
-for most in (400, 200):
-    resource.setrlimit(resource.RLIMIT_NOFILE, (100, most))
+for hard_limit in (400, 200):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (100, hard_limit))
     try:
         for step in pairs.steps:
             step.run(None, 0, 1)
-        print(most, "found")
+        print(hard_limit, "found")
     except UserError as error:
-        print(most, error)
+        print(hard_limit, error)
 """
 
 
 @pytest.fixture
 def limits() -> Iterator[tuple[int, int]]:
-    """Limits on open files of this process, restored afterwards."""
+    """Soft and hard limit on open files of this process, restored afterwards."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     yield before
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_open_file_limit_is_raised(limits: tuple[int, int]) -> None:
-    _, most = limits
-    resource.setrlimit(resource.RLIMIT_NOFILE, (512, most))
+    _, hard = limits
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
     allow_open_files(512 - RESERVED_FILES)
-    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (512, most)
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (512, hard)
     allow_open_files(513)
-    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (513 + RESERVED_FILES, most)
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (513 + RESERVED_FILES, hard)
 
 
 def test_open_file_limit_too_low(limits: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +66,7 @@ def test_open_file_limit_too_low(limits: tuple[int, int], monkeypatch: pytest.Mo
 
 
 def test_duplicates_of_many_tasks(tmp_path: Path) -> None:
-    """datatrove opens the signature files of all tasks: 400 open files suffice for 150 tasks, 200 do not."""
+    """datatrove opens the signature files of all 150 tasks at once. A hard limit of 400 suffices, 200 does not."""
     command = [sys.executable, "-c", PAIRS_OF_MANY_TASKS, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     first, second = [line for line in done.stdout.splitlines() if line[:4] in ("400 ", "200 ")]

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import transformers
-from prep_fakes import ONE_PASS, options, text
+from prep_fakes import UNFILTERED, options, text
 from tokenizers import Tokenizer
 
 from data_prep.prepare import prepare
@@ -94,7 +94,7 @@ def test_folders_that_cannot_be_read(tmp_path, files, message):
 
 def test_prepared_with_a_folder(slow, records, tmp_path, tokenizer_file):
     """Shards equal those made with the tokenizer.json that the files come from."""
-    manifest = prepare(options(records, tmp_path / "out", slow, filtering=ONE_PASS))
-    other = prepare(options(records, tmp_path / "other", tokenizer_file, filtering=ONE_PASS))
+    manifest = prepare(options(records, tmp_path / "out", slow, filtering=UNFILTERED))
+    other = prepare(options(records, tmp_path / "other", tokenizer_file, filtering=UNFILTERED))
     assert [entry.shards for entry in manifest.domains] == [entry.shards for entry in other.domains]
     assert (tmp_path / "out" / "tokenizer.json").is_file()

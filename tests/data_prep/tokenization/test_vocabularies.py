@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 import tiktoken
-from prep_fakes import ONE_PASS, options, text
+from prep_fakes import UNFILTERED, options, text
 from tokenizers import Tokenizer, models
 
 from data_prep.manifest import load_manifest
@@ -144,13 +144,13 @@ def test_unencodable_documents_stop_or_are_skipped(records, tmp_path):
     letters = sorted({*"".join(map(text, range(50))), *(chr(code) for code in range(32, 127))} - {"東"})
     Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate([*letters, "</s>"])}, merges=[])).save(str(path))
     with pytest.raises(UserError) as caught:
-        prepare(options(records, out, path, filtering=ONE_PASS))
+        prepare(options(records, out, path, filtering=UNFILTERED))
     assert re.fullmatch(
         r"a.jsonl.zst:\d+: the tokenizer has no token for its text \(for example '東京'\); "
         r"give a byte-level tokenizer, which encodes any text, or pass --on-error skip",
         str(caught.value),
     )
-    manifest = prepare(options(records, out, path, on_error="skip", filtering=ONE_PASS))
+    manifest = prepare(options(records, out, path, on_error="skip", filtering=UNFILTERED))
     given = [
         (name, text(f"{tag}{domain}{i}", 5 + i % 60))
         for name, tag, domains, count in (
@@ -171,7 +171,7 @@ def test_prepare_and_reload_any_tokenizer(kind, request, records, tmp_path, toke
     path = (
         tokenizer_file if kind == "huggingface" else request.getfixturevalue({"tiktoken": "ranks"}.get(kind, kind))[0]
     )
-    manifest = prepare(options(records, tmp_path / "out", path, tiktoken_pattern=PATTERN, filtering=ONE_PASS))
+    manifest = prepare(options(records, tmp_path / "out", path, tiktoken_pattern=PATTERN, filtering=UNFILTERED))
     entry = load_manifest(tmp_path / "out").tokenizer
     assert (entry, entry.kind) == (manifest.tokenizer, kind)
     assert (tmp_path / "out" / entry.file).read_bytes() == path.read_bytes()
