@@ -1,7 +1,8 @@
-"""Run folders whose curves have a closed form, and a way to draw fewer pictures of them."""
+"""Run folders whose curves have a closed form, and patches that make fits and pictures of them fast."""
 
 import json
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from ruamel.yaml import YAML
 
+from megatron_ext.analysis.scaling import law
 from megatron_ext.analysis.style import Picture
 
 TOKENS_A_STEP = 4096
@@ -101,15 +103,24 @@ def evaluation_lines(run: Synthetic):
             yield json.dumps(record | {"document_tokens": count.tolist()}) + "\n"
 
 
-def drawn_by(
-    patch: pytest.MonkeyPatch, change: Callable[[Any], Callable[..., bytes]], names: Container[str] | None = None
+def replace_drawing(
+    patch: pytest.MonkeyPatch, replace: Callable[[Any], Callable[..., bytes]], names: Container[str] | None = None
 ) -> None:
-    """Replace the drawing function of every picture, or of those with these names, until `patch` is undone."""
-    made = Picture.__post_init__
+    """Replace `draw` of every picture, or of those with these names, by `replace(draw)` until `patch` is undone."""
+    initialize = Picture.__post_init__
 
-    def make(picture: Picture) -> None:
-        made(picture)
+    def initialize_and_replace(picture: Picture) -> None:
+        initialize(picture)
         if names is None or picture.name in names:
-            object.__setattr__(picture, "draw", change(picture.draw))
+            object.__setattr__(picture, "draw", replace(picture.draw))
 
-    patch.setattr(Picture, "__post_init__", make)
+    patch.setattr(Picture, "__post_init__", initialize_and_replace)
+
+
+@contextmanager
+def start_near_one_half() -> Iterator[None]:
+    """Context manager in which fits start near the exponents of most laws here, instead of at many places."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("alpha", "beta"):
+            patch.setitem(law.STARTS, name, np.array([0.5]))
+        yield

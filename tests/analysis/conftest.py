@@ -6,13 +6,11 @@ This file also lets tests in subfolders import `analysis_synthetic`.
 from collections.abc import Iterator
 from io import BytesIO
 
-import numpy as np
 import pytest
-from analysis_synthetic import drawn_by
+from analysis_synthetic import replace_drawing, start_near_one_half
 from browser import Browser, browser
 from PIL import Image
 
-from megatron_ext.analysis.scaling import law
 from megatron_ext.analysis.style import LIGHT
 
 
@@ -25,25 +23,27 @@ def pixel() -> bytes:
 @pytest.fixture
 def unpainted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace every picture by one pixel, for tests of everything else in a report."""
-    drawn_by(monkeypatch, lambda _: lambda *_: pixel())
+    replace_drawing(monkeypatch, lambda _: lambda *_: pixel())
 
 
 @pytest.fixture
 def painted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draw each picture once, and reuse it for dark mode and for phones."""
-    drawn_by(monkeypatch, lambda draw: lambda *_: draw(LIGHT, False))
+    replace_drawing(monkeypatch, lambda draw: lambda *_: draw(LIGHT, False))
 
 
-def start_near_one_half() -> Iterator[None]:
-    """Start fits near the exponents of most laws here, for tests that do not depend on the starting points."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("alpha", "beta"):
-            patch.setitem(law.STARTS, name, np.array([0.5]))
+@pytest.fixture
+def few_starts() -> Iterator[None]:
+    """Use one starting point per fit, for tests that do not depend on the starting points."""
+    with start_near_one_half():
         yield
 
 
-few_starts = pytest.fixture(start_near_one_half)
-few_starts_in_module = pytest.fixture(scope="module")(start_near_one_half)
+@pytest.fixture(scope="module")
+def few_starts_in_module() -> Iterator[None]:
+    """Use one starting point per fit, in all tests of a module."""
+    with start_near_one_half():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def _browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture
 def window(_browser: Browser) -> Browser:
-    """The browser of a module's tests, 1280 pixels wide in light colours, with no message or request of the past."""
+    """Browser shared by a module's tests: 1280 pixels wide, in light colors, without earlier messages and requests."""
     _browser.show(1280)
     _browser.complaints()
     _browser.requests()

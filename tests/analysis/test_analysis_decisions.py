@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from analysis_synthetic import TOKENS_A_STEP, Synthetic, drawn_by, write_run
+from analysis_synthetic import TOKENS_A_STEP, Synthetic, replace_drawing, write_run
 from browser import Browser, missing
 
 from megatron_ext.analysis.cells import NOTHING
@@ -200,7 +200,7 @@ def of_many_decisions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     plain, chunk = a_run(folder), a_run(folder, "chunk", **CHUNK)
     note(chunk, *((step, "skip") for step in range(21, 34)))
     with pytest.MonkeyPatch.context() as patch:
-        drawn_by(patch, lambda draw: lambda *_: draw(LIGHT, False))
+        replace_drawing(patch, lambda draw: lambda *_: draw(LIGHT, False))
         return write_report([plain, chunk], folder / "report")
 
 

@@ -161,7 +161,7 @@ def test_table_is_tidy(written):
 
 @pytest.mark.usefixtures("painted_once")
 def test_same_runs_give_the_same_bytes(folders, written, tmp_path):
-    """The pictures of the page are those of the files, of which each is drawn once here."""
+    """Pictures are compared as files. The page embeds them in variants, which are not drawn here and are left out."""
     again = write_report(folders, tmp_path)
     for name in set(os.listdir(written.parent)) - {"index.html"}:
         assert (again.parent / name).read_bytes() == (written.parent / name).read_bytes()

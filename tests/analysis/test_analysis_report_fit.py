@@ -5,19 +5,20 @@ from __future__ import annotations
 import csv
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from analysis_synthetic import TOKENS_A_STEP, Synthetic, drawn_by, write_run
+from analysis_synthetic import TOKENS_A_STEP, Synthetic, replace_drawing, write_run
 from browser import Browser, missing
 from covering import cases
 
 from megatron_ext.analysis.scaling import law
 from megatron_ext.analysis.style import LIGHT
 from megatron_ext.cli import main
+
+pytestmark = pytest.mark.usefixtures("few_starts_in_module")
 
 LAWS = {
     "attention": law.ScalingLaw(1.7, 40.0, 1500.0, 0.5, 0.5),
@@ -54,15 +55,6 @@ def sweep(folder: Path, sizes: int = 4) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _quick() -> Iterator[None]:
-    """Use few starting points for the fit, as the laws here are exact."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, start in (("alpha", 0.5), ("beta", 0.5)):
-            patch.setitem(law.STARTS, name, np.array([start]))
-        yield
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return sweep(tmp_path_factory.mktemp("sweep") / "runs")
@@ -70,15 +62,16 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def written(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Report with fewer drawings: those for phones have light colors only.
+    """Report in which fewer variants of pictures are drawn, because drawing takes most of the time.
 
-    So have all drawings of pictures of training and test runs, which other tests draw, and of the second mixer.
+    Pictures for phones are in light colors only. So are all variants of the second mixer's laws, and of the curves that
+    tests of other reports draw.
     """
     output = tmp_path_factory.mktemp("out") / "report"
     with pytest.MonkeyPatch.context() as patch:
-        drawn_by(patch, lambda draw: lambda theme, stacked: draw(LIGHT if stacked else theme, stacked))
-        light = {"training_loss", "matched_loss", "domain_loss", "scaling_mamba", "isoflop_mamba"}
-        drawn_by(patch, lambda draw: lambda _, stacked: draw(LIGHT, stacked), light)
+        replace_drawing(patch, lambda draw: lambda theme, stacked: draw(LIGHT if stacked else theme, stacked))
+        light_only = {"training_loss", "matched_loss", "domain_loss", "scaling_mamba", "isoflop_mamba"}
+        replace_drawing(patch, lambda draw: lambda _, stacked: draw(LIGHT, stacked), light_only)
         assert main(["report", str(runs), "--fit", "--output", str(output)]) == 0
     return output
 

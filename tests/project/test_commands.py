@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MIXERS = ["attention", "top1_chunk", "gated_deltanet"]
 
 # Records its calls and creates the files of the real command.
-STAND_IN = """#!/usr/bin/env bash
+FAKE_SELECTRON = """#!/usr/bin/env bash
 echo "$*" >>calls
 [ "$1" != "${FAILS_AT:-none}" ] || exit "${CODE:-2}"
 case $1 in
@@ -45,27 +45,27 @@ def script(path: Path, text: str) -> Path:
 
 
 @pytest.fixture
-def house(tmp_path):
-    """Copy of the demo script with a fake command, and a python that finds two GPUs."""
+def demo_folder(tmp_path):
+    """Folder with a copy of the demo script, a fake `selectron`, and a fake python that counts two GPUs."""
     (tmp_path / "examples").mkdir()
     shutil.copy(ROOT / "examples" / "quickstart.sh", tmp_path / "examples")
-    script(tmp_path / ".venv" / "bin" / "selectron", STAND_IN)
+    script(tmp_path / ".venv" / "bin" / "selectron", FAKE_SELECTRON)
     script(tmp_path / ".venv" / "bin" / "python", "#!/bin/sh\necho 2\n")
     return tmp_path
 
 
-def demo(house, **environment):
+def demo(demo_folder, **environment):
     done = subprocess.run(
         ["examples/quickstart.sh"],
-        cwd=house,
+        cwd=demo_folder,
         env=os.environ | environment,
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
     )
-    calls = (house / "calls").read_text().splitlines()
-    (house / "calls").unlink()
+    calls = (demo_folder / "calls").read_text().splitlines()
+    (demo_folder / "calls").unlink()
     return done, calls
 
 
@@ -77,8 +77,8 @@ def train_call(mixer):
 REPORT = "report " + " ".join(f"runs/quickstart/{mixer}" for mixer in MIXERS) + " --output runs/quickstart/report"
 
 
-def test_demo_prepares_trains_and_reports(house):
-    done, calls = demo(house)
+def test_demo_prepares_trains_and_reports(demo_folder):
+    done, calls = demo(demo_folder)
     assert done.returncode == 0, done.stderr
     prepare = "prepare --input embedded --output runs/quickstart/data"
     assert calls == [prepare, *map(train_call, MIXERS), REPORT]
@@ -89,32 +89,32 @@ def test_demo_prepares_trains_and_reports(house):
     ]
 
 
-def test_a_second_demo_keeps_what_is_there(house):
-    demo(house)
-    done, calls = demo(house)
+def test_a_second_demo_keeps_what_is_there(demo_folder):
+    demo(demo_folder)
+    done, calls = demo(demo_folder)
     assert done.returncode == 0, done.stderr
     assert calls == [*map(train_call, MIXERS), REPORT]
     assert "runs/quickstart/data exists and is kept" in done.stdout
 
 
-def test_demo_ends_with_the_error_of_its_first_failing_command(house):
-    done, calls = demo(house, FAILS_AT="train")
+def test_demo_ends_with_the_error_of_its_first_failing_command(demo_folder):
+    done, calls = demo(demo_folder, FAILS_AT="train")
     assert done.returncode == 2
     assert calls[-1] == train_call("attention")
 
 
-def test_demo_of_which_a_run_is_stopped_says_how_to_go_on(house):
+def test_demo_of_which_a_run_is_stopped_says_how_to_go_on(demo_folder):
     """Simulate a SIGTERM to the training command only."""
-    done, calls = demo(house, FAILS_AT="train", CODE="75")
+    done, calls = demo(demo_folder, FAILS_AT="train", CODE="75")
     assert done.returncode == 75
     assert "make demo continues from here" in done.stdout
     assert calls[-1] == train_call("attention")
 
 
-def test_demo_interrupted_starts_nothing_more(house):
+def test_demo_interrupted_starts_nothing_more(demo_folder):
     running = subprocess.Popen(
         ["examples/quickstart.sh"],
-        cwd=house,
+        cwd=demo_folder,
         env=os.environ | {"WAITS_AT": "train"},
         stdout=subprocess.PIPE,
         text=True,
@@ -122,7 +122,7 @@ def test_demo_interrupted_starts_nothing_more(house):
     )
     try:
         deadline = time.monotonic() + 120
-        while not (house / "waiting").exists():
+        while not (demo_folder / "waiting").exists():
             assert time.monotonic() < deadline
             time.sleep(0.02)
         os.killpg(running.pid, signal.SIGINT)  # as a terminal does on Ctrl-C
@@ -132,7 +132,7 @@ def test_demo_interrupted_starts_nothing_more(house):
             os.killpg(running.pid, signal.SIGKILL)
     assert running.returncode == 130
     assert "make demo continues from here" in output
-    assert (house / "calls").read_text().splitlines()[-1] == train_call("attention")
+    assert (demo_folder / "calls").read_text().splitlines()[-1] == train_call("attention")
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ def test_intervals_of_laws(points: int, noise: float) -> None:
         assert 0.85 <= coverage <= 1.0, name
 
 
-def test_intervals_of_lowest_places() -> None:
+def test_intervals_of_minima() -> None:
     coverage = coverage_of_laws.isoflop_coverage(7, 0.001, 40)
     assert 0.9 <= coverage["minimum"] <= 0.99
     assert coverage["exponent"] >= 0.85

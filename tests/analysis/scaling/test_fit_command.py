@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from analysis_synthetic import start_near_one_half
 
-from megatron_ext.analysis.scaling import law as law_module
 from megatron_ext.analysis.scaling.fit_output import write_fit
 from megatron_ext.analysis.scaling.fitting import Options, ScalingFit, fit_all
 from megatron_ext.analysis.scaling.law import ScalingLaw
@@ -49,13 +49,13 @@ def size_of_picture(path: Path) -> tuple[int, int]:
 
 
 def with_test_loss(path: Path) -> Path:
-    """Add a test loss: a power of the training loss with some noise, slightly higher for the second mixer."""
-    dice = np.random.default_rng(7)
+    """Add test losses to a file of points: a power of the training loss with noise, higher for the second mixer."""
+    generator = np.random.default_rng(7)
     lines = path.read_text().splitlines()
     for number, line in enumerate(lines[1:], start=1):
         loss, mixer = float(line.split(",")[2]), line.split(",")[3]
         factor = 1.2 if mixer == "attention" else 1.3
-        lines[number] += f",{factor * loss**0.9 * np.exp(0.002 * dice.normal())}"
+        lines[number] += f",{factor * loss**0.9 * np.exp(0.002 * generator.normal())}"
     path.write_text("\n".join([f"{lines[0]},test_loss", *lines[1:]]) + "\n")
     return path
 
@@ -65,9 +65,7 @@ def two_mixers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Output folder and printed text of a fit of two mixers with test losses."""
     folder, printed = tmp_path_factory.mktemp("two_mixers"), StringIO()
     points = with_test_loss(write(folder / "points.csv", LAWS))
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
-        for name in ("alpha", "beta"):
-            patch.setitem(law_module.STARTS, name, np.array([0.5]))
+    with start_near_one_half(), redirect_stdout(printed):
         assert main(["fit", str(points), "--output", str(folder / "fit")]) == 0
     return folder / "fit", printed.getvalue()
 
@@ -76,9 +74,7 @@ def two_mixers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 def fitted(tmp_path_factory: pytest.TempPathFactory) -> ScalingFit:
     """Fit of a single law, for tests of the output folder."""
     points = tmp_path_factory.mktemp("one_law") / "points.csv"
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("alpha", "beta"):
-            patch.setitem(law_module.STARTS, name, np.array([0.5]))
+    with start_near_one_half():
         return fit_all(read_points(without_mixer(write(points, {"a": LAWS["attention"]}))), "points", Options())
 
 
@@ -139,9 +135,9 @@ def test_the_published_points(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 def test_the_surface_has_intervals(tmp_path: Path) -> None:
     """The surface spans the range of the points and extrapolates as far again, with wider intervals there."""
     points = without_mixer(write(tmp_path / "points.csv", {"attention": LAWS["attention"]}))
-    dice, lines = np.random.default_rng(4), points.read_text().splitlines()
+    generator, lines = np.random.default_rng(4), points.read_text().splitlines()
     for number, (n, d, loss) in enumerate((line.split(",") for line in lines[1:]), start=1):
-        lines[number] = f"{n},{d},{float(loss) * np.exp(0.004 * dice.normal())}"
+        lines[number] = f"{n},{d},{float(loss) * np.exp(0.004 * generator.normal())}"
     points.write_text("\n".join(lines) + "\n")
     assert main(["fit", str(points), "--output", str(tmp_path / "fit")]) == 0
     with (tmp_path / "fit" / "scaling.csv").open(newline="") as file:
@@ -253,7 +249,7 @@ def test_a_folder_of_an_earlier_fit_keeps_none_of_its_pictures(tmp_path: Path, t
 
 
 @pytest.mark.parametrize("names", [["../../mine.png", "/etc/x.png", 7, "notes.csv"], "scaling.png", None])
-def test_an_earlier_fit_removes_its_own_files_alone(tmp_path: Path, fitted: ScalingFit, names: object) -> None:
+def test_a_fit_removes_only_files_of_an_earlier_fit(tmp_path: Path, fitted: ScalingFit, names: object) -> None:
     output = tmp_path / "a" / "fit"
     output.mkdir(parents=True)
     (output / "notes.csv").touch()
@@ -264,7 +260,7 @@ def test_an_earlier_fit_removes_its_own_files_alone(tmp_path: Path, fitted: Scal
     assert (output / "notes.csv").exists()
 
 
-def test_points_of_an_earlier_fit_of_runs_go_but_not_those_that_are_read(tmp_path: Path, fitted: ScalingFit) -> None:
+def test_points_of_an_earlier_fit_are_removed_unless_they_are_the_input(tmp_path: Path, fitted: ScalingFit) -> None:
     points = tmp_path / "points.csv"
     for keep, is_left in ((points, True), (None, False)):
         points.touch()
