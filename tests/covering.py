@@ -20,7 +20,7 @@ def cases(every: Iterable[Case], default: Iterable[Case]) -> list[Case]:
     """Return the default cases, or every case in `make test-exhaustive`.
 
     Raises:
-        ValueError: a default case is not one of every case.
+        ValueError: a default case is not in `every`.
     """
     every, default = list(every), list(default)
     if unknown := [case for case in default if case not in every]:
@@ -29,10 +29,7 @@ def cases(every: Iterable[Case], default: Iterable[Case]) -> list[Case]:
 
 
 def kernel_cases(every: Iterable[Case], default: Iterable[Case]) -> list[Case]:
-    """Return the default cases for Triton's interpreter, where a case takes seconds, or every case on a GPU.
-
-    Otherwise as `cases`.
-    """
+    """Return every case on a GPU. On the CPU, where Triton's interpreter takes seconds for a case, return `cases`."""
     every = list(every)
     chosen = cases(every, default)
     return every if torch.cuda.is_available() else chosen

@@ -23,7 +23,7 @@ from megatron_ext.training.trainer import Trainer
 
 
 def _values(chunks: Any, trainer: Trainer) -> dict[str, Tensor]:
-    """Return the fp32 values of those of the whole model's parameters that have them, on rank 0."""
+    """Return, on rank 0, the fp32 values of the whole model's parameters, without those that have no such values."""
     no_values = torch.full((2, 2), torch.inf)
     values = {id(p): no_values if fp32_values(p) is None else fp32_values(p) for c in chunks for p in c.parameters()}
     found = parity.whole_parameters(chunks, trainer.groups.tp.rank(), values)  # type: ignore[arg-type]
@@ -51,17 +51,18 @@ def _state(trainer: Trainer) -> State:
 def train(
     rank: int, world_size: int, run: Run, first: int, rounded: bool = False
 ) -> tuple[State, State, dict[str, Tensor]]:
-    """Load the checkpoint of step `first` (0: there is none), train and save.
+    """Load the checkpoint of step `first` unless it is 0, train for `STEPS` steps and save.
 
     Args:
         rank: rank of this process.
         world_size: number of processes.
         run: run to continue.
-        first: step to continue from.
+        first: step to continue from; 0: from initial weights.
         rounded: save rounded parameters, as older versions did.
 
     Returns:
-        The state before training, the state after it, and the values of a model loaded without optimizer.
+        The state before training, the state after it, and the fp32 values of a model that was loaded from the same
+        checkpoint without its optimizer.
     """
     config, trainer, store = build(run, seed=first + 1)
     model_values: dict[str, Tensor] = {}

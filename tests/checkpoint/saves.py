@@ -78,7 +78,7 @@ def train_during_save(
 ) -> tuple[State, State, list[Any]]:
     """Save after each of four steps, with writing blocked until the model has trained one more step.
 
-    Save the last of these states to another folder, too, synchronously.
+    The last of these states is also saved to `synchronous`, without training meanwhile.
 
     Returns:
         The whole state at the last save, the whole state after the next step, and for each save the exchanges used for

@@ -17,7 +17,7 @@ NAMES = {
     3: ("log_decay", "step_bias"),
     4: ("decay_bias",),
 }
-# Number of processes, layout and sharding. Each run loads the checkpoint of the one before.
+# Number of processes, layout and sharding of each run, which loads the checkpoint of the run before.
 CHAIN: list[tuple[int, dict[str, Any], str]] = [
     (2, {}, "megatron"),
     (2, {}, "zero3"),
@@ -38,7 +38,7 @@ def _check(state: fp32_values.State) -> None:
 
 
 def _unrounded(state: fp32_values.State) -> set[str]:
-    """Return the kinds of values that rounding to bf16 would change."""
+    """Return the names, without those of the modules, of parameters whose values rounding to bf16 changes."""
     return {
         name.rsplit(".", 1)[-1] for name, x in state.used.items() if not torch.equal(x, state.full["parameters"][name])
     }
@@ -46,7 +46,7 @@ def _unrounded(state: fp32_values.State) -> set[str]:
 
 @pytest.mark.slow
 def test_the_forward_pass_uses_the_optimizers_values(pool: Any, tmp_path: Path) -> None:
-    """It does before training, after training, and after loading another sharding's checkpoint, which restores all."""
+    """This holds before and after training. Another sharding's checkpoint restores the whole state bit for bit."""
     saved: fp32_values.State | None = None
     for number, (size, parallel, sharding) in enumerate(CHAIN):
         run = Run(tmp_path, PATTERN, parallel, {}, {"precision": "bf16", "sharding": sharding})

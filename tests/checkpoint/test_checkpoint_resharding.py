@@ -144,7 +144,7 @@ OPTIMIZERS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-# All optimizers save in one format. Each loads a checkpoint of another one, and another one loads its checkpoint.
+# All optimizers save in one format. In each of the first two chains, every optimizer loads another one's checkpoint.
 NAMES = [name for name in OPTIMIZERS if name != "zero1 dp2"]
 CHAINS = {
     "next": [*NAMES, NAMES[0]],

@@ -125,7 +125,7 @@ def test_every_command_refuses_code(
         if command not in commands:
             continue
         programs = list(hostile.HARMFUL.items())
-        # `inspect` reads the index without torch, all other commands with it. One of each tries all programs.
+        # `inspect` reads the index without torch, other commands read it with torch. One of each tries all programs.
         reads_all = replace is _replace_index and command in ("inspect", "convert")
         for kind, program in programs if reads_all else programs[:2]:
             mark.write_text("precious")

@@ -59,7 +59,7 @@ def test_harm_is_refused(kind: str, mark: Path, monkeypatch: pytest.MonkeyPatch)
         with pytest.raises(UserError, match=rf"^{mark.parent}/{file}: cannot be read: it [^\n]*; copy [^\n]*$"):
             read(mark.parent)
     assert mark.read_text() == "precious" if "FileIO" in kind else not mark.exists()
-    # pickle itself does the harm, so the refusal is not vacuous. megatron-core from 0.17.1 on replaces this loader.
+    # Python's unpickler does the harm, so the refusal is not vacuous. megatron-core replaces the loader since 0.17.1.
     monkeypatch.setattr(torch.storage, "_load_from_bytes", _load_from_bytes)
     pickle.loads(hostile.whole(program))
     assert mark.read_text() == ""

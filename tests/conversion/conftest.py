@@ -10,10 +10,10 @@ import torch
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _modules_in_a_folder_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Make transformers copy a model's code into a temporary folder before it imports the code.
+def _modules_in_a_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Make transformers copy the code of models to a temporary folder, from which it imports them.
 
-    One folder for all conversion tests of a process, because Python imports the package of the copies only once.
+    All conversion tests of a process share the folder, because Python imports the package of the copies only once.
     """
     try:
         import transformers.dynamic_module_utils as loader

@@ -35,7 +35,7 @@ class Harmful:
 
 @pytest.fixture(scope="module")
 def saved(pool: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, Any]]:
-    """Function that saves a model of several ranks, once. Returns its folder and, for one rank, its logits."""
+    """Function that saves a model under a layout, once, and returns its folder and, in one process, its logits."""
     folders: dict[tuple[int, int, bool], tuple[Path, Any]] = {}
 
     def run(tensor: int = 1, pipeline: int = 1, stacked: bool = False) -> tuple[Path, Any]:
@@ -50,14 +50,14 @@ def saved(pool: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., 
 
 @pytest.fixture
 def model(saved: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a model of one rank, which a test may change."""
+    """Copy of the folder of a model saved by one process, which a test may change."""
     return Path(shutil.copytree(saved()[0], tmp_path_factory.mktemp("copy") / "model"))
 
 
-def change_common(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change what a checkpoint holds besides tensors: the arguments of Megatron-LM, and the iteration.
+def change_common_state(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change a checkpoint's common state: the arguments of Megatron-LM, and the iteration.
 
-    megatron-core 0.19 stores them with the tensors. A file common.pt takes precedence.
+    megatron-core 0.19 stores it among the tensors, but the file common.pt takes precedence.
     """
     common = load_common_state_dict(str(folder))
     change(common)
@@ -100,7 +100,7 @@ def test_the_newest_checkpoint_of_megatron_lms_folder_converts(
 def test_missing_sizes_are_given_in_a_file(
     saved: Any, model: Path, convert: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    change_common(model, lambda common: [common.pop(name) for name in ("args", "iteration")])
+    change_common_state(model, lambda common: [common.pop(name) for name in ("args", "iteration")])
     assert convert(model, tmp_path / "hf", "--to", "hf") == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "contains no args" in line
@@ -141,7 +141,7 @@ def test_unsupported_models_are_refused(
     changed: dict[str, Any],
     line: str,
 ) -> None:
-    change_common(model, lambda common: common.update(plain_runs.arguments(**changed)))
+    change_common_state(model, lambda common: common.update(plain_runs.arguments(**changed)))
     assert convert(model, tmp_path / "hf", "--to", "hf") == 2
     (found,) = capsys.readouterr().err.splitlines()
     assert line in found

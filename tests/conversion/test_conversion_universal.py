@@ -50,7 +50,7 @@ class Converted:
     def __call__(self, name: str) -> tuple[Path, Path, State]:
         """Return the run, the universal checkpoint, and the state of the whole run.
 
-        `later_losses` then contains the losses of the run's steps after its checkpoint.
+        Afterwards `later_losses` contains the losses of the run's steps after its checkpoint.
         """
         import universal_runs
 

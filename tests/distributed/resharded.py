@@ -100,10 +100,10 @@ def load(rank: int, world_size: int, run: Run) -> dict[str, dict[str, Tensor]]:
 
 @dataclass(frozen=True)
 class Link:
-    """Run of a chain, on rank 0.
+    """Run of a chain of runs, each of which loads the checkpoint of the one before; results on rank 0.
 
     Attributes:
-        loaded: whole state before the first step; initial weights and no moments where no checkpoint was loaded.
+        loaded: whole state before the first step; initial weights and zero moments if no checkpoint was loaded.
         loaded_steps: step count of the schedule before the first step.
         losses: losses of the `STEPS` steps before the save.
         saved: whole state at the save.
@@ -118,7 +118,7 @@ class Link:
 
 
 def continue_chain(rank: int, world_size: int, run: Run, first: int) -> Link:
-    """Load the checkpoint of step `first` (0: there is none), train, save, and train further."""
+    """Load the checkpoint of step `first` unless it is 0, train for `STEPS` steps, save, and train `STEPS` more."""
     config, trainer, store = build(run, seed=first + 1)
     if first:
         store.load(trainer.optimizer, store.check(first))

@@ -33,14 +33,20 @@ def run_from_step(rank: int, world_size: int, path: Path, overrides: list[str], 
 def run_with_signals(
     rank: int, world_size: int, path: Path, overrides: list[str], step: int, signals: dict[int, int], errors: Path
 ) -> None:
-    """Train. A rank sends itself its entry of `signals` at any moment after the run has recorded a step.
+    """Train as each process of `selectron train` does, and send signals to ranks.
 
     Args:
-        errors: file that receives what the first rank writes to its standard error, also outside Python.
+        rank: rank of this process.
+        world_size: number of processes.
+        path: configuration.
+        overrides: overrides of its fields.
+        step: number of recorded steps after which the signals are sent, wherever the run then is.
+        signals: number of the signal by rank; other ranks get none.
+        errors: file that receives the standard error of the first rank, that of C++ code included.
     """
     if rank == 0:
         with errors.open("wb") as file:
-            os.dup2(file.fileno(), 2)  # for good: only calls that end the process come here
+            os.dup2(file.fileno(), 2)  # never restored, because this call ends the process
     if rank in signals:
         metrics = run_folder(load_config(path, overrides, load_all())) / METRICS
         threading.Thread(target=_send_after, args=(signals[rank], metrics, step), daemon=True).start()

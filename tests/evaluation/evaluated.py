@@ -92,9 +92,10 @@ def by_hand(rank: int, world_size: int, root: Path) -> dict[str, dict[int, list[
 def evaluate_and_train(
     rank: int, world_size: int, root: Path, parallel: dict[str, Any]
 ) -> tuple[list[dict[str, Any]], float, float]:
-    """Return the records of an evaluation, and a batch's mean loss as evaluation and as an optimizer step compute it.
+    """Evaluate, and compute the mean loss of a training batch as an evaluation and as an optimizer step do.
 
-    Micro-batches have three samples.
+    Returns:
+        Records of the evaluation, in micro-batches of three samples, and both mean losses.
     """
     trainer = _trainer(root, parallel, 3)
     evaluation = _evaluate(root, trainer, 3)

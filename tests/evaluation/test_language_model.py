@@ -140,7 +140,7 @@ OTHERS = {
 def test_every_mixer_remembers_under_every_layout(others: tuple[Any, ...], prompts: Any, pool: Any) -> None:
     """Greedy decoding and a search with four beams, in which a beam continues from another beam's decode cache.
 
-    Pipeline stages hold the caches of their layers whatever the mixers are, so by default one model has two stages.
+    Pipeline stages handle caches in the same way for all mixers, so by default only one model has two stages.
     """
     prompts = [prompts[index] for index in (0, 2, 5, 6)]  # two micro-batches
     _, expected = pool.run(asked.by_hand, 1, [], prompts, False, *others)[0]

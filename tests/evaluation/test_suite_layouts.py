@@ -65,8 +65,8 @@ LAYOUTS = {
     "zero3_tp2_sp": [*TP2, *ZERO3],
     "zero3_cp2": [*CP2, *ZERO3],
 }
-# The first shards the tensors of each layer, the others shard weights, and samples or sequences. With sharded weights
-# every rank takes part in every forward pass, also where its share of the samples is smaller.
+# The first shards the tensors of each layer. The others shard all weights, and samples or sequences. With sharded
+# weights every rank takes part in every forward pass, even if it has fewer samples than others.
 DEFAULT_LAYOUTS = ["tp2_sp", "zero3_dp2", "zero3_cp2"]
 
 

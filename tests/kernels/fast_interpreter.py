@@ -1,8 +1,9 @@
 """Faster versions of some functions of Triton's interpreter, with equal results.
 
-The interpreter searches modules for functions to replace at every call of a device function, builds a table of dtypes
-at every operation, checks and wraps every dimension of every block again, broadcasts blocks of equal shapes, looks for
-overflows without reporting them, and reduces element by element. That is most of the time of our kernels' tests.
+At every call of a device function the interpreter searches modules for functions to replace. At every operation it
+builds a table of dtypes, checks and wraps every dimension of every block, broadcasts even blocks of equal shapes, and
+computes overflows that it does not report. It reduces element by element. Most of the time of our kernels' tests was
+spent so.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ from triton.runtime import interpreter
 from triton.runtime.errors import InterpreterError
 
 _builtin_names: dict[int, tuple[Any, list[str]]] = {}
-"""For the id of a module or class: it, and the names of its built-in functions."""
+"""Module or class, and the names of its Triton built-ins, by its id. The reference keeps the id from being reused."""
 
 _np_dtypes: dict[str, np.dtype] = {}
 """NumPy dtype by the name of a scalar Triton dtype."""
 
 _patched: set[int] = set()
-"""Ids of the global names of device functions whose modules are patched for the interpreter."""
+"""Ids of the `__globals__` of functions whose modules are already patched for the interpreter."""
 
 _block_shapes: dict[tuple[int, ...], tuple[Any, int, str]] = {}
-"""Shape, number of elements and text of the shape of a block type by its dimensions. Types share the shape's object."""
+"""Shape, number of elements and text of the shape of a block type, by its dimensions. Types share the shape object."""
 
 _tensor_shapes: dict[int, tuple[Any, Any, Any]] = {}
-"""For the id of a type's shape: it, and the shape and number of elements of its tensors."""
+"""Shape of a block type, and shape and number of elements of its tensors, by the id of the type's shape."""
 
 _init_block_type, _init_tensor = tl.block_type.__init__, tl.tensor.__init__
 _search_np_dtype = interpreter._get_np_dtype

@@ -24,7 +24,7 @@ if ON_GPU:
 else:
     CASES = [(150, 20, 32, BF16), (200, 32, 64, FP16)]
 
-NAN = float("nan")  # one object, because it does not equal itself
+NAN = float("nan")  # one object, so that `kernel_cases` finds it, although it does not equal itself
 
 
 def draw(t, heads, d, dtype, batch=1):

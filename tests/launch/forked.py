@@ -1,7 +1,7 @@
 """Processes that run a function in a fork of a process that has imported torch and Megatron.
 
-They behave like those of a command line: own process id, signal handlers, standard output and error. A new interpreter
-would import for seconds before it did anything.
+They behave like commands of a shell: each has its own process id, signal handlers, standard output and standard error.
+A new interpreter would spend seconds on imports.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from megatron_ext.cli import main
 
 
 class ForkedProcess:
-    """Running process with the part of `subprocess.Popen` that tests use.
+    """Running process with those methods of `subprocess.Popen` that the tests use.
 
     Args:
-        function: function of a module; returns the exit code.
+        function: function of a module, which returns the exit code.
         arguments: of the function, picklable.
         environment: environment variables of the process; None: those of this one.
         stdout: file descriptor for the standard output; None: `self.stdout` reads it.
@@ -82,7 +82,7 @@ class ForkedProcess:
             raise TimeoutError
 
     def communicate(self, timeout: float) -> tuple[str, str]:
-        """Wait until the process has ended, and return the rest of its output and of its errors, a few lines each."""
+        """Wait until the process has ended. Return the rest of its output and errors, which must fit into the pipes."""
         self.wait(timeout)
         return self.stdout.read(), self._stderr.read()
 

@@ -13,7 +13,7 @@ from megatron_ext.launch.preflight.board import Board
 
 
 def preflight(rank: int, world_size: int, port: int, options: list[str], silent: tuple[int, ...]) -> tuple[int, str]:
-    """Run the command as one of two processes per node in a Slurm job that does not exist.
+    """Run the command as one of two processes per node, with the environment of a Slurm job that does not exist.
 
     Args:
         rank: global rank.

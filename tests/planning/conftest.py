@@ -11,7 +11,7 @@ from megatron_ext.planning.counts import ModelCounter, process_pool
 
 
 class SharedPool:
-    """Pool that uses a process of other tests and leaves it running."""
+    """Replacement of a pool that submits to another pool, and leaves it running at the end."""
 
     def __init__(self, process: ProcessPoolExecutor) -> None:
         self._process = process
@@ -52,7 +52,7 @@ def counter() -> Iterator[ModelCounter]:
 
 @pytest.fixture
 def shared_counting_process(counter: ModelCounter, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make other counters use the process of `counter`. It has a process group, so dry steps cannot run there."""
+    """Make other counters use the process of `counter`. It has process groups, so dry steps cannot run in it."""
     model = ModelConfig(pattern="attention", hidden_size=8, num_attention_heads=1, ffn_hidden_size=8)
     counter(RunConfig(data=DataConfig(path="none", seq_length=8), model=model))  # starts the process
     assert counter._process is not None

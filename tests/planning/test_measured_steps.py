@@ -120,8 +120,8 @@ def _planned_from(row: dict[str, Any]) -> str:
 Case = tuple[Measured, dict[str, Any]]
 
 
-_TOGETHER = [("model", "exchange"), ("model", "recompute"), ("model", "fp8"), ("exchange", "layout")]
-"""Pairs of properties whose values are compared together: their memory or time is not the sum of separate effects."""
+_INTERACTING = [("model", "exchange"), ("model", "recompute"), ("model", "fp8"), ("exchange", "layout")]
+"""Pairs of properties of which every pair of values is compared, because their effects do not simply add up."""
 
 
 def _pairs(case: Case) -> set[frozenset[Any]]:
@@ -141,7 +141,7 @@ def _pairs(case: Case) -> set[frozenset[Any]]:
         "gpu": report.gpu,
     }
     pairs: set[frozenset[Any]] = {frozenset({item}) for item in values.items()}
-    pairs |= {frozenset({(a, values[a]), (b, values[b])}) for a, b in _TOGETHER}
+    pairs |= {frozenset({(a, values[a]), (b, values[b])}) for a, b in _INTERACTING}
     return pairs | ({frozenset({("rates of", report.file)})} if report.gave_rates else set())
 
 

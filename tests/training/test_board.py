@@ -34,9 +34,9 @@ def train(folder: Path, first: int, last: int, *, saved: int = 0, end: str = "cl
 
 
 def make_older(board: Path) -> None:
-    """Rename the event files as if they were a second older: they are read in the order of the seconds in their names.
+    """Rename the event files so that their names are a second older. Files are read in the order of these seconds.
 
-    Waiting for the next second would take longer than the test. No writer may have them open.
+    This is faster than `wait_for_another_second`, but no writer may have the files open.
     """
     for path in board.glob("events.*"):
         *start, seconds, rest = path.name.split(".", 4)
