@@ -29,7 +29,7 @@ def cases(every: Iterable[Case], default: Iterable[Case]) -> list[Case]:
 
 
 def kernel_cases(every: Iterable[Case], default: Iterable[Case]) -> list[Case]:
-    """Return every case on a GPU. On the CPU, where Triton's interpreter takes seconds for a case, return `cases`."""
+    """Return every case on a GPU. Otherwise choose by `cases`, because Triton's interpreter takes seconds for each."""
     every = list(every)
     chosen = cases(every, default)
     return every if torch.cuda.is_available() else chosen

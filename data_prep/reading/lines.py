@@ -31,7 +31,7 @@ class BrokenStreamError(ValueError):
 def read_lines(file: InputFile, advance: Advance = ignore_progress) -> Iterator[bytes]:
     """Yield the lines of a plain, gzip or zstd file, without line feeds and without a leading byte-order mark.
 
-    A line of more than `MAX_RECORD_BYTES` bytes is truncated to one byte more than that.
+    A line of more than `MAX_RECORD_BYTES` bytes is truncated to one byte more, so that the caller can recognize it.
 
     Args:
         file: file to read; its suffix determines the compression.
@@ -57,6 +57,7 @@ def _content(file: InputFile, advance: Advance) -> Iterator[bytes]:
 
 
 def _split(blocks: Iterable[bytes]) -> Iterator[bytes]:
+    """Split blocks of at most `BLOCK_BYTES` into lines, of which all but the last end with a line feed."""
     pending: list[bytes] = []
     remaining_bytes = MAX_RECORD_BYTES + 1
     for block in blocks:
@@ -116,6 +117,7 @@ def _zstd_content(blocks: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _cut(blocks: Iterable[bytes], size: int) -> Iterator[bytes]:
+    """Cut blocks into blocks of at most `size` bytes."""
     for block in blocks:
         if len(block) <= size:
             yield block

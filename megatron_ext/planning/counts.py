@@ -91,7 +91,7 @@ def process_pool(max_workers: int | None = None) -> ProcessPoolExecutor:
 
 
 def _initialize_worker() -> None:
-    """Hide GPUs, disable compilation and silence warnings that only matter in training."""
+    """Hide GPUs, disable compilation, silence warnings that only matter in training, and import Megatron."""
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
     warnings.simplefilter("ignore")
     gc_control.set_process_owned(True)

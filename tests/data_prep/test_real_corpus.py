@@ -65,7 +65,7 @@ class Given:
 
     @property
     def grams(self) -> Iterator[tuple[str, ...]]:
-        """All runs of 13 words."""
+        """All sequences of 13 consecutive words."""
         words = self.text.lower().translate(PUNCTUATION).split()
         return zip(*(words[start:] for start in range(WORDS)), strict=False)
 
@@ -146,10 +146,10 @@ def test_all_records_are_counted(given: list[Given], remaining: list[Given], man
 def test_splits_of_the_domains(given: list[Given], remaining: list[Given], manifest: Manifest) -> None:
     """A hash decides which of several equal texts in a split remains, so any of their domains may keep it."""
     read = Counter((one.split, one.domain) for one in given if one.split)
-    left = read.total() - len(remaining)
+    removed = read.total() - len(remaining)
     found = {(entry.split, entry.domain): entry.documents for entry in manifest.domains}
     assert found.keys() == read.keys()
-    assert all(read[key] - left <= found[key] <= read[key] for key in read)
+    assert all(read[key] - removed <= found[key] <= read[key] for key in read)
     assert {entry.split for entry in manifest.domains if entry.domain in TEST_DOMAINS} == {"test"}
     assert sum(entry.bytes for entry in manifest.domains) == sum(len(one.text.encode()) for one in remaining)
     assert sum(entry.characters for entry in manifest.domains) == sum(len(one.text) for one in remaining)
