@@ -73,7 +73,7 @@ def assert_shown_as_finished(cluster: SlurmCluster, folder: Path, starts: int) -
     assert row[1:6] == [folder.name, number(folder), "completed", str(starts), f"{STEPS} of {STEPS}"]
 
 
-def assert_traceless(folder: Path, series: Series, courses: list[Course], undisturbed: Path) -> None:
+def assert_no_trace(folder: Path, series: Series, courses: list[Course], undisturbed: Path) -> None:
     """Check that a series of drills has left no trace in its run."""
     assert curve(folder) == curve(undisturbed)
     assert len(curve(folder)) == STEPS
@@ -106,15 +106,15 @@ def assert_noticed_by_the_watch(log: str) -> None:
 
 
 def test_drills_leave_no_trace(tmp_path: Path, config: Path, undisturbed: dict[int, Path]) -> None:
-    """Perform the series at the same time, each on a cluster of its own: mostly they wait for Slurm or the watchdog."""
+    """Perform the series concurrently, each on its own cluster, because they mostly wait for Slurm or the watchdog."""
     with ExitStack() as stack:
         clusters = [stack.enter_context(cluster_for_drills(tmp_path / s.name, s.slurmd_seconds)) for s in SERIES]
         folders = [launched_series(cluster, config, s) for cluster, s in zip(clusters, SERIES, strict=True)]
         with ThreadPoolExecutor() as pool:
             courses = list(pool.map(perform, clusters, folders, SERIES))
         assert_shown_as_finished(clusters[1], folders[1], starts=len(SERIES[1].drills) + 1)
-    for folder, series, ran in zip(folders, SERIES, courses, strict=True):
-        assert_traceless(folder, series, ran, undisturbed[series.nodes])
+    for folder, series, of_series in zip(folders, SERIES, courses, strict=True):
+        assert_no_trace(folder, series, of_series, undisturbed[series.nodes])
     assert [record["decision"] for record in records(folders[0], "decisions.jsonl")] == ["again", "again"]
 
 

@@ -68,17 +68,17 @@ def test_killed_sweep_is_resumed_and_fitted(cluster: SlurmCluster, tmp_path: Pat
 
     # In the middle, kill a rank, and then cancel all unfinished runs.
     wait_for(runs[0], lambda: sum(map(is_finished, runs)) >= 2)
-    going = folder / HELD
-    wait_for(going, holding_file(going).exists)
-    os.kill(ranks_of(going)[0], signal.SIGKILL)
-    wait_for(going, lambda: "starts anew" in job_events(going))
+    held = folder / HELD
+    wait_for(held, holding_file(held).exists)
+    os.kill(ranks_of(held)[0], signal.SIGKILL)
+    wait_for(held, lambda: "starts anew" in job_events(held))
     # Slurm loses a cancel that arrives while it requeues the job.
-    wait_for(going, lambda: state(cluster, going) == "PENDING")
+    wait_for(held, lambda: state(cluster, held) == "PENDING")
     call(cluster, "cancel", str(folder))
     before = [run for run in runs if is_finished(run)]
     assert 2 <= len(before) < len(NAMES)
-    wait_for(going, lambda: not cluster.run("squeue", "--noheader"))  # they may still write a checkpoint
-    stop_holding(going)
+    wait_for(held, lambda: not cluster.run("squeue", "--noheader"))  # they may still write a checkpoint
+    stop_holding(held)
 
     printed = call(cluster, *command)
     assert all(f"{run.name}: job" not in printed for run in before)
@@ -86,9 +86,9 @@ def test_killed_sweep_is_resumed_and_fitted(cluster: SlurmCluster, tmp_path: Pat
         wait_for(run, lambda run=run: is_finished(run), seconds=300)
     assert [len(list_jobs(run)) for run in before] == [1] * len(before)
     # The killed run resumed from a checkpoint, and has each step once.
-    first = int(re.search(r"(\d+)/24", list_jobs(going)[-1].log.read_text())[1])
+    first = int(re.search(r"(\d+)/24", list_jobs(held)[-1].log.read_text())[1])
     assert 6 <= first < 24
-    assert [record["step"] for record in records(going)] == list(range(1, 25))
+    assert [record["step"] for record in records(held)] == list(range(1, 25))
 
     assert main(["report", str(folder), "--fit", "--output", str(tmp_path / "report")]) == 0
     page = (tmp_path / "report" / "index.html").read_text()

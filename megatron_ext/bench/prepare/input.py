@@ -1,4 +1,4 @@
-"""Input texts that all compared programs read, as compressed record files and as one plain file."""
+"""Input texts that all contestants read, as compressed record files or as one plain file."""
 
 from __future__ import annotations
 
