@@ -29,7 +29,7 @@ _TRITON_LIMITS = (
     (Version("3.6.0"), Version("3.8.0"), "avoids tiles that are miscompiled on Hopper GPUs"),
     (Version("0"), Version("3.8.0"), "avoids kernels of 8 warps on Blackwell GPUs, where they race"),
 )
-"""What fla does under Triton versions from the first to before the second."""
+"""Limits of fla by range of Triton versions: first version, first version after the range, and the limit."""
 
 
 def choose_fla_or_plain(
