@@ -90,8 +90,9 @@ def test_deepspeed_numbers_modules_from_zero_in_every_call(pool: WorkerPool) -> 
     assert pool.run(_module_numbers, 2) == [[0, 1]] * 2
 
 
-def test_a_module_that_cannot_be_preloaded_ends_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_that_cannot_be_preloaded_ends_the_process(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fork server itself ignores such a module."""
+    pool.run(_environment, 1)  # starts the fork server with the modules of other tests
     for modules, code in ((["json"], 0), (["no_such_module"], 1)):
         monkeypatch.setattr("pool._PRELOADED", modules)
         process = start_process(abs, -1)
