@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from scipy.interpolate import PchipInterpolator
+import scipy  # its parts are imported at first use, not in each worker
 
 from megatron_ext.analysis.interpolation import (
     left_out_residuals,
@@ -21,7 +21,9 @@ def test_weights_give_the_values_of_scipy(number, is_monotone):
     if is_monotone:
         y[order] = np.sort(y)
     at = np.linspace(x.min(), x.max(), 23)
-    expected = PchipInterpolator(x[order], y[order])(at) if number > 2 else np.interp(at, x[order], y[order])
+    expected = (
+        scipy.interpolate.PchipInterpolator(x[order], y[order])(at) if number > 2 else np.interp(at, x[order], y[order])
+    )
     weights = monotone_weights(x, y, at)
     np.testing.assert_allclose(weights @ y, expected, atol=1e-12)
     np.testing.assert_allclose(weights.sum(axis=1), 1.0, atol=1e-12)
@@ -33,7 +35,9 @@ def test_weights_are_derivatives():
     at, step = np.linspace(x[0], x[-1], 11), 1e-6
     for index in range(7):
         moved = y + step * (np.arange(7) == index)
-        slope = (PchipInterpolator(x, moved)(at) - PchipInterpolator(x, y)(at)) / step
+        slope = (
+            scipy.interpolate.PchipInterpolator(x, moved)(at) - scipy.interpolate.PchipInterpolator(x, y)(at)
+        ) / step
         np.testing.assert_allclose(monotone_weights(x, y, at)[:, index], slope, atol=1e-4)
 
 

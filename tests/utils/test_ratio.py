@@ -5,7 +5,7 @@ from __future__ import annotations
 import coverage_of_documents
 import numpy as np
 import pytest
-from scipy import stats
+import scipy  # its parts are imported at first use, not in each worker
 
 from megatron_ext.utils.ratio_interval import ratio_interval, ratio_variance
 
@@ -30,12 +30,12 @@ def test_variance_and_degrees_of_freedom_in_matrix_form(documents: int) -> None:
     assert float(spread.degrees_of_freedom) == pytest.approx(degrees_of_freedom, rel=1e-10)
     low, high = ratio_interval(nats, tokens, 0.9) or (0, 0)
     assert low + high == pytest.approx(2 * nats.sum() / total)
-    assert (high - low) / 2 == pytest.approx(stats.t.ppf(0.95, degrees_of_freedom) * np.sqrt(nats @ form @ nats))
+    assert (high - low) / 2 == pytest.approx(scipy.stats.t.ppf(0.95, degrees_of_freedom) * np.sqrt(nats @ form @ nats))
 
 
 def test_documents_of_equal_length_have_the_interval_of_a_mean() -> None:
     losses = np.random.default_rng(1).normal(3.0, 0.4, 9)
-    expected = stats.t.interval(0.95, 8, losses.mean(), losses.std(ddof=1) / 3)
+    expected = scipy.stats.t.interval(0.95, 8, losses.mean(), losses.std(ddof=1) / 3)
     assert ratio_interval(50 * losses, np.full(9, 50.0), 0.95) == pytest.approx(expected)
 
 

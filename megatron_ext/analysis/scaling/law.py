@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
-from scipy.optimize import least_squares, minimize
+import scipy  # `scipy.optimize` is imported at the first fit: a third of a second
 
 from megatron_ext.analysis.run_files import FloatArray
 from megatron_ext.analysis.scaling.points import Points
@@ -163,7 +163,7 @@ class _Objective:
     def refine(self, start: FloatArray) -> FloatArray:
         """Minimize from a nearby start with a trust-region method, in far fewer steps than `_descend`."""
         options = {"ftol": 1e-12, "xtol": 1e-12, "gtol": 1e-14, "max_nfev": MAX_REFINE_EVALUATIONS}
-        result = least_squares(
+        result = scipy.optimize.least_squares(
             self.residuals, start, self.jacobian, loss="huber", f_scale=self._delta, x_scale="jac", **options
         )
         return np.asarray(result.x)
@@ -303,7 +303,7 @@ def _descend(objective: _Objective, start: FloatArray, rounds: int, steps: int =
         if float(objective.scaled(at)[0]) < EXACT_OBJECTIVE:
             break
         options = {"maxiter": steps, "maxfun": 4 * steps, "maxcor": 20, "ftol": 1e-15, "gtol": 1e-12}
-        result = minimize(objective.scaled, at, jac=True, method="L-BFGS-B", options=options)
+        result = scipy.optimize.minimize(objective.scaled, at, jac=True, method="L-BFGS-B", options=options)
         if not result.fun < value:
             break
         at, value = result.x, result.fun

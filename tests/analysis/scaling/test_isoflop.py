@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from scipy import stats
+import scipy  # its parts are imported at first use, not in each worker
 
 from megatron_ext.analysis.scaling.isoflop import Budget, best_sizes, budgets
 from megatron_ext.analysis.scaling.law import ScalingLaw
@@ -103,7 +103,7 @@ def test_the_lowest_place_has_the_interval_that_its_slope_says() -> None:
             design = np.stack([np.ones_like(x), x, x**2], axis=1)
             solved, squares, *_ = np.linalg.lstsq(design, one.points.losses, rcond=None)
             error = np.sqrt(squares[0] / 4 * np.linalg.inv(design.T @ design)[1, 1])
-            assert abs(solved[1] / error) == pytest.approx(stats.t.ppf(0.975, 4), rel=1e-6)
+            assert abs(solved[1] / error) == pytest.approx(scipy.stats.t.ppf(0.975, 4), rel=1e-6)
 
 
 def test_losses_that_are_all_noise_bound_no_lowest_place() -> None:
@@ -119,7 +119,7 @@ def test_the_exponent_has_an_interval_from_three_budgets_on() -> None:
     assert two is not None
     assert three is not None
     assert two.exponent_interval is None
-    line = stats.linregress(np.log([1e19, 1e20, 1e21]), np.log([1e8, 3.3e8, 9.5e8]))
-    half = stats.t.ppf(0.975, 1) * line.stderr
+    line = scipy.stats.linregress(np.log([1e19, 1e20, 1e21]), np.log([1e8, 3.3e8, 9.5e8]))
+    half = scipy.stats.t.ppf(0.975, 1) * line.stderr
     assert three.exponent == pytest.approx(line.slope)
     assert three.exponent_interval == pytest.approx((line.slope - half, line.slope + half))

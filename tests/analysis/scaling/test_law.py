@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scipy.optimize import approx_fprime
+import scipy  # its parts are imported at first use, not in each worker
 
 from megatron_ext.analysis.scaling.law import (
     DELTA,
@@ -68,7 +68,7 @@ def test_the_objective_is_the_sum_of_hubers_losses() -> None:
 def test_its_gradient_is_that_of_differences(e: float) -> None:
     objective = _Objective(grid(noise=1e-3))
     at = objective.arguments(np.array([np.log(400.0), np.log(1500.0), e, 0.34, 0.36]))
-    expected = approx_fprime(at, lambda x: objective(x)[0], 1e-7)
+    expected = scipy.optimize.approx_fprime(at, lambda x: objective(x)[0], 1e-7)
     np.testing.assert_allclose(objective(at)[1], expected, rtol=2e-3, atol=1e-7)
 
 

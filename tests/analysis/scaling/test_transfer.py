@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from scipy import stats
+import scipy  # its parts are imported at first use, not in each worker
 
 from megatron_ext.analysis.scaling.transfer import Line, adjust_p_values, difference, fit_line
 
@@ -20,9 +20,9 @@ def random_line(seed: int, *, factor: float = 1.3, exponent: float = 0.8, noise:
 def test_the_line_is_scipys() -> None:
     line = random_line(1)
     y = line.at(line.log_train) + line.residuals
-    expected = stats.linregress(line.log_train, y)
+    expected = scipy.stats.linregress(line.log_train, y)
     assert (line.exponent, line.log_factor) == pytest.approx((expected.slope, expected.intercept))
-    half = stats.t.ppf(0.975, 6) * expected.stderr
+    half = scipy.stats.t.ppf(0.975, 6) * expected.stderr
     assert line.exponent_interval == pytest.approx((expected.slope - half, expected.slope + half))
     at_zero = line.deviation * np.sqrt(line.uncertainty(0.0))
     assert at_zero == pytest.approx(expected.intercept_stderr)
@@ -75,7 +75,7 @@ def test_many_models_are_tested_as_by_one_regression() -> None:
     shared = np.stack([np.ones_like(x), x], axis=1)
     own = np.column_stack([shared, is_other, is_other * x])
     separate, common = (np.linalg.lstsq(design, y, rcond=None)[1][0] for design in (own, shared))
-    expected = stats.f.sf((common - separate) / 2 / (separate / 596), 2, 596)
+    expected = scipy.stats.f.sf((common - separate) / 2 / (separate / 596), 2, 596)
     assert 0.01 < expected < 0.9
     assert difference(one, other).p_value == pytest.approx(expected, abs=0.02)
 

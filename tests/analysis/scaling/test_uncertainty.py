@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from scipy import stats
-from scipy.optimize import least_squares
+import scipy  # its parts are imported at first use, not in each worker
 
 from megatron_ext.analysis.scaling import robust
 from megatron_ext.analysis.scaling.law import Fit, ScalingLaw, fit, refit
@@ -62,7 +61,9 @@ def smallest_rest(points: Points, name: str, value: float, near: ScalingLaw) -> 
         law = ScalingLaw(*np.exp(at[:3]), *at[3:])
         return np.log(points.losses / law.loss(points.params, points.tokens))
 
-    found = least_squares(rest, np.delete(start, held), x_scale="jac", xtol=1e-14, ftol=1e-14, gtol=1e-14)
+    found = scipy.optimize.least_squares(
+        rest, np.delete(start, held), x_scale="jac", xtol=1e-14, ftol=1e-14, gtol=1e-14
+    )
     return 2 * float(found.cost)
 
 
@@ -78,7 +79,7 @@ def test_an_interval_ends_where_the_sum_of_squares_says(name: str, monkeypatch: 
     least = float((np.log(points.losses / law.loss(points.params, points.tokens)) ** 2).sum())
     for end in ends:
         ratio = (smallest_rest(points, name, end, fitted.law) / least - 1) * freedom
-        assert float(stats.f.sf(ratio, 1, freedom)) == pytest.approx(0.05, abs=0.006), end
+        assert float(scipy.stats.f.sf(ratio, 1, freedom)) == pytest.approx(0.05, abs=0.006), end
 
 
 def test_the_exponent_of_tokens_has_the_rest_of_that_of_parameters(uncertainty: Uncertainty) -> None:
