@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from torch import Tensor
 
 from megatron_ext.bench.layers import peers
 
-pytest.importorskip("fla", reason="flash-linear-attention is not installed")
+# Not `importorskip`: importing fla imports torch's compiler, in each test worker.
+pytestmark = pytest.mark.skipif(find_spec("fla") is None, reason="flash-linear-attention is not installed")
 
 MakeMixer = Callable[..., Any]
 Weights = dict[str, Tensor]
