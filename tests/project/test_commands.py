@@ -146,9 +146,9 @@ def source(tmp_path):
     return tmp_path
 
 
-def install(source, *arguments, **environment):
+def install(source, *arguments, script="install.sh", **environment):
     return subprocess.run(
-        ["tools/install.sh", *arguments],
+        [f"tools/{script}", *arguments],
         cwd=source,
         env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | environment,
         capture_output=True,
@@ -203,6 +203,21 @@ def test_install_takes_torch_alone_or_leaves_the_machines(source, cuda, extra, v
     assert [path.name for path in (source / ".venv").glob(".installed*")] == [
         ".installed-dev" if extra else ".installed"
     ]
+
+
+@pytest.mark.parametrize(("required", "code"), [("", 0), ("slurm,loggers", 1)])
+def test_packages_of_loggers_are_left_out_unless_required(tmp_path, required, code):
+    (tmp_path / "tools").mkdir()
+    for name in ("install_loggers.sh", "required.sh"):
+        shutil.copy(ROOT / "tools" / name, tmp_path / "tools")
+    done = install(tmp_path, script="install_loggers.sh", SELECTRON_REQUIRED=required)
+    assert done.returncode == code
+    assert done.stderr.splitlines()[0] == "install_loggers: there is no .venv; run make install first"
+    script(tmp_path / ".venv" / "bin" / "python", "#!/bin/sh\necho pip: no network >&2; exit 1\n")
+    done = install(tmp_path, script="install_loggers.sh", SELECTRON_REQUIRED=required)
+    assert done.returncode == code
+    assert done.stderr.splitlines()[:2] == ["pip: no network", "install_loggers: pip failed, see above"]
+    assert not list((tmp_path / ".venv").glob("loggers/*"))
 
 
 # Fake of the installation script: records its calls and creates the stamp of that step.

@@ -109,3 +109,7 @@ def test_versions_are_pinned_exactly(file, megatron):
     lines = [line for line in (ROOT / file).read_text().splitlines() if not line.startswith("#")]
     assert {"torch==2.13.0", f"megatron-core=={megatron}"} <= set(lines)
     assert [line for line in lines if not re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][0-9A-Za-z.]*", line)] == []
+    pinned = {line.split("==")[0].lower().replace("_", "-") for line in lines}
+    (listed,) = re.findall(r"^packages=\((.*?)^\)", (ROOT / "tools/install_loggers.sh").read_text(), re.S | re.M)
+    assert {"wandb", "mlflow-skinny", "trackio"} <= set(listed.split())
+    assert {name.replace("_", "-") for name in listed.split()} <= pinned
