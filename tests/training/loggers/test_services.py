@@ -7,6 +7,7 @@ import os
 import sqlite3
 import subprocess
 import sys
+from collections.abc import Iterable
 from importlib.machinery import PathFinder
 from pathlib import Path
 
@@ -32,7 +33,7 @@ def log(service: str, folder: Path, **variables: str) -> None:
     """
     packages = ("mlflow", "alembic") if service == "mlflow" else (service,)
     absent = [name for name in packages if PathFinder.find_spec(name, [*sys.path, str(PACKAGES)]) is None]
-    reason = f"{', '.join(absent)} not installed; tools/install_loggers.sh does it" if absent else ""
+    reason = f"not installed: {', '.join(absent)}; tools/install_loggers.sh installs it" if absent else ""
     if unless_required("loggers", reason):
         pytest.skip(reason)
     kept = {key: text for key, text in os.environ.items() if not key.startswith(("WANDB_", "MLFLOW_", "TRACKIO_"))}
@@ -48,8 +49,9 @@ def log(service: str, folder: Path, **variables: str) -> None:
     assert "selectron: warning" not in done.stderr, done.stderr
 
 
-def check(first: Values, second: Values, domain: str = DOMAIN) -> None:
+def check(runs: Iterable[Values], domain: str = DOMAIN) -> None:
     """Compare the values of the resumed run and of the one that replaced it."""
+    first, second = runs
     assert first.keys() == second.keys() == {*TAGS, domain}
     assert first["train/loss"] == [(1, 6.0), (2, 3.0), (3, 2.0)]
     assert second["train/loss"] == [(1, 6.0), (2, 3.0), (3, 2.0), (4, 1.5)]
@@ -74,7 +76,7 @@ def test_wandb_offline(tmp_path: Path) -> None:
                 for tag, value in row.items():
                     if tag in {*TAGS, DOMAIN}:
                         values.setdefault(tag, []).append((int(row["step"]), float(value)))
-    check(*runs)
+    check(runs)
 
 
 def test_mlflow_in_a_file(tmp_path: Path) -> None:
@@ -92,7 +94,7 @@ def test_mlflow_in_a_file(tmp_path: Path) -> None:
             for tag, step, value in rows:
                 values.setdefault(tag, []).append((step, value))
             found.append(values)
-    check(*found, domain="validation/Web _2024_")
+    check(found, domain="validation/Web _2024_")
 
 
 def test_trackio_in_a_folder(tmp_path: Path) -> None:
@@ -105,5 +107,5 @@ def test_trackio_in_a_folder(tmp_path: Path) -> None:
         for tag, value in json.loads(metrics).items():
             runs.setdefault(name, {}).setdefault(tag, []).append((step, value))
     assert all(name.startswith("small-") for name in runs)
-    check(*runs.values())
+    check(runs.values())
     assert all(SETTINGS.items() <= json.loads(text).items() for text in configs)
