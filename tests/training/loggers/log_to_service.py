@@ -70,8 +70,8 @@ def main(service: str, folder: Path) -> None:
     """Log to the service; see `train`."""
     # Last, so that packages of the environment come before these.
     sys.path.append(str(PACKAGES))
-    # The first use of MLflow compiles its modules. This takes longer than a run that is being stopped would wait.
-    tracker.STOP_SECONDS = tracker.CLOSE_SECONDS
+    # Wait for the libraries however slow the machine is. The first use of MLflow compiles hundreds of modules.
+    tracker.STOP_SECONDS = tracker.CLOSE_SECONDS = 240.0
     train(folder, service)
     if service == "wandb":
         write_wandb_records(folder)

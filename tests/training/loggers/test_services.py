@@ -42,7 +42,7 @@ def log(service: str, folder: Path, **variables: str) -> None:
         env=kept | variables | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=500,
         check=False,
     )
     assert done.returncode == 0, done.stderr
