@@ -66,9 +66,8 @@ def write_files(
         UserError: the runs cannot be compared, a law cannot be fitted, or the output cannot be written.
     """
     choices = choose_runs(selected.compared, chosen_fields(selected.compared))
-    runs = choices.runs
-    laws = _fit(runs, run_dirs) if fit else None
-    comparison = compare(runs, match=match)
+    laws = _fit(choices.runs, run_dirs) if fit else None
+    comparison = compare(choices.runs, match=match)
     architectures = comparison.architectures
     matched, shift = matched_loss(comparison), domain_shift(comparison)
     run_decisions = read_decisions(run for architecture in architectures for run in architecture.runs)
