@@ -21,8 +21,10 @@ PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "ip", "unshare", "nsenter
 NAMESPACES = ("--uts", "--mount", "--ipc", "--pid", "--fork", "--kill-child=KILL", "--mount-proc")
 PATH = f"/usr/sbin:/usr/bin:/sbin:/bin:{os.environ['PATH']}"
 LOGIN = "10.77.0.254"
-STARTUP = 60
+STARTUP = 240
 """Seconds to wait for all nodes. One is enough on an idle machine."""
+FAILING = 8
+"""Seconds after which a node that does not respond is considered down, in tests in which nodes fail."""
 
 CONFIGURATION = """
 ClusterName=test
@@ -47,7 +49,7 @@ SchedulerParameters=bf_interval=1,sched_interval=1,sched_min_interval=0,batch_sc
 SlurmdParameters=config_overrides
 ReturnToService=2
 SlurmdTimeout={slurmd_timeout}
-MessageTimeout=5
+MessageTimeout={message_timeout}
 SrunPortRange=61000-65000
 KillWait={kill_wait}
 NodeName=n[1-{nodes}] CPUs={cpus} RealMemory=64000 {node}
@@ -103,7 +105,8 @@ class SlurmCluster:
             None: nodes are started and have no GPUs.
         max_time: time limit of the partition.
         is_preempting: whether there is a second partition, `urgent`, whose jobs preempt others.
-        slurmd_timeout: seconds after which a node that does not respond is considered down.
+        slurmd_timeout: seconds after which a node that does not respond is considered down. `FAILING` if nodes are to
+            fail. By default, nodes of a busy machine never count as down.
         kill_wait: seconds from SIGTERM to SIGKILL for a job that is cancelled or past its time limit.
     """
 
@@ -116,8 +119,8 @@ class SlurmCluster:
         declared_gpus: int | None = None,
         max_time: str = "INFINITE",
         is_preempting: bool = False,
-        slurmd_timeout: int = 8,
-        kill_wait: int = 2,
+        slurmd_timeout: int = 300,
+        kill_wait: int = 30,
     ) -> None:
         self.folder = folder
         for name in ("state", *(f"spool/n{node + 1}" for node in range(nodes))):
@@ -127,6 +130,7 @@ class SlurmCluster:
             node, more = f"Gres=gpu:{declared_gpus} State=CLOUD NodeAddr=127.0.0.1 Port=[7000-{6999 + nodes}]", DECLARED
         values = {"login": LOGIN, "folder": folder, "nodes": nodes, "cpus": cpus, "node": node, "max_time": max_time}
         values |= {"slurmd_timeout": slurmd_timeout, "kill_wait": kill_wait}
+        values["message_timeout"] = 5 if slurmd_timeout < 60 else 60  # a failed node is silent for both times
         urgent = PREEMPTING if is_preempting else ""
         (folder / "slurm.conf").write_text(more + CONFIGURATION.format(**values) + urgent)
         (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")

@@ -14,7 +14,7 @@ from unittest.mock import patch
 import pytest
 from corpora import prepared
 from launching import write_config
-from slurm_cluster import SlurmCluster, missing
+from slurm_cluster import FAILING, SlurmCluster, missing
 from slurm_runs import POLL_SECONDS, call, release
 
 from megatron_ext.launch.job import Job, list_jobs
@@ -23,7 +23,9 @@ from megatron_ext.launch.status import read_job_events
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing() or "never")]
 
 PROGRAM = """#!/bin/sh
-[ "$3" != preflight ] || exec {python} "$@"
+# After a requeue all nodes report. A short limit for one that does not must not end the check of a slow one.
+[ "${{SLURM_RESTART_COUNT:-0}}" = 0 ] || longer="--node-timeout 300"
+[ "$3" != preflight ] || exec {python} "$@" $longer
 echo "trained on $SLURMD_NODENAME"
 """
 # The three nodes are one machine with two busy processors, so measured bandwidths are meaningless.
@@ -32,7 +34,9 @@ ANY_SPEED = ["--min-bandwidth-fraction", "0"]
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
-    started = SlurmCluster(tmp_path_factory.mktemp("slurm") / "cluster", nodes=3, cpus=2)
+    started = SlurmCluster(
+        tmp_path_factory.mktemp("slurm") / "cluster", nodes=3, cpus=2, slurmd_timeout=FAILING, kill_wait=2
+    )
     yield started
     started.stop()
 
@@ -97,7 +101,8 @@ def test_node_with_a_full_disk_is_excluded(cluster: SlurmCluster, config: Path, 
     assert second["verdict"]["bad"] == {}
     assert [link["pair"] for link in second["links"]] == [["n1", "n3"]] * 2
     assert all(link["bandwidth"] > 0 and not link["error"] for link in second["links"])
-    assert abs(second["clocks"]["n3"]["ahead"]) < 0.5
+    clock = second["clocks"]["n3"]
+    assert abs(clock["ahead"]) <= clock["error"] + 1e-6  # it is the same clock
 
 
 # Routing rules of the bad node: it can reach only slurmd's clients, slurmctld, srun and the store of the first node.

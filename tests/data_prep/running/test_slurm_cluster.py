@@ -1,14 +1,16 @@
 """The command `selectron prepare --executor slurm` on a real Slurm cluster of two nodes with one core each."""
 
+import os
 import re
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from prep_fakes import options
-from slurm_cluster import SlurmCluster, missing
+from slurm_cluster import FAILING, SlurmCluster, missing
 
 from data_prep.prepare import prepare
 from data_prep.stages import Filtering
@@ -18,7 +20,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missi
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory) -> Iterator[SlurmCluster]:
-    started = SlurmCluster(tmp_path_factory.mktemp("slurm") / "cluster", nodes=2, cpus=1)
+    started = SlurmCluster(
+        tmp_path_factory.mktemp("slurm") / "cluster", nodes=2, cpus=1, slurmd_timeout=FAILING, kill_wait=2
+    )
     yield started
     started.stop()
 
@@ -38,7 +42,7 @@ def jobs(cluster: SlurmCluster, state: str) -> list[list[str]]:
     return [line.split("|") for line in listed.splitlines()]
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 120) -> None:
+def wait_for(condition: Callable[[], object], seconds: float = 300) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end
@@ -67,12 +71,24 @@ def test_failing_task_ends_the_chain(cluster, records, tmp_path, tokenizer_file)
         assert not list((tmp_path / "out.slurm" / later).iterdir())
 
 
+# Python imports this module at its start. On the second node no task ends before the node fails.
+HOLDS = """
+import socket, time
+while socket.gethostname() == "n2":
+    time.sleep(0.1)
+"""
+
+
 def test_result_after_a_node_failure(cluster, records, tmp_path, tokenizer_file):
     """Use a single stage, because no node fails in the others and each of their jobs starts Python again."""
     one_pass = Filtering(cleaning=None, duplicates="keep", overlap=None)
     prepare(options(records, tmp_path / "local", tokenizer_file, tasks=2, filtering=one_pass))
-    output = tmp_path / "out"
-    submit(cluster, records, output, tokenizer_file, "--no-clean", "--duplicates", "keep", "--decontaminate", "off")
+    output, held = tmp_path / "out", tmp_path / "held"
+    held.mkdir()
+    (held / "sitecustomize.py").write_text(HOLDS)
+    path = os.pathsep.join(filter(None, [str(held), cluster.environment.get("PYTHONPATH")]))
+    with patch.dict(cluster.environment, PYTHONPATH=path):
+        submit(cluster, records, output, tokenizer_file, "--no-clean", "--duplicates", "keep", "--decontaminate", "off")
     wait_for(lambda: any(node == "n2" for _, _, node in running(cluster, "prepare-tokenising")))
     (task,) = [job for job, _, node in running(cluster, "prepare-tokenising") if node == "n2"]
     cluster.kill_node("n2")
