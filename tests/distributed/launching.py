@@ -43,12 +43,13 @@ def environment() -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if key not in launcher} | ENVIRONMENT
 
 
-def start(config: Path, arguments: Sequence[str], processes: int) -> subprocess.Popen[str]:
-    """Start `selectron train` as a user does."""
-    command = [sys.executable, "-m", "megatron_ext.cli", "train", str(config), *arguments]
-    command += ["--processes", str(processes)]
+def start(
+    config: Path, arguments: Sequence[str], processes: int, command: Sequence[str] = ("-m", "megatron_ext.cli")
+) -> subprocess.Popen[str]:
+    """Start `selectron train` as a user does, or another program with the same arguments."""
+    train = [sys.executable, *command, "train", str(config), *arguments, "--processes", str(processes)]
     return subprocess.Popen(
-        command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        train, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
 
 

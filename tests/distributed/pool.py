@@ -65,6 +65,9 @@ class WorkerPool:
     patience = 2.0
     """Seconds that an idle worker has to exit before it is killed."""
 
+    grace = 5.0
+    """Seconds that the other ranks have to answer after one has failed."""
+
     max_calls = 80
     """Number of calls after which workers are replaced. A heap was once found corrupted in a process that had trained
     hundreds of models, which no command does, and never in another process."""
@@ -137,7 +140,7 @@ class WorkerPool:
                 if not ok:
                     failures.append(f"rank {rank} {results[rank]}")
                     # The other ranks may hang without this one. They may also report further errors.
-                    deadline = min(deadline, time.monotonic() + 5.0)
+                    deadline = min(deadline, time.monotonic() + self.grace)
         if failures:
             raise WorkerFailed("\n".join(failures))
         return [results[rank] for rank in range(world_size)]

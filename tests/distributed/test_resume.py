@@ -9,10 +9,10 @@ import random
 import re
 import shutil
 import signal
-import time
 from pathlib import Path
 from unittest.mock import patch
 
+import held
 import pytest
 import whole_run
 from launching import (
@@ -107,10 +107,10 @@ def test_a_signal_ends_a_run_with_a_checkpoint_from_which_it_continues(
     tmp_path: Path, config: Path, reference: References, pool: WorkerPool
 ) -> None:
     folder = tmp_path / "run"
-    process = start(config, TP2, 2)
+    process = start(config, TP2, 2, command=[held.__file__])
     wait_for_step(process, folder, 1)
     process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=240)
     assert process.returncode == EXIT_STOPPED, errors
     done = len(records(folder))
     assert 1 <= done < STEPS
@@ -129,13 +129,11 @@ def test_a_rank_that_hangs_ends_the_run_with_stacks_and_it_continues_to_the_last
     tmp_path: Path, config: Path, reference: References, pool: WorkerPool
 ) -> None:
     """A stopped rank is silent and keeps its connections open, as behind a cut link."""
-    folder, limit, errors = tmp_path / "run", 10.0, tmp_path / "errors"
-    fields = [*TP2, f"run.hang_timeout={limit}"]
-    start = time.monotonic()
+    folder, errors = tmp_path / "run", tmp_path / "errors"
+    fields = [*TP2, "run.hang_timeout=1"]
     with pytest.raises(WorkerFailed, match=r"rank 0 died\n(.|\n)*rank\(s\) \[1\] did not answer"):
         pool.run(whole_run.run_with_signals, 2, config, fields, 3, {1: signal.SIGSTOP}, errors)
-    assert limit - 1 < time.monotonic() - start < limit + 60
-    assert "Timeout (0:00:10)!" in errors.read_text()
+    assert "Timeout (0:00:01)!" in errors.read_text()
     assert re.search(r"training/loop\.py\", line \d+ in _run\n", errors.read_text())  # a step, evaluation or save
     assert len(records(folder)) < STEPS
     pool.run(whole_run.run, 2, config, TP2, "auto")

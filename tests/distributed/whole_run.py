@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import signal
 import threading
 import time
 from contextlib import redirect_stderr
 from io import StringIO
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
+
+import psutil
+from held import held_near_its_end
 
 from megatron_ext.config.load import load_config
 from megatron_ext.config.rules import check
@@ -35,6 +41,9 @@ def run_with_signals(
 ) -> None:
     """Train as each process of `selectron train` does, and send signals to ranks.
 
+    If a rank is to stop (SIGSTOP), the watchdog measures only the time since then, so that it ends no rank that is slow
+    for another reason.
+
     Args:
         rank: rank of this process.
         world_size: number of processes.
@@ -42,21 +51,57 @@ def run_with_signals(
         overrides: overrides of its fields.
         step: number of recorded steps after which the signals are sent, wherever the run then is.
         signals: number of the signal by rank; other ranks get none.
-        errors: file that receives the standard error of the first rank, that of C++ code included.
+        errors: file that receives the standard error of the first rank, that of C++ code included. The process ids of
+            ranks to be stopped are written beside it.
     """
     if rank == 0:
         with errors.open("wb") as file:
             os.dup2(file.fileno(), 2)  # never restored, because this call ends the process
-    if rank in signals:
-        metrics = run_folder(load_config(path, overrides, load_all())) / METRICS
-        threading.Thread(target=_send_after, args=(signals[rank], metrics, step), daemon=True).start()
-    run(rank, world_size, path, overrides)
+    if signal.SIGSTOP in signals.values():
+        stopped = next(other for other, number in signals.items() if number == signal.SIGSTOP)
+        _delay_watchdog(errors.with_name(f"pid_{stopped}"), is_stopped=rank == stopped)
+    if rank not in signals:
+        return run(rank, world_size, path, overrides)
+    metrics = run_folder(load_config(path, overrides, load_all())) / METRICS
+    threading.Thread(target=_send_after, args=(signals[rank], metrics, step), daemon=True).start()
+    with held_near_its_end():
+        return run(rank, world_size, path, overrides)
 
 
 def _send_after(number: int, metrics: Path, step: int) -> None:
     while not metrics.exists() or metrics.read_bytes().count(b"\n") < step:
         time.sleep(0.005)
     os.kill(os.getpid(), number)
+
+
+def _delay_watchdog(pid_file: Path, *, is_stopped: bool) -> None:
+    """Start the watchdog's timer only once the process in a file is stopped.
+
+    Args:
+        pid_file: file that the process writes here.
+        is_stopped: whether this is the process that will be stopped.
+    """
+    start, timers, peer_stopped = faulthandler.dump_traceback_later, list[tuple[Any, ...]](), threading.Event()
+
+    def start_later(*arguments: Any, **named: Any) -> None:
+        timers.append((arguments, named))
+        if peer_stopped.is_set():
+            start(*arguments, **named)
+
+    faulthandler.dump_traceback_later = start_later
+    if is_stopped:
+        pid_file.with_suffix(".new").write_text(str(os.getpid()))
+        pid_file.with_suffix(".new").rename(pid_file)
+        return
+
+    def wait() -> None:
+        while not pid_file.exists() or psutil.Process(int(pid_file.read_text())).status() != psutil.STATUS_STOPPED:
+            time.sleep(0.01)
+        peer_stopped.set()
+        arguments, named = timers[-1]
+        start(*arguments, **named)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def run(
