@@ -78,7 +78,7 @@ class WorkerPool:
         atexit.register(self.stop)
         self._workers: list[tuple[Any, Connection]] = []
 
-    def run(self, function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0) -> list[Any]:
+    def run(self, function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 300.0) -> list[Any]:
         """Call `function(rank, world_size, *args)` on the first `world_size` workers, inside a gloo process group.
 
         Args:

@@ -56,7 +56,7 @@ def test_a_run_goes_on_as_if_nothing_had_been_tested(
     options = [*OPTIONS, "retrieval.unfit=skip", *layout[1:], *questions]
     for name, more in {"plain": [], "tested": [*BOTH, *options]}.items():
         config = write_config(tmp_path, data, tmp_path / name)
-        pool.run(whole_run.run, processes, config, [*RUN, *layout[:1], *more], timeout=240.0)
+        pool.run(whole_run.run, processes, config, [*RUN, *layout[:1], *more])
         curves[name] = curve(tmp_path / name / "run")
     assert curves["tested"] == curves["plain"]  # losses, norms and learning rates are bit-identical
     run = tmp_path / "tested" / "run"
