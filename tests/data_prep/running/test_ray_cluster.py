@@ -1,4 +1,4 @@
-"""Command `selectron prepare --executor ray` on a real Ray of one machine, which each call starts itself."""
+"""Command `selectron prepare --executor ray` on a real Ray of one machine, which the first call starts itself."""
 
 import os
 import re
@@ -18,29 +18,39 @@ NO_FILTERS = ["--no-clean", "--duplicates", "keep", "--decontaminate", "off"]
 """Options with which a single stage remains, because every stage takes seconds to start on Ray."""
 
 
-def call(source: Path, output: Path, tokenizer: Path) -> subprocess.CompletedProcess[str]:
-    """Run `selectron prepare` with the options of `prep_fakes.options`."""
+TWICE = """
+import sys
+from pathlib import Path
+from megatron_ext.cli import main
+output, broken, mended, *arguments = sys.argv[1:]
+print(main(arguments), Path(output).exists())
+Path(mended).rename(broken)
+print(main(arguments))
+"""
+"""Program that calls a command, repairs a file and calls the command again: one Ray serves both calls."""
+
+
+def call_twice(source: Path, output: Path, tokenizer: Path, broken: Path, mended: Path) -> tuple[list[str], list[str]]:
+    """Run `selectron prepare` with the options of `prep_fakes.options`. Return the lines of both its outputs."""
     data = ["--input", str(source), "--output", str(output), "--tokenizer", str(tokenizer), "--tasks", "2"]
     domains = ["--train-domains", "C4,CommonCrawl", "--test-domains", "ArXiv"]
     sizes = ["--validation-fraction", "0.2", "--shard-tokens", "700"]
-    arguments = [*data, *domains, *sizes, *NO_FILTERS, "--executor", "ray", "--workers", "2"]
-    command = [sys.executable, "-m", "megatron_ext.cli", "prepare", *arguments]
+    arguments = ["prepare", *data, *domains, *sizes, *NO_FILTERS, "--executor", "ray", "--workers", "2"]
+    command = [sys.executable, "-c", TWICE, str(output), str(broken), str(mended), *arguments]
     environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, check=False)
+    return done.stdout.splitlines(), done.stderr.splitlines()
 
 
 def test_failed_task_on_ray_and_resumption(records, tmp_path, tokenizer_file):
-    whole = (records / "b.jsonl").read_text()
-    (records / "b.jsonl").write_text(whole + "{broken\n")
-    failed = call(records, tmp_path / "ray", tokenizer_file)
-    assert failed.returncode == 2, failed.stderr
-    last = failed.stderr.splitlines()[-1]
-    assert re.search(r"^selectron: error: .*b\.jsonl:46: not JSON .*; repair it or pass --on-error skip$", last)
-    assert not (tmp_path / "ray").exists()
-
-    (records / "b.jsonl").write_text(whole)
-    done = call(records, tmp_path / "ray", tokenizer_file)
-    assert done.returncode == 0, done.stderr
+    broken, mended = records / "b.jsonl", tmp_path / "b.jsonl"
+    mended.write_text(broken.read_text())
+    with broken.open("a") as file:
+        file.write("{broken\n")
+    out, errors = call_twice(records, tmp_path / "ray", tokenizer_file, broken, mended)
+    assert [line for line in out if line[:1].isdigit()] == ["2 False", "0"], "\n".join(errors[-40:])
+    (why,) = [line for line in errors if line.startswith("selectron: error: ")]
+    assert re.search(r"b\.jsonl:46: not JSON .*; repair it or pass --on-error skip$", why)
     prepare(options(records, tmp_path / "local", tokenizer_file, tasks=2, filtering=UNFILTERED))
     local, on_ray = (
         {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
