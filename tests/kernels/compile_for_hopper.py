@@ -186,7 +186,7 @@ def main() -> None:
     for tokens, size in cases(every=[*tiles, (301, 16)], default=tiles):
         scan(tokens, size)
     delta_rules()
-    for width, value in cases(every=[(5, 40), (5, 100), (16, 256), (32, 128)], default=[(5, 40)]):
+    for width, value in cases(every=[(5, 40), (5, 100), (16, 256), (32, 128)], default=[(5, 100)]):
         based(width, value)
     convolution(320, 4, [64, 256], biased=False)
     for taps in cases(every=[2, 8], default=[2]):
