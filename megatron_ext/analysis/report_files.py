@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from megatron_ext.analysis.choice_output import choice_figures
@@ -66,7 +66,8 @@ def write_files(
         UserError: the runs cannot be compared, a law cannot be fitted, or the output cannot be written.
     """
     choices = choose_runs(selected.compared, chosen_fields(selected.compared))
-    laws = _fit(choices.runs, run_dirs) if fit else None
+    # The fit makes the same choice among all runs.
+    laws = _fit(selected.compared, run_dirs) if fit else None
     comparison = compare(choices.runs, match=match)
     architectures = comparison.architectures
     matched, shift = matched_loss(comparison), domain_shift(comparison)
@@ -102,20 +103,31 @@ def write_files(
             excluded=selected.excluded,
         )
     )
-    try:
-        if laws is not None:
-            fit_output.write_fit(laws, output / SCALING)
-        replace_files(output, files, RECORD, FILE_NAMES, others=scaling_files)
-        write_atomically(output / RECORD, (json.dumps({"files": file_names}, indent=1) + "\n").encode())
-        write_atomically(output / "index.html", page.encode())
-    except OSError as error:
-        problem = f"the report cannot be written ({os_error_reason(error)})"
-        raise UserError(str(output), problem, "give another folder with --output or free disk space") from None
-    for line in choices.warnings:
+    _write(output, page, files, laws, scaling_files)
+    for line in choices.warnings if laws is None else ():  # the fit has printed them
         print(f"warning: {line}", file=sys.stderr)
     for line in (f"report: {output / 'index.html'}", *summary_lines(comparison)):
         say(line)
     return output / "index.html"
+
+
+def _write(
+    output: Path, page: str, files: Mapping[str, bytes], laws: ScalingFit | None, scaling_files: Sequence[str]
+) -> None:
+    """Write the page, its record and the other files, after those of the laws.
+
+    Raises:
+        UserError: the output cannot be written.
+    """
+    try:
+        if laws is not None:
+            fit_output.write_fit(laws, output / SCALING)
+        replace_files(output, files, RECORD, FILE_NAMES, others=scaling_files)
+        write_atomically(output / RECORD, (json.dumps({"files": [*files, *scaling_files]}, indent=1) + "\n").encode())
+        write_atomically(output / "index.html", page.encode())
+    except OSError as error:
+        problem = f"the report cannot be written ({os_error_reason(error)})"
+        raise UserError(str(output), problem, "give another folder with --output or free disk space") from None
 
 
 def _fit(runs: Sequence[Run], run_dirs: Sequence[Path]) -> ScalingFit:
