@@ -322,8 +322,8 @@ def _measure(
             baseline=baselines[label],
             split=domains.split,
             domain=name,
-            loss=_estimate(loss.value, errors),
-            gap=_estimate(np.where(is_common, loss.value - baseline.value, np.nan), gap_errors),
+            loss=estimate(loss.value, errors),
+            gap=estimate(np.where(is_common, loss.value - baseline.value, np.nan), gap_errors),
             seed_spread=_seed_deviation(loss.by_seed),
             curve_error=np.sqrt((loss.curve - baseline.curve).variance().variance),
             documents=len(domains.tokens),
@@ -333,7 +333,8 @@ def _measure(
     return results
 
 
-def _estimate(value: FloatArray, errors: Errors) -> Estimate:
+def estimate(value: FloatArray, errors: Errors) -> Estimate:
+    """Build an estimate from its values [G] and their errors."""
     error, half_width = np.sqrt(errors.variance().variance), errors.half_width(CONFIDENCE)
     detectable = half_width + NORMAL_POWER * error
     document_error = np.sqrt(errors.variance("documents", "matched documents").variance)

@@ -123,7 +123,8 @@ def range_table(comparison: Comparison) -> Table:
     return Table(caption, ["run", "architecture", "highest", "lowest"], rows)
 
 
-def _gap_cell(gap: Estimate, at: int) -> Cell:
+def gap_cell(gap: Estimate, at: int) -> Cell:
+    """Format a gap with its interval; a dash where it is unknown."""
     if math.isnan(gap.value[at]):
         return NOTHING
     return Cell(signed(gap.value[at]).text, gap.value[at], interval_text(gap.low[at], gap.high[at]))
@@ -155,7 +156,7 @@ def headline_table(comparison: Comparison) -> Table:
             measured = comparison.select(split)[index]
             row += [
                 number(measured.loss.value[at]),
-                BASELINE_CELL if measured.is_baseline else _gap_cell(measured.gap, at),
+                BASELINE_CELL if measured.is_baseline else gap_cell(measured.gap, at),
             ]
             if split == "test" and comparison.family:
                 row.append(text(interval_text(*comparison.family.get(label, (math.nan, math.nan)))))
@@ -195,7 +196,7 @@ def level_table(comparison: Comparison) -> Table:
     for level in _tabulated(comparison, *(other.architecture for other in others)):
         row = [number(comparison.matched_losses[level])]
         row += [number(one.loss.value[level]) for one in comparison.select("test") if one.is_baseline]
-        rows.append([*row, *(_gap_cell(other.gap, level) for other in others)])
+        rows.append([*row, *(gap_cell(other.gap, level) for other in others)])
     baselines = [one.architecture for one in comparison.select("test") if one.is_baseline]
     caption = "Loss of the baseline and the gaps to it; a dash where one of both was not evaluated; nats per token"
     columns = [MATCHED[comparison.match], *baselines, *(other.architecture for other in others)]
@@ -212,7 +213,7 @@ def domain_table(comparison: Comparison) -> Table:
                 at = comparison.headlines[measured.architecture]
                 labels = text(name), text(SPLITS[split]), text(measured.architecture)
                 loss = number(measured.loss.value[at])
-                gap = BASELINE_CELL if measured.is_baseline else _gap_cell(measured.gap, at)
+                gap = BASELINE_CELL if measured.is_baseline else gap_cell(measured.gap, at)
                 level = number(comparison.matched_losses[at])
                 rows.append([*labels, level, loss, gap, count(measured.documents), count(measured.tokens)])
     columns = ["domain", "split", "architecture", MATCHED[comparison.match], "loss", "gap (95\u00a0% interval)"]

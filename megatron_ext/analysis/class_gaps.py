@@ -1,0 +1,169 @@
+"""Gaps to the baseline by class of token at matched loss: whether a gap is recall from the context or knowledge."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megatron_ext.analysis.architecture import Architecture
+from megatron_ext.analysis.cells import NOTHING, Cell, Table, number, text
+from megatron_ext.analysis.matched import Comparison, Estimate, estimate
+from megatron_ext.analysis.matched_losses import MatchedLoss, matched_loss, pooled_seed_variance
+from megatron_ext.analysis.matched_runs import DomainSet, domain_set, matched_run
+from megatron_ext.analysis.matched_tables import gap_cell
+from megatron_ext.analysis.run_files import SPLITS, FloatArray, IntArray, Split
+from megatron_ext.analysis.runs import Run
+from megatron_ext.analysis.token_classes import ClassLosses, read_class_losses
+from megatron_ext.utils.errors import UserError
+
+EVERY = "every"
+"""Value of training.evaluate_classes with which every evaluation records losses by class."""
+
+
+@dataclass(frozen=True)
+class ClassGap:
+    """Gap of an architecture to its baseline on the tokens of one class of a split, at the architecture's headline.
+
+    Attributes:
+        name: name of the class, `group/class`.
+        share: share of the split's tokens that have the class.
+        baseline_loss: loss of the baseline in nats per token.
+        gap: loss minus that of the baseline, at one matched loss.
+    """
+
+    name: str
+    share: float
+    baseline_loss: float
+    gap: Estimate
+
+
+@dataclass(frozen=True)
+class _ClassSet(DomainSet):
+    """Tokens of one class in the documents of a split, with their summed losses [E, D] by run folder."""
+
+    nats: Mapping[Path, FloatArray]
+
+    def losses(self, run: Run) -> FloatArray:
+        """Return the summed losses [E, D] of a run on the tokens of the class."""
+        return self.nats[run.path]
+
+
+def class_gaps(comparison: Comparison, split: Split) -> dict[str, list[ClassGap]]:
+    """Return the gaps by class of each architecture, by its label, in the order of the recorded classes.
+
+    Args:
+        comparison: comparison of runs.
+        split: `test` or `validation`.
+
+    Returns:
+        Empty unless every evaluation of every compared run has losses by class of the same tokens, which
+        `training.evaluate_classes=every` records.
+
+    Raises:
+        UserError: the recorded losses of a run are invalid, or not about the documents of its evaluations.
+    """
+    labels = [measured.architecture for measured in comparison.compared("test")]
+    if not labels or not comparison.baseline.runs[0].split(split):
+        return {}
+    recorded = {run.path: _recorded(run, split) for group in comparison.architectures for run in group.runs}
+    names = _common_names(list(recorded.values()))
+    grid = np.unique([comparison.matched_losses[comparison.headlines[label]] for label in labels])[::-1]
+    gaps: dict[str, list[ClassGap]] = {label: [] for label in labels}
+    for name in names:
+        domains = _class_set(comparison.baseline.runs[0], split, name, recorded)
+        if domains is None:
+            continue
+        losses = {group.label: _matched(comparison, group, domains, grid) for group in comparison.architectures}
+        other_seeds = pooled_seed_variance([loss.by_seed for loss in losses.values()])
+        for measured in comparison.compared("test"):
+            loss, baseline = losses[measured.architecture], losses[measured.baseline]
+            at = int(np.flatnonzero(grid == comparison.matched_losses[comparison.headlines[measured.architecture]])[0])
+            errors = loss.errors(other_seeds).at(at) - baseline.errors(other_seeds).at(at)
+            gap = estimate((loss.value - baseline.value)[at : at + 1], errors)
+            share = float(domains.tokens.sum()) / _num_tokens(comparison.baseline.runs[0], split)
+            gaps[measured.architecture].append(ClassGap(name, share, float(baseline.value[at]), gap))
+    return gaps if any(gaps.values()) else {}
+
+
+def _matched(comparison: Comparison, group: Architecture, domains: DomainSet, grid: FloatArray) -> MatchedLoss:
+    runs = [matched_run(run, comparison.match, comparison.window) for run in group.runs]
+    return matched_loss(runs, domains, grid)
+
+
+def _num_tokens(run: Run, split: Split) -> int:
+    return sum(int(domain.tokens.sum()) for domain in run.split(split))
+
+
+def _recorded(run: Run, split: Split) -> list[list[ClassLosses]] | None:
+    """Return the recorded losses of a run by evaluation and domain; None if an evaluation lacks them."""
+    if run.config["training"].get("evaluate_classes") != EVERY:
+        return None  # the file is not read again
+    found = {(losses.step, losses.domain): losses for losses in read_class_losses(run.path) if losses.split == split}
+    evaluations = []
+    for step in map(int, run.evaluation_steps):
+        domains = [found.get((step, domain.domain)) for domain in run.split(split)]
+        known = [losses for losses in domains if losses is not None]
+        if len(known) < len(domains):
+            return None
+        for losses, domain in zip(known, run.split(split), strict=True):
+            if not np.array_equal(losses.documents, domain.documents):
+                where, hint = str(run.path), "restore evaluation.jsonl"
+                raise UserError(where, f"classes of {domain.domain} at step {step} are of other documents", hint)
+        evaluations.append(known)
+    return evaluations
+
+
+def _common_names(recorded: Sequence[list[list[ClassLosses]] | None]) -> list[str]:
+    """Return the classes that all evaluations of all runs have; empty if a run lacks them."""
+    names: list[str] | None = None
+    for evaluations in recorded:
+        if evaluations is None:
+            return []
+        for losses in (losses for domains in evaluations for losses in domains):
+            names = [name for name in (losses.names if names is None else names) if name in losses.names]
+    return names or []
+
+
+def _class_set(
+    run: Run, split: Split, name: str, recorded: Mapping[Path, list[list[ClassLosses]] | None]
+) -> _ClassSet | None:
+    """Return the tokens of a class with all runs' losses; None if runs disagree about them or there are none."""
+    tokens: IntArray | None = None
+    nats: dict[Path, FloatArray] = {}
+    for path, evaluations in recorded.items():
+        rows = []
+        for domains in evaluations or ():
+            counted = np.concatenate([losses.of(name)[0] for losses in domains])
+            if tokens is not None and not np.array_equal(tokens, counted):
+                return None
+            tokens = counted
+            rows.append(np.concatenate([losses.of(name)[1] for losses in domains]))
+        nats[path] = np.array(rows)
+    if tokens is None or not tokens.any():
+        return None
+    whole = domain_set(run, split, range(len(run.split(split))))
+    return _ClassSet(split, whole.indices, tokens, whole.strata, nats)
+
+
+def class_table(comparison: Comparison, split: Split) -> Table:
+    """Return a table of the gaps by class, with a row per class and a column per architecture."""
+    gaps = class_gaps(comparison, split)
+    labels = list(gaps)
+    by_name = {label: {gap.name: gap for gap in found} for label, found in gaps.items()}
+    rows = []
+    for name in dict.fromkeys(gap.name for found in gaps.values() for gap in found):
+        known = [by_name[label].get(name) for label in labels]
+        first = next(gap for gap in known if gap is not None)
+        cells = [NOTHING if gap is None else gap_cell(gap.gap, 0) for gap in known]
+        share = Cell(f"{100 * first.share:.1f}\u00a0%", first.share)
+        rows.append([text(name), share, number(first.baseline_loss), *cells])
+    caption = (
+        f"Gaps to the baseline {SPLITS[split]} by class of token, each architecture at its headline, with 95\u00a0% "
+        "intervals of single gaps; the loss is that of the first architecture's baseline; nats per token"
+    )
+    return Table(
+        caption, ["class of token", "share of tokens", "loss of the baseline", *labels], rows, notes_below=True
+    )
