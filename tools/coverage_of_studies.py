@@ -46,6 +46,7 @@ class Study:
         gap: true gap in nats as a function of the training loss.
         speeds: speed of training of each architecture besides attention, whose speed is 1.
         seeds: number of seeds of each.
+        attention_seeds: number of seeds of attention; None: as many as the others.
         evaluations: number of evaluations of a run.
         every: steps between evaluations.
         documents: number of test documents.
@@ -55,6 +56,7 @@ class Study:
     gap: Gap
     speeds: Sequence[float] = (0.85,)
     seeds: int = 1
+    attention_seeds: int | None = None
     evaluations: int = 10
     every: int = 27
     documents: int = 80
@@ -72,8 +74,9 @@ def draw(study: Study, generator: np.random.Generator) -> list[Run]:
     tokens = np.ceil(600 * np.exp(generator.normal(size=study.documents))).astype(np.int64)
     difficulty = 0.5 * generator.normal(size=study.documents)
     scale = np.sqrt(np.linspace(4.0, 0.4, len(evaluated))) if noise.falling else np.ones(len(evaluated))
+    most_seeds = max(study.seeds, study.attention_seeds or 0)
     common = {
-        seed: (generator.normal(size=len(steps)), generator.normal(size=len(evaluated))) for seed in range(study.seeds)
+        seed: (generator.normal(size=len(steps)), generator.normal(size=len(evaluated))) for seed in range(most_seeds)
     }
     runs = []
     for name, speed in zip(("attention", *NAMES), (1.0, *study.speeds), strict=False):
@@ -81,7 +84,7 @@ def draw(study: Study, generator: np.random.Generator) -> list[Run]:
         exact = 2.5 + 4.0 * np.exp(-speed * (3.0 * steps / len(steps)) ** 0.8)
         level = np.array([exact[step - WINDOW : step].mean() for step in evaluated])
         gap = study.gap(level) if name != "attention" else np.zeros_like(level)
-        for seed in range(study.seeds):
+        for seed in range(study.attention_seeds or study.seeds if name == "attention" else study.seeds):
             shared_batches, shared_checkpoints = common[seed]
             batches = _mixed(shared_batches, generator.normal(size=len(steps)), noise.shared)
             checkpoints = _mixed(shared_checkpoints, generator.normal(size=len(evaluated)), noise.shared)
@@ -167,6 +170,7 @@ STUDIES = {
     "no gap, one seed, sparse evaluations": Study(constant(0.0)),
     "no gap, one seed, noise that falls": Study(constant(0.0), noise=Noise(falling=True)),
     "no gap, one seed, 40 evaluations": Study(constant(0.0), evaluations=40, every=25),
+    "no gap, one seed, attention with two": Study(constant(0.0), attention_seeds=2, noise=Noise(seed=0.02)),
     "no gap, three seeds": Study(constant(0.0), seeds=3, noise=Noise(seed=0.02)),
     "no gap, four architectures, three seeds": Study(
         constant(0.0), speeds=(0.85, 0.95, 1.05, 1.15), seeds=3, noise=Noise(seed=0.02)

@@ -71,6 +71,8 @@ def _figure(choices: Choices, field: str, architectures: Sequence[Architecture])
         style_axes(ax, theme)
         line_styles = styles(architectures, theme)
         for label, curve in curves.items():
+            if not curve:  # a run with each value was stopped by a faulty step
+                continue
             style = line_styles.by_label[label]
             ax.plot(list(curve), list(curve.values()), style.line, marker=style.marker, markersize=4, color=style.color)
             best = min(curve, key=lambda value: curve[value])

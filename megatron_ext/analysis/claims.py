@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron_ext.analysis.architecture import Architecture, mixer_names, recipe
+from megatron_ext.analysis.architecture import BASELINE, Architecture, mixer_label, mixer_names, recipe
 from megatron_ext.analysis.matched import RESOLUTION, Comparison, Measurement
+from megatron_ext.mixers.core.settings import default_settings
 
 Answer = Literal["supported", "contradicted", "not resolved"]
 
@@ -42,8 +43,26 @@ class Finding:
 
 
 def _attention_with(field: str, differs: Callable[[Any], bool]) -> Callable[[Sequence[str], Mapping[str, Any]], bool]:
-    """Return a function that finds models of attention alone whose setting `field` fulfils a condition."""
-    return lambda mixers, fields: list(mixers) == ["attention"] and differs(fields.get(f"mixers.attention.{field}"))
+    """Return a function that finds models of attention alone of which only the setting `field` is not the default."""
+    return lambda mixers, fields: (
+        list(mixers) == ["attention"]
+        and differs(fields.get(f"mixers.attention.{field}"))
+        and _changed("attention", fields) == {field}
+    )
+
+
+def _chunk_with(score: Callable[[Any], bool]) -> Callable[[Sequence[str], Mapping[str, Any]], bool]:
+    """Return a function that finds models of Top-1 Chunk alone by their score; chunks may have any size."""
+    return lambda mixers, fields: (
+        list(mixers) == ["top1_chunk"]
+        and score(fields.get("mixers.top1_chunk.score"))
+        and _changed("top1_chunk", fields) <= {"score", "chunk_size"}
+    )
+
+
+def _changed(mixer: str, fields: Mapping[str, Any]) -> set[str]:
+    """Return the settings of a mixer that are not the defaults."""
+    return {name for name, value in default_settings(mixer).items() if fields.get(f"mixers.{mixer}.{name}") != value}
 
 
 CLAIMS = (
@@ -60,12 +79,12 @@ CLAIMS = (
     Claim(
         "Top-1 Chunk with exact scores keeps the loss of attention out of domain",
         "same",
-        lambda mixers, fields: list(mixers) == ["top1_chunk"] and fields.get("mixers.top1_chunk.score") != "approx",
+        _chunk_with(lambda score: score != "approx"),
     ),
     Claim(
         "Top-1 Chunk with approximate scores has a higher loss out of domain than attention",
         "higher",
-        lambda mixers, fields: list(mixers) == ["top1_chunk"] and fields.get("mixers.top1_chunk.score") == "approx",
+        _chunk_with(lambda score: score == "approx"),
     ),
     Claim(
         "Attention in a sliding window has a higher loss out of domain than full attention",
@@ -96,7 +115,7 @@ def findings(comparison: Comparison) -> list[Finding]:
     found = []
     for claim in CLAIMS:
         for measured in comparison.compared("test"):
-            if _is_about(claim, by_label[measured.architecture]):
+            if _is_about(claim, by_label[measured.architecture], by_label[measured.baseline]):
                 low, high = comparison.verdict_interval(measured)
                 found.append(Finding(claim, answer(claim.expected, low, high), measured))
     return found
@@ -105,8 +124,8 @@ def findings(comparison: Comparison) -> list[Finding]:
 def answer(expected: Literal["higher", "lower", "same"], low: float, high: float) -> Answer:
     """Decide about a claim from the interval of the gap.
 
-    A difference is `supported` if the interval lies on its side of zero, and `contradicted` if the interval excludes
-    a difference of at least `RESOLUTION` on that side. Equality is `supported` if the interval lies within
+    A difference is `contradicted` if the interval excludes a difference of at least `RESOLUTION` on its side of zero,
+    and otherwise `supported` if the interval lies on that side. Equality is `supported` if the interval lies within
     `RESOLUTION` of zero, and `contradicted` if the interval lies outside.
     """
     if math.isnan(low):
@@ -117,11 +136,12 @@ def answer(expected: Literal["higher", "lower", "same"], low: float, high: float
         if low >= -RESOLUTION and high <= RESOLUTION:
             return "supported"
         return "contradicted" if low > RESOLUTION or high < -RESOLUTION else "not resolved"
-    if low > 0:
-        return "supported"
-    return "contradicted" if high < RESOLUTION else "not resolved"
+    if high < RESOLUTION:
+        return "contradicted"
+    return "supported" if low > 0 else "not resolved"
 
 
-def _is_about(claim: Claim, architecture: Architecture) -> bool:
+def _is_about(claim: Claim, architecture: Architecture, baseline: Architecture) -> bool:
+    """Return True if a claim is about an architecture. All claims compare with attention of default settings."""
     run = architecture.runs[0]
-    return claim.applies(mixer_names(run.pattern), recipe(run))
+    return mixer_label(baseline.runs[0]) == BASELINE and claim.applies(mixer_names(run.pattern), recipe(run))

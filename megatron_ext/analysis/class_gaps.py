@@ -12,7 +12,7 @@ from megatron_ext.analysis.architecture import Architecture
 from megatron_ext.analysis.cells import NOTHING, Cell, Table, number, text
 from megatron_ext.analysis.matched import Comparison, Estimate, estimate
 from megatron_ext.analysis.matched_losses import MatchedLoss, matched_loss, pooled_seed_variance
-from megatron_ext.analysis.matched_runs import DomainSet, domain_set, matched_run
+from megatron_ext.analysis.matched_runs import DomainSet, matched_run, strata
 from megatron_ext.analysis.matched_tables import gap_cell
 from megatron_ext.analysis.run_files import SPLITS, FloatArray, IntArray, Split
 from megatron_ext.analysis.runs import Run
@@ -51,12 +51,15 @@ class _ClassSet(DomainSet):
         return self.nats[run.path]
 
 
-def class_gaps(comparison: Comparison, split: Split) -> dict[str, list[ClassGap]]:
+def class_gaps(
+    comparison: Comparison, split: Split, losses_of: Mapping[Path, Sequence[ClassLosses]]
+) -> dict[str, list[ClassGap]]:
     """Return the gaps by class of each architecture, by its label, in the order of the recorded classes.
 
     Args:
         comparison: comparison of runs.
         split: `test` or `validation`.
+        losses_of: recorded losses from `read_losses`, by run folder.
 
     Returns:
         Empty unless every evaluation of every compared run has losses by class of the same tokens, which
@@ -66,17 +69,18 @@ def class_gaps(comparison: Comparison, split: Split) -> dict[str, list[ClassGap]
         UserError: the recorded losses of a run are invalid, or not about the documents of its evaluations.
     """
     labels = [measured.architecture for measured in comparison.compared("test")]
-    if not labels or not comparison.baseline.runs[0].split(split):
-        return {}
-    recorded = {run.path: _recorded(run, split) for group in comparison.architectures for run in group.runs}
-    names = _common_names(list(recorded.values()))
+    if not labels or not comparison.baseline.runs[0].split(split) or split == comparison.match:
+        return {}  # the validation loss itself is matched
+    architectures = compared_architectures(comparison)
+    recorded = {run.path: _recorded(run, split, losses_of) for group in architectures for run in group.runs}
+    names = _names(list(recorded.values()))
     grid = np.unique([comparison.matched_losses[comparison.headlines[label]] for label in labels])[::-1]
     gaps: dict[str, list[ClassGap]] = {label: [] for label in labels}
     for name in names:
         domains = _class_set(comparison.baseline.runs[0], split, name, recorded)
         if domains is None:
             continue
-        losses = {group.label: _matched(comparison, group, domains, grid) for group in comparison.architectures}
+        losses = {group.label: _matched(comparison, group, domains, grid) for group in architectures}
         other_seeds = pooled_seed_variance([loss.by_seed for loss in losses.values()])
         for measured in comparison.compared("test"):
             loss, baseline = losses[measured.architecture], losses[measured.baseline]
@@ -88,6 +92,24 @@ def class_gaps(comparison: Comparison, split: Split) -> dict[str, list[ClassGap]
     return gaps if any(gaps.values()) else {}
 
 
+def compared_architectures(comparison: Comparison) -> list[Architecture]:
+    """Return the architectures that are compared at matched loss, and their baselines."""
+    labels = {label for one in comparison.compared("test") for label in (one.architecture, one.baseline)}
+    return [architecture for architecture in comparison.architectures if architecture.label in labels]
+
+
+def read_losses(comparison: Comparison) -> dict[Path, list[ClassLosses]]:
+    """Read the losses by class of the compared runs, by run folder.
+
+    Returns:
+        Empty if a run was not trained to record them at every evaluation: there is nothing to compare then.
+    """
+    runs = [run for architecture in compared_architectures(comparison) for run in architecture.runs]
+    if any(run.config["training"].get("evaluate_classes") != EVERY for run in runs):
+        return {}
+    return {run.path: read_class_losses(run.path) for run in runs}
+
+
 def _matched(comparison: Comparison, group: Architecture, domains: DomainSet, grid: FloatArray) -> MatchedLoss:
     runs = [matched_run(run, comparison.match, comparison.window) for run in group.runs]
     return matched_loss(runs, domains, grid)
@@ -97,11 +119,12 @@ def _num_tokens(run: Run, split: Split) -> int:
     return sum(int(domain.tokens.sum()) for domain in run.split(split))
 
 
-def _recorded(run: Run, split: Split) -> list[list[ClassLosses]] | None:
+def _recorded(
+    run: Run, split: Split, losses_of: Mapping[Path, Sequence[ClassLosses]]
+) -> list[list[ClassLosses]] | None:
     """Return the recorded losses of a run by evaluation and domain; None if an evaluation lacks them."""
-    if run.config["training"].get("evaluate_classes") != EVERY:
-        return None  # the file is not read again
-    found = {(losses.step, losses.domain): losses for losses in read_class_losses(run.path) if losses.split == split}
+    recorded = losses_of.get(run.path, ())
+    found = {(losses.step, losses.domain): losses for losses in recorded if losses.split == split}
     evaluations = []
     for step in map(int, run.evaluation_steps):
         domains = [found.get((step, domain.domain)) for domain in run.split(split)]
@@ -116,15 +139,15 @@ def _recorded(run: Run, split: Split) -> list[list[ClassLosses]] | None:
     return evaluations
 
 
-def _common_names(recorded: Sequence[list[list[ClassLosses]] | None]) -> list[str]:
-    """Return the classes that all evaluations of all runs have; empty if a run lacks them."""
-    names: list[str] | None = None
+def _names(recorded: Sequence[list[list[ClassLosses]] | None]) -> list[str]:
+    """Return the classes of any evaluation; empty if a run lacks them. A domain without tokens of a class omits it."""
+    names: dict[str, None] = {}
     for evaluations in recorded:
         if evaluations is None:
             return []
         for losses in (losses for domains in evaluations for losses in domains):
-            names = [name for name in (losses.names if names is None else names) if name in losses.names]
-    return names or []
+            names |= dict.fromkeys(losses.names)
+    return list(names)
 
 
 def _class_set(
@@ -144,13 +167,23 @@ def _class_set(
         nats[path] = np.array(rows)
     if tokens is None or not tokens.any():
         return None
-    whole = domain_set(run, split, range(len(run.split(split))))
-    return _ClassSet(split, whole.indices, tokens, whole.strata, nats)
+    documents = [len(domain.documents) for domain in run.split(split)]
+    return _ClassSet(split, tuple(range(len(documents))), tokens, strata(tokens, documents), nats)
 
 
-def class_table(comparison: Comparison, split: Split) -> Table:
-    """Return a table of the gaps by class, with a row per class and a column per architecture."""
-    gaps = class_gaps(comparison, split)
+def class_tables(comparison: Comparison) -> dict[Split, Table]:
+    """Return the tables of gaps by class out of domain (`test`) and in domain (`validation`).
+
+    Raises:
+        UserError: as in `class_gaps`.
+    """
+    losses_of = read_losses(comparison)
+    splits: tuple[Split, ...] = ("test", "validation")
+    return {split: _table(class_gaps(comparison, split, losses_of), split) for split in splits}
+
+
+def _table(gaps: Mapping[str, Sequence[ClassGap]], split: Split) -> Table:
+    """Return a table with a row per class and a column per architecture."""
     labels = list(gaps)
     by_name = {label: {gap.name: gap for gap in found} for label, found in gaps.items()}
     rows = []

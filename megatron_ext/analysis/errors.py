@@ -19,11 +19,15 @@ Key = tuple[Hashable, ...]
 """Key of a source. Its first entry is the kind: `documents`, `batches`, `curve`, `seeds` or `matched documents`."""
 
 FAMILY_DRAWS = 40_000
-"""Number of draws of a family's largest t value: its 95 % quantile then has a standard error below one percent."""
+"""Number of draws of a family's t values. The width of its intervals then has a standard error below one percent, and
+of two or three percent with one degree of freedom."""
 
 
 LARGE_DEGREES = 1e4
-"""Degrees of freedom above which a t variable counts as normal."""
+"""Degrees of freedom that stand for a normal variable."""
+
+BORROWED = "borrowed"
+"""Second entry of the key of an error over seeds whose variance was estimated from other architectures."""
 
 
 @dataclass(frozen=True)
@@ -78,10 +82,19 @@ class Errors:
     def variance(self, *kinds: str) -> SamplingVariance:
         """Return the variance [G] from the sources of these kinds; without arguments, from all sources."""
         total = zero_variance_like(np.zeros(self.points))
+        seeds: list[SamplingVariance] = []
+        is_borrowed = any(key[:2] == ("seeds", BORROWED) for key in self.sources)
         for key, source in self.sources.items():
             if not kinds or key[0] in kinds:
                 squares = (source.contributions**2).sum(axis=1)
-                total = total + SamplingVariance(squares, np.broadcast_to(source.degrees_of_freedom, squares.shape))
+                spread = SamplingVariance(squares, np.broadcast_to(source.degrees_of_freedom, squares.shape))
+                if key[0] == "seeds" and is_borrowed:
+                    seeds.append(spread)
+                else:
+                    total = total + spread
+        if seeds:  # one estimate enters several times, so its degrees of freedom do not add up
+            degrees = np.min([spread.degrees_of_freedom for spread in seeds], axis=0)
+            total = total + SamplingVariance(np.sum([spread.variance for spread in seeds], axis=0), degrees)
         return total
 
     def half_width(self, confidence: float) -> FloatArray:
@@ -123,30 +136,29 @@ def _one(degrees_of_freedom: FloatArray | float, point: int) -> FloatArray | flo
     return degrees_of_freedom[point : point + 1] if isinstance(degrees_of_freedom, np.ndarray) else degrees_of_freedom
 
 
-def family_quantile(errors: Sequence[Errors], confidence: float) -> float:
-    """Return the number of standard errors within which all estimates of a family lie at once with `confidence`.
+def family_half_widths(errors: Sequence[Errors], confidence: float) -> list[float]:
+    """Return half of the width of intervals that hold for all estimates of a family at once with `confidence`.
 
-    This is the quantile of the largest absolute value of correlated t variables (Hothorn, Bretz & Westfall 2008,
-    Biometrical Journal 50), from draws with a fixed seed. All have the degrees of freedom of the widest single
-    interval, in standard errors. This makes the intervals wider than necessary where degrees differ.
+    Each interval has the same level, chosen so that none of correlated t variables lies outside (Hothorn, Bretz &
+    Westfall 2008, Biometrical Journal 50), from draws with a fixed seed. A variable has the degrees of freedom that its
+    single interval corresponds to. Estimates of variances count as fully dependent.
 
     Args:
         errors: errors of single estimates (one point each) with a known variance above zero.
         confidence: between 0 and 1.
     """
-    from scipy.special import stdtridf  # imported late, as in `ratio_interval`
+    from scipy.special import gammaincinv, stdtr, stdtridf, stdtrit  # imported late, as in `ratio_interval`
 
     scale = np.sqrt([float(error.variance().variance[0]) for error in errors])
-    single = max(float(error.half_width(confidence)[0]) / size for error, size in zip(errors, scale, strict=True))
-    if len(errors) == 1:
-        return single
-    degrees = float(stdtridf((1 + confidence) / 2, single))  # NaN or huge: normal
+    single = np.array([float(error.half_width(confidence)[0]) for error in errors]) / scale
+    degrees = stdtridf((1 + confidence) / 2, single)  # NaN for a normal variable
+    degrees = np.minimum(np.where(np.isnan(degrees), LARGE_DEGREES, degrees), LARGE_DEGREES)
     covariance = np.array([[float(one.covariance(other)[0]) for other in errors] for one in errors])
-    correlation = covariance / np.outer(scale, scale)
-    values, vectors = np.linalg.eigh(correlation)
+    values, vectors = np.linalg.eigh(covariance / np.outer(scale, scale))
     generator = np.random.default_rng(0)
     normal = generator.standard_normal((FAMILY_DRAWS, len(errors))) @ (vectors * np.sqrt(np.maximum(values, 0.0))).T
-    largest = np.abs(normal).max(axis=1)
-    if degrees < LARGE_DEGREES:
-        largest /= np.sqrt(generator.chisquare(degrees, FAMILY_DRAWS) / degrees)
-    return float(np.quantile(largest, confidence))
+    uniform = generator.random((FAMILY_DRAWS, 1))
+    variance = 2 * gammaincinv(degrees / 2, uniform) / degrees  # chi-squared over its degrees of freedom
+    tail = stdtr(degrees, -np.abs(normal) / np.sqrt(variance)).min(axis=1)
+    level = float(np.quantile(tail, 1 - confidence))
+    return [float(width) for width in -stdtrit(degrees, level) * scale]

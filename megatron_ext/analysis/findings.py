@@ -102,8 +102,9 @@ def describe_seeds(comparison: Comparison) -> str:
             "differ is not known from these runs; train one more with another training.seed"
         )
     single = [a.label for a in comparison.architectures if len(a.runs) == 1]
-    runs = f"{noise.degrees_of_freedom + 1} or more runs"
-    known = f"single runs differ by a standard deviation of {noise.deviation:.4f} nats between seeds (from {runs})"
+    degrees = "1 degree" if noise.degrees_of_freedom == 1 else f"{noise.degrees_of_freedom} degrees"
+    deviation = f"a standard deviation of {noise.deviation:.4f} nats between seeds ({degrees} of freedom)"
+    known = f"single runs differ by {deviation}"
     if not single:
         return f"The intervals include the choice of seeds: {known}"
     subject = ", ".join(single[:3]) + (", ..." if len(single) > 3 else "")
@@ -113,7 +114,12 @@ def describe_seeds(comparison: Comparison) -> str:
 
 
 def density_warning(comparison: Comparison) -> str:
-    """Say, as a sentence without the full stop, if curves are less certain between evaluations than `RESOLUTION`."""
+    """Say, as a sentence without the full stop, if curves are less certain between evaluations than `RESOLUTION`.
+
+    With several seeds the error of the curves is part of that of the seeds, and nothing is said.
+    """
+    if comparison.seed_noise is not None:
+        return ""
     found = [
         (float(measured.curve_error[at]), _evaluation_distance(comparison, measured.architecture, at))
         for measured in comparison.compared("test")

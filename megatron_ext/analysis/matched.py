@@ -22,7 +22,7 @@ import numpy as np
 
 from megatron_ext.analysis.architecture import Architecture, group_runs
 from megatron_ext.analysis.baselines import BaselineGroup, baseline_groups
-from megatron_ext.analysis.errors import Errors, family_quantile
+from megatron_ext.analysis.errors import Errors, family_half_widths
 from megatron_ext.analysis.matched_losses import MatchedLoss, matched_loss, pooled_seed_variance
 from megatron_ext.analysis.matched_runs import DomainSet, Match, MatchedRun, default_window, domain_set, matched_run
 from megatron_ext.analysis.run_files import FloatArray, Split
@@ -361,9 +361,9 @@ def _family(
     for measurement, gap_errors in results:
         at = headlines.get(measurement.architecture)
         if at is not None and not measurement.is_baseline and measurement.gap.error[at] > ROUNDING_ERROR:
-            gaps.append((measurement.architecture, float(measurement.gap.value[at]), float(measurement.gap.error[at])))
+            gaps.append((measurement.architecture, float(measurement.gap.value[at])))
             errors.append(gap_errors.at(at))
     if len(gaps) < 2:
         return {}
-    quantile = family_quantile(errors, CONFIDENCE)
-    return {label: (value - quantile * error, value + quantile * error) for label, value, error in gaps}
+    widths = family_half_widths(errors, CONFIDENCE)
+    return {label: (value - width, value + width) for (label, value), width in zip(gaps, widths, strict=True)}

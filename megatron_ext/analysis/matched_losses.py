@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_ext.analysis.errors import Errors, ErrorSource, Key
+from megatron_ext.analysis.errors import BORROWED, Errors, ErrorSource, Key
 from megatron_ext.analysis.interpolation import (
     MIN_EVALUATIONS,
     left_out_residuals,
@@ -77,7 +77,7 @@ class MatchedLoss:
             return {}
         # The run is a single draw. No other estimate shares its error, so its key contains the folder.
         degrees = float(other_seeds.degrees_of_freedom[0])
-        return {("seeds", self.folder): ErrorSource(np.sqrt(other_seeds.variance)[:, None], degrees)}
+        return {("seeds", BORROWED, self.folder): ErrorSource(np.sqrt(other_seeds.variance)[:, None], degrees)}
 
 
 def matched_loss(runs: Sequence[MatchedRun], domains: DomainSet, grid: FloatArray) -> MatchedLoss:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -78,13 +79,21 @@ class MatchedRun:
 def domain_set(run: Run, split: Split, indices: Sequence[int]) -> DomainSet:
     """Pool domains of a split, given by their indices. All runs of a comparison have the same documents."""
     domains = [run.split(split)[index] for index in indices]
-    counts = [len(domain.tokens) for domain in domains]
-    starts = np.cumsum([0, *counts])
-    strata = tuple(
-        np.concatenate([np.arange(starts[index], starts[index + 1]) for index in stratum])
-        for stratum in _strata(counts)
-    )
-    return DomainSet(split, tuple(indices), np.concatenate([domain.tokens for domain in domains]), strata)
+    tokens = np.concatenate([domain.tokens for domain in domains])
+    return DomainSet(split, tuple(indices), tokens, strata(tokens, [len(domain.tokens) for domain in domains]))
+
+
+def strata(tokens: IntArray, documents: Sequence[int]) -> tuple[IntArray, ...]:
+    """Return the indices of the documents of each stratum.
+
+    Args:
+        tokens: [D], tokens of each document of all domains; documents without tokens do not count.
+        documents: number of documents of each domain.
+    """
+    starts = np.cumsum([0, *documents])
+    indices = [np.arange(start, end) for start, end in pairwise(starts)]
+    counts = [int((tokens[domain] > 0).sum()) for domain in indices]
+    return tuple(np.concatenate([indices[index] for index in stratum]) for stratum in _strata(counts))
 
 
 def _strata(documents: Sequence[int]) -> list[list[int]]:
@@ -105,10 +114,13 @@ def _strata(documents: Sequence[int]) -> list[list[int]]:
 def default_window(runs: Sequence[Run]) -> int:
     """Return the averaging window of the training loss: the shortest evaluation interval of any run, at most 20 steps.
 
+    The last interval of a run does not count: the last step is always evaluated, however near the one before.
+
     The loss of a single step is noisy: the noise of one batch would move a point along x by more than the gaps of
     interest. With the same window in all runs, averaging delays all curves equally.
     """
-    shortest = min(int(np.diff(run.evaluation_steps, prepend=0).min()) for run in runs)
+    intervals = [np.diff(run.evaluation_steps, prepend=0) for run in runs]
+    shortest = min(int((steps[:-1] if len(steps) > 2 else steps).min()) for steps in intervals)
     return min(shortest, MAX_WINDOW)
 
 

@@ -184,7 +184,7 @@ def precision_table(comparison: Comparison, resolution: float) -> Table:
                 NOTHING if needed is None else count(needed),
             ]
         )
-    columns = ["architecture", "smallest detectable gap", "standard error", "from documents alone"]
+    columns = ["architecture", "smallest gap detectable alone", "standard error", "from documents alone"]
     columns += ["from the curves alone", "documents scored", f"documents needed for a gap of {resolution} nats"]
     return Table("Out-of-domain gap at the headline, nats per token", columns, rows)
 
@@ -198,7 +198,7 @@ def level_table(comparison: Comparison) -> Table:
         row += [number(one.loss.value[level]) for one in comparison.select("test") if one.is_baseline]
         rows.append([*row, *(gap_cell(other.gap, level) for other in others)])
     baselines = [one.architecture for one in comparison.select("test") if one.is_baseline]
-    caption = "Loss of the baseline and the gaps to it; a dash where one of both was not evaluated; nats per token"
+    caption = "Loss of the baseline and the gaps to it, nats per token; a dash where one of both did not have that loss"
     columns = [MATCHED[comparison.match], *baselines, *(other.architecture for other in others)]
     return Table(caption, columns, rows, notes_below=True)
 
@@ -209,7 +209,8 @@ def domain_table(comparison: Comparison) -> Table:
     for split in SPLITS:
         names = dict.fromkeys(measured.domain for measured in comparison.measured if measured.split == split)
         for name in (name for name in names if name != ALL_DOMAINS):
-            for measured in comparison.compared(split, name) or comparison.select(split, name):
+            found = comparison.compared(split, name) or comparison.select(split, name)
+            for measured in (one for one in found if one.architecture in comparison.headlines):
                 at = comparison.headlines[measured.architecture]
                 labels = text(name), text(SPLITS[split]), text(measured.architecture)
                 loss = number(measured.loss.value[at])

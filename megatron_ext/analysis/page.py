@@ -15,7 +15,7 @@ from megatron_ext.analysis.architecture import Architecture, mixer_label
 from megatron_ext.analysis.cells import NOTHING, Cell, Table, count, decimal, number, text
 from megatron_ext.analysis.choice_output import choice_table
 from megatron_ext.analysis.choices import Choices
-from megatron_ext.analysis.class_gaps import class_table
+from megatron_ext.analysis.class_gaps import class_tables
 from megatron_ext.analysis.decisions import RunDecisions, data_differences, decision_counts, decision_table, slow_table
 from megatron_ext.analysis.figure import split_loss
 from megatron_ext.analysis.findings import (
@@ -174,10 +174,11 @@ def _tables(contents: Contents) -> dict[str, Table | None]:
     """Return the tables by anchor of their section; None for an empty table."""
     comparison, suites = contents.comparison, contents.suites
     runs = [run for _architecture, run in contents.runs]
+    classes = class_tables(comparison)
     tables = _matched_tables(comparison) | {
         "choices": choice_table(contents.choices),
-        "classes": class_table(comparison, "test"),
-        "classes_in_domain": class_table(comparison, "validation"),
+        "classes": classes["test"],
+        "classes_in_domain": classes["validation"],
         "losses": loss_table(suites),
         "retrieval": retrieval_table(suites),
         "fewshot": fewshot_table(suites),

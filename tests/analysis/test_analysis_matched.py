@@ -2,6 +2,7 @@
 
 import csv
 import io
+from dataclasses import replace
 
 import coverage_of_documents
 import numpy as np
@@ -12,7 +13,7 @@ from covering import cases
 from megatron_ext.analysis.findings import density_warning, describe_seeds, describe_unmatched, verdicts
 from megatron_ext.analysis.matched import RESOLUTION, compare
 from megatron_ext.analysis.matched_runs import default_window, training_loss
-from megatron_ext.analysis.matched_tables import level_table, precision_table, render_table
+from megatron_ext.analysis.matched_tables import domain_table, level_table, precision_table, render_table
 from megatron_ext.analysis.runs import read_run, read_runs
 
 DELTA = {"pattern": "gated_deltanet*4"}
@@ -294,6 +295,11 @@ def test_seeds_are_part_of_the_interval(tmp_path):
     assert mamba.gap.error[at] == pytest.approx(deviation / np.sqrt(2), abs=1e-9)
     assert result.seed_noise.degrees_of_freedom == 4
     assert "mamba has one seed" in describe_seeds(result)
+    # Both terms of Mamba's gap use the variance of the same runs, whose degrees of freedom do not add up.
+    pair = comparison_of(tmp_path / "pair", *base[:2], replace(lone, gap=0.0), *others[:2])
+    mamba, at = pair.select("test")[1], pair.headline
+    assert mamba.architecture == "mamba"
+    assert mamba.gap.high[at] - mamba.gap.value[at] == pytest.approx(12.7062 * mamba.gap.error[at], rel=1e-4)
     assert describe_seeds(comparison_of(tmp_path / "one", Synthetic(), lone)).startswith("Every architecture has one")
 
 
@@ -329,3 +335,16 @@ def test_intervals_of_a_family_are_wider(tmp_path):
         single = measured.gap.high[at] - measured.gap.low[at]
         assert 1.05 < (high - low) / single < 2.2365 / 1.96 + 0.02
     assert comparison_of(tmp_path / "pair", *runs[:2]).family == {}
+
+
+def test_attention_of_a_size_without_partners_beside_one_without_a_common_loss(tmp_path):
+    """The page has a table by domain even if nothing is compared."""
+    late = Synthetic(**DELTA, name="late", training_loss=lambda step: 9.0 - 0.001 * np.asarray(step))
+    large = [replace(run, config={"model": {"hidden_size": 128}}) for run in (Synthetic(name="large"), late)]
+    result = comparison_of(tmp_path, Synthetic(), *large)
+    assert [row[2].text.partition(" ")[0] for row in domain_table(result).rows] == ["attention"] * 3
+
+
+def test_the_last_interval_does_not_shorten_the_window(tmp_path):
+    run = read_run(write_run(tmp_path / "run", Synthetic(every=50)))
+    assert default_window([replace(run, evaluation_steps=np.array([50, 100, 150, 200, 202]))]) == 20

@@ -22,6 +22,7 @@ from megatron_ext.analysis.runs import read_runs
         ("same", -0.0039, 0.0041, "not resolved"),
         ("same", 0.0041, 0.2, "contradicted"),
         ("same", -0.2, -0.0041, "contradicted"),
+        ("higher", 0.0001, 0.0039, "contradicted"),  # within what the study calls equal
         ("higher", np.nan, np.nan, "not resolved"),
     ],
 )
@@ -54,3 +55,20 @@ def test_each_architecture_belongs_to_its_claim(tmp_path):
         *["supported"] * 3,
         "contradicted",
     ]
+
+
+def test_claims_need_attention_as_the_baseline(tmp_path):
+    """Without it, the gap of GLA to Mamba says nothing about attention."""
+    runs = [Synthetic(name=name, pattern=f"{name}*4", gap=gap) for name, gap in (("mamba", 0.0), ("gla", 0.1))]
+    assert findings(compare(read_runs([write_run(tmp_path / run.name, run) for run in runs]))) == []
+
+
+def test_claims_are_about_one_setting(tmp_path):
+    both = {"attention": {"window": 64, "temperature": 0.5}}
+    chunks = {"top1_chunk": {"score": "exact", "top_k": 4}}
+    runs = [
+        Synthetic(),
+        Synthetic(mixers=both, name="both"),
+        Synthetic(pattern="top1_chunk*4", mixers=chunks, name="k"),
+    ]
+    assert findings(compare(read_runs([write_run(tmp_path / run.name, run) for run in runs]))) == []

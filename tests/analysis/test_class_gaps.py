@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from analysis_synthetic import Synthetic, write_run
 
-from megatron_ext.analysis.class_gaps import class_gaps, class_table
+from megatron_ext.analysis.class_gaps import class_gaps, class_tables, read_losses
 from megatron_ext.analysis.matched import compare
 from megatron_ext.analysis.runs import read_runs
 from megatron_ext.utils.errors import UserError
@@ -49,7 +49,8 @@ def folders(tmp_path):
 
 def test_the_gap_is_on_the_tokens_that_have_it(folders):
     comparison = compare(read_runs(folders))
-    (found,) = class_gaps(comparison, "test").values()
+    losses_of = read_losses(comparison)
+    (found,) = class_gaps(comparison, "test", losses_of).values()
     gaps = {gap.name: gap for gap in found}
     assert gaps["token/seen"].gap.value[0] == pytest.approx(SEEN_GAP, abs=0.01)  # documents of 4 n + 1 to 3 tokens
     assert gaps["token/unseen"].gap.value[0] == pytest.approx(0.0, abs=0.01)
@@ -58,9 +59,9 @@ def test_the_gap_is_on_the_tokens_that_have_it(folders):
     parts = sum(gap.share * gap.gap.value[0] for gap in found)
     assert parts == pytest.approx(whole.gap.value[comparison.headline], abs=1e-9)
     assert gaps["token/seen"].gap.low[0] > 0.3
-    in_domain = class_gaps(comparison, "validation")["gated_deltanet"]
+    in_domain = class_gaps(comparison, "validation", losses_of)["gated_deltanet"]
     assert [gap.gap.value[0] for gap in in_domain] == pytest.approx([0.0, 0.0], abs=1e-9)
-    names = [row[0].text for row in class_table(comparison, "test").rows]
+    names = [row[0].text for row in class_tables(comparison)["test"].rows]
     assert names == ["token/seen", "token/unseen"]
 
 
@@ -71,8 +72,8 @@ def test_without_classes_at_every_evaluation_there_is_no_table(folders):
     (folders[1] / "evaluation.jsonl").write_text("\n".join([json.dumps(first), *lines[1:], ""]))
     comparison = compare(read_runs(folders))
     split = first["split"]
-    assert class_gaps(comparison, split) == {}
-    assert class_table(comparison, split).rows == []
+    assert class_gaps(comparison, split, read_losses(comparison)) == {}
+    assert class_tables(comparison)[split].rows == []
 
 
 def test_classes_of_other_documents_are_refused(folders):
@@ -81,4 +82,23 @@ def test_classes_of_other_documents_are_refused(folders):
     lines[-1]["documents"] = [number + 1 for number in lines[-1]["documents"]]
     (folders[1] / "evaluation.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(UserError, match=f"classes of {lines[-1]['domain']} at step 200 are of other documents"):
-        class_gaps(compare(runs), lines[-1]["split"])
+        class_tables(compare(runs))
+
+
+def test_a_class_in_few_documents_has_an_interval(folders):
+    """One of two domains has the class in two documents: its stratum is merged with the other domain's."""
+    for folder in folders:
+        lines = [json.loads(line) for line in (folder / "evaluation.jsonl").read_text().splitlines()]
+        for line in (line for line in lines if line["domain"] == "maths"):
+            seen, number = line["classes"]["token/seen"], len(line["documents"])
+            for name in ("document_tokens", "document_loss"):
+                seen[name] = seen[name][:2] + [0] * (number - 2)
+        (folder / "evaluation.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    comparison = compare(read_runs(folders))
+    (found,) = class_gaps(comparison, "test", read_losses(comparison)).values()
+    assert np.isfinite(found[0].gap.low[0])
+
+
+def test_the_matched_loss_has_no_gaps(folders):
+    comparison = compare(read_runs(folders), match="validation")
+    assert class_gaps(comparison, "validation", read_losses(comparison)) == {}
