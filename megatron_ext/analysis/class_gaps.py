@@ -11,7 +11,7 @@ import numpy as np
 from megatron_ext.analysis.architecture import Architecture
 from megatron_ext.analysis.cells import NOTHING, Cell, Table, number, text
 from megatron_ext.analysis.matched import Comparison, Estimate, estimate
-from megatron_ext.analysis.matched_losses import MatchedLoss, matched_loss, pooled_seed_variance
+from megatron_ext.analysis.matched_losses import matched_loss, pooled_seed_variance
 from megatron_ext.analysis.matched_runs import DomainSet, matched_run, strata
 from megatron_ext.analysis.matched_tables import gap_cell
 from megatron_ext.analysis.run_files import SPLITS, FloatArray, IntArray, Split
@@ -74,20 +74,25 @@ def class_gaps(
     architectures = compared_architectures(comparison)
     recorded = {run.path: _recorded(run, split, losses_of) for group in architectures for run in group.runs}
     names = _names(list(recorded.values()))
+    matched_runs = {
+        group.label: [matched_run(run, comparison.match, comparison.window) for run in group.runs]
+        for group in architectures
+    }
     grid = np.unique([comparison.matched_losses[comparison.headlines[label]] for label in labels])[::-1]
+    num_tokens = sum(int(domain.tokens.sum()) for domain in comparison.baseline.runs[0].split(split))
     gaps: dict[str, list[ClassGap]] = {label: [] for label in labels}
     for name in names:
         domains = _class_set(comparison.baseline.runs[0], split, name, recorded)
         if domains is None:
             continue
-        losses = {group.label: _matched(comparison, group, domains, grid) for group in architectures}
+        losses = {label: matched_loss(runs, domains, grid) for label, runs in matched_runs.items()}
         other_seeds = pooled_seed_variance([loss.by_seed for loss in losses.values()])
         for measured in comparison.compared("test"):
             loss, baseline = losses[measured.architecture], losses[measured.baseline]
             at = int(np.flatnonzero(grid == comparison.matched_losses[comparison.headlines[measured.architecture]])[0])
             errors = loss.errors(other_seeds).at(at) - baseline.errors(other_seeds).at(at)
             gap = estimate((loss.value - baseline.value)[at : at + 1], errors)
-            share = float(domains.tokens.sum()) / _num_tokens(comparison.baseline.runs[0], split)
+            share = float(domains.tokens.sum()) / num_tokens
             gaps[measured.architecture].append(ClassGap(name, share, float(baseline.value[at]), gap))
     return gaps if any(gaps.values()) else {}
 
@@ -108,15 +113,6 @@ def read_losses(comparison: Comparison) -> dict[Path, list[ClassLosses]]:
     if any(run.config["training"].get("evaluate_classes") != EVERY for run in runs):
         return {}
     return {run.path: read_class_losses(run.path) for run in runs}
-
-
-def _matched(comparison: Comparison, group: Architecture, domains: DomainSet, grid: FloatArray) -> MatchedLoss:
-    runs = [matched_run(run, comparison.match, comparison.window) for run in group.runs]
-    return matched_loss(runs, domains, grid)
-
-
-def _num_tokens(run: Run, split: Split) -> int:
-    return sum(int(domain.tokens.sum()) for domain in run.split(split))
 
 
 def _recorded(

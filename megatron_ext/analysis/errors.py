@@ -109,10 +109,6 @@ class Errors:
             squares += self.variance(kind).half_width(confidence) ** 2
         return np.sqrt(squares)
 
-    def has(self, kind: str) -> bool:
-        """Return True if a source of this kind is included."""
-        return any(key[0] == kind for key in self.sources)
-
     def at(self, point: int) -> Errors:
         """Return the errors of one of the estimates."""
         return Errors(

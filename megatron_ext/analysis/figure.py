@@ -66,7 +66,7 @@ def _loss_rows(comparison: Comparison) -> Iterator[tuple[Any, ...]]:
     for architecture in comparison.architectures:
         for run, split in product(architecture.runs, TITLES):
             if run.split(split):
-                pairs = zip(_x(comparison, run), split_loss(run, split), strict=True)
+                pairs = zip(_x(comparison, run), run.split_loss(split), strict=True)
                 names = ("loss", architecture.label, column_name(split), run.name)
                 yield from ((*names, float(x), float(y), "", "") for x, y in pairs)
 
@@ -107,7 +107,7 @@ def domain_shift(comparison: Comparison) -> Picture | None:
         return None
 
     def curve(run: Run) -> tuple[FloatArray, FloatArray]:
-        return _x(comparison, run), split_loss(run, "test") - split_loss(run, "validation")
+        return _x(comparison, run), run.split_loss("test") - run.split_loss("validation")
 
     def draw_shift(theme: Theme, stacked: bool) -> bytes:
         figure = new_figure((4.6, 4.4) if stacked else (10.0, 4.4), theme)
@@ -188,16 +188,9 @@ def _panels(figure: Figure, splits: Sequence[Split], with_gaps: bool, stacked: b
     return dict(zip(order, grid.ravel(), strict=True))
 
 
-def split_loss(run: Run, split: Split) -> FloatArray:
-    """Return the token-weighted mean loss [E] over a split's domains at each evaluation, in nats per token."""
-    domains = run.split(split)
-    nats = np.sum([domain.losses.sum(axis=1) for domain in domains], axis=0)
-    return nats / sum(int(domain.tokens.sum()) for domain in domains)
-
-
 def _draw_curves(ax: Axes, comparison: Comparison, split: Split, line_styles: Styles) -> None:
     def curve(run: Run) -> tuple[FloatArray, FloatArray]:
-        return _x(comparison, run), split_loss(run, split)
+        return _x(comparison, run), run.split_loss(split)
 
     _draw_runs(ax, comparison, curve, line_styles)
     _limit(ax, comparison, [curve(run) for run in _runs(comparison)])

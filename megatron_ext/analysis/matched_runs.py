@@ -143,8 +143,7 @@ def loss_to_match(run: Run, match: Match, window: int) -> FloatArray:
     if not run.split("validation"):
         problem = "has no in-domain (split validation) evaluation to match"
         raise UserError(str(run.path), problem, "give --match training")
-    domains = domain_set(run, "validation", range(len(run.split("validation"))))
-    return np.asarray(domains.losses(run).sum(axis=1)) / float(domains.tokens.sum())
+    return run.split_loss("validation")
 
 
 def matched_run(run: Run, match: Match, window: int) -> MatchedRun:

@@ -17,7 +17,6 @@ from megatron_ext.analysis.choice_output import choice_table
 from megatron_ext.analysis.choices import Choices
 from megatron_ext.analysis.class_gaps import class_tables
 from megatron_ext.analysis.decisions import RunDecisions, data_differences, decision_counts, decision_table, slow_table
-from megatron_ext.analysis.figure import split_loss
 from megatron_ext.analysis.findings import (
     MATCHED,
     claim_entries,
@@ -250,7 +249,7 @@ def _run_table(contents: Contents) -> Table:
         passes = epochs(run)
         row = [text(run.name), text(architecture.label), Cell(str(run.seed), run.seed), count(last), count(tokens)]
         row += [number(training_loss(run, comparison.window)[-1]), NOTHING if passes is None else decimal(passes)]
-        rows.append(row + [number(split_loss(run, split)[-1]) for split in splits])
+        rows.append(row + [number(run.split_loss(split)[-1]) for split in splits])
     columns = ["run", "architecture", "seed", "step", "tokens", "training loss", "epochs"]
     caption = "At each run's own last evaluation, so not at matched training loss; losses in nats per token"
     return Table(caption, [*columns, *(f"loss {SPLITS[split]}" for split in splits)], rows)

@@ -25,7 +25,7 @@ from megatron_ext.analysis.scaling.fitting import Options, ScalingFit, fit_all
 from megatron_ext.analysis.scaling.run_points import by_mixer, run_points
 from megatron_ext.analysis.scaling.section import section
 from megatron_ext.analysis.selection import RunSelection, with_unevaluated
-from megatron_ext.analysis.suites import as_tables, heat_maps, read_suites, to_dict
+from megatron_ext.analysis.suites import Suites, as_tables, heat_maps, read_suites, to_dict
 from megatron_ext.utils.atomic_files import os_error_reason, write_atomically
 from megatron_ext.utils.errors import UserError
 
@@ -81,13 +81,9 @@ def write_files(
     pictures = [*curves, matched, *chosen, *([shift] if shift else [])]
     files = {name: content for picture in pictures for name, content in picture.files().items()}
     files["matched_loss.csv"] = render_table(comparison).encode()
-    files |= {f"{heat_map.name}.png": heat_map.png for heat_map in heat_maps(suites)}
-    files |= {name: table.encode() for name, table in as_tables(suites).items()}
-    if suites:
-        files["suites.json"] = (json.dumps(to_dict(suites), indent=1) + "\n").encode()
+    files |= _suite_files(suites)
     scaling = None if laws is None else section(laws)
     scaling_files = [f"{SCALING}/{name}" for name in (scaling.files if scaling else ())]
-    file_names = [*files, *scaling_files]
     page = render_page(
         Contents(
             comparison=comparison,
@@ -99,7 +95,7 @@ def write_files(
             suites=suites,
             scaling=scaling,
             run_decisions=run_decisions,
-            files=file_names,
+            files=[*files, *scaling_files],
             excluded=selected.excluded,
         )
     )
@@ -109,6 +105,15 @@ def write_files(
     for line in (f"report: {output / 'index.html'}", *summary_lines(comparison)):
         say(line)
     return output / "index.html"
+
+
+def _suite_files(suites: Sequence[Suites]) -> dict[str, bytes]:
+    """Return heat maps, tables and JSON of the suites' results by file name."""
+    files = {f"{heat_map.name}.png": heat_map.png for heat_map in heat_maps(suites)}
+    files |= {name: table.encode() for name, table in as_tables(suites).items()}
+    if suites:
+        files["suites.json"] = (json.dumps(to_dict(suites), indent=1) + "\n").encode()
+    return files
 
 
 def _write(

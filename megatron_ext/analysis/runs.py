@@ -82,15 +82,20 @@ class Run:
         """True if there is an evaluation after the last step."""
         return bool(self.domains) and bool(self.evaluation_steps[-1] == self.steps[-1])
 
+    def split_loss(self, split: Split) -> FloatArray:
+        """Return the token-weighted mean loss [E] over a split's domains at each evaluation, in nats per token."""
+        domains = self.split(split)
+        nats = np.sum([domain.losses.sum(axis=1) for domain in domains], axis=0)
+        return np.asarray(nats / sum(int(domain.tokens.sum()) for domain in domains))
+
     def final_loss(self, split: Split) -> float | None:
         """Return the loss on all documents of a split after the last step, in nats per token.
 
         None: the split was not evaluated after the last step.
         """
-        domains = self.split(split)
-        if not domains or not self.is_evaluated_at_end:
+        if not self.split(split) or not self.is_evaluated_at_end:
             return None
-        return float(sum(d.losses[-1].sum() for d in domains) / sum(d.tokens.sum() for d in domains))
+        return float(self.split_loss(split)[-1])
 
 
 def read_runs(paths: Sequence[Path], *, evaluated: bool = True) -> list[Run]:
